@@ -1,0 +1,45 @@
+# Everything runs in .venv, which is made on first use and only remade when the requirements change.
+#   make demo [ARGS="--tokens 50000"]    make test [ARGS="-k laws"]    make lint    make clean
+#   PYTHON=/path/to/python   the interpreter to make .venv from (3.11 or newer)
+#   PIP_FLAGS="..."          further flags for pip, such as --index-url for a CPU-only torch
+
+PIP_FLAGS ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: venv demo test lint clean
+.DEFAULT_GOAL := venv
+
+venv: $(STAMP)
+
+# torch goes first and under the constraints: whatever pip resolves after it finds it in place.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; found=""; \
+	for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11); do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "locret-stream needs Python 3.11 or newer; found: $$($(if $(PYTHON),"$(PYTHON)",python3) --version 2>&1 || echo none)." \
+	       "Install one, or name it: make $(firstword $(MAKECMDGOALS) venv) PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	if ! "$$found" -m venv $(VENV); then \
+	  echo "$$found could not make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; \
+	fi
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/locret-stream demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

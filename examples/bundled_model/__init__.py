@@ -1,0 +1,1 @@
+"""The recipe of the bundled model: data, seeded circuits, training, heads, export."""

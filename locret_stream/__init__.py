@@ -1,0 +1,87 @@
+"""An endless stream of tokens goes in, a fixed amount of memory holds what matters; ask, save, fork or resume.
+
+    async with Runtime.from_pretrained("bundled", budget=512, chunk_size=256) as runtime:
+        async with runtime.open("logs") as ctx:
+            await ctx.feed(stream)
+            print(await ctx.ask("What broke the build?"))
+
+Names resolve on first use: importing the package loads neither torch nor transformers, touches no device, and
+knows nothing of Triton or LangChain.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from locret_stream.config import Budget, Sampling, StreamConfig
+    from locret_stream.context import FeedReport, StreamingContext, Token
+    from locret_stream.errors import (
+        BudgetExceeded,
+        ConfigError,
+        ContextBusy,
+        ContextClosed,
+        ContextError,
+        HeadsMismatch,
+        InputError,
+        InvalidText,
+        InvalidTokens,
+        LocretError,
+        ModelError,
+        NoSlot,
+        SourceError,
+        UnknownPolicy,
+        UnsupportedModel,
+        WindowExceeded,
+    )
+    from locret_stream.runtime import Runtime, SyncContext, open_context
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "BudgetExceeded",
+    "ConfigError",
+    "ContextBusy",
+    "ContextClosed",
+    "ContextError",
+    "FeedReport",
+    "HeadsMismatch",
+    "InputError",
+    "InvalidText",
+    "InvalidTokens",
+    "LocretError",
+    "ModelError",
+    "NoSlot",
+    "Runtime",
+    "Sampling",
+    "SourceError",
+    "StreamConfig",
+    "StreamingContext",
+    "SyncContext",
+    "Token",
+    "UnknownPolicy",
+    "UnsupportedModel",
+    "WindowExceeded",
+    "__version__",
+    "open_context",
+]
+
+_HOME = {
+    **dict.fromkeys(("Budget", "Sampling", "StreamConfig"), "config"),
+    **dict.fromkeys(("FeedReport", "StreamingContext", "Token"), "context"),
+    **dict.fromkeys(("Runtime", "SyncContext", "open_context"), "runtime"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

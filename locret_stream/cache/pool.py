@@ -1,0 +1,91 @@
+"""The pool: for each layer K, rotated K, V, scores and positions of all slots, allocated once. Addresses never move.
+
+    bytes = slots * sum over layers of H * (b_l + chunk) * unit_l  +  scratch
+    unit_l = (2 or 3) * D * item + 4 * planes + 8      (3 where the layer has RoPE: K, rotated K, V)
+    scratch = H * max_l(b_l) * D * item
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from locret_stream.config import ModelShape
+
+
+@dataclass(slots=True)
+class LayerBuffers:
+    """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
+
+    `rotated` is `keys` itself in a layer without RoPE.
+    """
+
+    keys: Tensor
+    rotated: Tensor
+    values: Tensor
+    scores: Tensor
+    positions: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        own = [self.keys, self.values, self.scores, self.positions]
+        return own if self.rotated is self.keys else [*own, self.rotated]
+
+
+class Pool:
+    """`slots` slots of capacity b_l + chunk_size units per KV head in layer l.
+
+    Args:
+        budgets: b_l for every layer, [L].
+        rope: for every layer, whether rotated keys are held beside the keys.
+        planes: fp32 numbers held per unit: the score first, then what the policy declares.
+    """
+
+    def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
+                 rope: tuple[bool, ...], planes: int, dtype: torch.dtype, device: torch.device):
+        self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
+        self.planes, self.rope = planes, rope
+        heads, dim = shape.kv_heads, shape.head_dim
+        self.layers: list[LayerBuffers] = []
+        for units, rotates in zip(budgets, rope, strict=True):
+            capacity = units + chunk_size
+            keys = torch.zeros(slots, heads, capacity, dim, dtype=dtype, device=device)
+            self.layers.append(LayerBuffers(
+                keys=keys, rotated=torch.zeros_like(keys) if rotates else keys, values=torch.zeros_like(keys),
+                scores=torch.zeros(slots, planes, heads, capacity, device=device),
+                positions=torch.zeros(slots, heads, capacity, dtype=torch.int64, device=device)))
+        self.scratch = torch.zeros(heads * max(budgets) * dim, dtype=dtype, device=device)
+        self._free = list(range(slots - 1, -1, -1))
+        self._lock = threading.Lock()
+
+    @property
+    def bytes_resident(self) -> int:
+        """Bytes that the pool's tensors really hold."""
+        tensors = [t for layer in self.layers for t in layer.tensors] + [self.scratch]
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot; what one context holds."""
+        return sum(t.untyped_storage().nbytes() for layer in self.layers for t in layer.tensors) // self.slots
+
+    def formula_bytes(self) -> int:
+        """The printed formula of this module, worked out: what `bytes_resident` must equal."""
+        shape, item = self.shape, self.layers[0].keys.element_size()
+        units = sum((budget + self.chunk_size) * ((3 if rotates else 2) * shape.head_dim * item + 4 * self.planes + 8)
+                    for budget, rotates in zip(self.budgets, self.rope, strict=True))
+        return self.slots * shape.kv_heads * units + shape.kv_heads * max(self.budgets) * shape.head_dim * item
+
+    def acquire(self) -> int | None:
+        """A free slot, or None. Thread-safe."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Give a slot back. Thread-safe."""
+        with self._lock:
+            assert slot not in self._free
+            self._free.append(slot)

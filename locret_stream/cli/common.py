@@ -1,0 +1,228 @@
+"""What every verb shares: one-line errors, Ctrl-C, consoles, text from files and stdin. Knows no model and no tensor."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import functools
+import io
+import json
+import os
+import stat
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from locret_stream.errors import InputError, InvalidText, LocretError, SourceError
+
+if TYPE_CHECKING:
+    from locret_stream.context import Memory
+
+MISTAKE, INTERRUPTED = 2, 130
+PIECE_BYTES = 1 << 16
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+class OneLineGroup(TyperGroup):
+    """Every mistake of the user ends in one line on stderr and exit status 2, never in a traceback."""
+
+    def main(self, args: list[str] | None = None, prog_name: str | None = None, standalone_mode: bool = True,
+             **extra: Any) -> Any:
+        args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        try:
+            code = super().main(args, prog_name, standalone_mode=False, **extra)
+        except typer.TyperException as error:
+            fail(error.format_message(), error.exit_code)
+        except LocretError as error:
+            fail(explain(error))
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is silent
+            raise SystemExit(1) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            fail(f"{error.filename}: {error.strerror or error}")
+        except typer.Abort:
+            fail("aborted", 1)
+        if standalone_mode:
+            raise SystemExit(code if isinstance(code, int) else 0)
+        return code
+
+
+def explain(error: BaseException) -> str:
+    """The message that helps: of a failing source its own reason, if that was a mistake one can name."""
+    if isinstance(error, SourceError) and isinstance(error.__cause__, (LocretError, OSError)):
+        cause = error.__cause__
+        return f"{cause.filename}: {cause.strerror}" if isinstance(cause, OSError) and cause.filename else str(cause)
+    return str(error)
+
+
+def fail(message: str, code: int = MISTAKE) -> NoReturn:
+    print("locret-stream:", " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(code)
+
+
+class Interrupted(Exception):
+    """Ctrl-C was pressed; the message says what was held at that moment."""
+
+
+class Held:
+    """What a verb holds at any moment, in words: the last thing said after Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], Memory] | None = None
+        self.last: Memory | None = None
+
+    @contextmanager
+    def watching(self, read: Callable[[], Memory]) -> Iterator[None]:
+        """While open, `read` tells what is held; its last word stays when the context is closed."""
+        self.read = read
+        try:
+            yield
+        finally:
+            self.last, self.read = read(), None
+
+    def __str__(self) -> str:
+        memory = self.read() if self.read else self.last
+        return describe(memory) if memory else "nothing was fed yet"
+
+
+def drive(work: Callable[[], Coroutine[Any, Any, None]], held: Held) -> None:
+    """Run the verb. `work` imports what it needs and gives the coroutine; Ctrl-C ends both with a summary."""
+    try:
+        asyncio.run(work())
+    except KeyboardInterrupt:
+        print(f"\nInterrupted: {held}.", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+# -- words for numbers --------------------------------------------------------------------------------------------
+
+
+def in_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def mean(values: Any) -> float:
+    """Mean over layers of a per-layer list, or the number itself."""
+    values = [values] if isinstance(values, (int, float)) else list(values)
+    return sum(values) / len(values)
+
+
+def describe(memory: Memory) -> str:
+    return (f"{memory.tokens:,} tokens read, {mean(memory.units):,.0f} units per KV head held (mean over layers) in "
+            f"{in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}")
+
+
+# -- text from files and stdin ------------------------------------------------------------------------------------
+
+
+def check_readable(path: Path) -> None:
+    """Fail early, before a model is loaded, where a file cannot be read."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; expected text files")
+    with path.open("rb"):
+        pass
+
+
+def file_text(path: Path) -> Iterator[str]:
+    """The text of a UTF-8 file in pieces, ending in a newline, so that the next file starts on a line of its own."""
+    decode = _strict_utf8(str(path))
+    last = "\n"
+    with path.open("rb") as file:
+        while data := file.read(PIECE_BYTES):
+            if text := decode(data):
+                yield (last := text)
+    if text := decode(b"", final=True):
+        yield (last := text)
+    if not last.endswith("\n"):
+        yield "\n"
+
+
+def _strict_utf8(name: str) -> Callable[..., str]:
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+
+    def decode(data: bytes, final: bool = False) -> str:
+        nonlocal read
+        held = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data, final)
+        except UnicodeDecodeError as error:
+            raise InvalidText(f"{name}: byte {read - held + error.start} is not UTF-8; expected UTF-8 text") from None
+        read += len(data)
+        return text
+
+    return decode
+
+
+def stdin_is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+class Reader:
+    """Text from a pipe or terminal as it comes, without a thread: nothing is left blocking when a task is cancelled."""
+
+    def __init__(self, name: str = "stdin", file: io.BufferedReader | None = None):
+        self.name, self._decode = name, _strict_utf8(name)
+        self._file = file or sys.stdin.buffer
+        self._rest, self._ended = "", False
+
+    async def pieces(self) -> AsyncIterator[str]:
+        while not self._ended:
+            if text := await self._text():
+                yield text
+
+    async def line(self) -> str | None:
+        """The next line without its newline, None at the end."""
+        while "\n" not in self._rest and not self._ended:
+            self._rest += await self._text()
+        if not self._rest:
+            return None
+        line, _, self._rest = self._rest.partition("\n")
+        return line.rstrip("\r")
+
+    async def _text(self) -> str:
+        data = await self._bytes()
+        self._ended = not data
+        return self._decode(data, final=self._ended)
+
+    async def _bytes(self) -> bytes:
+        try:
+            number = self._file.fileno()
+        except (OSError, AttributeError):  # not a real file: a test's
+            return self._file.read()
+        loop = asyncio.get_running_loop()
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            ready = loop.create_future()
+            try:
+                loop.add_reader(number, functools.partial(_resolve, ready))
+            except NotImplementedError:  # no such loop here; the thread below is the second best
+                return await asyncio.to_thread(os.read, number, PIECE_BYTES)
+            except PermissionError:  # always ready, such as /dev/null
+                return os.read(number, PIECE_BYTES)
+            try:
+                await ready
+            finally:
+                loop.remove_reader(number)
+        return os.read(number, PIECE_BYTES)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,192 @@
+"""The knobs, as frozen structs. Knows how they constrain each other; knows no tensors and no model code.
+
+Units: a *unit* is one cached token of one KV head (its K, V, score and position). Shapes use one alphabet:
+`H` KV heads, `G` query heads per KV head, `T` tokens, `B` budget units, `D` head dim, `L` layers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+
+from locret_stream.errors import ConfigError, WindowExceeded
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
+_FACTORS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the memory needs to know of a model; read off its config and weights at attach.
+
+    `window` is the number of positions the model was made for; `sliding[l]` the window of layer l, or None
+    where it attends to everything; `item_bytes` the bytes of one K or V element.
+    """
+
+    layers: int
+    kv_heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    window: int
+    item_bytes: int
+    sliding: tuple[int | None, ...]
+    hidden: int = 0
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """How many units each layer keeps per KV head.
+
+    Args:
+        units: mean over the layers of units per KV head; the total L * units is what is capped.
+        sinks: the first units of the stream, always kept.
+        stabilizers: the last units at every eviction, always kept. Both count inside the budget; 0 means 0.
+        allocation: "auto" (the shares stored with the retaining heads, else uniform), "uniform", or one
+            number per layer: relative shares of L * units.
+
+    Raises:
+        ConfigError: values that cannot work together.
+    """
+
+    units: int
+    sinks: int = 4
+    stabilizers: int = 32
+    allocation: str | tuple[float, ...] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("units", "sinks", "stabilizers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < (1 if name == "units" else 0):
+                raise ConfigError(f"budget: {name} is {value!r}; expected a whole number of units, "
+                                  f"at least {1 if name == 'units' else 0}")
+        if isinstance(self.allocation, str):
+            if self.allocation not in ("auto", "uniform"):
+                raise ConfigError(f"budget: allocation is {self.allocation!r}; expected 'auto', 'uniform' or one "
+                                  "share per layer")
+        elif not self.allocation or not all(math.isfinite(s) and s > 0 for s in self.allocation):
+            raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected positive finite numbers")
+
+    def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
+        """Units per KV head of every layer, [L]; `shares` are those of the heads, used by "auto".
+
+        Sliding-window layers never hold more than their window. Rounds by largest remainder, so that the sum
+        is exactly L * units before that cap.
+        """
+        allocation = self.allocation
+        if allocation == "auto":
+            allocation = shares or "uniform"
+        if allocation == "uniform":
+            allocation = (1.0,) * shape.layers
+        if len(allocation) != shape.layers:
+            raise ConfigError(f"budget: {len(allocation)} layer shares for a model of {shape.layers} layers; "
+                              "expected one per layer")
+        total, weight = self.units * shape.layers, sum(allocation)
+        exact = [total * share / weight for share in allocation]
+        units = [math.floor(x) for x in exact]
+        by_remainder = sorted(range(shape.layers), key=lambda i: (units[i] - exact[i], i))
+        for i in by_remainder[: total - sum(units)]:
+            units[i] += 1
+        capped = tuple(min(u, w) if w else u for u, w in zip(units, shape.sliding, strict=True))
+        protected = self.sinks + self.stabilizers
+        full = [u for u, w in zip(capped, shape.sliding, strict=True) if not w] or list(capped)
+        if protected >= min(full):
+            raise ConfigError(f"budget: sinks + stabilizers = {self.sinks} + {self.stabilizers} = {protected} units "
+                              f"are protected, but the smallest layer holds {min(full)}; expected fewer than that: "
+                              "raise the budget or lower the two")
+        return capped
+
+
+class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the committed state of a context is a function of, beside the model and the tokens."""
+
+    budget: Budget
+    chunk_size: int = 1024
+    policy: str = "locret"
+    knobs: dict[str, float | int | str | bool] = {}
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunk_size, int) or isinstance(self.chunk_size, bool) or self.chunk_size < 1:
+            raise ConfigError(f"chunk_size is {self.chunk_size!r}; expected a whole number of tokens, at least 1")
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen. temperature 0 is greedy; noise is keyed by (seed, position).
+
+    Args:
+        max_new_tokens: the most tokens of one reply, its end marker included.
+        stop: strings that end the reply; the text before them is what is yielded last.
+        ignore_eos: go on past the model's end markers.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
+
+        number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)  # noqa: E731
+        check("max_new_tokens", isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "at least 1")
+        check("temperature", number(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
+        check("top_k", self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1), "at least 1")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            check(name, value is None or (number(value) and 0 < value <= 1), "a number in (0, 1]")
+        check("repetition_penalty", self.repetition_penalty is None
+              or (number(self.repetition_penalty) and self.repetition_penalty > 0), "a number above 0")
+        check("stop", isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+              "a tuple of non-empty strings")
+
+
+def unit_bytes(shape: ModelShape, planes: int = 1) -> int:
+    """Bytes of one unit: K, V and rotated K in the model's dtype, fp32 score planes, int64 position."""
+    return 3 * shape.head_dim * shape.item_bytes + 4 * planes + 8
+
+
+def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *,
+                sinks: int | None = None, stabilizers: int | None = None) -> Budget:
+    """A Budget from what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
+
+    Without explicit values 4 sinks and 32 stabilizers are protected; small budgets protect an eighth instead.
+
+    Raises:
+        ConfigError: neither of these, or a size too small for a single unit per head.
+    """
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, str):
+        match = _SIZE.match(value)
+        if not match:
+            raise ConfigError(f"budget is {value!r}; expected units per KV head (6000) or a size such as '512MiB'")
+        size = float(match[1]) * _FACTORS[match[2].upper()]
+        capacity = int(size // (unit_bytes(shape) * shape.layers * shape.kv_heads))
+        value = capacity - chunk_size
+        if value < 1:
+            raise ConfigError(f"budget {match[0].strip()!r} holds {capacity} units per KV head, chunk_size alone takes "
+                              f"{chunk_size}; expected a larger size or a smaller chunk_size")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"budget is {value!r}; expected units per KV head (6000), a size ('512MiB') or a Budget")
+    return Budget(units=value, sinks=min(4, value // 8) if sinks is None else sinks,
+                  stabilizers=min(32, value // 8) if stabilizers is None else stabilizers)
+
+
+def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -> None:
+    """Ranks reach b_l + chunk_size; they must be positions the model knows (law 4).
+
+    Raises:
+        WindowExceeded: naming the layer and the largest budget that fits.
+    """
+    for layer, units in enumerate(budgets):
+        if units + chunk_size > shape.window and not shape.sliding[layer]:
+            raise WindowExceeded(
+                f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, the model knows "
+                f"{shape.window} positions; expected budget <= {shape.window - chunk_size} at this chunk_size")

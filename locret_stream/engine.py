@@ -1,0 +1,304 @@
+"""The synchronous engine: commits chunks, keeps a provisional tail for answers, forks, exports. No async, no text.
+
+The state of a context is committed units + pending ids (fewer than `chunk_size` when it rests). A chunk is committed
+by one forward of shape [1, chunk_size] over the committed units; what answers need in between is provisional: written
+in the same tail, never scored, dropped and recomputed at the commit. So the committed state is a pure function of
+model, config and tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from locret_stream.cache import Pool, UnitStore
+from locret_stream.config import StreamConfig, check_window
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
+from locret_stream.kernels import column_sums, select_units
+from locret_stream.models import Attachment, Attended, LayerCall
+from locret_stream.policies import Chunk, Policy
+
+HISTORY = 1024  # token ids kept in memory, for repetition penalties; the full log is a file of the store
+
+
+class EngineState:
+    """One context inside the engine: a slot, how far it got, and what is pending.
+
+    Attributes:
+        seen: tokens committed; always a multiple of the chunk size.
+        pending: accepted ids that are not committed yet.
+        provisional: how many of the pending ids have K and V in the tail.
+        history: the last 1,024 accepted ids.
+    """
+
+    def __init__(self, store: UnitStore, policy_state: dict[str, Tensor]):
+        self.store, self.policy_state = store, policy_state
+        self.seen = 0
+        self.pending: list[int] = []
+        self.provisional = 0
+        self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
+        self.tail_hidden: Tensor | None = None  # the same of pending[provisional - 1]
+        self.history: deque[int] = deque(maxlen=HISTORY)
+        self.broken = False
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the next token: how many were accepted."""
+        return self.seen + len(self.pending)
+
+
+class Engine:
+    """Runs contexts of one model, one at a time; every method is a bounded step and belongs to one thread.
+
+    Args:
+        attachment: the model.
+        config: budget, chunk size, policy.
+        policy: made by `make_policy`.
+        slots: contexts (scratch ones included) that fit at once.
+        shares: share of the total budget per layer that the heads recommend, for `allocation="auto"`.
+
+    Raises:
+        ConfigError, WindowExceeded: before anything is allocated.
+    """
+
+    def __init__(self, attachment: Attachment, config: StreamConfig, policy: Policy, slots: int, *,
+                 shares: tuple[float, ...] | None = None):
+        shape = attachment.shape
+        self.attachment, self.config, self.policy, self.shape = attachment, config, policy, shape
+        self.budgets = config.budget.per_layer(shape, shares)
+        self.chunk_size = config.chunk_size
+        check_window(self.budgets, self.chunk_size, shape)
+        self.tables = attachment.tables(max(self.budgets) + self.chunk_size)
+        self.pool = Pool(shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
+                         device=attachment.device, rope=tuple(pair is not None for pair in self.tables.layers))
+        self.protection = [(0, 0) if window else
+                           policy.protection(units, config.budget.sinks, config.budget.stabilizers)
+                           for units, window in zip(self.budgets, shape.sliding, strict=True)]
+        for units, (sinks, stabilizers) in zip(self.budgets, self.protection, strict=True):
+            if sinks + stabilizers > units:
+                raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
+                                  "expected fewer than the budget")
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
+
+    # -- contexts ---------------------------------------------------------------------------------------------
+
+    def open(self, slot: int) -> EngineState:
+        """An empty context in that slot."""
+        return EngineState(UnitStore(self.pool, slot), self.policy.begin(self.shape))
+
+    def fork(self, state: EngineState, slot: int) -> EngineState:
+        """A copy of a context in another slot, its provisional tail included."""
+        self._check(state)
+        twin = EngineState(UnitStore(self.pool, slot), dict(state.policy_state))
+        twin.store.copy_from(state.store, state.provisional)
+        twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
+        twin.last_hidden, twin.tail_hidden = state.last_hidden, state.tail_hidden
+        twin.history = state.history.copy()
+        return twin
+
+    def export(self, state: EngineState) -> dict[str, Tensor]:
+        """Everything that a context is, as tensors: units, pending ids, last hidden state, policy state, history."""
+        self._check(state)
+        out = state.store.export()
+        out["seen"] = torch.tensor(state.seen)
+        out["pending"] = torch.tensor(state.pending, dtype=torch.int64)
+        out["history"] = torch.tensor(list(state.history), dtype=torch.int64)
+        if state.last_hidden is not None:
+            out["last_hidden"] = state.last_hidden.clone()
+        out.update({f"policy.{name}": tensor.clone() for name, tensor in state.policy_state.items()})
+        return out
+
+    def load(self, tensors: dict[str, Tensor], slot: int) -> EngineState:
+        """A context from what `export` gave, of an engine of the same model and config."""
+        state = self.open(slot)
+        state.store.load(tensors, self._rotate_keys)
+        state.seen = int(tensors["seen"])
+        state.pending = tensors["pending"].tolist()
+        state.history.extend(tensors["history"].tolist())
+        state.last_hidden = tensors.get("last_hidden")
+        state.policy_state = {name.removeprefix("policy."): tensor.clone()
+                              for name, tensor in tensors.items() if name.startswith("policy.")}
+        return state
+
+    # -- tokens -----------------------------------------------------------------------------------------------
+
+    def room(self, state: EngineState) -> int | None:
+        """How many more tokens can be accepted; None: no end. Only policies that never evict have one."""
+        return None if self.policy.bounded else min(self.budgets) - state.position
+
+    def accept(self, state: EngineState, ids: Iterable[int]) -> None:
+        """Take ids over as pending. Runs nothing; `commit` as long as `ready` is true.
+
+        Raises:
+            BudgetExceeded: a policy that never evicts has no room for all of them; none was taken.
+        """
+        self._check(state)
+        ids = list(ids)
+        room = self.room(state)
+        if room is not None and len(ids) > room:
+            raise BudgetExceeded(
+                f"policy {self.policy.name!r} never evicts: {state.position} tokens are held, {len(ids)} more were "
+                f"given, the smallest layer holds {min(self.budgets)}; expected a larger budget or an evicting policy")
+        state.pending.extend(ids)
+        state.history.extend(ids)
+
+    def ready(self, state: EngineState) -> bool:
+        """Whether a whole chunk is pending."""
+        return len(state.pending) >= self.chunk_size
+
+    def truncate(self, state: EngineState, pending: int) -> None:
+        """Forget all but the first `pending` pending ids. The history keeps what it saw before them."""
+        dropped = len(state.pending) - pending
+        assert 0 <= dropped, "truncate reaches pending ids only"
+        del state.pending[pending:]
+        for _ in range(min(dropped, len(state.history))):
+            state.history.pop()
+        if state.provisional >= pending:
+            state.provisional = max(0, pending - 1) if dropped else pending
+
+    def commit(self, state: EngineState) -> None:
+        """Commit one chunk of pending ids: one forward, then every layer keeps its budget. Whole or not at all."""
+        self._check(state)
+        assert self.ready(state), "commit needs a whole chunk pending"
+        ids = state.pending[:self.chunk_size]
+        state.provisional, state.tail_hidden = 0, None  # their place in the tail is used now
+        scorer = _Scorer(self, state)
+        hidden = self._forward(state, ids, 0, scorer)
+        scores = scorer.finish(ids, hidden)
+        keeps = [self._keep(layer, total) for layer, total in enumerate(scores)]
+        state.broken = True  # from here on a failure would leave layers that do not match
+        for layer, total in enumerate(scores):
+            state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self._rotate_keys)
+        state.broken = False
+        state.policy_state = scorer.policy_state
+        state.seen += len(ids)
+        del state.pending[:len(ids)]
+        state.last_hidden = hidden[:, -1:].clone()
+
+    def logits(self, state: EngineState) -> Tensor:
+        """Logits [vocab] fp32 of the next token; pending ids without units get provisional ones."""
+        self._check(state)
+        assert not self.ready(state), "commit first"
+        if not state.pending:
+            if state.last_hidden is None:
+                raise ConfigError("nothing was fed yet, so there is nothing to continue; feed or ask something first")
+            return self.attachment.logits(state.last_hidden)[0, -1].float()
+        new = state.pending[state.provisional:]
+        if new:
+            hidden = self._forward(state, new, state.provisional, None)
+            state.tail_hidden, state.provisional = hidden[:, -1:].clone(), len(state.pending)
+        return self.attachment.logits(state.tail_hidden)[0, -1].float()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _check(self, state: EngineState) -> None:
+        if state.broken:
+            raise ContextClosed("a commit failed while units were moved, so this context is lost; expected to be "
+                                "closed and opened anew (restored, if it was saved)")
+
+    def _rotate_keys(self, layer: int, keys: Tensor, start: int) -> Tensor:
+        return self.attachment.rotate(layer, keys, self.tables, start)
+
+    def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: _Scorer | None) -> Tensor:
+        """Run ids at ranks counts[l] + offset; writes tail areas only. Returns hidden states [1, T, hidden]."""
+        store, new = state.store, len(ids)
+
+        def step(call: LayerCall) -> Attended:
+            layer, start = call.layer, state.store.counts[call.layer] + offset
+            rotated = self.attachment.rotate(layer, call.k, self.tables, start)
+            store.write(layer, start, call.k, rotated, call.v)
+            q = self.attachment.rotate(layer, call.q, self.tables, start)
+            first, mask = self._visible(layer, start, new)
+            if scorer is not None:
+                scorer.see(call, q)
+            total = start + new
+            return q, store.rotated(layer, total)[:, :, first:], store.values(layer, total)[:, :, first:], mask
+
+        tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)
+        return self.attachment.hidden(tensor, step)
+
+    def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
+        """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""
+        window = self.shape.sliding[layer]
+        first = max(0, start + 1 - window) if window else 0
+        if new == 1:
+            return first, None
+        key = (start - first, new, window or 0)
+        if key not in self._masks:
+            if len(self._masks) >= 4 * self.shape.layers:
+                self._masks.clear()
+            held = torch.arange(first, start + new, device=self.attachment.device)
+            distance = held[start - first:, None] - held[None]
+            self._masks[key] = (distance >= 0) & (distance < (window or start + new + 1))
+        return first, self._masks[key]
+
+    def _keep(self, layer: int, scores: Tensor) -> Tensor | None:
+        """Ranks that stay, [H, B], or None where everything fits. Sliding layers keep their last units."""
+        if scores.shape[-1] <= self.budgets[layer]:
+            return None
+        sinks, stabilizers = self.protection[layer]
+        rank_by = torch.zeros_like(scores[0]) if self.shape.sliding[layer] else scores[0]
+        return select_units(rank_by, self.budgets[layer], sinks, stabilizers)
+
+
+class _Scorer:
+    """Collects what the policy needs during one commit, and its scores; writes nowhere."""
+
+    def __init__(self, engine: Engine, state: EngineState):
+        self.engine, self.state = engine, state
+        self.needs = engine.policy.needs
+        self.policy_state = dict(state.policy_state)
+        self.scores: list[Tensor] = []
+        self.chunks: list[Chunk] = []
+
+    def see(self, call: LayerCall, q_rotated: Tensor) -> None:
+        """Called by the forward for every layer, in order, after the new units were written to the tail."""
+        store, layer = self.state.store, call.layer
+        total = store.counts[layer] + call.k.shape[2]
+        chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
+                      keys=store.keys(layer, total)[0], scores=store.scores(layer), state=self.policy_state)
+        if self.engine.shape.sliding[layer]:
+            planes, heads = chunk.scores.shape[:2]
+            self.scores.append(chunk.scores.new_zeros(planes, heads, total))
+        elif "token_logprob" in self.needs:
+            self.chunks.append(chunk)
+            self.scores.append(chunk.scores)  # replaced by `finish`
+        else:
+            if "column_sums" in self.needs:
+                rotated = store.rotated(layer, total)[0]
+                chunk.column_sums = lambda: column_sums(q_rotated[0], rotated, call.scale, softcap=call.softcap,
+                                                        sinks=call.sinks)
+            self.scores.append(self._all_units(chunk))
+
+    def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:
+        """Scores [P, H, n + T] of every layer, once the whole forward succeeded."""
+        if self.chunks:
+            logprobs = self._logprobs(ids, hidden)
+            for chunk in self.chunks:
+                chunk.logprobs = logprobs
+                self.scores[chunk.layer] = self._all_units(chunk)
+        return self.scores
+
+    def _all_units(self, chunk: Chunk) -> Tensor:
+        planes, heads, held = chunk.scores.shape
+        new = chunk.k.shape[1]
+        found = self.engine.policy.score(chunk).float()
+        found = found if found.dim() == 3 else found[None]
+        count = held + new if self.engine.policy.stateful else new
+        found = found.expand(planes, heads, count)
+        return found if self.engine.policy.stateful else torch.cat([chunk.scores, found], dim=-1)
+
+    def _logprobs(self, ids: list[int], hidden: Tensor, block: int = 128) -> Tensor:
+        """log p(id | everything before it), [T]; nan for the first token of a stream. Blockwise over the vocabulary."""
+        before = self.state.last_hidden
+        rows = torch.cat([hidden[:, :1] if before is None else before, hidden[:, :-1]], dim=1)
+        target = torch.tensor(ids, device=hidden.device)
+        out = [self.engine.attachment.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
+               .gather(1, target[i:i + block, None])[:, 0] for i in range(0, len(ids), block)]
+        logprobs = torch.cat(out)
+        if before is None:
+            logprobs[0] = float("nan")
+        return logprobs

@@ -1,0 +1,1 @@
+"""Tasks, runs and reports: how well a bounded memory remembers."""

@@ -1,0 +1,124 @@
+"""RetainingHeads: one two-layer network per model layer; files are safetensors + JSON. Knows no model code.
+
+    score = fc2(act(fc1([q; k; v])))        (Locret, arXiv:2410.01805, section 3.2)
+
+q, k, v are what the attention function sees before RoPE: after q/k-norm on models that have it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from locret_stream.errors import ConfigError, HeadsMismatch
+
+WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
+
+
+class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How heads were made and for which model. New fields always have a default."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    width: int = 1024
+    act: str = "silu"
+    input_norm: bool = False
+    bias: bool = False
+    label: str = "logprob"
+    pooling: str = "max"
+    alpha: float = 2.5e-3
+    fingerprint: str = ""
+    head_input: str = "pre-rope, post-norm"
+    budget_shares: tuple[float, ...] | None = None
+    version: int = 1
+
+    @property
+    def in_features(self) -> int:
+        return (self.query_heads + 2 * self.kv_heads) * self.head_dim
+
+
+class RetainingHeads(nn.Module):
+    """Scores units of every layer. `fc1[l]`: in_features -> width, `fc2[l]`: width -> H."""
+
+    def __init__(self, config: HeadsConfig):
+        super().__init__()
+        self.config = config
+        if config.act not in ACT2FN:
+            raise ConfigError(f"heads: activation {config.act!r}; expected one that transformers knows")
+        self.act = ACT2FN[config.act]
+        self.fc1 = nn.ModuleList(nn.Linear(config.in_features, config.width, bias=config.bias)
+                                 for _ in range(config.layers))
+        self.fc2 = nn.ModuleList(nn.Linear(config.width, config.kv_heads, bias=config.bias)
+                                 for _ in range(config.layers))
+
+    def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, H*G, T, D], k and v [B, H, T, D], all before RoPE -> [B, H, T] fp32, higher is kept longer."""
+        x = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
+        return self.forward(layer, x)
+
+    def forward(self, layer: int, x: Tensor) -> Tensor:
+        """x [B, T, in_features], the concatenated q, k, v -> [B, H, T] fp32."""
+        weight = self.fc1[layer].weight
+        x = x.to(weight.dtype)
+        if self.config.input_norm:
+            x = nn.functional.layer_norm(x, x.shape[-1:])
+        return self.fc2[layer](self.act(self.fc1[layer](x))).float().transpose(1, 2)
+
+    def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write heads.safetensors and heads.json; each file is replaced whole or not at all."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: (t.to(dtype) if dtype else t).detach().cpu().contiguous()
+                   for name, t in self.state_dict().items()}
+        for name, write in ((WEIGHTS, lambda p: save_file(tensors, p, metadata={"format": "pt"})),
+                            (CONFIG, lambda p: Path(p).write_bytes(
+                                msgspec.json.format(msgspec.json.encode(self.config), indent=2)))):
+            handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+            os.close(handle)
+            try:
+                write(temporary)
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, folder / name)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> RetainingHeads:
+        """Read a folder written by `save`; fp32, eval mode.
+
+        Raises:
+            HeadsMismatch: files missing, unreadable, or tensors that are not those of the config.
+        """
+        folder = Path(folder)
+        for name in (WEIGHTS, CONFIG):
+            if not (folder / name).is_file():
+                raise HeadsMismatch(f"no {name} in {folder}; expected a folder written by `train-heads`")
+        try:
+            config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=HeadsConfig)
+            heads = cls(config)
+            heads.load_strictly(load_file(folder / WEIGHTS))
+        except (msgspec.MsgspecError, SafetensorError) as error:
+            raise HeadsMismatch(f"{folder} cannot be read as retaining heads: {error}") from error
+        return heads.float().eval()
+
+    def load_strictly(self, tensors: dict[str, Tensor]) -> None:
+        """Take over exactly the named tensors of exactly these shapes, or raise HeadsMismatch and change nothing."""
+        expected = {name: tuple(t.shape) for name, t in self.state_dict().items()}
+        found = {name: tuple(t.shape) for name, t in tensors.items()}
+        if expected != found:
+            wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+            name = wrong[0]
+            raise HeadsMismatch(f"{len(wrong)} tensors do not fit, first {name!r}: found {found.get(name, 'none')}, "
+                                f"expected {expected.get(name, 'none')}")
+        self.load_state_dict({name: t.float() for name, t in tensors.items()})

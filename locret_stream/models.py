@@ -1,0 +1,411 @@
+"""The only file that knows transformers' internals: attach a causal LM, prove it, run it. Knows no policy and no store.
+
+An `Attachment` runs a *shadow* of the user's model: a second module tree that shares every weight tensor but owns its
+config, so nothing is ever changed on the user's object and stock `generate` on it stays what it was, on any thread.
+In the shadow
+- rotary embeddings are the identity, so attention sees Q and K before RoPE;
+- the attention implementation is ours: it hands (q, k, v) to a `Step`, which stores them, rotates at the ranks it
+  wants, and gives back what to attend to; the stock sdpa or eager kernel of the model then does the arithmetic;
+- no transformers cache and no transformers mask exist.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from locret_stream.config import ModelShape
+from locret_stream.errors import UnsupportedModel
+
+NAME = "locret"  # of our attention function; has no mask function, so transformers builds no mask for it
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One layer's attention, before RoPE: q [B, H*G, T, D], k and v [B, H, T, D].
+
+    `softcap` bounds logits where the model does that (Gemma2); `sinks` [H*G] are extra logits in the softmax's
+    denominator (GPT-OSS).
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+Attended = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""(q [B, H*G, T, D], k and v [B, H, S, D], mask [T, S] bool, True = visible, or None: causal, ends aligned)."""
+
+Step = Callable[[LayerCall], Attended]
+
+
+class RopeTables:
+    """cos and sin of ranks 0..capacity-1 for every layer, made by the model's own rotary module; None: no RoPE."""
+
+    def __init__(self, capacity: int, layers: list[tuple[Tensor, Tensor] | None]):
+        self.capacity, self.layers = capacity, layers
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+               scaling: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
+    """What transformers calls in the shadow; the arguments are q, k, v before RoPE, of the new tokens only."""
+    return module.locret_attachment()._attend(module, query, key, value, scaling, kwargs)
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+class _IdentityRotary(nn.Module):
+    """Stands in for a model's rotary module: cos = 1, sin = 0, of the shape and dtype of the real ones."""
+
+    def __init__(self, real: nn.Module):
+        super().__init__()
+        self.real = [real]  # in a list: not a submodule, so that `.to()` on the shadow never touches shared buffers
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        cos, _ = self.real[0](x, position_ids[:, :1], *([layer_type] if layer_type else []))
+        shape = (x.shape[0], position_ids.shape[-1], cos.shape[-1])
+        return cos.new_ones(()).expand(shape), cos.new_zeros(()).expand(shape)
+
+
+class _DecoderStub(nn.Module):
+    """Stands in for the decoder while the causal LM turns given hidden states into logits, its own way."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def _twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A second module tree over the same weight tensors, in eval mode, with a config of its own."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared).eval()
+
+
+class Attachment:
+    """A model as the engine sees it. One thread at a time may call `hidden` and `logits`.
+
+    Attributes:
+        shape: sizes of the model.
+        fingerprint: of the weights' content and the attention config, independent of the floating-point dtype.
+    """
+
+    def __init__(self, model: PreTrainedModel, attn: str):
+        self._check(model)
+        self.attn = self._base_attention(model, attn)
+        self._shadow = _twin_of(model)
+        self._shadow.set_attn_implementation(NAME)
+        self._decoder = self._shadow.get_decoder()
+        prefix = self._shadow.base_model_prefix
+        if getattr(self._shadow, prefix, None) is not self._decoder:
+            raise UnsupportedModel(f"{type(model).__name__}: found no decoder under {prefix!r}; expected a text-only "
+                                   "causal LM (for multimodal models load the text part alone)")
+        self._stub = _DecoderStub()
+        setattr(self._shadow, prefix, self._stub)
+        self._rotary = self._decoder.rotary_emb
+        self._decoder.rotary_emb = _IdentityRotary(self._rotary)
+        self._attentions = [layer.self_attn for layer in self._decoder.layers]
+        self.shape = self._read_shape(model)
+        this = weakref.ref(self)
+        for module in self._attentions:
+            module.locret_attachment = this
+        self._step: Step | None = None
+        self._layer_types = getattr(self._config, "layer_types", None)
+        self._sliced: dict[int, bool] = {}
+        self._uses_rope = [self._probe_rope(module) for module in self._attentions]
+        self.fingerprint = _fingerprint(model)
+        self.users = 0
+
+    # -- reading the model ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _check(model: object) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedModel(f"found {type(model).__name__}; expected a transformers causal LM, such as "
+                                   "AutoModelForCausalLM.from_pretrained(...) gives")
+        try:
+            decoder = model.get_decoder()
+            attentions = [layer.self_attn for layer in decoder.layers]
+            ok = hasattr(decoder, "rotary_emb") and all(hasattr(a, "layer_idx") for a in attentions)
+        except AttributeError:
+            ok = False
+        if not ok or not attentions or model.get_output_embeddings() is None:
+            raise UnsupportedModel(f"{type(model).__name__}: expected a decoder-only model with rotary embeddings and "
+                                   "a self_attn in every layer (as Llama, Qwen, Mistral, Phi3, Gemma, GPT-OSS have)")
+
+    @staticmethod
+    def _base_attention(model: PreTrainedModel, attn: str) -> str:
+        if attn not in ("auto", "sdpa", "eager"):
+            raise UnsupportedModel(f"attn is {attn!r}; expected 'auto', 'sdpa' or 'eager'")
+        if attn == "auto":
+            attn = model.config.get_text_config(decoder=True)._attn_implementation
+            attn = attn if attn in ("sdpa", "eager") else "sdpa"
+        return attn if model._supports_sdpa else "eager"
+
+    @property
+    def _config(self):
+        return self._shadow.config.get_text_config(decoder=True)
+
+    def _read_shape(self, model: PreTrainedModel) -> ModelShape:
+        config, first = self._config, self._attentions[0]
+        kinds, kwargs = get_layer_types_and_kwargs(config)
+        allowed = ("full_attention", "sliding_attention")
+        if any(kind not in allowed for kind in kinds) or len(kinds) != len(self._attentions):
+            raise UnsupportedModel(f"{type(model).__name__}: found layers of kind {sorted(set(kinds))}; expected only "
+                                   f"{' and '.join(allowed)}")
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        parameter = next(self._attentions[0].parameters())
+        return ModelShape(
+            layers=len(kinds), kv_heads=kv_heads, groups=heads // kv_heads,
+            head_dim=getattr(first, "head_dim", None) or config.hidden_size // heads, vocab=config.vocab_size,
+            window=config.max_position_embeddings, item_bytes=parameter.element_size(), hidden=config.hidden_size,
+            sliding=tuple(extra.get("sliding_window") for extra in kwargs))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._attentions[0].parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self._attentions[0].parameters()).dtype
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation of the model's MLPs; retaining heads use the same (Locret, section 3.2)."""
+        return getattr(self._config, "hidden_act", None) or getattr(self._config, "hidden_activation", "silu")
+
+    # -- rotary embeddings ------------------------------------------------------------------------------------
+
+    def _cos_sin(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        like = torch.empty(1, dtype=self.dtype, device=self.device)
+        per_type = isinstance(getattr(self._rotary, "rope_type", None), dict)
+        return self._rotary(like, positions, *([self._layer_types[layer]] if per_type else []))
+
+    @torch.no_grad()
+    def tables(self, capacity: int) -> RopeTables:
+        """cos and sin of ranks 0..capacity-1; fixes the regime of dynamic and long RoPE for the session."""
+        made: dict[str, tuple[Tensor, Tensor]] = {}
+        layers: list[tuple[Tensor, Tensor] | None] = []
+        positions = torch.arange(capacity, device=self.device)[None]
+        for layer, rope in enumerate(self._uses_rope):
+            kind = self._layer_types[layer] if self._layer_types else ""
+            if rope and kind not in made:
+                made[kind] = self._cos_sin(layer, positions)
+            layers.append(made[kind] if rope else None)
+        return RopeTables(capacity, layers)
+
+    def rotate(self, layer: int, x: Tensor, tables: RopeTables, start: int) -> Tensor:
+        """x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE."""
+        pair = tables.layers[layer]
+        if pair is None:
+            return x
+        stop = start + x.shape[2]
+        return self._apply_rope(self._attentions[layer], x, pair[0][:, start:stop], pair[1][:, start:stop])
+
+    def _apply_rope(self, module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        apply = sys.modules[type(module).__module__].apply_rotary_pos_emb  # the model's own: half, pairs, partial
+        key = id(module)
+        if not self._sliced.get(key):
+            try:
+                return apply(x, x[:, :0], cos, sin)[0]
+            except RuntimeError:  # partial rotation done outside that function (StableLM)
+                self._sliced[key] = True
+        width = cos.shape[-1]
+        turned = apply(x[..., :width], x[:, :0, :, :width], cos, sin)[0]
+        return torch.cat([turned, x[..., width:]], dim=-1)
+
+    @torch.no_grad()
+    def _probe_rope(self, module: nn.Module) -> bool:
+        """Some layers ignore position embeddings (SmolLM3's NoPE): ask the module, with real and identity ones."""
+        weight = next(module.parameters())
+        x = torch.linspace(-1, 1, 3 * self.shape.hidden, dtype=weight.dtype, device=weight.device)
+        x = x.view(1, 3, self.shape.hidden)
+        positions = torch.arange(3, device=weight.device)[None]
+        cos, sin = self._cos_sin(module.layer_idx, positions)
+        seen: list[Tensor] = []
+
+        def keep_query(call: LayerCall) -> Attended:
+            seen.append(call.k)
+            return call.q, call.k, call.v, None
+
+        self._step = keep_query
+        try:
+            for pair in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin))):
+                module(hidden_states=x, position_embeddings=pair, attention_mask=None, past_key_values=None,
+                       position_ids=positions)
+        finally:
+            self._step = None
+        return not torch.equal(seen[0], seen[1])
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hidden(self, ids: Tensor, step: Step) -> Tensor:
+        """Run the decoder over ids [B, T]; `step` is called once per layer. Returns [B, T, hidden]."""
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        self._step = step
+        try:
+            return self._decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        finally:
+            self._step = None
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, hidden] -> logits [B, T, vocab], through the model's own head, scaling and softcap."""
+        self._stub.hidden = hidden
+        try:
+            dummy = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            return self._shadow(input_ids=dummy, use_cache=False).logits
+        finally:
+            self._stub.hidden = None
+
+    def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float | None,
+                kwargs: dict) -> tuple[Tensor, None]:
+        scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+        call = LayerCall(module.layer_idx, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+        q, k, v, mask = self._step(call)
+        new, held = q.shape[2], k.shape[2]
+        if mask is None and new > 1:
+            mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
+        if self.attn == "sdpa":
+            return _sdpa(q, k, v, mask, scale), None
+        if mask is not None:
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
+                ~mask, torch.finfo(q.dtype).min)[None, None]
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        kwargs.pop("dropout", None)
+        return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of q [B, H*G, T, D] over k, v [B, H, S, D] -> [B, T, H*G, D]; KV heads are never repeated."""
+    batch, heads, new, dim = q.shape
+    if new == 1:  # the queries of one group are rows of one attention over its KV head
+        out = F.scaled_dot_product_attention(q.view(batch, k.shape[1], -1, dim), k, v, attn_mask=mask, scale=scale)
+        return out.reshape(batch, heads, 1, -1).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=heads != k.shape[1])
+    return out.transpose(1, 2).contiguous()
+
+
+# -- attaching --------------------------------------------------------------------------------------------------
+
+_attached: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Attachment]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def attach(model: PreTrainedModel, attn: str = "auto") -> Attachment:
+    """The attachment of this model object: made and self-tested once, then shared and counted.
+
+    Args:
+        model: a transformers causal LM; it is never changed. Move or cast it before attaching.
+        attn: "auto" (what the model itself uses, sdpa or eager), "sdpa" or "eager".
+
+    Raises:
+        UnsupportedModel: not such a model, or the self-test found logits that differ from the stock model's.
+    """
+    with _lock:
+        made = _attached.setdefault(model, {}) if isinstance(model, PreTrainedModel) else {}
+        attachment = made.get(attn)
+        if attachment is None:
+            attachment = Attachment(model, attn)
+            self_test(model, attachment)
+            made[attn] = attachment
+        attachment.users += 1
+        return attachment
+
+
+def detach(model: PreTrainedModel, attn: str = "auto") -> int:
+    """Give one use back; the last one forgets the shadow. Returns the uses that are left."""
+    with _lock:
+        made = _attached.get(model, {})
+        if attn not in made:
+            return 0
+        made[attn].users -= 1
+        left = made[attn].users
+        if left <= 0:
+            del made[attn]
+        return max(left, 0)
+
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@torch.no_grad()
+def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
+    """Compare logits with the stock model's at full budget: 24 tokens in pieces of 9, 1 and 14.
+
+    Returns:
+        The largest difference, in units of the stock logits' standard deviation.
+
+    Raises:
+        UnsupportedModel: it is above the dtype's tolerance (fp32 1e-4, fp16 2e-2, bf16 1e-1); says how much.
+    """
+    shape, device = attachment.shape, attachment.device
+    total, pieces = 24, (9, 1, 14)
+    ids = (torch.arange(total, device=device) * 7919 + 11) % min(shape.vocab, 50_000)
+    tables = attachment.tables(total)
+    held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def step(call: LayerCall) -> Attended:
+        old_k, old_v = held.get(call.layer, (call.k[:, :, :0], call.v[:, :, :0]))
+        k, v = torch.cat([old_k, call.k], 2), torch.cat([old_v, call.v], 2)
+        held[call.layer] = (k, v)
+        start, window = old_k.shape[2], shape.sliding[call.layer]
+        ranks = torch.arange(k.shape[2], device=device)
+        distance = ranks[start:, None] - ranks[None, :]
+        mask = (distance >= 0) & (distance < (window or total + 1))
+        return (attachment.rotate(call.layer, call.q, tables, start),
+                attachment.rotate(call.layer, k, tables, 0), v, mask)
+
+    try:
+        expected = _twin_of(model)(ids[None], use_cache=False).logits.float()  # never the user's own: it may be in use
+        found = torch.cat([attachment.logits(attachment.hidden(part[None], step))
+                           for part in ids.split(pieces)], dim=1).float()
+    except Exception as error:
+        raise UnsupportedModel(f"{type(model).__name__}: the self-test failed with {type(error).__name__}: "
+                               f"{error}") from error
+    gap = ((found - expected).abs().max() / expected.std().clamp(min=1e-6)).item()
+    tolerance = _TOLERANCE.get(attachment.dtype, 1e-1)
+    if not gap <= tolerance:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: with a full budget its logits differ from the stock model's by {gap:.3g} "
+            f"standard deviations; expected at most {tolerance:g} in {attachment.dtype}. Its attention does something "
+            "that this library does not reproduce (for example a norm after RoPE), so it is refused")
+    return gap
+
+
+@torch.no_grad()
+def _fingerprint(model: PreTrainedModel) -> str:
+    """blake2b over names, shapes and up to 65,536 evenly spaced values of every weight, as bf16.
+
+    Rounding to bf16 makes it the same for every dtype a checkpoint is loaded in. It tells models and fine-tunes
+    apart; it is not proof against a single changed weight.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    config = model.config.get_text_config(decoder=True)
+    digest.update(repr((config.model_type, getattr(config, "rope_parameters", None))).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        if not weight.is_floating_point() or weight.is_meta:
+            continue
+        flat = weight.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // 65_536)].to(torch.bfloat16).cpu()
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(flat.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,32 @@
+"""H2O: heavy hitters, units by the attention they have received so far (arXiv:2306.14048)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from locret_stream.policies.base import Chunk, Policy
+
+
+class H2O(Policy):
+    """Score = sum of the softmax attention received over all commits, per KV head; a recent share is protected.
+
+    Args:
+        recent: share of every layer's budget that always goes to the last units (the paper: one half).
+
+    Deviations: rows are the queries of committed chunks only, so that the state depends on the tokens alone.
+    """
+
+    name = "h2o"
+    needs = frozenset({"column_sums"})
+    stateful = True
+
+    def __init__(self, recent: float = 0.5):
+        self.recent = recent
+
+    def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:
+        return sinks, max(stabilizers, min(int(budget * self.recent), budget - sinks - 1))
+
+    def score(self, chunk: Chunk) -> Tensor:
+        received = chunk.column_sums()
+        received[:, :chunk.scores.shape[-1]] += chunk.scores[0]
+        return received

@@ -1,0 +1,25 @@
+"""KeyDiff: keys that differ most from the mean key stay (arXiv:2504.15364)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from locret_stream.policies.base import Chunk, Policy
+
+
+class KeyDiff(Policy):
+    """Score = -cosine(key, mean of the normalised keys of the slab); recomputed for all units at every commit.
+
+    Deviation: keys before RoPE, so that a unit's score does not depend on the rank it happens to have.
+    """
+
+    name = "keydiff"
+    needs = frozenset({"keys"})
+    stateful = True
+
+    def score(self, chunk: Chunk) -> Tensor:
+        keys = F.normalize(chunk.keys.float(), dim=-1)
+        anchor = F.normalize(keys.mean(1, keepdim=True), dim=-1)
+        return -torch.matmul(keys, anchor.transpose(1, 2))[..., 0]

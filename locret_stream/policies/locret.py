@@ -1,0 +1,25 @@
+"""Locret: a trained retaining head scores each unit once, when it arrives (arXiv:2410.01805, Algorithm 1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from locret_stream.heads import RetainingHeads
+from locret_stream.policies.base import Chunk, Policy
+
+
+class Locret(Policy):
+    """Score = the head's output on [q; k; v] before RoPE; static, per KV head.
+
+    Deviations from the released code: sinks; stabilizers at every eviction, the last one included; eviction goes on
+    during decoding.
+    """
+
+    name = "locret"
+    needs = frozenset({"qkv"})
+
+    def __init__(self, heads: RetainingHeads):
+        self.heads = heads
+
+    def score(self, chunk: Chunk) -> Tensor:
+        return self.heads.score(chunk.layer, chunk.q[None], chunk.k[None], chunk.v[None])[0]

@@ -1,0 +1,30 @@
+"""SirLLM: tokens that surprised the model stay, the same ones in every layer and head (arXiv:2405.12528)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from locret_stream.policies.base import Chunk, Policy
+
+
+class SirLLM(Policy):
+    """Score = -log p(token | everything before it); the first token of a stream scores highest.
+
+    Args:
+        decay: factor on all held scores at every commit (the paper: once per dialogue turn); 1 is off.
+    """
+
+    name = "sirllm"
+    needs = frozenset({"token_logprob"})
+    scope = "model"
+    stateful = True
+
+    def __init__(self, decay: float = 1.0):
+        self.decay = decay
+
+    def score(self, chunk: Chunk) -> Tensor:
+        surprise = -chunk.logprobs.float()
+        surprise = surprise.masked_fill(surprise.isnan(), torch.finfo(torch.float32).max)
+        heads = chunk.scores.shape[1]
+        return torch.cat([chunk.scores[0] * self.decay, surprise[None].expand(heads, -1)], dim=-1)

@@ -1,0 +1,17 @@
+"""StreamingLLM: attention sinks and the most recent units (arXiv:2309.17453)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from locret_stream.policies.base import Chunk, Policy
+
+
+class StreamingLLM(Policy):
+    """All units score the same, and on equal scores the newer one stays; the sinks are those of the budget."""
+
+    name = "streaming_llm"
+
+    def score(self, chunk: Chunk) -> Tensor:
+        return torch.zeros(1, chunk.k.shape[1], device=chunk.k.device)

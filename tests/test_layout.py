@@ -1,0 +1,210 @@
+"""The shape of the project, read off its sources: who imports whom, what is public, what an import may touch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+import locret_stream
+from locret_stream import errors
+
+ROOT = Path(__file__).resolve().parents[1]
+ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_locret"}
+
+# A row imports only rows below it; a module may import within its own room.
+TABLE = (
+    ("langchain_locret", "locret_serve", "cli"),
+    ("training", "evaluation"),
+    ("runtime",),
+    ("context",),
+    ("worker",),
+    ("engine",),
+    ("models", "text"),
+    ("policies", "snapshot"),
+    ("heads", "cache"),
+    ("kernels",),
+    ("config",),
+    ("errors",),
+)
+ROW = {room: row for row, rooms in enumerate(TABLE) for room in rooms}
+
+# Third parties by the name they are imported under: where they may be imported, None for anywhere in the library.
+THIRD_PARTIES: dict[str, set[str] | None] = {
+    "asyncio_throttle": {"runtime", "context", "worker"},
+    "fsspec": {"snapshot"},
+    "jinja2": None,
+    "langchain_core": {"langchain_locret"},
+    "matplotlib": {"evaluation"},
+    "msgspec": None,
+    "numpy": None,
+    "rich": {"cli", "training", "evaluation"},
+    "safetensors": None,
+    "tokenizers": {"text", "models"},
+    "torch": None,
+    "transformers": None,
+    "triton": {"kernels"},
+    "typer": {"cli"},
+}
+DISTRIBUTIONS = {"asyncio_throttle": "asyncio-throttle", "langchain_core": "langchain-core"}
+COMES_WITH = {"numpy": "transformers"}
+
+
+def sources() -> Iterator[tuple[str, str, Path]]:
+    """(room, dotted module name, file) of every library and adapter module, the face `__init__` left out."""
+    for package, folder in {"locret_stream": ROOT / "locret_stream", **ADAPTERS}.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            if package == "locret_stream" and not parts:
+                continue
+            yield parts[0] if package == "locret_stream" else package, ".".join((package, *parts)), path
+
+
+def imports(module: str, path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import wherever it stands: at the top, inside a function, or importlib's."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, resolve_name(node.args[0].value, package)
+
+
+def room_of(name: str) -> str | None:
+    """The room a dotted name lies in; "" for the face of the library, None outside of the project."""
+    first, _, rest = name.partition(".")
+    if first in ADAPTERS or first == "locret_serve":
+        return first
+    if first != "locret_stream":
+        return None
+    head = rest.partition(".")[0]
+    return head if head in ROW else ""
+
+
+def test_every_room_is_in_the_table():
+    assert {room for room, _, _ in sources()} <= ROW.keys()
+
+
+def test_a_row_imports_only_rows_below_it():
+    wrong = []
+    for room, module, path in sources():
+        for line, name in imports(module, path):
+            target = room_of(name)
+            if target is None or target == room or name == "locret_stream.__version__":
+                continue
+            if target == "":  # the face re-exports runtime and context: only the top row may go through it
+                allowed = ROW[room] == 0
+            else:
+                allowed = ROW[room] < ROW[target]
+            if not allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} ({room}) imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_third_parties_are_declared_and_stay_in_their_rooms():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.match(r"[\w.-]+", line)[0] for line in project["dependencies"]}
+    extras = {re.match(r"[\w.-]+", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
+    wrong = []
+    for room, module, path in sources():
+        for line, name in imports(module, path):
+            top = name.partition(".")[0]
+            if top in sys.stdlib_module_names or room_of(name) is not None:
+                continue
+            where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+            rooms = THIRD_PARTIES.get(top, set())
+            if rooms is not None and room not in rooms:
+                wrong.append(f"{where}: not a library of room {room!r}")
+            distribution = COMES_WITH.get(top, DISTRIBUTIONS.get(top, top))
+            if distribution not in declared and not (distribution in extras and rooms is not None):
+                wrong.append(f"{where}: {distribution} is not declared in pyproject.toml")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_adapters():
+    assert not list((ROOT / "adapters").glob("__init__.py"))
+    wrong = []
+    for folder in ("locret_stream", "adapters", "tests", "examples", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for line, name in imports(module, path):
+                if name.partition(".")[0] == "adapters" and folder != "adapters":
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+PUBLIC = [
+    "Budget", "BudgetExceeded", "ConfigError", "ContextBusy", "ContextClosed", "ContextError", "FeedReport",
+    "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError", "ModelError", "NoSlot", "Runtime",
+    "Sampling", "SourceError", "StreamConfig", "StreamingContext", "SyncContext", "Token", "UnknownPolicy",
+    "UnsupportedModel", "WindowExceeded", "__version__", "open_context",
+]  # fmt: skip
+
+
+def test_all_is_sorted_and_is_what_it_was_agreed_to_be():
+    assert locret_stream.__all__ == sorted(locret_stream.__all__)
+    assert locret_stream.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_resolves(name: str):
+    assert getattr(locret_stream, name) is not None
+    assert name in dir(locret_stream)
+
+
+def test_every_public_error_is_exported_and_drawn():
+    tree = errors.__doc__
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert name in PUBLIC and re.search(rf"\b{name}\b", tree), f"{name} is not public or not in the drawing"
+
+
+def test_unknown_names_raise_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        locret_stream.Nonsense  # noqa: B018
+
+
+def test_the_type_checkers_see_the_same_names():
+    tree = ast.parse((ROOT / "locret_stream" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == set(PUBLIC) - {"__version__"}
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_is_light():
+    heavy = run_python(
+        "import sys, locret_stream\n"
+        "print([m for m in ('torch', 'transformers', 'triton', 'langchain_core', 'typer') if m in sys.modules])"
+    )
+    assert heavy == "[]"
+
+
+def test_importing_all_of_it_touches_neither_langchain_nor_cuda():
+    """Of Triton only our own imports are ours to answer for (THIRD_PARTIES): transformers looks for it by itself."""
+    found = run_python(
+        "import sys, locret_stream\n"
+        "from locret_stream import *\n"
+        "import torch\n"
+        "own = [m for m in sys.modules if m.partition('.')[0] in ('langchain_core', 'langchain', 'langchain_locret')]\n"
+        "print(own, torch.cuda.is_initialized())"
+    )
+    assert found == "[] False"
