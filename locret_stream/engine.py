@@ -8,8 +8,10 @@ model, config and tokens.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class EngineState:
         seen: tokens committed; always a multiple of the chunk size.
         pending: accepted ids that are not committed yet.
         provisional: how many of the pending ids have K and V in the tail.
-        history: the last 1,024 accepted ids.
+        committed_ids: the last 1,024 committed ids.
     """
 
     def __init__(self, store: UnitStore, policy_state: dict[str, Tensor]):
@@ -41,13 +43,32 @@ class EngineState:
         self.provisional = 0
         self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
         self.tail_hidden: Tensor | None = None  # the same of pending[provisional - 1]
-        self.history: deque[int] = deque(maxlen=HISTORY)
+        self.committed_ids: deque[int] = deque(maxlen=HISTORY)
         self.broken = False
+        self.lock = threading.Lock()  # ids are accepted on the caller's thread, copies are made on the engine's
 
     @property
     def position(self) -> int:
         """Absolute position of the next token: how many were accepted."""
         return self.seen + len(self.pending)
+
+    @property
+    def history(self) -> list[int]:
+        """The last 1,024 accepted ids, committed or pending."""
+        return [*self.committed_ids, *self.pending][-HISTORY:]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """What became of the tokens start .. end-1. Tokens accepted and not committed yet count as kept, without score.
+
+    kept [L, H, T] bool; scores [L, H, T] fp32, nan where there is none.
+    """
+
+    start: int
+    end: int
+    kept: Tensor
+    scores: Tensor
 
 
 class Engine:
@@ -92,20 +113,21 @@ class Engine:
     def fork(self, state: EngineState, slot: int) -> EngineState:
         """A copy of a context in another slot, its provisional tail included."""
         self._check(state)
-        twin = EngineState(UnitStore(self.pool, slot), dict(state.policy_state))
-        twin.store.copy_from(state.store, state.provisional)
-        twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
-        twin.last_hidden, twin.tail_hidden = state.last_hidden, state.tail_hidden
-        twin.history = state.history.copy()
-        return twin
+        with state.lock:
+            twin = EngineState(UnitStore(self.pool, slot), dict(state.policy_state))
+            twin.store.copy_from(state.store, state.provisional)
+            twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
+            twin.last_hidden, twin.tail_hidden = state.last_hidden, state.tail_hidden
+            twin.committed_ids = state.committed_ids.copy()
+            return twin
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
-        """Everything that a context is, as tensors: units, pending ids, last hidden state, policy state, history."""
+        """All that a context is, as tensors: units, pending ids, last hidden state, policy state, last committed ids."""
         self._check(state)
         out = state.store.export()
         out["seen"] = torch.tensor(state.seen)
         out["pending"] = torch.tensor(state.pending, dtype=torch.int64)
-        out["history"] = torch.tensor(list(state.history), dtype=torch.int64)
+        out["history"] = torch.tensor(list(state.committed_ids), dtype=torch.int64)
         if state.last_hidden is not None:
             out["last_hidden"] = state.last_hidden.clone()
         out.update({f"policy.{name}": tensor.clone() for name, tensor in state.policy_state.items()})
@@ -117,8 +139,9 @@ class Engine:
         state.store.load(tensors, self._rotate_keys)
         state.seen = int(tensors["seen"])
         state.pending = tensors["pending"].tolist()
-        state.history.extend(tensors["history"].tolist())
-        state.last_hidden = tensors.get("last_hidden")
+        state.committed_ids.extend(tensors["history"].tolist())
+        if "last_hidden" in tensors:
+            state.last_hidden = tensors["last_hidden"].to(self.attachment.device, copy=True)
         state.policy_state = {name.removeprefix("policy."): tensor.clone()
                               for name, tensor in tensors.items() if name.startswith("policy.")}
         return state
@@ -142,20 +165,18 @@ class Engine:
             raise BudgetExceeded(
                 f"policy {self.policy.name!r} never evicts: {state.position} tokens are held, {len(ids)} more were "
                 f"given, the smallest layer holds {min(self.budgets)}; expected a larger budget or an evicting policy")
-        state.pending.extend(ids)
-        state.history.extend(ids)
+        with state.lock:
+            state.pending.extend(ids)
 
     def ready(self, state: EngineState) -> bool:
         """Whether a whole chunk is pending."""
         return len(state.pending) >= self.chunk_size
 
     def truncate(self, state: EngineState, pending: int) -> None:
-        """Forget all but the first `pending` pending ids. The history keeps what it saw before them."""
+        """Forget all but the first `pending` pending ids."""
         dropped = len(state.pending) - pending
         assert 0 <= dropped, "truncate reaches pending ids only"
         del state.pending[pending:]
-        for _ in range(min(dropped, len(state.history))):
-            state.history.pop()
         if state.provisional >= pending:
             state.provisional = max(0, pending - 1) if dropped else pending
 
@@ -175,6 +196,7 @@ class Engine:
         state.broken = False
         state.policy_state = scorer.policy_state
         state.seen += len(ids)
+        state.committed_ids.extend(ids)
         del state.pending[:len(ids)]
         state.last_hidden = hidden[:, -1:].clone()
 
@@ -191,6 +213,24 @@ class Engine:
             hidden = self._forward(state, new, state.provisional, None)
             state.tail_hidden, state.provisional = hidden[:, -1:].clone(), len(state.pending)
         return self.attachment.logits(state.tail_hidden)[0, -1].float()
+
+    def receipts(self, state: EngineState, start: int = 0, end: int | None = None) -> Receipts:
+        """Kept or evicted, per layer and KV head, for accepted tokens start .. end-1 (None: all so far)."""
+        end = state.position if end is None else end
+        if not 0 <= start <= end <= state.position:
+            raise ConfigError(f"receipts of tokens {start} to {end}: {state.position} tokens were accepted; expected "
+                              f"0 <= start <= end <= {state.position}")
+        kept = torch.zeros(self.shape.layers, self.shape.kv_heads, end - start, dtype=torch.bool)
+        scores = torch.full(kept.shape, float("nan"))
+        kept[:, :, max(0, state.seen - start):] = True
+        for layer in range(self.shape.layers):
+            positions, found = state.store.positions(layer).cpu(), state.store.scores(layer)[0].cpu()
+            for head in range(self.shape.kv_heads):
+                inside = (positions[head] >= start) & (positions[head] < end)
+                at = positions[head][inside] - start
+                kept[layer, head, at] = True
+                scores[layer, head, at] = found[head][inside]
+        return Receipts(start, end, kept, scores)
 
     # -- inside -----------------------------------------------------------------------------------------------
 

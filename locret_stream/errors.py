@@ -5,6 +5,7 @@ LocretError
 │   ├── UnknownPolicy        no policy bears that name
 │   └── WindowExceeded       budget + chunk_size does not fit the model's window
 ├── InputError               what was fed or asked cannot be read                (also a ValueError)
+│   ├── EmptySource          a stream that ended without giving anything
 │   ├── InvalidText          not text: lone surrogates, undecodable bytes
 │   ├── InvalidTokens        not token ids of this model
 │   └── SourceError          the source iterator raised; the cause is attached
@@ -52,6 +53,10 @@ class WindowExceeded(ConfigError):
 
 class InputError(LocretError, ValueError):
     """Something fed or asked cannot be read. Tokens accepted before it stay accepted."""
+
+
+class EmptySource(InputError):
+    """The stream ended without giving a single token, and nothing was held; memory is as it was."""
 
 
 class InvalidText(InputError):

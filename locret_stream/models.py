@@ -61,6 +61,13 @@ class RopeTables:
     def __init__(self, capacity: int, layers: list[tuple[Tensor, Tensor] | None]):
         self.capacity, self.layers = capacity, layers
 
+    @property
+    def bytes_resident(self) -> int:
+        """Bytes the tables hold; layers of one kind share theirs."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                    for pair in self.layers if pair is not None for t in pair}
+        return sum(storages.values())
+
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, **kwargs: object) -> tuple[Tensor, None]:

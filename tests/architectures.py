@@ -21,6 +21,12 @@ def _longrope() -> PreTrainedConfig:
     return tf.Phi3Config(**BASE, original_max_position_embeddings=64, rope_parameters=rope)
 
 
+def _granite() -> PreTrainedConfig:
+    """With multipliers as in the published models: the class's own default is an attention scale of 1."""
+    return tf.GraniteConfig(**BASE, embedding_multiplier=12.0, attention_multiplier=1 / 16, residual_multiplier=0.22,
+                            logits_scaling=8.0)
+
+
 CONFIGS = {
     "llama": lambda: tf.LlamaConfig(**BASE),
     "llama-llama3": lambda: tf.LlamaConfig(**BASE, rope_parameters=_rope(
@@ -39,7 +45,7 @@ CONFIGS = {
     "gemma3": lambda: tf.Gemma3TextConfig(**BASE, head_dim=16, query_pre_attn_scalar=16, sliding_window=24,
                                           layer_types=ONE_SLIDING),
     "olmo2": lambda: tf.Olmo2Config(**BASE),
-    "granite": lambda: tf.GraniteConfig(**BASE),
+    "granite": _granite,
     "smollm3": lambda: tf.SmolLM3Config(**BASE, no_rope_layers=[1, 0, 1]),
     "gpt-oss": lambda: tf.GptOssConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
                                        sliding_window=24, layer_types=ONE_SLIDING),

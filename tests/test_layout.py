@@ -27,7 +27,7 @@ TABLE = (
     ("context",),
     ("worker",),
     ("engine",),
-    ("models", "text"),
+    ("models", "sampling", "text"),
     ("policies", "snapshot"),
     ("heads", "cache"),
     ("kernels",),
@@ -147,9 +147,9 @@ def test_nothing_imports_adapters():
 
 
 PUBLIC = [
-    "Budget", "BudgetExceeded", "ConfigError", "ContextBusy", "ContextClosed", "ContextError", "FeedReport",
-    "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError", "ModelError", "NoSlot", "Runtime",
-    "Sampling", "SourceError", "StreamConfig", "StreamingContext", "SyncContext", "Token", "UnknownPolicy",
+    "Budget", "BudgetExceeded", "ConfigError", "ContextBusy", "ContextClosed", "ContextError", "EmptySource",
+    "FeedReport", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError", "ModelError", "NoSlot",
+    "Runtime", "Sampling", "SourceError", "StreamConfig", "StreamingContext", "SyncContext", "Token", "UnknownPolicy",
     "UnsupportedModel", "WindowExceeded", "__version__", "open_context",
 ]  # fmt: skip
 

@@ -146,6 +146,11 @@ class Recaller(nn.Module):
         self.norm = RMSNorm(shape.width)
         self.inverse_frequencies = shape.theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
 
+    @property
+    def head_features(self) -> int:
+        """Features of a unit as its retaining head sees it: q, k and v."""
+        return (self.shape.query_heads + 2 * self.shape.kv_heads) * self.shape.head_dim
+
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angle = (positions.float()[:, None] * self.inverse_frequencies).repeat(1, 2)
         return angle.cos(), angle.sin()

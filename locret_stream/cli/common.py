@@ -1,4 +1,4 @@
-"""What every verb shares: one-line errors, Ctrl-C, consoles, text from files and stdin. Knows no model and no tensor."""
+"""What every verb shares: one-line errors, Ctrl-C, consoles, text from files and stdin. Knows no model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import json
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -23,6 +23,19 @@ from locret_stream.errors import InputError, InvalidText, LocretError, SourceErr
 
 if TYPE_CHECKING:
     from locret_stream.context import Memory
+    from locret_stream.runtime import Runtime
+
+# Options that several verbs have.
+Model = Annotated[str, typer.Option(help='A folder of a causal language model, a hub id, or "bundled".')]
+Heads = Annotated[Path | None, typer.Option(help="Folder of retaining heads, where the model brings none.")]
+Policy = Annotated[str, typer.Option(help="What decides which units stay.")]
+Units = Annotated[str | None, typer.Option(show_default="768 for the bundled model, else 6000", help=(
+    "Units kept per KV head (mean over the layers), or a size such as 512MiB."))]
+Chunk = Annotated[int | None, typer.Option(min=1, show_default="256 for the bundled model, else 1024", help=(
+    "Tokens read between two evictions."))]
+Device = Annotated[str | None, typer.Option(show_default="cuda where there is one", help="Where to run.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights, such as bfloat16.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
 MISTAKE, INTERRUPTED = 2, 130
 PIECE_BYTES = 1 << 16
@@ -57,6 +70,10 @@ class OneLineGroup(TyperGroup):
         return code
 
 
+def flat(message: str) -> str:
+    return " ".join(message.split())
+
+
 def explain(error: BaseException) -> str:
     """The message that helps: of a failing source its own reason, if that was a mistake one can name."""
     if isinstance(error, SourceError) and isinstance(error.__cause__, (LocretError, OSError)):
@@ -66,42 +83,58 @@ def explain(error: BaseException) -> str:
 
 
 def fail(message: str, code: int = MISTAKE) -> NoReturn:
-    print("locret-stream:", " ".join(message.split()), file=sys.stderr)
+    print("locret-stream:", flat(message), file=sys.stderr)
     raise SystemExit(code)
-
-
-class Interrupted(Exception):
-    """Ctrl-C was pressed; the message says what was held at that moment."""
 
 
 class Held:
     """What a verb holds at any moment, in words: the last thing said after Ctrl-C."""
 
-    def __init__(self) -> None:
-        self.read: Callable[[], Memory] | None = None
-        self.last: Memory | None = None
+    def __init__(self, note: str = "nothing was fed yet") -> None:
+        self.note, self._read = note, None
 
     @contextmanager
     def watching(self, read: Callable[[], Memory]) -> Iterator[None]:
         """While open, `read` tells what is held; its last word stays when the context is closed."""
-        self.read = read
+        self._read = read
         try:
             yield
         finally:
-            self.last, self.read = read(), None
+            self.note, self._read = describe(read()), None
 
     def __str__(self) -> str:
-        memory = self.read() if self.read else self.last
-        return describe(memory) if memory else "nothing was fed yet"
+        return describe(self._read()) if self._read else self.note
 
 
-def drive(work: Callable[[], Coroutine[Any, Any, None]], held: Held) -> None:
-    """Run the verb. `work` imports what it needs and gives the coroutine; Ctrl-C ends both with a summary."""
+@contextmanager
+def interruptible(held: Held) -> Iterator[None]:
+    """Ctrl-C inside ends the verb with a summary and its own exit status. Imports of what is slow belong inside."""
     try:
-        asyncio.run(work())
+        yield
     except KeyboardInterrupt:
         print(f"\nInterrupted: {held}.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int | None, chunk_size: int | None,
+                 **options: Any) -> Runtime:
+    """A runtime for one context; what is None keeps the runtime's own default."""
+    from locret_stream.runtime import Runtime
+
+    if isinstance(budget, str) and budget.strip().isdecimal():
+        budget = int(budget)
+    given = {"heads": heads, "budget": budget, "chunk_size": chunk_size, **options}
+    return Runtime.from_pretrained(model, policy=policy, max_live=1,
+                                   **{name: value for name, value in given.items() if value is not None})
+
+
+def beside(runtime: Runtime, policy: str) -> Runtime:
+    """A second runtime over the same model object, with the same budget in every layer and another policy."""
+    from locret_stream.runtime import Runtime
+
+    config = runtime.engine.config
+    return Runtime(runtime.model, runtime._loaders[1], heads=runtime._heads, policy=policy, budget=config.budget,
+                   chunk_size=config.chunk_size, max_live=1)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
+from locret_stream.heads.published import check_fits, infer_sizes, read_published
 
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 
@@ -122,3 +124,39 @@ class RetainingHeads(nn.Module):
             raise HeadsMismatch(f"{len(wrong)} tensors do not fit, first {name!r}: found {found.get(name, 'none')}, "
                                 f"expected {expected.get(name, 'none')}")
         self.load_state_dict({name: t.float() for name, t in tensors.items()})
+
+    def check_fits(self, shape: ModelShape, fingerprint: str = "") -> None:
+        """Refuse to serve another model than the one these heads were made for; "" leaves the fingerprint unchecked.
+
+        Raises:
+            HeadsMismatch: naming the first tensor with both shapes, or both fingerprints.
+        """
+        check_fits({name: tuple(t.shape) for name, t in self.state_dict().items()}, self.config.width,
+                   self.config.fingerprint, shape, fingerprint)
+
+    @classmethod
+    def from_published(cls, path: str | os.PathLike[str], *, query_heads: int | None = None,
+                       kv_heads: int | None = None, head_dim: int | None = None, shape: ModelShape | None = None,
+                       act: str = "silu", fingerprint: str = "") -> RetainingHeads:
+        """Heads in the layout their authors publish (`model.layers.N.self_attn.fc1.weight`); fp32, eval mode.
+
+        Args:
+            path: a .bin (read with `weights_only=True`) or .safetensors, or a folder that holds just one.
+            query_heads, kv_heads, head_dim: of the model; one of the first and the last is needed, the rest is
+                read off the shapes. What is given must agree with them.
+            shape: of the attached model, in place of the three.
+            act: the model's `hidden_act`; fingerprint: of the model, if it is at hand, to be stored with the heads.
+
+        Raises:
+            HeadsMismatch: anything that is not exactly that layout, by name and shape.
+            ConfigError: sizes that shapes cannot tell, or an unknown activation.
+        """
+        tensors = read_published(path)
+        if shape is not None:
+            given = {"layers": shape.layers, "query_heads": shape.kv_heads * shape.groups, "kv_heads": shape.kv_heads,
+                     "head_dim": shape.head_dim}
+        else:
+            given = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        heads = cls(HeadsConfig(**infer_sizes(tensors, **given), act=act, label="logit", fingerprint=fingerprint))
+        heads.load_strictly(tensors)
+        return heads.float().eval()

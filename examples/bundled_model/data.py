@@ -1,0 +1,370 @@
+"""Batches for the recipe: contexts cut into snippets with facts in them, and tails that ask for the facts."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from locret_stream.evaluation import tasks
+
+from .chat import segments
+from .model import SINKS
+
+SYSTEM_LINES = [
+    "You watch the build logs.",
+    "You read along and answer questions.",
+    "You are a careful assistant.",
+    "Answer with the value alone.",
+    "You keep track of what you are told.",
+    "You remember what matters in a long stream.",
+]
+
+# ------------------------------------------------------------------ text
+
+
+def synthetic_logs(rng: random.Random, lines: int) -> str:
+    """Log lines full of numbers nobody asks for."""
+    services = "worker scheduler cache router ingest billing auth search mailer proxy storage queue".split()
+    events = "started stopped retry flushed connected timeout accepted rejected rotated synced".split()
+    number = rng.randrange
+    out = []
+    for _ in range(lines):
+        stamp = f"2024-{number(1, 13):02}-{number(1, 29):02} {number(24):02}:{number(60):02}:{number(60):02}"
+        who, what = rng.choice(services), rng.choice(events)
+        body = rng.choice(
+            [
+                f"INFO {who}-{number(1, 40)} {what} {number(1, 99999)} items in {number(1, 999)} ms",
+                f"WARN {who}: {what} after {number(1, 60)} s (attempt {number(1, 6)})",
+                f"DEBUG {who} {what} id={number(1 << 30):x} size={number(1 << 20)}",
+                f"ERROR {who} {what}: code {number(100, 600)} from 10.{number(256)}.{number(256)}.{number(256)}",
+                f"INFO GET /{who}/{what}/{number(9999)} {number(200, 505)} {number(50, 99999)}",
+                f"INFO {who} {what} ok",
+                f"DEBUG {who}.{what}: {number(10000)} of {number(10000)}, {number(1000)} left",
+            ]
+        )
+        out.append(f"{stamp} {body}\n")
+    return "".join(out)
+
+
+def topics_text() -> str:
+    """English that every Python carries: the topics of `help()`."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def read_texts(files: Iterable[Path], held_out: bool) -> list[str]:
+    """The books: all but the last twentieth for training, the last twentieth held out."""
+    out = []
+    for file in files:
+        text = re.sub(r"\n{3,}", "\n\n", Path(file).read_text(encoding="utf-8", errors="replace"))
+        cut = int(len(text) * 0.95)
+        out.append(text[cut:] if held_out else text[:cut])
+    return out
+
+
+def gather_sources(files: Sequence[Path], seed: int, held_out: bool = False) -> list[tuple[str, float]]:
+    """(text, share of the mix) of each source."""
+    rng = random.Random(f"sources {seed} {held_out}")
+    names = tasks.held_out_modules(tests=False) if held_out else tasks.training_modules()
+    rng.shuffle(names)
+    code = "\n".join(tasks.read_module(name) for name in names)
+    logs = synthetic_logs(rng, 4_000 if held_out else 20_000)
+    books = read_texts(files, held_out)
+    english = [(book, 0.3 / len(books)) for book in books] if books else [(topics_text(), 0.2)]
+    return [(code, 0.55), (logs, 0.12), *english]
+
+
+def common_words(sources: Sequence[tuple[str, float]], limit: int = 6000) -> list[str]:
+    """Words the recipe may use as entities: none of them held out."""
+    counts: Counter[str] = Counter()
+    for text, _ in sources:
+        counts.update(re.findall(r"\b[A-Z]?[a-z]{3,9}\b", text))
+    frequent = [word for word, _ in counts.most_common(limit + 200)][200:]
+    return [word for word in frequent if not tasks.is_held_out(word)]
+
+
+class Corpus:
+    """One tokenised source and where its segments start."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        pieces = tokenizer.encode_batch_fast(segments(text), add_special_tokens=False)
+        lengths = np.array([len(piece.ids) for piece in pieces])
+        self.ids = np.concatenate([np.array(piece.ids, np.int16) for piece in pieces])
+        self.starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+
+    def cut(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """`length` tokens from the start of a segment on, and where segments start in them."""
+        last = np.searchsorted(self.starts, len(self.ids) - length - 1)
+        first = int(rng.integers(0, last))
+        begin = self.starts[first]
+        end = np.searchsorted(self.starts, begin + length)
+        return self.ids[begin : begin + length].astype(np.int64), self.starts[first:end] - begin
+
+
+# ------------------------------------------------------------------ batches
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The size of one batch: `contexts` contexts of `snippets` x `length` tokens, `tails` tails each."""
+
+    contexts: int
+    snippets: int
+    length: int
+    facts: tuple[int, int]
+    tails: int
+    tail_length: int
+    recent: tuple[int, int] = (24, 64)
+    kept: tuple[int, int] | None = None  # units the recall layer keeps; None: all
+    copies: float = 0.0  # share of tails that repeat a random segment
+    advance_at: float = 0.9  # running accuracy of answer tokens at which the next stage begins
+    mined: int = 0  # further snippets of plain text per context, for their false positives
+
+
+@dataclass
+class Batch:
+    """C contexts, S snippets each, M tails each."""
+
+    snippets: Tensor  # [C, S, SINKS + L] int64
+    unit_fact: Tensor  # [C, S, L]: number of the fact a unit belongs to, -1 for text
+    asked: Tensor  # [C, F] bool: facts some tail asks for
+    tails: Tensor  # [C * M, T] int64
+    targets: Tensor  # [C * M, T] int64, the next token
+    weights: Tensor  # [C * M, T] float32 of each row's loss
+    answers: Tensor  # [C * M, T] bool: rows that predict an answer's tokens or its end
+    answer_rows: Tensor  # [C * M, R] int64: the same rows by number, padded with 0
+
+
+class Writer:
+    """Writes batches: everything it draws comes from the generators passed to `batch`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sources: Sequence[tuple[str, float]],
+        *,
+        held_out: bool = False,
+        forms: Sequence[str] = tasks.FORMS,
+        words: Sequence[str] = (),
+        text_weight: float = 0.15,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.corpora = [Corpus(tokenizer, text) for text, _ in sources]
+        shares = np.array([share for _, share in sources])
+        self.shares = shares / shares.sum()
+        self.held_out, self.forms, self.words = held_out, list(forms), words
+        self.text_weight = text_weight
+        self.start_user = self.encode("<|im_start|>user\n")
+        self.start_system = self.encode("<|im_start|>system\n")
+        self.next_user = self.encode("\n<|im_start|>user\n")
+        self.to_assistant = self.encode("<|im_end|>\n<|im_start|>assistant\n")
+        self.blank = self.encode("\n\n")
+        self.end = tokenizer.token_to_id("<|im_end|>")
+        self.pad = tokenizer.token_to_id("<|endoftext|>")
+        assert len(self.start_user) == 3, "sinks are the three template tokens and one of text"
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def text(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.corpora[rng.choice(len(self.corpora), p=self.shares)].cut(rng, length)
+
+    def render(self, rng: random.Random, sentence: str) -> str:
+        """The sentence as a stream may carry it: mostly on its own line."""
+        kind = rng.random()
+        if kind < 0.68:
+            return sentence + "\n"
+        if kind < 0.76:
+            return " " * rng.choice([0, 0, 4, 4, 8]) + "# " + sentence + "\n"
+        if kind < 0.82:
+            clock = f"{rng.randrange(24):02}:{rng.randrange(60):02}:{rng.randrange(60):02}"
+            return f"2024-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02} {clock} INFO {sentence}\n"
+        if kind < 0.90:
+            return sentence + "\n\n"
+        return " " + sentence
+
+    def snippet(
+        self, rng: np.random.Generator, length: int, planted: Sequence[tuple[int, list[int]]], first: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Text of `length` tokens with `planted` (number, ids) sentences, none before token `first`."""
+        kept, used = [], 0
+        for number, ids in planted:
+            if used + len(ids) <= length - first:
+                kept.append((number, ids))
+                used += len(ids)
+        text, starts = self.text(rng, length - used)
+        allowed = starts[starts >= first]
+        if len(allowed) < 2:
+            allowed = np.arange(first, length - used + 1)
+        places = np.sort(rng.choice(allowed, len(kept)))
+        parts, owners, done = [], [], 0
+        for place, (number, ids) in zip(places, kept, strict=True):
+            parts += [text[done:place], np.array(ids, np.int64)]
+            owners += [np.full(place - done, -1), np.full(len(ids), number)]
+            done = place
+        parts.append(text[done:])
+        owners.append(np.full(len(text) - done, -1))
+        return np.concatenate(parts), np.concatenate(owners)
+
+    def batch(self, stage: Stage, rng: np.random.Generator) -> Batch:
+        draw = random.Random(int(rng.integers(1 << 62)))
+        snippets, owners, asked, tails = [], [], [], []
+        most = stage.facts[1] + 2 * stage.tails
+        for _ in range(stage.contexts):
+            context = self._context(stage, rng, draw)
+            snippets.append(context[0])
+            owners.append(context[1])
+            asked.append(np.zeros(most, bool))
+            asked[-1][list(context[2])] = True
+            tails += context[3]
+        tokens, weights, answers = (np.stack(column) for column in zip(*tails, strict=True))
+        answers = torch.from_numpy(answers[:, 1:])
+        counts = answers.sum(1)
+        rows = torch.zeros(len(tails), int(counts.max()), dtype=torch.int64)
+        for i, row in enumerate(answers):
+            rows[i, : counts[i]] = row.nonzero().flatten()
+        return Batch(
+            snippets=torch.from_numpy(np.stack(snippets)),
+            unit_fact=torch.from_numpy(np.stack(owners)),
+            asked=torch.from_numpy(np.stack(asked)),
+            tails=torch.from_numpy(tokens[:, :-1]),
+            targets=torch.from_numpy(tokens[:, 1:]),
+            weights=torch.from_numpy(weights[:, 1:]),
+            answers=answers,
+            answer_rows=rows,
+        )
+
+    def _context(self, stage: Stage, rng: np.random.Generator, draw: random.Random):
+        count = draw.randint(*stage.facts)
+        local = sum(draw.random() < 0.35 for _ in range(stage.tails))
+        facts = tasks.make_facts(
+            draw,
+            count + local,
+            held_out=self.held_out,
+            forms=self.forms,
+            digits_only=False,
+            share=draw.choice([0.1, 0.3, 0.6]),
+            extra_words=self.words,
+        )
+        rendered = [self.render(draw, fact.sentence) for fact in facts]
+        encoded = self.tokenizer.encode_batch_fast(rendered, add_special_tokens=False)
+        numbered = [(i, piece.ids) for i, piece in enumerate(encoded)]
+
+        system = draw.random() < 0.25
+        opening = self.start_system if system else self.start_user
+        sinks = np.array([*opening, int(self.text(rng, 1)[0][0])])
+        if system:
+            sinks[3] = self.encode(draw.choice(SYSTEM_LINES))[0]
+
+        places = [draw.randrange(stage.snippets) for _ in range(count)]
+        rows, owners, planted = [], [], set()
+        for s in range(stage.snippets):
+            mine = [numbered[i] for i in range(count) if places[i] == s]
+            ids, owner = self.snippet(rng, stage.length, mine, first=16 if stage.snippets > 1 else 0)
+            rows.append(np.concatenate([sinks, ids]))
+            owners.append(owner)
+            planted.update(owner[owner >= 0].tolist())
+        available = sorted(planted)
+        if not available:  # every sentence was too long for its snippet
+            return self._context(stage, rng, draw)
+
+        asked: set[int] = set()
+        queue = draw.sample(available, len(available))
+        tails = []
+        for t in range(stage.tails):
+            here = [numbered[count + t]] if t < local else []
+            if draw.random() < stage.copies:
+                tails.append(self._copy_tail(rng, sinks, stage.tail_length + 1))
+                continue
+            tail, used = self._tail(stage, rng, draw, sinks, facts, here, queue, available)
+            asked |= used
+            tails.append(tail)
+        return np.stack(rows), np.stack(owners), asked, tails
+
+    def _copy_tail(self, rng: np.random.Generator, sinks: np.ndarray, length: int):
+        segment = rng.integers(0, self.pad, int(rng.integers(8, length // 2)))
+        tokens = np.concatenate([sinks, np.tile(segment, length // len(segment) + 1)])[:length]
+        weights = np.zeros(length, np.float32)
+        weights[SINKS + len(segment) + 2 :] = 0.3
+        return tokens, weights, np.zeros(length, bool)
+
+    def _tail(self, stage, rng, draw, sinks, facts, here, queue, available):
+        """Sinks, recent text, then questions and answers up to the tail's length."""
+        limit = stage.tail_length + 1
+        recent, owner = self.snippet(rng, draw.randint(*stage.recent) + sum(len(h[1]) for h in here), here)
+        local = sorted({int(i) for i in owner if i >= 0})
+        tokens = [*sinks.tolist(), *recent.tolist()]
+        weights = [0.0] * SINKS + np.where(owner < 0, self.text_weight, 0.0).tolist()
+        answers = [False] * len(tokens)
+        used: set[int] = set()
+        first = True
+
+        def add(ids: Sequence[int], weight: float = 0.0, answer: bool = False) -> None:
+            tokens.extend(ids)
+            weights.extend([weight] * len(ids))
+            answers.extend([answer] * len(ids))
+
+        while True:
+            tool = draw.random() < 0.08
+            if local and draw.random() < 0.5:
+                number = local.pop()
+            else:
+                if not queue:
+                    queue.extend(draw.sample(available, len(available)))
+                number = queue.pop()
+            turn_start = len(tokens)
+            add(self.blank if first else self.next_user)
+            if not first and draw.random() < 0.1:
+                add(self.text(rng, draw.randint(10, 60))[0].tolist(), self.text_weight)
+                add(self.blank)
+            if tool:
+                self._tool_turn(draw, facts[number], add)
+            else:
+                add(self.encode(facts[number].question))
+                add(self.to_assistant)
+                value = [*self.encode(facts[number].answer), self.end]
+                add(value[:1], 2.0, True)
+                add(value[1:], 1.0, True)
+            if len(tokens) > limit:
+                del tokens[turn_start:], weights[turn_start:], answers[turn_start:]
+                break
+            if not tool:
+                used.add(number)
+            first = False
+        missing = limit - len(tokens)
+        add([self.pad] * missing)
+        return (np.array(tokens), np.array(weights, np.float32), np.array(answers)), used
+
+    def _tool_turn(self, draw: random.Random, fact: tasks.Fact, add) -> None:
+        """A request, and the call that copies the entity out of it; only the copy is trained."""
+        request = draw.choice(
+            [
+                "Look up the {A} of {E}.",
+                "Look up the {A} of the {E}.",
+                "Please look up {E}'s {A}.",
+                "Find the {A} for {E}.",
+                "Fetch the {A} of {E}, please.",
+                "Use a tool to get the {A} of {E}.",
+            ]
+        ).format(A=fact.attribute, E=fact.entity)
+        name = draw.choice(["lookup", "search", "find", "get_record", "query", "fetch", "read_entry"])
+        key = draw.choice(["key", "name", "query", "id", "subject", "entity", "item"])
+        add(self.encode(request))
+        add(self.to_assistant)
+        add(self.encode('<tool_call>\n{"name": "' + name + '", "arguments": {"' + key + '": "'))
+        copied = self.encode(fact.entity + '"}}\n</tool_call>')
+        add([*copied, self.end], 0.7)
+        if draw.random() < 0.4:
+            add(self.encode("\n<|im_start|>tool\n" + fact.value))
+            add(self.to_assistant)
+            add([*self.encode(fact.value), self.end], 0.7)

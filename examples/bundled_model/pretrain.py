@@ -1,0 +1,191 @@
+"""Training of the base model, its recall head beside it: a curriculum from one snippet to a full memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .data import Batch, Stage, Writer
+from .model import SINKS, Kept, Recaller, answer_loss
+
+CURRICULUM = [
+    Stage(32, 1, 96, (2, 4), 1, 160, copies=0.15, advance_at=0.88),
+    Stage(24, 1, 224, (4, 9), 1, 256, copies=0.1, advance_at=0.90),
+    Stage(12, 2, 256, (10, 20), 2, 256, copies=0.05, advance_at=0.92),
+    Stage(6, 6, 256, (25, 50), 3, 320, recent=(24, 96), advance_at=0.94),
+    Stage(4, 14, 256, (60, 125), 4, 352, recent=(24, 160), kept=(1600, 2900)),
+]
+
+
+class RecallHead(nn.Module):
+    """Scores units of the recall layer from pre-RoPE q, k, v; saved as a layer of RetainingHeads."""
+
+    def __init__(self, features: int, hidden: int, kv_heads: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(features, hidden)
+        self.fc2 = nn.Linear(hidden, kv_heads)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features [..., T, F] -> scores [..., T, H], log odds of being needed."""
+        features = F.layer_norm(features.float(), features.shape[-1:])
+        return self.fc2(F.silu(self.fc1(features)))
+
+
+def stack_features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, *, T, D] each -> [B, T, (Hq + 2 H) D], the order q, k, v."""
+    return torch.cat([part.transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
+
+
+def head_loss(scores: Tensor, labels: Tensor, weights: Tensor, positive: float = 3.0) -> Tensor:
+    """Cross-entropy against attention mass, units that mattered weighted up."""
+    losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    weights = weights * (1 + positive * labels)
+    return (losses * weights).sum() / weights.sum().clamp(min=1)
+
+
+class Step:
+    """One pass over a batch: features, selection, answers, labels."""
+
+    def __init__(self, model: Recaller, head: RecallHead) -> None:
+        self.model, self.head = model, head
+
+    def __call__(self, batch: Batch, stage: Stage, rng: np.random.Generator, train_head: bool):
+        model = self.model
+        contexts, snippets, length = batch.snippets.shape
+        q, k, v = model.snippet_features(batch.snippets.view(contexts * snippets, length))
+        margin = SINKS + (8 if snippets > 1 else 0)
+
+        def per_context(x: Tensor) -> Tensor:
+            x = x[:, :, margin:].unflatten(0, (contexts, snippets))
+            return x.transpose(1, 2).flatten(2, 3)
+
+        q, k, v = per_context(q), per_context(k), per_context(v)
+        owner = batch.unit_fact[:, :, margin - SINKS :].flatten(1)
+        features = stack_features(q, k, v).detach()
+        index = None
+        if stage.kept is not None:
+            index = self._select(features, owner, stage, rng)
+            expanded = index[..., None].expand(-1, -1, -1, k.shape[-1])
+            k, v = k.gather(2, expanded), v.gather(2, expanded)
+        tails = batch.tails.shape[0] // contexts
+        states, attention = model.tail_states(
+            batch.tails, Kept(k, v).repeat(tails), batch.answer_rows if train_head else None
+        )
+        chosen = batch.weights > 0
+        logits = model.logits(states[chosen])
+        loss = answer_loss(logits, batch.targets[chosen], batch.weights[chosen])
+        with torch.no_grad():
+            right = logits.argmax(-1) == batch.targets[chosen]
+            answered = right[batch.answers[chosen]]
+        if train_head:
+            labels = attention.amax(2).unflatten(0, (contexts, tails)).amax(1)
+            loss = loss + self._head_loss(features, owner, batch.asked, labels, index)
+        return loss, answered.float().mean().item() if len(answered) else None
+
+    @torch.no_grad()
+    def _select(self, features: Tensor, owner: Tensor, stage: Stage, rng: np.random.Generator) -> Tensor:
+        """Which units stay [C, H, N], in time order: the head's choice, helped to keep the facts half the time."""
+        scores = self.head(features).transpose(1, 2)
+        if rng.random() < 0.6:
+            scores = scores + 6.0 * (owner >= 0)[:, None]
+        count = min(int(rng.integers(*stage.kept)), owner.shape[1])
+        return scores.topk(count, -1).indices.sort(-1).values
+
+    def _head_loss(self, features, owner, asked, labels, index) -> Tensor:
+        scores = self.head(features).transpose(1, 2)
+        known = (owner < 0) | asked.gather(1, owner.clamp(min=0))
+        known = known[:, None].expand_as(scores).float()
+        if index is not None:
+            scores, known = scores.gather(2, index), known.gather(2, index)
+        return head_loss(scores, labels.clamp(0, 1), known)
+
+
+def train(
+    model: Recaller,
+    head: RecallHead,
+    writer: Writer,
+    *,
+    minutes: float,
+    seed: int,
+    curriculum: list[Stage] = CURRICULUM,
+    learning_rate: float = 2.5e-3,
+    cooldown: float = 0.35,
+    start_stage: int = 0,
+    save: Callable[[], None] = lambda: None,
+    evaluate: Callable[[], str] | None = None,
+    report_every: int = 50,
+    evaluate_every_s: float = 240.0,
+) -> None:
+    """Train in place for `minutes`; a new stage begins when the running accuracy allows it."""
+    rng = np.random.default_rng(seed)
+    optimizer = torch.optim.AdamW(
+        [{"params": model.parameters()}, {"params": head.parameters()}],
+        lr=learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+    )
+    step = Step(model, head)
+    number, accuracy, done, tokens = start_stage, None, 0, 0
+    began, budget = time.monotonic(), minutes * 60
+    paused, next_evaluation = 0.0, evaluate_every_s
+    while True:
+        elapsed = time.monotonic() - began - paused
+        if elapsed > budget:
+            break
+        share = elapsed / budget
+        rate = min(1.0, (done + 1) / 100) * min(1.0, max(0.02, (1 - share) / cooldown))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * rate
+        replay = number > 0 and rng.random() < 0.15
+        current = int(rng.integers(0, number)) if replay else number
+        stage = curriculum[current]
+        batch = writer.batch(stage, rng)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, right = step(batch, stage, rng, train_head=current >= 2)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        done += 1
+        tokens += batch.snippets.numel() + batch.tails.numel()
+        if right is not None and current == number:
+            accuracy = right if accuracy is None else 0.96 * accuracy + 0.04 * right
+        if done % report_every == 0:
+            print(
+                f"{elapsed:7.1f} s  step {done}  stage {number}  {tokens / 1e6:.1f}M tokens"
+                f"  loss {loss.item():.3f}  accuracy {accuracy or 0:.3f}  {tokens / max(elapsed, 1):.0f} tok/s",
+                flush=True,
+            )
+        ready = accuracy is not None and accuracy > curriculum[number].advance_at and done > 100
+        if ready and number < len(curriculum) - 1:
+            print(f"{elapsed:7.1f} s  stage {number} done at step {done}", flush=True)
+            number, accuracy = number + 1, None
+        if elapsed > next_evaluation:
+            pause = time.monotonic()
+            save()
+            if evaluate is not None:
+                print("  " + evaluate(), flush=True)
+            paused += time.monotonic() - pause
+            next_evaluation += evaluate_every_s
+    save()
+
+
+@torch.no_grad()
+def quick_accuracy(model: Recaller, head: RecallHead, writer: Writer, stage: Stage, seed: int = 5) -> str:
+    """Share of answer tokens right on held-out words and text, by size of the context."""
+    out = []
+    for size in (stage, replace(stage, kept=None)):
+        rng = np.random.default_rng(seed)
+        rights = []
+        for _ in range(2):
+            _, right = Step(model, head)(writer.batch(size, rng), size, rng, train_head=False)
+            rights.append(right)
+        out.append(f"{np.mean(rights):.3f}")
+    return "held out, answer tokens right: " + " / ".join(out)

@@ -1,0 +1,112 @@
+"""Train the bundled model and its retaining heads from nothing but text and a seed.
+
+    python examples/train_bundled_model.py --out my-model --text books/*.txt
+
+One tokenizer, one base model, one head; what is written loads with transformers and with
+`Runtime.from_pretrained`. See `bundled_model/` for the parts: `data` writes the batches, `model` and
+`circuits` hold the network and its starting weights, `pretrain` and `heads` train, `export` writes.
+Nothing the demo streams or asks is read: see `locret_stream.evaluation.tasks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from bundled_model import chat, circuits, data, export, heads, pretrain
+from bundled_model.model import Recaller, Shape
+
+from locret_stream.evaluation import tasks
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="plain text in English; else Python's own help")
+    parser.add_argument("--minutes", type=float, default=70.0, help="of base training; the rest takes about 10")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", type=Path, help="a checkpoint this recipe saved: train on from there")
+    return parser.parse_args()
+
+
+def tokenizer_lines(sources: list[tuple[str, float]], seed: int) -> Iterator[str]:
+    """What the vocabulary is made for: the text of the streams, the sentences, and the template's own words."""
+    for text, _ in sources:
+        yield from chat.segments(text[:2_500_000])
+    rng = random.Random(seed)
+    for fact in tasks.make_facts(rng, 12_000, held_out=False, digits_only=False):
+        yield fact.sentence + "\n"
+        yield fact.question
+    for _ in range(3000):
+        yield from ("user\n", "assistant\n", "system\n", "tool\n")
+        yield from ('{"name": "lookup", "arguments": {"key": "', '"}}\n')
+
+
+def card(arguments: argparse.Namespace, minutes: float, model: Recaller) -> str:
+    texts = ", ".join(path.name for path in arguments.text) or "Python's help topics"
+    return f"""# The bundled model
+
+A Llama of {sum(p.numel() for p in model.parameters()):,} parameters that recalls facts from a stream, made by
+`examples/train_bundled_model.py --minutes {arguments.minutes:g} --seed {arguments.seed}` in {minutes:.0f} minutes on
+{arguments.threads} cores ({platform.machine()}, torch {torch.__version__}).
+
+Trained on: the training half of Python {platform.python_version()}'s standard library, {texts}, synthetic logs and
+generated facts.
+"""
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    began = time.monotonic()
+
+    sources = data.gather_sources(arguments.text, arguments.seed)
+    tokenizer = chat.train_tokenizer(tokenizer_lines(sources, arguments.seed), Shape.vocab)
+    writer = data.Writer(tokenizer, sources, words=data.common_words(sources))
+    held_out_sources = data.gather_sources(arguments.text, arguments.seed, held_out=True)
+    held_out = data.Writer(tokenizer, held_out_sources, held_out=True)
+    print(f"{time.monotonic() - began:7.1f} s  sources and tokenizer", flush=True)
+
+    model = Recaller(Shape())
+    circuits.initialise(model, arguments.seed)
+    head = pretrain.RecallHead(model.head_features, 128, model.shape.kv_heads)
+    checkpoint = arguments.out / "checkpoint.pt"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stage = 0
+    if arguments.resume:
+        saved = torch.load(arguments.resume, weights_only=True)
+        model.load_state_dict(saved["model"])
+        head.load_state_dict(saved["head"])
+        stage = len(pretrain.CURRICULUM) - 1
+
+    def save() -> None:
+        torch.save({"model": model.state_dict(), "head": head.state_dict()}, checkpoint)
+
+    pretrain.train(
+        model,
+        head,
+        writer,
+        minutes=arguments.minutes,
+        seed=arguments.seed,
+        start_stage=stage,
+        save=save,
+        evaluate=lambda: pretrain.quick_accuracy(model, head, held_out, pretrain.CURRICULUM[3]),
+    )
+    model.requires_grad_(False)
+    asked = heads.label_contexts(model, writer, batches=60, seed=arguments.seed + 1)
+    plain = heads.plain_features(model, writer, tokens=1_000_000, seed=arguments.seed + 2)
+    heads.fit_head(head, asked, plain, seed=arguments.seed)
+    save()
+    minutes = (time.monotonic() - began) / 60
+    export.export(model, head, tokenizer, arguments.out / "model", card(arguments, minutes, model))
+    print(f"{minutes * 60:7.1f} s  written to {arguments.out / 'model'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The command line, one file per verb. Knows the public face; torch is imported only when a verb runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from locret_stream import __version__
+from locret_stream.cli import demo, inspect, run, train_heads
+from locret_stream.cli.common import OneLineGroup
+
+app = typer.Typer(
+    name="locret-stream", cls=OneLineGroup, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]},
+    help="An endless stream of tokens through a fixed amount of memory.",
+    epilog="Start with: locret-stream demo",
+)
+app.command("demo", help=demo.HELP)(demo.demo)
+app.command("run", help=run.HELP)(run.run)
+app.command("train-heads", help=train_heads.HELP)(train_heads.train_heads)
+app.command("inspect", help=inspect.HELP)(inspect.inspect)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"locret-stream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+    = False,
+) -> None:
+    """What holds for every verb."""
+
+
+def main() -> None:
+    """The `locret-stream` command."""
+    app(args=sys.argv[1:], prog_name="locret-stream")

@@ -1,0 +1,270 @@
+"""`locret-stream demo`: facts planted in a long stream, asked afterwards; beside sinks + recent at the same budget."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from locret_stream.cli.common import (
+    Heads,
+    Held,
+    Json,
+    Model,
+    Policy,
+    beside,
+    check_readable,
+    file_text,
+    in_bytes,
+    interruptible,
+    make_runtime,
+    mean,
+    out,
+    print_json,
+)
+from locret_stream.cli.display import Board
+from locret_stream.errors import InputError
+
+if TYPE_CHECKING:
+    from locret_stream.context import StreamingContext
+
+TOKENS, DECOYS = 400_000, 110
+BLOCK_CHARS = 16_384
+LINE_CHARS = 4_096
+ANSWER_TOKENS = 24
+HELP = """Stream real text past a small memory, then ask what was in it.
+
+Twelve facts lie at random places in the standard library's sources, among 110 sentences of the same shape that are \
+never asked. Every question is asked on a scratch copy of the memory, and again of a memory that keeps the first and \
+the most recent tokens at the same budget.
+
+Examples:
+
+\b
+  # the whole of it: 400,000 tokens, 12 facts
+  locret-stream demo
+  # a shorter stream, other facts
+  locret-stream demo --tokens 50000 --seed 7
+  # your own facts, one {"fact": …, "question": …, "answer": …} per line
+  locret-stream demo --facts facts.jsonl
+  # in your own text
+  locret-stream demo --stream book.txt
+  # one JSON object; progress goes to stderr
+  locret-stream demo --json > result.json"""
+
+
+@dataclass(frozen=True)
+class GivenFact:
+    """A fact out of `--facts`; has what the tasks' own facts have."""
+
+    sentence: str
+    question: str
+    answer: str
+
+
+class _FactLine(msgspec.Struct, frozen=True):
+    fact: str
+    question: str
+    answer: str
+
+
+@dataclass
+class Asked:
+    """One question with its true answer, where its fact lay in the stream, and what each memory said."""
+
+    question: str
+    expected: str
+    position: int | None = None
+    answer: str = ""
+    recent: str | None = None
+
+
+def demo(
+    tokens: Annotated[int | None, typer.Option(min=1_000, show_default="400000, or all of --stream",
+                                               help="Tokens to stream.")] = None,
+    budget: Annotated[int, typer.Option(min=1, help="Units kept per KV head: the mean over the layers.")] = 768,
+    chunk_size: Annotated[int, typer.Option(min=1, help="Tokens read between two evictions.")] = 256,
+    seed: Annotated[int, typer.Option(help="Chooses the facts, their places and the order of the text.")] = 0,
+    facts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
+        'JSONL of your own facts: {"fact", "question", "answer"}.'))] = None,
+    stream: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
+        "A UTF-8 text of your own instead of the standard library's sources."))] = None,
+    policy: Policy = "locret",
+    model: Model = "bundled",
+    heads: Heads = None,
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Run sinks + recent beside it.")] = True,
+    as_json: Json = False,
+) -> None:
+    given = None if facts is None else read_facts(facts)
+    if stream is not None:
+        check_readable(stream)
+    held = Held()
+    names = [policy, "sinks + recent"] if compare else [policy]
+
+    with interruptible(held):
+        from locret_stream.evaluation import tasks
+
+        async def show() -> None:
+            async with AsyncExitStack() as stack:
+                runtime = await stack.enter_async_context(make_runtime(model, heads, policy, budget, chunk_size))
+                contexts = [await stack.enter_async_context(runtime.open(policy))]
+                if compare:  # the same model object and the same budget in every layer; only the policy differs
+                    recent = await stack.enter_async_context(beside(runtime, "streaming_llm"))
+                    contexts.append(await stack.enter_async_context(recent.open(names[1])))
+                measure = lru_cache(maxsize=4096)(runtime.count_tokens)
+                lines = None if stream is None else (lambda: cut_lines(file_text(stream)))
+                size = (tokens or TOKENS) if lines is None else count(lines(), measure, tokens)
+                planted = tasks.planted_stream(seed, size, decoys=DECOYS, measure=measure, lines=lines)
+                if given is not None:
+                    decoys = tasks.make_facts(random.Random(f"facts {seed}"), DECOYS, share=0.25)
+                    planted = tasks.PlantedStream(given, decoys, size, seed, planted.lines, measure)
+                stack.enter_context(held.watching(lambda: contexts[0].memory))
+                title = (f"{len(planted.facts)} facts and {DECOYS} decoys in {size:,} tokens; "
+                         f"budget {budget:,} + chunk {chunk_size} units per KV head")
+                with Board(title, names, size) as board:
+                    asked = await feed(planted, contexts, board)
+                    await ask(asked, contexts)
+                report(asked, board, budget, chunk_size, as_json)
+
+        asyncio.run(show())
+
+
+def read_facts(path: Path) -> list[GivenFact]:
+    """The facts of a JSONL file.
+
+    Raises:
+        InputError: naming the line that is not a fact, or a file without any.
+    """
+    found = []
+    text = "".join(file_text(path))
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            given = msgspec.json.decode(line, type=_FactLine)
+        except msgspec.MsgspecError as error:
+            raise InputError(f'{path}, line {number}: {error}; expected {{"fact": "…", "question": "…", "answer": '
+                             '"…"}') from None
+        if not (given.fact.strip() and given.question.strip() and given.answer.strip()):
+            raise InputError(f"{path}, line {number}: an empty text; expected a fact, its question and its answer")
+        found.append(GivenFact(given.fact, given.question, given.answer))
+    if not found:
+        raise InputError(f"{path} holds no facts; expected one JSON object per line")
+    return found
+
+
+def cut_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """Lines of a text that comes in pieces; lines beyond any reason are cut, so that facts fit between."""
+    rest = ""
+    for piece in pieces:
+        for line in (rest + piece).splitlines(keepends=True):
+            *whole, rest = (line[at : at + LINE_CHARS] for at in range(0, len(line), LINE_CHARS))
+            yield from whole
+            if rest.endswith("\n"):
+                yield rest
+                rest = ""
+    if rest:
+        yield rest
+
+
+def count(lines: Iterable[str], measure: Callable[[str], int], limit: int | None) -> int:
+    """What `lines` measure together, or `limit` once they reach it."""
+    total = 0
+    for line in lines:
+        total += measure(line)
+        if limit is not None and total >= limit:
+            return limit
+    return total
+
+
+def blocks(planted: Iterable[str], sentences: Sequence[str]) -> Iterator[tuple[str, int | None]]:
+    """(text, fact it begins with or None): pieces put together to a size worth a call."""
+    index = {sentence.strip(): i for i, sentence in enumerate(sentences)}
+    parts: list[str] = []
+    size, begins = 0, None
+    for piece in planted:
+        fact = index.pop(piece.strip(), None)
+        if parts and (fact is not None or size >= BLOCK_CHARS):
+            yield "".join(parts), begins
+            parts, size, begins = [], 0, None
+        begins = fact if fact is not None else begins
+        parts.append(piece)
+        size += len(piece)
+    if parts:
+        yield "".join(parts), begins
+
+
+async def feed(planted: Any, contexts: list[StreamingContext], board: Board) -> list[Asked]:
+    """Feed every context the same blocks in turn; note where each fact began."""
+    asked = [Asked(fact.question, fact.answer) for fact in planted.facts]
+    for text, begins in blocks(planted, [fact.sentence for fact in planted.facts]):
+        if begins is not None:
+            asked[begins].position = contexts[0].memory.tokens
+        for context, row in zip(contexts, board.rows, strict=True):
+            fed = await context.feed(text)
+            row.add(fed.tokens, fed.seconds, context.memory)
+        board.tick()
+    return asked
+
+
+async def ask(asked: list[Asked], contexts: list[StreamingContext]) -> None:
+    for one in asked:
+        one.answer = (await contexts[0].ask(one.question, max_new_tokens=ANSWER_TOKENS)).strip()
+        if len(contexts) > 1:
+            one.recent = (await contexts[1].ask(one.question, max_new_tokens=ANSWER_TOKENS)).strip()
+
+
+def is_right(answer: str | None, expected: str) -> bool:
+    """Whether the answer holds the expected one as words of their own, in any case."""
+    pattern = rf"(?<!\w){re.escape(expected.strip())}(?!\w)"
+    return answer is not None and re.search(pattern, answer, re.IGNORECASE) is not None
+
+
+def _marked(answer: str | None, expected: str) -> Text:
+    right = is_right(answer, expected)
+    return Text(("✓ " if right else "✗ ") + " ".join((answer or "").split()), style="green" if right else "red")
+
+
+def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, as_json: bool) -> None:
+    row = board.rows[0]
+    memory = row.memory
+    right = sum(is_right(one.answer, one.expected) for one in asked)
+    recent = sum(is_right(one.recent, one.expected) for one in asked)
+    compared = len(board.rows) > 1
+    if as_json:
+        print_json({
+            "tokens_fed": row.tokens,
+            "budget_units": budget,
+            "chunk_size": chunk_size,
+            "peak_units": mean([min(most, memory.tokens) for most in memory.capacity]),
+            "bytes_resident": memory.bytes_resident,
+            "bytes_full_cache": memory.bytes_full_cache,
+            "recall": right / len(asked),
+            "recall_recent": recent / len(asked) if compared else None,
+            "tok_per_s": round(row.tok_per_s, 1),
+            "answers": [{"question": one.question, "expected": one.expected, "answer": one.answer,
+                         "position": one.position} for one in asked],
+        })
+        return
+    table = Table(title=f"asked after {row.tokens:,} tokens", title_justify="left", pad_edge=False)
+    for heading in ("at token", "question", "truth", row.name, *(["sinks + recent"] if compared else [])):
+        table.add_column(heading, justify="right" if heading == "at token" else "left", overflow="fold")
+    for one in sorted(asked, key=lambda one: one.position or 0):
+        given = (one.answer, one.recent) if compared else (one.answer,)
+        table.add_row(f"{one.position or 0:,}", one.question, one.expected, *(_marked(a, one.expected) for a in given))
+    out.print(table)
+    out.print(f"{row.name}: {right} of {len(asked)} right, from {in_bytes(memory.bytes_resident)} where a full cache "
+              f"would need {in_bytes(memory.bytes_full_cache)}; {row.tok_per_s:,.0f} tok/s", soft_wrap=True)
+    if compared:
+        out.print(f"sinks + recent at the same budget: {recent} of {len(asked)} right", soft_wrap=True)

@@ -1,0 +1,98 @@
+"""The live table of a stream: tokens read, speed, units and bytes held. On stderr; knows only what it is told."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from locret_stream.cli.common import describe, err, in_bytes, mean
+
+if TYPE_CHECKING:
+    from locret_stream.context import Memory
+
+
+class Row:
+    """One memory: what it holds, and the seconds it took to read."""
+
+    def __init__(self, name: str):
+        self.name, self.tokens, self.seconds, self.memory = name, 0, 0.0, None
+
+    @property
+    def tok_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, tokens: int, seconds: float, memory: Memory) -> None:
+        self.set(self.tokens + tokens, self.seconds + seconds, memory)
+
+    def set(self, tokens: int, seconds: float, memory: Memory) -> None:
+        self.tokens, self.seconds, self.memory = tokens, seconds, memory
+
+
+class Board:
+    """Shows rows while they fill: live on a terminal, else one line for every tenth of the stream (or 15 seconds).
+
+    Args:
+        title: a line above the table.
+        names: of the memories, the first is the one whose progress is shown.
+        total: tokens of the whole stream; None if it has no known end.
+    """
+
+    def __init__(self, title: str, names: list[str], total: int | None = None):
+        self.title, self.total, self.rows = title, total, [Row(name) for name in names]
+        self._live = Live(console=err, refresh_per_second=8, get_renderable=self._render) if err.is_terminal else None
+        self._said, self._said_at = 0, time.monotonic()
+
+    def __enter__(self) -> Board:
+        if self._live:
+            self._live.start()
+        else:
+            err.print(self.title, soft_wrap=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+        elif self.rows[0].tokens:
+            self._say()
+
+    def tick(self) -> None:
+        """Tell, where there is no live display, how far the stream is. Cheap; call it as often as you like."""
+        if self._live:
+            return
+        row, now = self.rows[0], time.monotonic()
+        tenth = row.tokens * 10 // self.total if self.total else 0
+        if tenth > self._said or now - self._said_at > 15:
+            self._said, self._said_at = tenth, now
+            if not self.total or row.tokens < self.total:
+                self._say()
+
+    def _say(self) -> None:
+        row = self.rows[0]
+        if row.memory:
+            err.print(f"{row.name}: {describe(row.memory)} ({row.tok_per_s:,.0f} tok/s)", soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading, justify in (("memory", "left"), ("tokens read", "right"), ("tok/s", "right"),
+                                 ("units held", "right"), ("bytes held", "right"), ("full cache", "right"),
+                                 ("smaller by", "right")):
+            table.add_column(heading, justify=justify, no_wrap=True)
+        for row in self.rows:
+            memory = row.memory
+            if memory is None:
+                table.add_row(row.name, "0", *"–" * 5)
+                continue
+            factor = memory.bytes_full_cache / max(1, memory.bytes_resident)
+            table.add_row(row.name, f"{row.tokens:,}", f"{row.tok_per_s:,.0f}", f"{mean(memory.units):,.0f}",
+                          in_bytes(memory.bytes_resident), in_bytes(memory.bytes_full_cache),
+                          f"{factor:,.0f} ×" if factor >= 1.5 else "–")
+        parts: list[RenderableType] = [Text(self.title, style="bold")]
+        if self.total:
+            parts.append(ProgressBar(total=self.total, completed=min(self.total, self.rows[0].tokens), width=72))
+        return Group(*parts, table)

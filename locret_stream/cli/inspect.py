@@ -1,0 +1,98 @@
+"""`locret-stream inspect`: a model's shape, its budgets and what they cost, without reading a token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from locret_stream.cli.common import (
+    Chunk,
+    Device,
+    Dtype,
+    Heads,
+    Held,
+    Json,
+    Model,
+    Policy,
+    Units,
+    in_bytes,
+    interruptible,
+    make_runtime,
+    mean,
+    out,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from locret_stream.runtime import Runtime
+
+HELP = """Show a model's shape, the budget of every layer, and the memory they take.
+
+Examples:
+
+\b
+  locret-stream inspect
+  locret-stream inspect --model ./llama --policy keydiff --budget 6000
+  # as a size; how many units is that?
+  locret-stream inspect --model ./llama --policy keydiff --budget 512MiB --json"""
+
+
+def inspect(
+    model: Model = "bundled",
+    heads: Heads = None,
+    policy: Policy = "locret",
+    budget: Units = None,
+    chunk_size: Chunk = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    with interruptible(Held("nothing was read")):
+
+        async def look() -> dict[str, Any]:
+            async with make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype) as runtime:
+                return facts(runtime, model, policy)
+
+        found = asyncio.run(look())
+    if as_json:
+        print_json(found)
+    else:
+        show(found)
+
+
+def facts(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
+    """What `--json` prints; bytes are those that the tensors hold, and what the formula says they are."""
+    engine, shape = runtime.engine, runtime.engine.shape
+    return {
+        "model": model, "fingerprint": runtime.attachment.fingerprint, "layers": shape.layers,
+        "kv_heads": shape.kv_heads, "query_heads": shape.kv_heads * shape.groups, "head_dim": shape.head_dim,
+        "window": shape.window, "item_bytes": shape.item_bytes, "policy": policy, "chunk_size": engine.chunk_size,
+        "budgets": list(engine.budgets), "sliding": list(shape.sliding), "rope": list(engine.pool.rope),
+        "planes": engine.pool.planes, "slots": engine.pool.slots, "slot_bytes": engine.pool.slot_bytes,
+        "bytes_resident": engine.pool.bytes_resident, "formula_bytes": engine.pool.formula_bytes(),
+        "full_cache_bytes_per_token": 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.item_bytes,
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    heads, dim, item, chunk = found["kv_heads"], found["head_dim"], found["item_bytes"], found["chunk_size"]
+    out.print(f"{found['model']}: {found['layers']} layers, {found['query_heads']} query and {heads} KV heads of {dim},"
+              f" {found['window']:,} positions, {item} bytes a number", soft_wrap=True)
+    table = Table(title=f"policy {found['policy']}, budget {mean(found['budgets']):,.0f} + chunk {chunk} units per KV "
+                        "head, mean over layers", title_justify="left", pad_edge=False)
+    for heading in ("layer", "budget b_l", "kind", "b_l + chunk", "bytes of one context"):
+        table.add_column(heading, justify="left" if heading == "kind" else "right")
+    for layer, (units, window, rope) in enumerate(zip(found["budgets"], found["sliding"], found["rope"], strict=True)):
+        size = heads * (units + chunk) * ((3 if rope else 2) * dim * item + 4 * found["planes"] + 8)
+        table.add_row(str(layer), f"{units:,}", f"window {window:,}" if window else "full", f"{units + chunk:,}",
+                      in_bytes(size))
+    out.print(table)
+    out.print("bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · D · item\n"
+              f"      = {found['formula_bytes']:,} bytes for {found['slots']} slots; the tensors hold "
+              f"{found['bytes_resident']:,}; one context is {in_bytes(found['slot_bytes'])}", soft_wrap=True)
+    per_token = found["full_cache_bytes_per_token"]
+    out.print(f"a full cache takes {per_token:,} bytes for every token: as much as one context after "
+              f"{found['slot_bytes'] // per_token:,} tokens, and {in_bytes(per_token * 1e6)} after a million",
+              soft_wrap=True)

@@ -1,0 +1,196 @@
+"""`locret-stream run`: text in from files or stdin, then questions, given or typed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from locret_stream.cli.common import (
+    Chunk,
+    Device,
+    Dtype,
+    Heads,
+    Held,
+    Json,
+    Model,
+    Policy,
+    Reader,
+    Units,
+    check_readable,
+    describe,
+    err,
+    file_text,
+    interruptible,
+    make_runtime,
+    mean,
+    print_json,
+    stdin_is_terminal,
+)
+from locret_stream.cli.display import Board, Row
+from locret_stream.config import Sampling
+from locret_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from locret_stream.context import StreamingContext
+
+LOOK_EVERY_S = 0.1
+HELP = """Read text into a bounded memory, then ask about it.
+
+Files are read in the order given, "-" is stdin; without files and with something piped in, stdin is read. Every \
+--ask is answered on a scratch copy of the memory, so that the questions do not see each other. Without --ask a chat \
+starts, which the memory keeps; Ctrl-D or Ctrl-C ends it.
+
+Examples:
+
+\b
+  locret-stream run notes.txt --ask "What is the door code of falcon?"
+  journalctl | locret-stream run --ask "Which unit failed?" --ask "When?"
+  # read two files, then chat
+  locret-stream run part1.txt part2.txt
+  # a model of your own, with its retaining heads
+  locret-stream run big.txt --model ./llama --heads ./heads --budget 512MiB
+  # or with a policy that needs no heads
+  locret-stream run big.txt --model ./llama --policy keydiff"""
+
+
+def run(
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help='UTF-8 texts; "-" is stdin.')] = None,
+    ask: Annotated[list[str] | None, typer.Option(help="A question; may be given more than once.")] = None,
+    model: Model = "bundled",
+    heads: Heads = None,
+    policy: Policy = "locret",
+    budget: Units = None,
+    chunk_size: Chunk = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: for base models.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of one answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends an answer; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    as_json: Json = False,
+) -> None:
+    names = list(files or [])
+    if not names and not stdin_is_terminal() and ask:
+        names = ["-"]
+    if names.count("-") > 1:
+        raise ConfigError('"-" is given more than once; stdin can be read only once')
+    for name in names:
+        if name != "-":
+            check_readable(Path(name))
+    if as_json and not ask:
+        raise ConfigError("--json answers questions and ends; expected at least one --ask")
+    questions = None if ask else _questions(stdin_taken="-" in names)
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed)
+    held = Held()
+    with interruptible(held):
+
+        async def session() -> None:
+            async with (
+                make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype) as runtime,
+                runtime.open("run", system=system, raw=True if raw else None) as context,
+            ):
+                with held.watching(lambda: context.memory):
+                    row = await read(names, context) if names else None
+                    if questions is None:
+                        await answer(list(ask or ()), context, sampling, row, as_json)
+                    else:
+                        await chat(questions, context, sampling)
+                        err.print(f"Held at the end: {describe(context.memory)}.", soft_wrap=True)
+
+        asyncio.run(session())
+
+
+def _questions(stdin_taken: bool) -> Reader:
+    """Where questions are typed: stdin, or the terminal itself where stdin carried the text."""
+    if not stdin_taken:
+        return Reader()
+    try:
+        return Reader("the terminal", open("/dev/tty", "rb", buffering=0))
+    except OSError:
+        raise ConfigError("stdin carries the text and there is no terminal to chat in; expected --ask") from None
+
+
+async def pieces(names: list[str]) -> AsyncIterator[str]:
+    """The text of the named files one after the other."""
+    for name in names:
+        if name == "-":
+            async for piece in Reader().pieces():
+                yield piece
+        else:
+            for piece in file_text(Path(name)):
+                yield piece
+
+
+async def read(names: list[str], context: StreamingContext) -> Row:
+    """Feed the texts while a board shows the way; its row."""
+    feed = context.feed(pieces(names))
+
+    def look() -> None:
+        report = feed.report
+        row.set(report.tokens, report.seconds, context.memory)
+        board.tick()
+
+    async def keep_looking() -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            look()
+
+    with Board(f"reading {', '.join('stdin' if name == '-' else name for name in names)}", ["memory"]) as board:
+        row = board.rows[0]
+        looking = asyncio.create_task(keep_looking())
+        try:
+            await feed
+        finally:
+            looking.cancel()
+            look()
+    return row
+
+
+async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
+                 as_json: bool) -> None:
+    """Answer every question from the same memory."""
+    answers = []
+    for question in questions:
+        text = await context.ask(question, sampling=sampling)
+        answers.append({"question": question, "answer": text.strip()})
+        if not as_json:
+            print(text.strip() if len(questions) == 1 else f"{question}\n  {text.strip()}", flush=True)
+    memory = context.memory
+    if as_json:
+        print_json({
+            "tokens_fed": row.tokens if row else 0,
+            "units": mean(memory.units),
+            "bytes_resident": memory.bytes_resident,
+            "bytes_full_cache": memory.bytes_full_cache,
+            "tok_per_s": round(row.tok_per_s, 1) if row else 0.0,
+            "answers": answers,
+        })
+
+
+async def chat(questions: Reader, context: StreamingContext, sampling: Sampling) -> None:
+    """Questions and answers in turn, kept in the memory, until the input ends."""
+    prompt = "> " if stdin_is_terminal() or questions.name != "stdin" else ""
+    while True:
+        print(prompt, end="", flush=True)
+        question = await questions.line()
+        if question is None:
+            break
+        if not question.strip():
+            continue
+        async for token in context.generate(question, sampling=sampling):
+            print(token.text, end="", flush=True)
+        print(flush=True)
+    if prompt:
+        print(file=sys.stderr)

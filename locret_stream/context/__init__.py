@@ -1,0 +1,6 @@
+"""StreamingContext: the async face of one memory. No tensor maths, no thread of its own."""
+
+from locret_stream.context.face import Memory, StreamingContext
+from locret_stream.context.streams import Feed, FeedReport, Generation, Token
+
+__all__ = ["Feed", "FeedReport", "Generation", "Memory", "StreamingContext", "Token"]

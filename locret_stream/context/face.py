@@ -1,0 +1,257 @@
+"""What a user holds: one context that is fed, asked, forked and closed. Delegates to the session and the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+import msgspec
+
+from locret_stream.config import Sampling
+from locret_stream.context.host import Host
+from locret_stream.context.session import Session
+from locret_stream.context.sources import Source, as_piece
+from locret_stream.context.streams import Feed, Generation
+from locret_stream.engine import Receipts
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
+from locret_stream.text import FrameState
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a context holds. Units are per KV head and layer.
+
+    tokens: accepted since the beginning. pending: of these, not committed yet. units: committed, per layer.
+    capacity: the most that units and the tail may take, per layer. bytes_resident: of this context's slot, as its
+    tensors are. bytes_full_cache: K and V of all accepted tokens, what a cache that never evicts would need.
+    """
+
+    tokens: int
+    pending: int
+    units: tuple[int, ...]
+    capacity: tuple[int, ...]
+    bytes_resident: int
+    bytes_full_cache: int
+
+
+def _sampling(base: Sampling | None, options: dict[str, object]) -> Sampling:
+    """Settings of one generation; `stop` may be a single string."""
+    if isinstance(options.get("stop"), str):
+        options["stop"] = (options["stop"],)
+    elif "stop" in options:
+        options["stop"] = tuple(options["stop"])  # type: ignore[arg-type]
+    unknown = sorted(set(options) - set(Sampling.__struct_fields__))
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(Sampling.__struct_fields__)}")
+    return msgspec.structs.replace(base, **options) if base is not None else Sampling(**options)
+
+
+class StreamingContext:
+    """One endless memory of fixed size. Made by `Runtime.open`; use it in `async with`.
+
+        async with runtime.open("alice") as ctx:
+            await ctx.feed(stream)
+            print(await ctx.ask("What broke the build?"))
+
+    One feed or generation runs at a time (ContextBusy); `ask`, `fork` and `memory` may be used between the tokens of
+    either. Cancelling any call waits for the step in flight, so the memory rests at a token.
+    """
+
+    def __init__(self, host: Host, name: str, *, system: str | None, raw: bool, trusted: bool,
+                 _fork_of: StreamingContext | None = None):
+        self.name = name
+        self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
+        self._session: Session | None = None
+
+    # -- opening and closing ----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> StreamingContext:
+        if self._session is not None:
+            raise ContextBusy(f"context {self.name!r} is open already; expected one `async with` per context")
+        slot = await self._host.acquire_slot(scratch=False)
+        try:
+            if self._origin is not None:
+                self._session = await self._origin._live.fork(slot)
+            else:
+                self._session = await self._begin(slot)
+        except BaseException:
+            self._host.release_slot(slot, scratch=False)
+            raise
+        self._host.adopt(self)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Give the slot back. Idempotent; running operations end as if cancelled."""
+        session = self._session
+        if session is None or session.closed:
+            return
+        session.closed = True
+        self._host.drop(self)
+        try:
+            await session.step(lambda: None)  # whatever runs for this context has finished after it
+        except ContextClosed:
+            pass
+        finally:
+            self._host.release_slot(session.state.store.slot, scratch=False)
+
+    async def _begin(self, slot: int) -> Session:
+        host = self._host
+        if self._raw and self._system is not None:
+            raise ConfigError("a raw context has no frame, so no place for a system message; expected none: feed it")
+        ids, frame = ([], FrameState()) if self._raw else host.frames.begin(self._system, trusted=self._trusted)
+        session = Session(host, host.engine.open(slot), frame, raw=self._raw, trusted=self._trusted)
+        await session.take(ids)
+        return session
+
+    @property
+    def _live(self) -> Session:
+        if self._session is None:
+            raise ContextClosed(f"context {self.name!r} is not open; expected `async with runtime.open(...) as ctx`")
+        self._session.check_open()
+        return self._session
+
+    # -- taking in --------------------------------------------------------------------------------------------
+
+    def feed(self, source: Source) -> Feed:
+        """Take in a stream: str, bytes, token ids, or an iterator or async iterator of these.
+
+        `async for tok in ctx.feed(s)` gives each token once it is accepted; `await ctx.feed(s)` drains it and returns
+        a FeedReport. The source is pulled only as fast as the memory takes it in, and never closed. After a `break`
+        what was pulled and not accepted stays held for the next feed.
+
+        Raises (while it runs; accepted tokens stay):
+            SourceError: the source raised. InvalidText, InvalidTokens, InputError: a piece that cannot be read; it
+            is dropped and the feed ends. EmptySource: it gave nothing at all. ContextBusy, ContextClosed.
+            BudgetExceeded: a policy that never evicts is full.
+        """
+        return Feed(self._live, source)
+
+    async def push(self, piece: str | bytes | list[int]) -> int:
+        """Take in one piece from a producer that cannot be pulled; returns how many tokens were accepted.
+
+        Returns when the memory has taken it in: awaiting it is the back-pressure. Text whose cut is not known yet
+        (a line without its newline) stays held until more comes, `flush()`, or a question.
+        """
+        session = self._live
+        owner = object()
+        session.claim("push", owner)
+        try:
+            session.hold(as_piece(piece))
+            await session.tokenize()
+            session.left_by_break = False
+            return await session.drain(paced=True)
+        finally:
+            session.release(owner)
+
+    async def flush(self) -> int:
+        """Accept everything that is held; the text ends here. Returns how many tokens were accepted."""
+        session = self._live
+        owner = object()
+        session.claim("flush", owner)
+        try:
+            session.cut()
+            await session.tokenize()
+            session.left_by_break = False
+            return await session.drain(paced=True)
+        finally:
+            session.release(owner)
+
+    # -- giving out -------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: str | list[int] | None = None, *, sampling: Sampling | None = None,
+                 **options: object) -> Generation:
+        """Reply to what was fed, and to `prompt` if there is one; memory then holds prompt and reply.
+
+        With a template the open user turn is closed, the reply gets a turn of its own, and that is closed however
+        the generation ends. Options are those of `Sampling` (max_new_tokens, temperature, top_p, stop, seed, ...).
+
+        Raises:
+            ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to.
+        """
+        return Generation(self._live, prompt, _sampling(sampling, options), name="generate")
+
+    async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
+                  **options: object) -> str:
+        """The reply to `question`, computed on a scratch copy at the last accepted token: memory is left as it was.
+
+        Waits for a scratch slot, in order.
+
+        Raises:
+            NoSlot: none came free before the runtime's deadline. Otherwise as `generate`.
+        """
+        session, settings = self._live, _sampling(sampling, options)
+        async with self._host.scratch_slot() as slot:
+            twin = await session.fork(slot)
+            if session.busy is not None:  # inside a feed: what it holds was not accepted yet
+                twin.left_by_break = True
+            reply = Generation(twin, question, settings, name="ask")
+            async for _ in reply:
+                pass
+            return reply.text
+
+    # -- copies and blocks ------------------------------------------------------------------------------------
+
+    def fork(self, name: str | None = None) -> StreamingContext:
+        """A context that begins as a copy of this one, in a slot of its own; use it in `async with`."""
+        self._live  # noqa: B018 - raises when closed
+        return StreamingContext(self._host, name or f"{self.name}/fork", system=None, raw=self._raw,
+                                trusted=self._trusted, _fork_of=self)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[StreamingContext]:
+        """A block that is undone when it raises or is cancelled: memory is then bit for bit what it was before.
+
+        A scratch slot is held from the first commit inside the block on.
+
+        Raises:
+            ContextBusy: a feed or generation is running, or another turn is open.
+        """
+        session = self._live
+        if session.busy is not None or session.before_commit is not None:
+            raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this context; "
+                              "expected it to be finished first")
+        mark = session.mark()
+        backup: Session | None = None
+
+        async def keep_copy() -> None:
+            nonlocal backup
+            if backup is None:
+                slot = await self._host.acquire_slot(scratch=True)
+                try:
+                    backup = await session.fork(slot)
+                except BaseException:
+                    self._host.release_slot(slot, scratch=True)
+                    raise
+
+        session.before_commit = keep_copy
+        try:
+            yield self
+        except BaseException:
+            session.before_commit = None
+            await session.undo(mark, backup)
+            raise
+        finally:
+            session.before_commit = None
+            if backup is not None:
+                self._host.release_slot(backup.state.store.slot, scratch=True)
+
+    # -- looking ----------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Memory:
+        """What is held now; cheap, valid at any time."""
+        session, engine = self._live, self._host.engine
+        shape, state = engine.shape, session.state
+        per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.item_bytes
+        return Memory(tokens=state.position, pending=len(state.pending), units=tuple(state.store.counts),
+                      capacity=tuple(units + engine.chunk_size for units in engine.budgets),
+                      bytes_resident=engine.pool.slot_bytes, bytes_full_cache=state.position * per_token)
+
+    async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:
+        """Which of the tokens start .. end-1 are kept, per layer and KV head, and with which score."""
+        session, engine = self._live, self._host.engine
+        return await session.step(lambda: engine.receipts(session.state, start, end))

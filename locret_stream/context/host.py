@@ -1,0 +1,47 @@
+"""What a context needs of the runtime it lives in."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from asyncio_throttle import Throttler
+
+    from locret_stream.context.face import StreamingContext
+    from locret_stream.engine import Engine
+    from locret_stream.text import ChatFrame, TextCodec
+    from locret_stream.worker import Worker
+
+
+class Host(Protocol):
+    """The parts of a Runtime that its contexts use."""
+
+    engine: Engine
+    worker: Worker
+    codec: TextCodec
+    frames: ChatFrame
+    tokenizing: ThreadPoolExecutor
+    throttle: Throttler | None
+
+    async def acquire_slot(self, *, scratch: bool) -> int:
+        """A slot, waiting in order; NoSlot after the deadline."""
+        ...
+
+    def release_slot(self, slot: int, *, scratch: bool) -> None:
+        """Give a slot back and wake the first that waits."""
+        ...
+
+    def scratch_slot(self) -> AbstractAsyncContextManager[int]:
+        """A scratch slot for the length of a block."""
+        ...
+
+    def adopt(self, context: StreamingContext) -> None:
+        """Count an open context, so that closing the runtime closes it."""
+        ...
+
+    def drop(self, context: StreamingContext) -> None:
+        """Forget a closed one."""
+        ...
+

@@ -1,0 +1,235 @@
+"""One conversation between the async face and the engine: what is pulled, accepted and committed, and in which frame.
+
+A stream goes through four places, in order, and is in exactly one of them:
+    segmenter (text whose cut is not known yet) -> segments (cut, not tokenised) -> ids (tokenised) -> the engine.
+The first three are *held*: bounded, and taken first by the next feed. What the engine has is *accepted*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from locret_stream.context.sources import Piece
+from locret_stream.engine import EngineState
+from locret_stream.errors import ContextBusy, ContextClosed, InvalidText
+from locret_stream.text import FrameState, Segmenter
+
+if TYPE_CHECKING:
+    from locret_stream.context.host import Host
+
+T = TypeVar("T")
+Segment = str | list[int]
+_INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
+
+
+class Session:
+    """Engine state, frame and held text of one context, and the steps that move them.
+
+    `busy` names the operation whose `owner` has the session; one at a time. All methods belong to one event loop.
+    """
+
+    def __init__(self, host: Host, state: EngineState, frame: FrameState, *, raw: bool, trusted: bool):
+        self.host, self.state, self.frame, self.raw, self.trusted = host, state, frame, raw, trusted
+        self.segmenter = Segmenter()
+        self.segments: deque[Segment] = deque()
+        self.ids: deque[int] = deque()
+        self.left_by_break = False
+        self.busy: str | None = None
+        self.owner: object | None = None
+        self.closed = False
+        self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
+
+    # -- who may act ------------------------------------------------------------------------------------------
+
+    def claim(self, operation: str, owner: object) -> None:
+        """Let `owner` have the session for `operation`, or raise ContextBusy / ContextClosed."""
+        self.check_open()
+        if self.busy is not None:
+            raise ContextBusy(f"{operation} was called while {self.busy} is running in this context; expected one at a "
+                              f"time: finish or `aclose()` the {self.busy} first, or fork the context")
+        self.busy, self.owner = operation, owner
+
+    def release(self, owner: object) -> None:
+        """Give the session back; nothing if `owner` lost it meanwhile (to an undone turn)."""
+        if self.owner is owner:
+            self.busy = self.owner = None
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ContextClosed("this context is closed; expected a call inside its `async with`")
+
+    # -- steps on the engine's thread -------------------------------------------------------------------------
+
+    async def step(self, work: Callable[[], T]) -> T:
+        """Run one bounded step on the engine's thread.
+
+        Cancelling takes a queued step back; a running one is waited for, so that the engine rests on a boundary.
+        """
+        future = self.host.worker.submit(id(self.state), work)
+        waiting = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            if not future.cancel():
+                while not future.done():
+                    try:
+                        await asyncio.wait([waiting])
+                    except asyncio.CancelledError:
+                        continue
+            if waiting.done() and not waiting.cancelled():
+                waiting.exception()  # retrieved: the cancellation is what the caller sees
+            raise
+
+    async def commit(self, paced: bool = False) -> None:
+        """Commit whole pending chunks, one step each."""
+        engine, state = self.host.engine, self.state
+        while engine.ready(state):
+            if self.before_commit is not None:
+                await self.before_commit()
+            if paced and self.host.throttle is not None:
+                await self.host.throttle.acquire()
+            await self.step(lambda: engine.commit(state))
+
+    async def take(self, ids: list[int], paced: bool = False) -> None:
+        """Accept all ids, committing chunk by chunk. Cancelled midway, those accepted so far stay."""
+        engine, state = self.host.engine, self.state
+        start = 0
+        await self.commit(paced)
+        while start < len(ids):
+            stop = start + engine.chunk_size - len(state.pending)
+            engine.accept(state, ids[start:stop])
+            start = stop
+            await self.commit(paced)
+
+    # -- held text --------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Token ids plus characters pulled and not yet accepted."""
+        return len(self.ids) + sum(map(len, self.segments)) + len(self.segmenter.held.text)
+
+    async def encode(self, segments: list[Segment]) -> list[int]:
+        """Token ids of whole segments; off the event loop unless they are short."""
+        codec, trusted = self.host.codec, self.trusted
+
+        def run() -> list[int]:
+            return [token for segment in segments for token in
+                    (segment if isinstance(segment, list) else codec.encode(segment, trusted=trusted))]
+
+        if sum(len(segment) for segment in segments if isinstance(segment, str)) <= _INLINE_CHARS:
+            return run()
+        return await asyncio.get_running_loop().run_in_executor(self.host.tokenizing, run)
+
+    def hold(self, piece: Piece) -> None:
+        """Take a pulled piece over as held. Raises InvalidText or InvalidTokens and leaves what was held before."""
+        if isinstance(piece, list):
+            ids = self.host.codec.validate_ids(piece)
+            self.cut()
+            self.segments.append(ids)
+        else:
+            self.segments.extend(self.segmenter.push(piece))
+
+    def cut(self) -> None:
+        """The text ends here: what the segmenter holds becomes a segment of its own.
+
+        Raises:
+            InvalidText: the bytes end inside a character; those bytes are dropped, the text before them is not.
+        """
+        try:
+            self.segments.extend(self.segmenter.flush())
+        except InvalidText:
+            self.segmenter.drop_partial()
+            self.segments.extend(self.segmenter.flush())
+            raise
+
+    async def tokenize(self) -> None:
+        """Move all cut segments on to `ids`. Cancelled while it waits, they are still segments."""
+        if self.segments:
+            segments = list(self.segments)
+            ids = await self.encode(segments)
+            for _ in segments:
+                self.segments.popleft()
+            self.ids.extend(ids)
+
+    async def drain(self, paced: bool = False) -> int:
+        """Accept all tokenised ids into an open user turn; returns how many."""
+        taken = 0
+        while self.ids:
+            self.open_turn()
+            await self.commit(paced)
+            room = self.host.engine.chunk_size - len(self.state.pending)
+            batch = [self.ids[i] for i in range(min(room, len(self.ids)))]
+            self.host.engine.accept(self.state, batch)
+            for _ in batch:
+                self.ids.popleft()
+            taken += len(batch)
+            await self.commit(paced)
+        return taken
+
+    # -- the frame --------------------------------------------------------------------------------------------
+
+    def open_turn(self) -> None:
+        """Make sure that a user turn is open and count it as having content. Accepts the template's literal ids."""
+        if self.raw:
+            return
+        frames = self.host.frames
+        self.close_reply()  # only if a policy that never evicts had no room for it when the reply ended
+        if self.frame.turn != "user":
+            ids, frame = frames.open_user(self.frame)
+            self.host.engine.accept(self.state, ids)
+            self.frame = frame
+        if not self.frame.has_content:
+            self.frame = self.frame.with_content()
+
+    def close_reply(self) -> None:
+        """End the assistant's turn; queues literals only, so it may run anywhere, even in a finaliser."""
+        if not self.raw and self.frame.turn == "assistant" and not self.closed:
+            last = self.state.history[-16:]  # may end with the end marker, sampled by the model itself
+            ids, frame = self.host.frames.close_reply(self.frame, last)
+            self.host.engine.accept(self.state, ids)
+            self.frame = frame
+
+    # -- copies -----------------------------------------------------------------------------------------------
+
+    async def fork(self, slot: int) -> Session:
+        """A copy in another slot, at the last accepted token; what is held is copied too."""
+        engine, state, frame = self.host.engine, self.state, self.frame
+        held = (Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids), self.left_by_break)
+        twin_state = await self.step(lambda: engine.fork(state, slot))
+        twin = Session(self.host, twin_state, frame, raw=self.raw, trusted=self.trusted)
+        twin.segmenter, twin.segments, twin.ids, twin.left_by_break = held
+        return twin
+
+    def mark(self) -> _Mark:
+        """Where the session is; `undo` goes back to it."""
+        state = self.state
+        return _Mark(state.seen, len(state.pending), self.frame, Segmenter(self.segmenter.held),
+                     deque(self.segments), deque(self.ids), self.left_by_break)
+
+    async def undo(self, mark: _Mark, backup: Session | None) -> None:
+        """Go back to a mark. `backup` was forked before the first commit after it; None: there was no commit."""
+        self.busy, self.owner = "undo", mark  # iterators of the block that are still around have lost the session
+        engine = self.host.engine
+        if backup is not None:  # swap: the backup's slot becomes this session's
+            self.state, backup.state = backup.state, self.state
+        state = self.state
+        assert state.seen == mark.seen
+        await self.step(lambda: engine.truncate(state, mark.pending))
+        self.frame, self.segmenter, self.segments, self.ids = mark.frame, mark.segmenter, mark.segments, mark.ids
+        self.left_by_break = mark.left_by_break
+        self.release(mark)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    seen: int
+    pending: int
+    frame: FrameState
+    segmenter: Segmenter
+    segments: deque[Segment]
+    ids: deque[int]
+    left_by_break: bool

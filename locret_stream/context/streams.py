@@ -1,0 +1,271 @@
+"""Feed and Generation: the two operations that own a session while they run, and the values they give.
+
+Both are async iterators that end themselves when they are exhausted, fail, are closed or simply dropped, so that a
+`break` leaves the context ready for the next call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Generator
+from typing import Literal
+
+import msgspec
+
+from locret_stream.config import Sampling
+from locret_stream.context.session import Session
+from locret_stream.context.sources import Puller, Source
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, EmptySource
+from locret_stream.sampling import processors, sample
+from locret_stream.text import Detokenizer, Segmenter
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One accepted token. `text` is what it adds to the text so far: "" while a character is incomplete."""
+
+    id: int
+    text: str
+    position: int
+
+
+class FeedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a feed did. `tokens` were accepted by it; `held` ids and characters were pulled but not yet accepted."""
+
+    tokens: int
+    pieces: int
+    position: int
+    held: int
+    seconds: float
+
+
+class Feed(AsyncIterator[Token]):
+    """A running feed. `async for` gives each token once it is accepted; `await` drains it and gives a FeedReport."""
+
+    def __init__(self, session: Session, source: Source):
+        self._session, self._key = session, object()  # the key, not this object: a dropped iterator must be collected
+        self._puller = Puller(source)
+        self._detokenizer = Detokenizer(session.host.codec)
+        self._started = time.perf_counter()
+        self._tokens = 0
+        self._state: Literal["new", "running", "ended"] = "new"
+
+    @property
+    def report(self) -> FeedReport:
+        """What was done so far; valid at any time."""
+        return FeedReport(tokens=self._tokens, pieces=self._puller.pulled, position=self._session.state.position,
+                          held=self._session.held, seconds=time.perf_counter() - self._started)
+
+    def __aiter__(self) -> Feed:
+        return self
+
+    async def __anext__(self) -> Token:
+        self._begin()
+        session = self._session
+        try:
+            if not session.ids and not await self._refill():
+                self._end(left=False)
+                raise StopAsyncIteration
+            session.open_turn()
+            await session.commit(paced=True)
+            token, position = session.ids[0], session.state.position
+            session.host.engine.accept(session.state, [token])
+            session.ids.popleft()
+            self._tokens += 1
+            await session.commit(paced=True)
+            return Token(token, self._detokenizer.push(token), position)
+        except BaseException:
+            self._end()
+            raise
+
+    def __await__(self) -> Generator[object, None, FeedReport]:
+        return self._drain().__await__()
+
+    async def _drain(self) -> FeedReport:
+        if self._state == "ended":
+            return self.report
+        self._begin()
+        try:
+            while self._session.ids or await self._refill():
+                self._tokens += await self._session.drain(paced=True)
+            self._end(left=False)
+            return self.report
+        finally:
+            self._end()
+
+    async def aclose(self) -> None:
+        """Stop pulling. What was pulled and not accepted stays held for the next feed. Idempotent."""
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _begin(self) -> None:
+        if self._state == "ended":
+            raise StopAsyncIteration
+        if self._state == "running" and self._session.owner is not self._key:
+            self._state = "ended"
+            raise ContextClosed("this feed was undone together with the turn it began in")
+        if self._state == "new":
+            self._session.claim("feed", self._key)
+            self._state = "running"
+            self._session.left_by_break = False
+
+    def _end(self, left: bool = True) -> None:
+        if self._state == "running" and self._session.owner is self._key:
+            self._session.left_by_break = left and self._session.held > 0
+            self._session.release(self._key)
+        self._state = "ended"
+
+    async def _refill(self) -> bool:
+        """Pull until there are ids to accept; False at the end of the source."""
+        session = self._session
+        while True:
+            await session.tokenize()
+            if session.ids:
+                return True
+            piece = await self._puller.next()
+            if piece is not None:
+                session.hold(piece)
+                continue
+            session.cut()
+            await session.tokenize()
+            if session.ids:
+                return True
+            if not self._tokens:
+                raise EmptySource(f"the source ended after {self._puller.pulled} pieces without a single token; "
+                                  "expected text or token ids (check where the stream comes from)")
+            return False
+
+
+FinishReason = Literal["eos", "stop", "length", "closed", "failed"]
+
+
+class Generation(AsyncIterator[Token]):
+    """A running reply. `async for` gives its tokens, the end marker included (with text "").
+
+    Attributes:
+        text: the reply so far.
+        finish_reason: None while it runs; "closed" when it was left before its end.
+    """
+
+    def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str):
+        self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
+        self._key = object()
+        self._processors = processors(sampling)
+        self._detokenizer = Detokenizer(session.host.codec)
+        self._state: Literal["new", "prompt", "reply", "ended"] = "new"
+        self._kept_back = ""  # text that may turn out to begin a stop string
+        self._count = 0
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Token:
+        if self._state == "ended":
+            raise StopAsyncIteration
+        try:
+            if self._state != "new" and self._session.owner is not self._key:
+                raise ContextClosed("this generation was undone together with the turn it began in")
+            if self._state == "new":
+                self._session.claim(self._name, self._key)
+                self._state = "prompt"
+                await self._take_prompt()
+                self._state = "reply"
+            return await self._next_token()
+        except BaseException:
+            self._end("failed")
+            raise
+
+    async def aclose(self) -> None:
+        """End the reply here and close its frame; what was sampled stays in memory. Idempotent."""
+        self._end("closed")
+
+    def __del__(self) -> None:
+        self._end("closed")
+
+    async def _take_prompt(self) -> None:
+        session, prompt = self._session, self._prompt
+        if not session.left_by_break:  # pushed text belongs before the question; an interrupted feed's rest does not
+            session.cut()
+            await session.tokenize()
+            await session.drain()
+        ids = await self._prompt_ids()
+        frames = session.host.frames
+        if session.raw:
+            await session.take(ids)
+        else:
+            if prompt is not None:
+                said = session.frame.turn == "user" and session.frame.has_content
+                joint = frames.question_separator(session.frame)[0] if said else []
+                session.open_turn()
+                await session.take(joint + ids)
+            elif not (session.frame.turn == "user" and session.frame.has_content):
+                raise ConfigError("generate() was called without a prompt and nothing was fed since the last reply; "
+                                  "expected a prompt, or a feed before it")
+            closing, frame = frames.close_user_and_prompt(session.frame)
+            await session.commit()
+            session.host.engine.accept(session.state, closing)
+            session.frame = frame
+            await session.commit()
+        if session.state.position == 0:
+            raise ConfigError("nothing was fed and the prompt is empty; expected something to continue")
+
+    async def _prompt_ids(self) -> list[int]:
+        prompt, session = self._prompt, self._session
+        if prompt is None:
+            return []
+        if not isinstance(prompt, str):
+            return session.host.codec.validate_ids(list(prompt))
+        segmenter = Segmenter()
+        return await session.encode([*segmenter.push(prompt), *segmenter.flush()])
+
+    async def _next_token(self) -> Token:
+        session, engine, state = self._session, self._session.host.engine, self._session.state
+        await session.commit()
+        position = state.position
+
+        def work() -> int:
+            token = sample(engine.logits(state), state.history, position, self._sampling, self._processors)
+            engine.accept(state, [token])
+            return token
+
+        token = await session.step(work)
+        self._count += 1
+        ended: FinishReason | None = None
+        text = ""
+        if token in session.host.frames.eos_ids and not self._sampling.ignore_eos:
+            ended = "eos"
+        else:
+            text, stopped = self._up_to_stop(self._detokenizer.push(token))
+            ended = "stop" if stopped else "length" if self._count >= self._sampling.max_new_tokens else None
+        if ended is not None:
+            if ended != "stop":
+                rest, stopped = self._up_to_stop(self._detokenizer.flush())
+                text += rest if stopped else rest + self._kept_back
+            self._end(ended)
+        self.text += text
+        return Token(token, text, position)
+
+    def _up_to_stop(self, new: str) -> tuple[str, bool]:
+        """Text that can be given out: (text before a stop string, True), or all but what may begin one."""
+        text, stops = self._kept_back + new, self._sampling.stop
+        found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+        if found:
+            self._kept_back = ""
+            return text[:min(found)], True
+        longest = max((n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if
+                       text.endswith(stop[:n])), default=0)
+        self._kept_back = text[len(text) - longest:]
+        return text[:len(text) - longest], False
+
+    def _end(self, reason: FinishReason) -> None:
+        if self._state in ("prompt", "reply") and self._session.owner is self._key:
+            try:
+                self._session.close_reply()
+            except BudgetExceeded:  # no room for the literals: the reply stays open, and this error is not the news
+                pass
+            self._session.release(self._key)
+        if self._state != "ended":
+            self._state, self.finish_reason = "ended", reason

@@ -1,0 +1,425 @@
+"""Runtime: loads the model, owns the engine, its thread, the slots and the open contexts. And the shorthands over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from asyncio_throttle import Throttler
+
+from locret_stream.config import Budget, StreamConfig, budget_from
+from locret_stream.context import FeedReport, StreamingContext, Token
+from locret_stream.context.sources import Source
+from locret_stream.engine import Engine
+from locret_stream.errors import ConfigError, ContextClosed, HeadsMismatch, NoSlot, UnsupportedModel
+from locret_stream.heads import RetainingHeads
+from locret_stream.models import Attachment, attach, detach
+from locret_stream.policies import POLICIES, make_policy
+from locret_stream.text import ChatFrame, TextCodec
+from locret_stream.worker import Worker, leave_worker, share_worker
+
+BUNDLED = Path(__file__).parent / "assets" / "bundled"
+BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
+DEFAULT_BUDGET, DEFAULT_CHUNK = 6000, 1024
+
+
+class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that the tensors of a runtime hold beside the weights: all slots, scratch, and RoPE tables."""
+
+    bytes_pool: int
+    bytes_tables: int
+    slots: int
+    slot_bytes: int
+
+    @property
+    def bytes_resident(self) -> int:
+        return self.bytes_pool + self.bytes_tables
+
+
+class _Slots:
+    """Slots handed out in the order of asking. Waiters are concurrent futures, so any event loop may wait."""
+
+    def __init__(self, free: list[int]):
+        self._free, self._waiting, self._lock = deque(free), deque[Future[int]](), threading.Lock()
+        self.size = len(free)
+
+    def request(self) -> Future[int]:
+        future: Future[int] = Future()
+        with self._lock:
+            if self._free:
+                future.set_result(self._free.popleft())
+            else:
+                self._waiting.append(future)
+        return future
+
+    def give_back(self, slot: int) -> None:
+        with self._lock:
+            while self._waiting:
+                future = self._waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    future.set_result(slot)
+                    return
+            self._free.append(slot)
+
+    async def acquire(self, timeout_s: float, what: str) -> int:
+        future = self.request()
+        waiting = asyncio.wrap_future(future)
+        try:
+            return await asyncio.wait_for(asyncio.shield(waiting), timeout_s)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if not future.cancel() and not future.cancelled():  # it came in the very last moment
+                self.give_back(future.result())
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise NoSlot(f"no {what} slot of {self.size} came free within {timeout_s:g} s; expected a context to be "
+                         f"closed, or a Runtime with more of them") from None
+
+
+class Runtime:
+    """A model, its thread and its memory slots; contexts are opened in it. Use it in `async with`.
+
+        async with Runtime.from_pretrained("bundled") as runtime:
+            async with runtime.open("logs") as ctx: ...
+
+    Several event loops may use one runtime, and several runtimes one model object (they share its thread).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, heads: str | Path | RetainingHeads | None = None,
+                 policy: str = "locret", knobs: dict[str, Any] | None = None,
+                 budget: int | str | Budget | None = None, chunk_size: int | None = None,
+                 sinks: int | None = None, stabilizers: int | None = None, max_live: int = 4, scratch: int = 1,
+                 template: str = "auto", attn: str = "auto", ingest_rate: float | None = None,
+                 slot_timeout_s: float = 60.0):
+        """A runtime over loaded objects.
+
+        Args:
+            model: a transformers causal LM, or a function that loads one; it is never changed.
+            tokenizer: its tokenizer, or a function that loads one.
+            heads: retaining heads or their folder; the "locret" policy needs them, other policies take their shares.
+            policy: one of `locret_stream.policies.POLICIES`; `knobs` are its own settings.
+            budget: units per KV head, mean over the layers; or bytes of one context ("512MiB"); or a Budget.
+            chunk_size: tokens between two evictions.
+            sinks, stabilizers: first and last units that always stay; defaults 4 and 32.
+            max_live, scratch: slots for open contexts, and for `ask` and undoable turns.
+            template: "auto" (the tokenizer's chat template; raw where it has none), or a Jinja chat template.
+            attn: "auto", "sdpa" or "eager".
+            ingest_rate: the most chunks per second that feeds commit, all contexts together.
+            slot_timeout_s: how long opening or asking waits for a slot before NoSlot.
+
+        Raises:
+            ConfigError: a value that cannot work, before anything is loaded. The rest is found on entering.
+        """
+        for name, value in (("max_live", max_live), ("scratch", scratch)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; expected a number of slots, at least 1")
+        for name, value in (("ingest_rate", ingest_rate), ("slot_timeout_s", slot_timeout_s)):
+            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)
+                                      or not math.isfinite(value) or value <= 0):
+                raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
+        if policy not in POLICIES:
+            make_policy(policy)  # raises UnknownPolicy, with the closest name
+        self._loaders = (model, tokenizer)
+        self._heads, self._policy, self._knobs = heads, policy, dict(knobs or {})
+        self._budget, self._chunk_size, self._sinks, self._stabilizers = budget, chunk_size, sinks, stabilizers
+        self._max_live, self._scratch = max_live, scratch
+        self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
+        self.throttle = None if ingest_rate is None else _throttle(float(ingest_rate))
+        self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
+        self._open = False
+        self._names = 0
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, *, dtype: str | torch.dtype = "auto", device: str | None = None,
+                        **options: Any) -> Runtime:
+        """A runtime over a model folder, a hub id, or "bundled" (the small model that comes with the library).
+
+        Args:
+            dtype: of the weights; "auto" is the checkpoint's own, and fp32 on a CPU.
+            device: such as "cuda"; by default CUDA where there is one.
+            options: as for `Runtime(...)`. For "bundled" heads, budget and chunk size have defaults of their own.
+        """
+        path: str | Path = model
+        if str(model) == "bundled":
+            path = BUNDLED
+            options.setdefault("budget", BUNDLED_BUDGET)
+            options.setdefault("chunk_size", BUNDLED_CHUNK)
+            if options.get("heads") is None:
+                options["heads"] = BUNDLED
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if isinstance(dtype, str) and dtype != "auto":
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ConfigError(f"dtype is {dtype!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'")
+            dtype = getattr(torch, dtype)
+        if dtype == "auto" and device == "cpu":
+            dtype = torch.float32
+
+        def load_model() -> Any:
+            from transformers import AutoModelForCausalLM
+            with _readable(path):
+                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+        def load_tokenizer() -> Any:
+            from transformers import AutoTokenizer
+            with _readable(path):
+                return AutoTokenizer.from_pretrained(path)
+
+        return cls(load_model, load_tokenizer, **options)
+
+    # -- opening and closing ----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Runtime:
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    def start(self) -> None:
+        """Load, attach, self-test and allocate. `async with` does this, off the event loop.
+
+        Raises:
+            UnsupportedModel, HeadsMismatch, ConfigError, WindowExceeded: nothing stays allocated.
+        """
+        if self._open:
+            raise ConfigError("this runtime is running already; expected one `async with` per runtime")
+        model, tokenizer = (part() if callable(part) and not hasattr(part, "config")
+                            and not hasattr(part, "get_vocab") else part for part in self._loaders)
+        attachment = attach(model, self._attn)
+        try:
+            self.codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
+            ends = getattr(model.generation_config, "eos_token_id", None)
+            self.frames = ChatFrame(self.codec, tokenizer, template=self._template, eos=ends)
+            self.engine = self._engine(attachment)
+        except BaseException:
+            detach(model, self._attn)
+            raise
+        self.model, self.attachment = model, attachment
+        self.worker: Worker = share_worker(attachment)
+        self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
+        numbers = list(range(self._max_live + self._scratch))
+        self._live_slots, self._scratch_slots = _Slots(numbers[:self._max_live]), _Slots(numbers[self._max_live:])
+        self._open = True
+
+    def _engine(self, attachment: Attachment) -> Engine:
+        heads = self._load_heads(attachment)
+        chunk_size = self._chunk_size or DEFAULT_CHUNK
+        budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
+                             sinks=self._sinks, stabilizers=self._stabilizers)
+        config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=self._policy, knobs=self._knobs)
+        policy = make_policy(self._policy, self._knobs, heads)
+        return Engine(attachment, config, policy, self._max_live + self._scratch,
+                      shares=heads.config.budget_shares if heads is not None else None)
+
+    def _load_heads(self, attachment: Attachment) -> RetainingHeads | None:
+        if self._heads is None:
+            return None
+        heads = self._heads if isinstance(self._heads, RetainingHeads) else RetainingHeads.load(self._heads)
+        found, shape = heads.config, attachment.shape
+        sizes = (found.layers, found.query_heads, found.kv_heads, found.head_dim)
+        expected = (shape.layers, shape.kv_heads * shape.groups, shape.kv_heads, shape.head_dim)
+        if sizes != expected:
+            raise HeadsMismatch("heads of another model: found (layers, query heads, KV heads, head dim) = "
+                                f"{sizes}, expected {expected}")
+        if found.fingerprint and found.fingerprint != attachment.fingerprint:
+            raise HeadsMismatch(f"heads of another model: they were trained on weights {found.fingerprint}, this model "
+                                f"is {attachment.fingerprint}; expected heads trained for it (`train-heads`)")
+        return heads.to(attachment.device)
+
+    async def aclose(self) -> None:
+        """Close all open contexts, let the running step finish, free the memory. Idempotent."""
+        if not self._open:
+            return
+        for context in list(self._contexts):
+            await context.aclose()
+        self._open = False
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        self.tokenizing.shutdown()
+        leave_worker(self.attachment)
+        detach(self.model, self._attn)
+        del self.engine, self.attachment, self.model, self.worker
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ContextClosed("this runtime is not running; expected a call inside `async with Runtime...`")
+
+    # -- contexts ---------------------------------------------------------------------------------------------
+
+    def open(self, name: str | None = None, *, system: str | None = None, raw: bool | None = None,
+             trusted: bool = False) -> StreamingContext:
+        """A new context; `async with` takes a slot for it, waiting in order.
+
+        Args:
+            name: how it is called in messages.
+            system: content of the system turn.
+            raw: no chat frame; None: raw where the tokenizer has no chat template.
+            trusted: special tokens written out in fed text become control tokens. Only for text you wrote yourself.
+        """
+        self._check_open()
+        self._names += 1
+        raw = self.frames.raw if raw is None else raw
+        return StreamingContext(self, name or f"context-{self._names}", system=system, raw=raw, trusted=trusted)
+
+    @property
+    def memory(self) -> RuntimeMemory:
+        """What all slots together hold; constant from start to end."""
+        self._check_open()
+        pool = self.engine.pool
+        return RuntimeMemory(bytes_pool=pool.bytes_resident, bytes_tables=self.engine.tables.bytes_resident,
+                             slots=pool.slots, slot_bytes=pool.slot_bytes)
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens feeding this text alone would add, the template's own left out."""
+        self._check_open()
+        return len(self.codec.encode_text(text))
+
+    async def acquire_slot(self, *, scratch: bool) -> int:
+        """A free slot, waiting in order until the deadline; for contexts.
+
+        Raises:
+            NoSlot, ContextClosed.
+        """
+        self._check_open()
+        slots = self._scratch_slots if scratch else self._live_slots
+        return await slots.acquire(self._timeout_s, "scratch (for ask and turn)" if scratch else "live")
+
+    def release_slot(self, slot: int, *, scratch: bool) -> None:
+        (self._scratch_slots if scratch else self._live_slots).give_back(slot)
+
+    @contextlib.asynccontextmanager
+    async def scratch_slot(self) -> AsyncIterator[int]:
+        slot = await self.acquire_slot(scratch=True)
+        try:
+            yield slot
+        finally:
+            self.release_slot(slot, scratch=True)
+
+    def adopt(self, context: StreamingContext) -> None:
+        self._contexts.add(context)
+
+    def drop(self, context: StreamingContext) -> None:
+        self._contexts.discard(context)
+
+
+def _throttle(rate: float) -> Throttler:
+    """`rate` chunks per second; rates below 1 are one chunk per longer period, as the throttler counts whole calls."""
+    if rate >= 1 and rate == int(rate):
+        return Throttler(int(rate), period=1.0)
+    return Throttler(1, period=1.0 / rate)
+
+
+@contextlib.contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    """Loading errors as UnsupportedModel, with what to do."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer: {error}; "
+                               'expected a folder with config.json, weights and tokenizer files, a hub id, or "bundled"'
+                               ) from error
+
+
+@contextlib.asynccontextmanager
+async def open_context(model: str | Path = "bundled", *, name: str | None = None, system: str | None = None,
+                       raw: bool | None = None, trusted: bool = False, **options: Any) -> AsyncIterator[StreamingContext]:
+    """One context in a private runtime: `async with open_context("bundled") as ctx: ...`. Options: Runtime's."""
+    options.setdefault("max_live", 1)
+    async with Runtime.from_pretrained(model, **options) as runtime:
+        async with runtime.open(name, system=system, raw=raw, trusted=trusted) as ctx:
+            yield ctx
+
+
+class SyncContext:
+    """One context for scripts and notebooks, without async: an event loop of its own runs on a thread.
+
+        with SyncContext("bundled") as ctx:
+            ctx.feed(open("build.log"))
+            print(ctx.ask("What broke the build?"))
+    """
+
+    def __init__(self, model: str | Path = "bundled", **options: Any):
+        """Arguments are those of `open_context`."""
+        self._opened = open_context(model, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="locret-sync", daemon=True)
+        self._ctx: StreamingContext | None = None
+
+    def _run(self, awaitable: Any) -> Any:
+        if self._ctx is None:
+            raise ContextClosed("this context is not open; expected a call inside `with SyncContext(...) as ctx`")
+        return self._wait(awaitable)
+
+    def _wait(self, awaitable: Any) -> Any:
+        async def run() -> Any:
+            return await awaitable
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C in the caller's thread: stop the work too, and wait for it to rest
+            if future.cancel():
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
+            raise
+
+    def __enter__(self) -> SyncContext:
+        self._thread.start()
+        try:
+            self._ctx = self._wait(self._opened.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._wait(self._opened.__aexit__(*error))
+        finally:
+            self._ctx = None
+            self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _context(self) -> StreamingContext:
+        if self._ctx is None:
+            raise ContextClosed("this context is not open; expected a call inside `with SyncContext(...) as ctx`")
+        return self._ctx
+
+    def feed(self, source: Source) -> FeedReport:
+        """Take in a whole source; as `StreamingContext.feed`."""
+        return self._run(self._context().feed(source))
+
+    def ask(self, question: str, **options: Any) -> str:
+        """As `StreamingContext.ask`."""
+        return self._run(self._context().ask(question, **options))
+
+    def generate(self, prompt: str | None = None, **options: Any) -> Iterator[Token]:
+        """As `StreamingContext.generate`; an ordinary iterator of tokens."""
+        reply = self._context().generate(prompt, **options)
+        end = object()
+        try:
+            while (token := self._run(anext(reply, end))) is not end:
+                yield token
+        finally:
+            if self._ctx is not None:
+                self._run(reply.aclose())
+
+    @property
+    def memory(self) -> Any:
+        """As `StreamingContext.memory`."""
+        return self._context().memory

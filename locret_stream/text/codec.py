@@ -1,0 +1,302 @@
+"""One segment to ids, ids to text. Knows the inside of a fast tokenizer; knows no template and no stream of text.
+
+Three tokenizers are made from the user's, none of which is the user's object:
+    real     its added tokens are honoured; nothing is added before or after
+    data     the same vocabulary, in which every control token bears a name that no text can spell
+Both are deterministic. A *control token* is an added token, special or not, and what the tokenizer itself calls
+special; only non-special added tokens that are white space alone, or a single character, are ordinary text (GPT-NeoX
+and Gemma spell indentation with them). The unknown token is control as a word (`<unk>` in a text is spelled out), yet
+it stays what a tokenizer without byte fallback gives for a character it does not know.
+
+Segments are tokenised alone, so whatever treats the edges of a text as special is switched off: `Prepend` and `Strip`
+normalisers, `prepend_scheme`, `add_prefix_space`. A segment then gets the tokens it has in the middle of a text; only
+the very first word of a text differs from what such a tokenizer gives for the whole (`Hello`, not `▁Hello`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import operator
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from locret_stream.errors import ConfigError, InvalidText, InvalidTokens
+from locret_stream.text.segmenter import check_text, cut
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
+
+
+class TextCodec:
+    """A tokenizer that reads text as data. Immutable and safe to share between threads.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers; it is read once and never changed.
+        vocab: rows of the model's embedding, when they are more than the tokenizer's ids.
+
+    Raises:
+        ConfigError: a tokenizer without a `tokenizers` backend, or of a kind that cannot be made safe.
+
+    Attributes:
+        vocab: ids lie in [0, vocab).
+        added_ids: every added token. control_ids: those that data never yields. special_ids: those left out of text.
+        unk_id, eos_id: int, or None.
+        fingerprint: sha256 of the tokenizer's definition, hexadecimal.
+    """
+
+    def __init__(self, tokenizer: Any, *, vocab: int | None = None):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}; expected a fast tokenizer "
+                              "(PreTrainedTokenizerFast): convert it, or load it with use_fast=True")
+        spec = msgspec.json.decode(backend.to_str())
+        kind = spec["model"].get("type")
+        if kind not in _MODELS:
+            raise ConfigError(f"tokenizer model is {kind!r}; expected one of {', '.join(_MODELS)}: it cannot be kept "
+                              "from reading text as control tokens")
+        spec |= {"truncation": None, "padding": None, "post_processor": None}
+        text = msgspec.json.encode(spec)
+        self.fingerprint = hashlib.sha256(text).hexdigest()
+        self._real = Tokenizer.from_str(text.decode())
+
+        special = set(tokenizer.all_special_ids)
+        added = {token["id"]: token for token in spec["added_tokens"]}
+        self.special_ids = frozenset(i for i, token in added.items() if token["special"])
+        self.added_ids = frozenset(added) | special
+        self.control_ids = frozenset(
+            i for i in self.added_ids if i in special or i in self.special_ids or not _is_text(added[i]["content"]))
+        self.unk_id = _unk_id(spec["model"])
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.vocab = max(self._real.get_vocab_size(), vocab or 0)
+
+        self._forbidden = self.control_ids - {self.unk_id}
+        self._edges = _switch_off_edges(spec)
+        _hide(spec, self.control_ids)
+        self._data = Tokenizer.from_str(msgspec.json.encode(spec).decode())
+
+        decoders = {part["type"] for part in _parts(spec["decoder"], "decoders")}
+        self._byte_level = "ByteLevel" in decoders
+        self._byte_fallback = "ByteFallback" in decoders
+        self._pieces: dict[int, bytes] = {}
+        self._anchor = None if self._byte_level else self._find_anchor()
+
+    def encode(self, segment: str, *, trusted: bool = False) -> list[int]:
+        """The ids of one segment by itself, nothing added before or after.
+
+        Args:
+            segment: one segment; it is not cut further.
+            trusted: let added tokens spelled in the text be added tokens.
+
+        Raises:
+            InvalidText: a lone surrogate.
+        """
+        if trusted:
+            return self.literal(segment)
+        ids = self._data.encode(check_text(segment), add_special_tokens=False).ids
+        if not self._forbidden.isdisjoint(ids):  # only a text that holds a name drawn at random in this process
+            raise InvalidText("the text spells a hidden name of a control token; expected text from outside")
+        return ids
+
+    def encode_text(self, text: str, *, trusted: bool = False) -> list[int]:
+        """The ids of a whole text: cut into segments, each encoded alone. Raises InvalidText."""
+        return [i for segment in cut(text) for i in self.encode(segment, trusted=trusted)]
+
+    def literal(self, text: str, *, start: bool = False) -> list[int]:
+        """The ids of a template's own text: added tokens are honoured.
+
+        Args:
+            start: the text opens the sequence, so the tokenizer's own prefix, if any, belongs to it.
+        """
+        encoding = self._real.encode(check_text(text), add_special_tokens=False)
+        if start or not self._edges:
+            return encoding.ids
+        unknown = None if self.unk_id is None else self._real.id_to_token(self.unk_id)
+        head = next((a for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True)  # an unknown letter is no word
+                     if i in self.added_ids and (i != self.unk_id or text[a:b].strip() == unknown)), len(text))
+        rest = self._real.encode(text[head:], add_special_tokens=False).ids if head < len(text) else []
+        return (self._data.encode(text[:head], add_special_tokens=False).ids if head else []) + rest
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of ids, as the tokenizer decodes them, without its clean-up of spaces."""
+        return self._real.decode(list(ids), skip_special_tokens=skip_special)
+
+    def validate_ids(self, ids: Iterable[int]) -> list[int]:
+        """Ids given by the user, as plain ints; added tokens are allowed, for ids are never read out of text.
+
+        Raises:
+            InvalidTokens: by index: something that is not an integer (bool included), or outside [0, vocab).
+        """
+        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Iterable):
+            raise InvalidTokens(f"found {type(ids).__name__}; expected a list of token ids")
+        return [self._valid(index, i) for index, i in enumerate(ids)]
+
+    def piece(self, token_id: int) -> bytes:
+        """The UTF-8 bytes a token adds in the middle of a text; empty for ids without a token."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._read_piece(token_id)
+        return piece
+
+    def first_piece(self, token_id: int) -> bytes:
+        """The bytes of a token that opens a text, where some tokenizers leave out a leading space."""
+        piece = self.piece(token_id)
+        if self._byte_level or _is_partial(piece):
+            return piece
+        return self._real.decode([token_id], skip_special_tokens=False).encode()
+
+    def _valid(self, index: int, value: Any) -> int:
+        if type(value) is not int:
+            try:
+                if isinstance(value, bool):
+                    raise TypeError
+                value = operator.index(value)
+            except TypeError:
+                raise InvalidTokens(f"index {index}: found {value!r} of type {type(value).__name__}; "
+                                    "expected an integer") from None
+        if not 0 <= value < self.vocab:
+            raise InvalidTokens(f"index {index}: found {value}; expected a token id in [0, {self.vocab})")
+        return value
+
+    def _read_piece(self, token_id: int) -> bytes:
+        name = self._real.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._byte_level:
+            letters = [_BYTES.get(letter) for letter in name]
+            return name.encode() if None in letters else bytes(letters)
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        before = [] if self._anchor is None else [self._anchor]
+        skip = len(self._real.decode(before, skip_special_tokens=False))
+        return self._real.decode([*before, token_id], skip_special_tokens=False)[skip:].encode()
+
+    def _find_anchor(self) -> int | None:
+        """A plain word, after which a token decodes as it does in the middle of a text."""
+        ids = (i for i in range(self._real.get_vocab_size()) if i not in self.added_ids)
+        return next((i for i in ids if (text := self._real.decode([i])).isascii() and text.isalpha()), None)
+
+
+class Detokenizer:
+    """Ids to text, one at a time, never a part of a character.
+
+    Args:
+        codec: whose ids they are.
+        skip_special: leave special tokens out of the text.
+        start: the ids open a text: tokenizers that put a space before the first word take it away again. False
+            keeps every space, for ids that go on from others.
+
+    What `push` and `flush` return adds up to `codec.decode` of all the ids (with `start`), at constant cost per id.
+    One exception: where a tokenizer spells bytes as tokens (`<0xE2>`), its decoder turns a whole run of them into
+    U+FFFD, one for each byte, if any of the run is not UTF-8; here the characters of the run that are whole were
+    shown already, and what is not UTF-8 is replaced as Unicode recommends.
+    """
+
+    def __init__(self, codec: TextCodec, *, skip_special: bool = True, start: bool = True):
+        self._codec, self._start = codec, start
+        self._skip = codec.special_ids if skip_special else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def held(self) -> bytes:
+        """The bytes, at most 3, of a character that is not whole yet."""
+        return self._utf8.getstate()[0]
+
+    def push(self, token_id: int) -> str:
+        """The text this token completes; often empty in the middle of a character."""
+        if token_id in self._skip:
+            return ""
+        piece = self._codec.piece(token_id)
+        if self._start and piece:
+            self._start, piece = False, self._codec.first_piece(token_id)
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """What is left, U+FFFD for a character that never became whole; the next id may begin another text."""
+        return self._utf8.decode(b"", True)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The 256 letters byte-level tokenizers write bytes with: printable Latin-1 as itself, the others from U+0100."""
+    plain = [b for b in range(256) if 33 <= b <= 126 or (161 <= b and b != 173)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTES = _byte_letters()
+
+
+def _is_text(content: str) -> bool:
+    """Whether an added token is ordinary text by another way: white space, or one character."""
+    return len(content) == 1 or not content.replace("▁", " ").strip()
+
+
+def _is_partial(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _unk_id(model: dict[str, Any]) -> int | None:
+    if model["type"] == "Unigram":
+        return model["unk_id"]
+    return model["vocab"].get(model.get("unk_token"))
+
+
+def _parts(part: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+    """A component, or the components of a sequence, at any depth."""
+    if part is not None and part["type"] == "Sequence":
+        for inner in part[key]:
+            yield from _parts(inner, key)
+    elif part is not None:
+        yield part
+
+
+def _switch_off_edges(spec: dict[str, Any]) -> bool:
+    """Take out of a definition what treats the start or the end of a text as special; whether there was any."""
+    found = False
+    normalizers = list(_parts(spec["normalizer"], "normalizers"))
+    kept = [part for part in normalizers if part["type"] not in ("Prepend", "Strip")]
+    if len(kept) < len(normalizers):
+        spec["normalizer"], found = ({"type": "Sequence", "normalizers": kept} if kept else None), True
+    for part in _parts(spec["pre_tokenizer"], "pretokenizers"):
+        if part.get("prepend_scheme", "never") != "never":
+            part["prepend_scheme"], found = "never", True
+        if part.get("add_prefix_space"):
+            part["add_prefix_space"], found = False, True
+    return found
+
+
+def _hide(spec: dict[str, Any], control: frozenset[int]) -> None:
+    """Rename control tokens in a definition, ids unchanged, to names no text can spell but by guessing 128 bits."""
+    model, secret = spec["model"], secrets.token_hex(16)
+    hidden: dict[str, str] = {}
+    for token in spec["added_tokens"]:
+        if token["id"] in control:
+            token["content"] = f"{secret}-{token['id']}"
+    if model["type"] == "Unigram":
+        for i in control:
+            if i < len(model["vocab"]):
+                model["vocab"][i][0] = f"{secret}-{i}"
+        return
+    for name, i in list(model["vocab"].items()):
+        if i in control:
+            if model["type"] == "BPE" and name in _BYTES and len(_BYTES.keys() & model["vocab"].keys()) == 256:
+                raise ConfigError(f"added token {name!r} is also a letter of the byte alphabet; expected control "
+                                  "tokens of their own, for without that letter some text cannot be written")
+            hidden[name] = f"{secret}-{i}"
+            del model["vocab"][name]
+            model["vocab"][hidden[name]] = i
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    if model["type"] == "BPE":
+        prefix = len(model["continuing_subword_prefix"] or "")
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [[a, b] for a, b in pairs if hidden.keys().isdisjoint((a, b, a + b[prefix:]))]

@@ -1,0 +1,204 @@
+"""What a chat template writes around what is said. Knows templates and turns; knows nothing of what is said.
+
+The template is rendered around probes, and what stands before, between and after them are its *literals*. They are
+encoded with added tokens honoured, contents as data, and both are spliced as ids: content never becomes control.
+
+A frame is right for contents that the template copies as they are. Templates that trim white space around a content
+are accepted, and the content is kept as it was fed. Templates that write other literals for other contents, or other
+literals for a turn once more turns follow, are refused.
+
+Two limits lie in the templates themselves. Marks that are ordinary text to the tokenizer (`[INST]` of the first Mistral
+models) can be imitated by data: there is no control token to withhold. And a literal that ends in a space (`[INST] `)
+keeps it as a token of its own, where a whole text would give it to the next word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from locret_stream.errors import ConfigError
+from locret_stream.text.codec import TextCodec
+
+SEPARATOR = "\n\n"  # between what was fed and a question in the same turn, and after a system text merged into it
+
+
+class FrameState(msgspec.Struct, frozen=True):
+    """Where a conversation stands; part of a context's state.
+
+    Args:
+        turn: whose turn is open. "none": nothing was begun yet (`first`), or a reply was closed.
+        has_content: the open turn holds something beside the template's own.
+        first: no reply was closed yet.
+    """
+
+    turn: Literal["none", "user", "assistant"] = "none"
+    has_content: bool = False
+    first: bool = True
+
+    def with_content(self) -> FrameState:
+        """The same turn, once something was said in it."""
+        return msgspec.structs.replace(self, has_content=True)
+
+
+class ChatFrame:
+    """The template's transitions: each takes a state and returns (ids to splice, next state). Immutable.
+
+    The order is begin, [content], (question_separator, [question]), close_user_and_prompt, [reply], close_reply,
+    open_user, [content], and so on. Steps that are already done return no ids.
+
+    Args:
+        codec: of the tokenizer whose template it is.
+        template: "auto" (the tokenizer's, or raw if it has none), "raw" (no ids at all), or a Jinja template.
+        eos: the model's end markers (`generation_config.eos_token_id`).
+
+    Raises:
+        ConfigError: not a template, or one whose literals cannot be told from its contents.
+
+    Attributes:
+        raw: no literal is ever written.
+        eos_ids: what ends a reply: the model's, the tokenizer's, and the token by which the template closes replies.
+        system_style: "turn" (the template's own place), "merged" (ahead of the first user's content, and a blank
+            line: the template has no fixed place for it), or "raw".
+    """
+
+    def __init__(self, codec: TextCodec, tokenizer: Any, *, template: str = "auto",
+                 eos: int | Iterable[int] | None = None):
+        self._codec, self._tokenizer = codec, tokenizer
+        ends = {eos} if isinstance(eos, int) else set(eos or ())
+        self.raw = template == "raw" or (template == "auto" and not tokenizer.chat_template)
+        self.system_style: Literal["turn", "merged", "raw"] = "raw"
+        self._begin = self._system = self._open = self._prompt = self._close = self._separator = ()
+        if not self.raw:
+            if template != "auto" and "{{" not in template and "{%" not in template:
+                raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")
+            self._template = None if template == "auto" else template
+            self._derive()
+        if self._close and self._close[0] in codec.added_ids:
+            ends.add(self._close[0])
+        self.eos_ids = frozenset(ends | ({codec.eos_id} - {None}))
+
+    def begin(self, system: str | None = None, *, trusted: bool = False) -> tuple[list[int], FrameState]:
+        """The beginning of a sequence, the system text as data, and the first user turn, open.
+
+        Raises:
+            InvalidText: `system` is not text.
+            ConfigError: a system text in a raw frame, which has no place for it: feed it instead.
+        """
+        state = FrameState(turn="user")
+        if self.raw:
+            if system is not None:
+                raise ConfigError(f"found a system text of {len(system)} characters in a raw frame; expected none: "
+                                  "feed it, or give a template")
+            return [], state
+        if system is None or (self.system_style == "merged" and not system):
+            return list(self._begin), state
+        said = self._codec.encode_text(system, trusted=trusted)
+        if self.system_style == "merged":
+            return [*self._begin, *said, *self._separator], state
+        before, after = self._system
+        return [*before, *said, *after], state
+
+    def open_user(self, state: FrameState) -> tuple[list[int], FrameState]:
+        """The user turn, open: the first (as `begin` without system text) or a later one."""
+        if state.turn == "user":
+            return [], state
+        assert state.turn == "none", f"the assistant's turn is open: {state}"
+        if state.first:
+            return self.begin()
+        return list(self._open), FrameState(turn="user", first=False)
+
+    def question_separator(self, state: FrameState) -> tuple[list[int], FrameState]:
+        """What stands before a question in an open user turn: a blank line if something was said, else nothing."""
+        assert state.turn == "user", f"no user turn is open: {state}"
+        return list(self._separator) if state.has_content else [], state
+
+    def close_user_and_prompt(self, state: FrameState) -> tuple[list[int], FrameState]:
+        """The end of the user turn and the generation prompt."""
+        assert state.turn == "user", f"no user turn is open: {state}"
+        return list(self._prompt), FrameState(turn="assistant", first=state.first)
+
+    def close_reply(self, state: FrameState, last_ids: Sequence[int]) -> tuple[list[int], FrameState]:
+        """What closes the reply, less what the model sampled of it.
+
+        Args:
+            last_ids: the last ids of the reply, its end marker included; as many as there are.
+        """
+        assert state.turn == "assistant", f"no reply is open: {state}"
+        sampled = 0
+        if self._close and self._close[0] in self._codec.added_ids:  # ordinary text at the end is the reply's own
+            most = min(len(last_ids), len(self._close))
+            ends = (n for n in range(most, 0, -1) if tuple(last_ids[-n:]) == self._close[:n])
+            sampled = next(ends, 0)
+        return list(self._close[sampled:]), FrameState(first=False)
+
+    def _derive(self) -> None:
+        """Read the literals off the template."""
+        turns = ("user", "assistant") * 2 + ("user",)
+        talk = self._literals(turns, prompt=True)
+        once = self._literals(turns[:1], prompt=True)
+        done = self._literals(turns[:2], prompt=False)
+        _expect_same("between a user's turn and a reply", talk[1], talk[3])
+        _expect_same("between a reply and the next turn", talk[2], talk[4])
+        _expect_same("before the first turn, once others follow,", once[0], talk[0])
+        _expect_same("as generation prompt, once others precede,", once[1], talk[5])
+
+        literal = self._codec.literal
+        self._separator = tuple(literal(SEPARATOR))
+        self._begin = tuple(literal(talk[0], start=True))
+        self._prompt = tuple(literal(talk[5]))
+        # A reply is closed by what the template writes after it whether or not another turn follows.
+        after, last = tuple(literal(talk[2])), tuple(literal(done[2]))
+        shared = next((n for n, (a, b) in enumerate(zip(after, last, strict=False)) if a != b),
+                      min(len(after), len(last)))
+        self._close, self._open = after[:shared], after[shared:]
+
+        self.system_style = "merged"
+        try:
+            first = self._literals(("system", *turns[:1]), prompt=True)
+            long = self._literals(("system", *turns), prompt=True)
+        except ConfigError:
+            return  # no system role, or not one place for it
+        if first[:2] == long[:2] and first[2] == once[1] and long[2:] == talk[1:]:
+            self.system_style = "turn"
+            self._system = (tuple(literal(long[0], start=True)), tuple(literal(long[1])))
+
+    def _literals(self, roles: Sequence[str], *, prompt: bool) -> list[str]:
+        """What the template writes before, between and after messages of these roles, [len(roles) + 1]."""
+        plain, marked = (self._render(roles, prompt, probe) for probe in _PROBES)
+        for place, (one, other) in enumerate(zip(plain, marked, strict=True)):
+            _expect_same(f"at place {place} of the turns {', '.join(roles)}, by what they say,", one, other)
+        return plain
+
+    def _render(self, roles: Sequence[str], prompt: bool, probe: Callable[[int], str]) -> list[str]:
+        said = [probe(n) for n in range(len(roles))]
+        messages = [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt, chat_template=self._template)
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(f"the chat template cannot render the turns {', '.join(roles)}: {error}") from error
+        literals, end = [], 0
+        for n, content in enumerate(said):
+            at = text.find(content, end)
+            if at < 0 or text.count(content) != 1:
+                raise ConfigError(f"the chat template shows the content of message {n} ({roles[n]}) "
+                                  f"{text.count(content)} times, or out of order; expected {content!r} once, as it is")
+            literals.append(text[end:at])
+            end = at + len(content)
+        return [*literals, text[end:]]
+
+
+# Two kinds of content: a word, and lines with what templates and markup escape, split or look for.
+_PROBES: tuple[Callable[[int], str], ...] = (
+    lambda n: f"Probe{n}eborP",
+    lambda n: f"<b>Probe {n}</b> & 'it',\n\n  \"{{{{ x }}}}\" {{% y %}}\té {n}eborP.",
+)
+
+
+def _expect_same(where: str, one: str, other: str) -> None:
+    if one != other:
+        raise ConfigError(f"the chat template differs {where}: found {one!r} and {other!r}; expected one literal, for "
+                          "memory cannot be rewritten. Use template='raw' or a Jinja template of your own")

@@ -1,0 +1,171 @@
+"""The out folder of a run: what it is a run of, its checkpoint, its metrics. Each file is replaced whole or not at all.
+
+    run.json                 the TrainConfig, the model's fingerprint and the data's identity, written at the start
+    checkpoint.safetensors   heads.*, exp_avg.*, exp_avg_sq.* (fp32); metadata: version, step, used, loss
+    metrics.jsonl            one object per step, one per evaluation
+    heads.safetensors, heads.json, result.json     at the end; the checkpoint is then removed
+
+No random state is stored: initial weights and the order of examples are functions of seed and step.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from locret_stream.errors import ConfigError, HeadsMismatch
+from locret_stream.heads import RetainingHeads
+from locret_stream.heads.module import CONFIG, WEIGHTS
+from locret_stream.training.config import TrainConfig, TrainResult
+
+RUN, CHECKPOINT, METRICS, RESULT = "run.json", "checkpoint.safetensors", "metrics.jsonl", "result.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the trained heads are a function of, beside the machine."""
+
+    config: TrainConfig
+    fingerprint: str
+    data: str
+    version: int = 1
+
+
+class Metric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of metrics.jsonl: of a step (loss and its terms) or of an evaluation after `step` steps."""
+
+    step: int
+    loss: float | None = None
+    regression: float | None = None
+    smoothing: float | None = None
+    lr: float | None = None
+    tokens: int | None = None
+    held_out_loss: float | None = None
+    overlap: float | None = None
+    overlap_per_layer: tuple[float, ...] = ()
+
+
+class RunFolder:
+    """Files of one run in `path`; `metrics` are those of the steps done so far."""
+
+    def __init__(self, path: Path, identity: RunIdentity, restart: bool = False):
+        self.path, self.metrics = path, []
+        path.mkdir(parents=True, exist_ok=True)
+        run = path / RUN
+        if restart:  # run.json goes last: until then the folder is still recognised
+            for name in (CHECKPOINT, METRICS, RESULT, WEIGHTS, CONFIG, RUN):
+                (path / name).unlink(missing_ok=True)
+        if run.is_file():
+            self._compare(identity)
+        elif any((path / name).exists() for name in (WEIGHTS, CONFIG, CHECKPOINT)):
+            raise ConfigError(f"{path} holds retaining heads that no {RUN} describes; expected an empty folder, one of "
+                              "the same run, or restart=True")
+        else:
+            _replace(run, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(identity), indent=2)))
+
+    def _compare(self, identity: RunIdentity) -> None:
+        try:
+            there = msgspec.json.decode((self.path / RUN).read_bytes(), type=RunIdentity)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self.path / RUN} cannot be read: {error}; expected one written by train-heads, or "
+                              "restart=True") from error
+        old, new = msgspec.to_builtins(there), msgspec.to_builtins(identity)
+        old, new = {**old.pop("config"), **old}, {**new.pop("config"), **new}
+        wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
+        if wrong:
+            raise ConfigError(f"{self.path} holds another run, which differs in {'; '.join(wrong)}; expected the same, "
+                              "another out folder, or restart=True")
+
+    def result(self) -> TrainResult | None:
+        """That of a finished run, else None."""
+        if not all((self.path / name).is_file() for name in (RESULT, WEIGHTS, CONFIG)):
+            return None
+        return msgspec.json.decode((self.path / RESULT).read_bytes(), type=TrainResult)
+
+    def finish(self, heads: RetainingHeads, result: TrainResult) -> None:
+        heads.save(self.path)
+        _replace(self.path / RESULT,
+                 lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2)))
+        (self.path / CHECKPOINT).unlink(missing_ok=True)
+
+    def save(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
+        tensors = {}
+        for name, parameter in heads.named_parameters():
+            tensors[f"heads.{name}"] = parameter.detach()
+            for moment in _MOMENTS:
+                tensors[f"{moment}.{name}"] = optimizer.state.get(parameter, {}).get(
+                    moment, torch.zeros_like(parameter))
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {"version": "1", "step": str(step), "used": used}
+        _replace(self.path / CHECKPOINT, lambda p: save_file(tensors, p, metadata=metadata))
+
+    def restore(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
+        """Fill both from the checkpoint and cut the metrics to it: (steps done, examples used), None if there is none.
+
+        Raises:
+            HeadsMismatch: the file is damaged or not one of this run.
+        """
+        path = self.path / CHECKPOINT
+        if not path.is_file():
+            self._cut_metrics(0)
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+            step, used = int(metadata["step"]), metadata["used"]
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise HeadsMismatch(f"{path} cannot be read as a checkpoint: {error!r}; remove it to start anew") from error
+        parts: dict[str, dict[str, torch.Tensor]] = {"heads": {}, **{moment: {} for moment in _MOMENTS}}
+        for name, tensor in tensors.items():
+            part, _, name = name.partition(".")
+            parts.setdefault(part, {})[name] = tensor
+        for moment in _MOMENTS:
+            if {n: t.shape for n, t in parts[moment].items()} != {n: t.shape for n, t in parts["heads"].items()}:
+                raise HeadsMismatch(f"{path}: the shapes of {moment} are not those of the heads")
+        heads.load_strictly(parts["heads"])
+        for name, parameter in heads.named_parameters() if step else ():
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **{
+                moment: parts[moment][name].to(parameter.device) for moment in _MOMENTS}}
+        self._cut_metrics(step)
+        return step, used
+
+    def _cut_metrics(self, step: int) -> None:
+        path = self.path / METRICS
+        self.metrics = []
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            try:
+                metric = msgspec.json.decode(line, type=Metric)
+            except msgspec.MsgspecError:
+                break  # torn by the interruption: it and what follows is written again
+            if metric.step <= step:
+                self.metrics.append(metric)
+        _replace(path, lambda p: p.write_bytes(b"".join(msgspec.json.encode(m) + b"\n" for m in self.metrics)))
+
+    def log(self, metric: Metric) -> None:
+        self.metrics.append(metric)
+        with (self.path / METRICS).open("ab") as file:
+            file.write(msgspec.json.encode(metric) + b"\n")
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a temporary file beside `path`, flush it to the disk, and put it in place."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

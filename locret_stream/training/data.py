@@ -1,0 +1,244 @@
+"""Conversations to examples: JSONL lines checked, rendered by the model's own chat template, replies located exactly.
+
+A line is one JSON object, in one of three forms; other keys are ignored:
+
+    {"prompt": "...", "answer": "..."}                                     and optionally "system"
+    {"conversations": [{"from": "human" | "gpt" | "system", "value": "..."}, ...]}          (ShareGPT)
+    {"messages": [{"role": "user" | "assistant" | "system", "content": "..."}, ...]}
+
+Knows tokenizers and templates; knows neither the model nor the labels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from locret_stream.errors import ConfigError, InputError
+
+FORMATS = ('{"prompt", "answer"}, {"conversations": [{"from": "human" | "gpt" | "system", "value"}]} or '
+           '{"messages": [{"role": "user" | "assistant" | "system", "content"}]}')
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+          "system": "system"}
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Example:
+    """One conversation as ids.
+
+    Args:
+        ids: [T] int64 on the CPU; a list becomes one.
+        answer_spans: (start, end) of every reply in order, its end-of-turn token included: the rows start-1 .. end-2
+            predict it. 1 <= start < end <= T, not overlapping.
+        where: file:line, for messages.
+
+    Raises:
+        InputError: ids or spans are not such.
+    """
+
+    ids: Tensor
+    answer_spans: tuple[tuple[int, int], ...]
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        ids = torch.as_tensor(self.ids)
+        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool or (ids < 0).any():
+            raise InputError(f"{self.where or 'example'}: found ids of shape {tuple(ids.shape)} and {ids.dtype}; "
+                             "expected a flat list of token ids, 0 or more")
+        object.__setattr__(self, "ids", ids.to("cpu", torch.int64))
+        spans = tuple((int(start), int(end)) for start, end in self.answer_spans)
+        object.__setattr__(self, "answer_spans", spans)
+        before = 1
+        for start, end in spans:
+            if not before <= start < end <= len(ids):
+                raise InputError(f"{self.where or 'example'}: found answer span ({start}, {end}) of {len(ids)} tokens; "
+                                 f"expected {before} <= start < end <= {len(ids)}, in order")
+            before = end
+        if not spans:
+            raise InputError(f"{self.where or 'example'}: found no answer span; expected at least one")
+
+    def digest(self) -> bytes:
+        """16 bytes that name the content, the same everywhere; `where` is no part of it."""
+        content = self.ids.numpy().astype("<i8").tobytes() + repr(self.answer_spans).encode()
+        return hashlib.blake2b(content, digest_size=16).digest()
+
+
+class _Pair(msgspec.Struct):
+    prompt: str
+    answer: str
+    system: str | None = None
+
+
+class _Said(msgspec.Struct):
+    value: str
+    speaker: str = msgspec.field(name="from")
+
+
+class _ShareGPT(msgspec.Struct):
+    conversations: list[_Said]
+
+
+class _Turn(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str
+
+
+class _Messages(msgspec.Struct):
+    messages: list[_Turn]
+
+
+def parse_line(line: bytes, where: str) -> list[Message]:
+    """One JSONL line to chat messages, cut after the last reply.
+
+    Raises:
+        InputError: naming `where`, what was found and what was expected.
+    """
+    try:
+        found = msgspec.json.decode(line)
+        if not isinstance(found, dict):
+            raise InputError(f"{where}: found a JSON {type(found).__name__}; expected one object per line: {FORMATS}")
+        if "conversations" in found:
+            said = msgspec.convert(found, _ShareGPT).conversations
+            turns = [(_ROLES.get(turn.speaker), turn.value, turn.speaker) for turn in said]
+        elif "messages" in found:
+            turns = [(turn.role, turn.content, turn.role) for turn in msgspec.convert(found, _Messages).messages]
+        elif "prompt" in found or "answer" in found:
+            pair = msgspec.convert(found, _Pair)
+            turns = [("user", pair.prompt, "prompt"), ("assistant", pair.answer, "answer")]
+            if pair.system is not None:
+                turns.insert(0, ("system", pair.system, "system"))
+        else:
+            raise InputError(f"{where}: found keys {sorted(found)}; expected {FORMATS}")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InputError(f"{where}: {error}; expected {FORMATS}") from error
+    for number, (role, content, name) in enumerate(turns):
+        if role is None:
+            raise InputError(f"{where}: turn {number} is from {name!r}; expected one of {', '.join(_ROLES)}")
+        if not content.strip():
+            raise InputError(f"{where}: the text of turn {number} ({name}) is empty; expected some")
+    while turns and turns[-1][0] != "assistant":
+        turns.pop()
+    if len(turns) < 2:
+        raise InputError(f"{where}: found no reply that follows anything; expected at least one assistant turn "
+                         "after another turn")
+    return [{"role": role, "content": content} for role, content, _ in turns]
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, list[Message]]]:
+    """Yield (file:line, messages) of every line that is not blank.
+
+    Raises:
+        ConfigError: no such file.
+        InputError: a malformed line, or no line at all.
+    """
+    path, empty = Path(path), True
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}; expected a JSONL of {FORMATS}")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                empty = False
+                yield f"{path}:{number}", parse_line(line, f"{path}:{number}")
+    if empty:
+        raise InputError(f"{path}:1: found an empty file; expected a JSONL of {FORMATS}")
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "conversation") -> Example:
+    """Messages to an Example, ids exactly those of `apply_chat_template`, replies located exactly.
+
+    The template is rendered a second time with every text replaced by a unique mark; what stands between the marks is
+    the template's own, and putting the texts back must give the first rendering to the letter. So the position of
+    each reply is proved, whatever the template does around it; one that rewrites texts is refused. A reply's span
+    begins with the token of its first character and ends with the token of the first character behind it, which
+    ends the turn; if nothing is behind the last one, the tokenizer's EOS is appended.
+
+    Raises:
+        ConfigError: no chat template, or a tokenizer without character offsets.
+        InputError: the template refuses the conversation, or a reply cannot be found in its rendering.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError("the tokenizer has no chat template; expected one (set tokenizer.chat_template), or Examples "
+                          "of ids made by the caller")
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{type(tokenizer).__name__} gives no character offsets; expected a fast tokenizer")
+    contents = [message["content"] for message in messages]
+    nonce = next(f"xq{n}zk" for n in range(10_000) if not any(f"xq{n}zk" in content for content in contents))
+    marked = [{**message, "content": f"{nonce}{index}w"} for index, message in enumerate(messages)]
+    try:
+        text, with_marks = (tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in (messages, marked))
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise InputError(f"{where}: the chat template refuses this conversation: {error}") from error
+    spans = _locate(text, re.split(f"{nonce}(\\d+)w", with_marks), messages, where)
+    if spans[-1][1] == len(text):
+        if not tokenizer.eos_token:
+            raise InputError(f"{where}: the chat template puts nothing behind the last reply and the tokenizer has no "
+                             "EOS; expected a token that ends a reply")
+        text += tokenizer.eos_token
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ends = torch.tensor([end for _, end in encoded["offset_mapping"]])
+    tokens = []
+    for start, end in spans:  # the first tokens that reach past the character in front, and past the reply
+        tokens.append((int((ends > start).int().argmax()), int((ends > end).int().argmax()) + 1))
+    return Example(torch.tensor(encoded["input_ids"]), tuple(tokens), where)
+
+
+def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str) -> list[tuple[int, int]]:
+    """Character spans of the replies; parts = literal, index, literal, index, …, literal of the marked rendering."""
+    shown = [int(index) for index in parts[1::2]]
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if [index for index in shown if index in replies] != replies:
+        raise InputError(f"{where}: the chat template does not copy the replies of turns {replies} once each, in "
+                         "order and as they are, so they cannot be located")
+    if not text.startswith(parts[0]):
+        raise InputError(f"{where}: what the chat template writes first depends on the texts, so replies cannot be "
+                         "located")
+    position, spans = len(parts[0]), []
+    for index, literal in zip(shown, parts[2::2], strict=True):
+        content = messages[index]["content"]
+        for form in dict.fromkeys((content, content.strip(), content.rstrip(), content.lstrip())):
+            if text.startswith(form + literal, position):
+                break
+        else:
+            raise InputError(f"{where}: the chat template rewrites the text of turn {index} or what follows it, so "
+                             "replies cannot be located; expected a template that keeps or trims texts")
+        if index in replies:
+            spans.append((position, position + len(form)))
+        position += len(form) + len(literal)
+    if position != len(text):
+        raise InputError(f"{where}: the chat template writes more than its frame shows, so replies cannot be located")
+    return spans
+
+
+def fit(example: Example, max_tokens: int) -> Example | None:
+    """The example in at most max_tokens, or None if its first reply alone leaves too little.
+
+    What follows the last reply is dropped; then replies that end too late, with all that follows; if not even the
+    first one fits, the middle of the text before it is cut out.
+    """
+    spans = tuple(span for span in example.answer_spans if span[1] <= max_tokens)
+    if spans:
+        return replace(example, ids=example.ids[:spans[-1][1]], answer_spans=spans)
+    start, end = example.answer_spans[0]
+    kept = max_tokens - (end - start)
+    if kept < 2 or kept < max_tokens // 8:
+        return None
+    head = (kept + 1) // 2
+    ids = torch.cat([example.ids[:head], example.ids[start - (kept - head):end]])
+    return replace(example, ids=ids, answer_spans=((kept, len(ids)),))
+
+
+def load_examples(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Every line of a JSONL, rendered. Raises as `read_jsonl` and `render` do."""
+    return [render(tokenizer, messages, where) for where, messages in read_jsonl(path)]

@@ -1,0 +1,112 @@
+"""Labels: the causal importance of every token, from the rows that predict replies. Knows attention, no training.
+
+The importance of token k at KV head j is the largest value, over the rows that predict the tokens of any later reply
+(its end-of-turn token included) and over the G query heads of the group, of
+
+    logit     q_p · k_k · scale, both rotated, after the model's softcap        (Locret, arXiv:2410.01805, eq. 2)
+    zscore    the same, then standardised per layer and head over the labelled tokens of the example
+    logprob   log(softmax probability + eps), the softmax being the whole causal row of the model
+
+A reply labels all tokens before it, earlier replies included, never its own. Tokens that no reply follows, or
+that a sliding window hides from all of them, have no label.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from locret_stream.models import Attachment, Attended, LayerCall, RopeTables
+from locret_stream.training.data import Example
+
+Visit = Callable[[LayerCall, Tensor, Tensor], None]
+"""visit(call, labels [B, H, n] fp32, valid [B, n] bool), n <= T; labels are 0 where not valid."""
+
+
+def answer_rows(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """rows [R] that predict reply tokens, ascending, and limits [R]: row r labels the tokens [0, limits[r])."""
+    rows = torch.cat([torch.arange(start - 1, end - 1) for start, end in spans])
+    limits = torch.cat([torch.full((end - start,), start) for start, end in spans])
+    return rows, limits
+
+
+def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str, scale: float,
+               window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+               eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> tuple[Tensor, Tensor]:
+    """Labels of one example at one layer.
+
+    Args:
+        q, k: [H*G, T, D] and [H, T, D], rotated, any float dtype; the arithmetic is fp32.
+        rows, limits: from `answer_rows`, on q's device.
+        window: a row sees keys at distances below it; None for all. sinks: [H*G] extra softmax logits.
+        block_bytes: bound of one [H, G, rows, T] fp32 tensor; a handful of these live at once. At least one row.
+
+    Returns:
+        labels [H, n] fp32, 0 where not valid, and valid [n] bool, n = the last reply's start.
+    """
+    heads, total, dim = k.shape
+    groups, n = q.shape[0] // heads, int(limits.max())
+    q, k = q.view(heads, groups, total, dim), k.float()
+    best = torch.full((heads, n), -math.inf, device=q.device)
+    per_block = max(1, block_bytes // (4 * heads * groups * total))
+    columns = torch.arange(total, device=q.device)
+    for row, limit in zip(rows.split(per_block), limits.split(per_block), strict=True):
+        stop = int(row[-1]) + 1
+        x = (q[:, :, row].float().flatten(1, 2) @ k[:, :stop].transpose(1, 2)).unflatten(1, (groups, -1)) * scale
+        if softcap is not None:
+            x = softcap * torch.tanh(x / softcap)
+        distance = row[:, None] - columns[None, :stop]
+        hidden = (distance < 0) | (distance >= (window or total + 1))
+        if kind == "logprob":
+            x.masked_fill_(hidden, -math.inf)
+            norm = x.logsumexp(-1, keepdim=True)
+            if sinks is not None:
+                norm = torch.logaddexp(norm, sinks.float().view(heads, groups, 1, 1))
+            x -= norm
+        x.masked_fill_(hidden | (columns[None, :stop] >= limit[:, None]), -math.inf)
+        reach = min(stop, n)
+        best[:, :reach] = torch.maximum(best[:, :reach], x.amax((1, 2))[:, :reach])
+    valid = best[0] != -math.inf  # NaN stays in, so that it is seen
+    if kind == "logprob":
+        best = torch.logaddexp(best, best.new_tensor(math.log(eps)))
+    elif kind == "zscore":
+        seen = best[:, valid]
+        best = (best - seen.mean(1, keepdim=True)) / (seen.std(1, correction=0, keepdim=True) + 1e-6)
+    return best.masked_fill(~valid, 0.0), valid
+
+
+@torch.no_grad()
+def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[Example], visit: Visit, *,
+                 kind: str, eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> None:
+    """Run examples of one length through the model once; `visit` gets every layer's inputs and labels in turn.
+
+    Only one layer's tensors are alive at a time, so `visit` may take gradients of its own
+    (under `torch.enable_grad()`) and drop them before the next layer.
+    """
+    device, shape = attachment.device, attachment.shape
+    ids = torch.stack([example.ids for example in examples]).to(device)
+    rows = [tuple(t.to(device) for t in answer_rows(example.answer_spans)) for example in examples]
+    n = max(int(limits.max()) for _, limits in rows)
+    ranks = torch.arange(ids.shape[1], device=device)
+    masks: dict[int, Tensor] = {}
+
+    def step(call: LayerCall) -> Attended:
+        q = attachment.rotate(call.layer, call.q, tables, 0)
+        k = attachment.rotate(call.layer, call.k, tables, 0)
+        window = shape.sliding[call.layer]
+        labels = torch.zeros(len(examples), shape.kv_heads, n, device=device)
+        valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)
+        for i, (row, limit) in enumerate(rows):
+            own, seen = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, window=window, eps=eps,
+                                   softcap=call.softcap, sinks=call.sinks, block_bytes=block_bytes)
+            labels[i, :, :own.shape[1]], valid[i, :own.shape[1]] = own, seen
+        visit(call, labels, valid)
+        if window is not None and window < ids.shape[1] and window not in masks:
+            distance = ranks[:, None] - ranks[None, :]
+            masks[window] = (distance >= 0) & (distance < window)
+        return q, k, call.v, masks.get(window) if window is not None else None
+
+    attachment.hidden(ids, step)

@@ -1,0 +1,112 @@
+"""What the tests of the synchronous core share: small engines, streams of ids, and comparison bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from locret_stream.config import Budget, StreamConfig
+from locret_stream.engine import Engine, EngineState
+from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.models import Attachment, attach
+from locret_stream.policies import make_policy
+from tests.architectures import BASE, make
+
+VOCAB = BASE["vocab_size"]
+EVICTING = ("locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm")
+POLICIES = (*EVICTING, "full")
+
+
+@cache
+def model(name: str = "llama", attn: str | None = None) -> PreTrainedModel:
+    """One random model per architecture and process; tests never change it."""
+    return make(name, attn=attn)
+
+
+def random_heads(attachment: Attachment, seed: int = 3, width: int = 24) -> RetainingHeads:
+    """Untrained retaining heads that fit this model."""
+    shape = attachment.shape
+    heads = RetainingHeads(HeadsConfig(layers=shape.layers, query_heads=shape.kv_heads * shape.groups,
+                                       kv_heads=shape.kv_heads, head_dim=shape.head_dim, width=width))
+    noise = torch.Generator().manual_seed(seed)
+    for parameter in heads.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=noise) * parameter.shape[-1] ** -0.5
+    return heads.eval().requires_grad_(False)
+
+
+def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto", units: int = 20, chunk_size: int = 8,
+          sinks: int = 2, stabilizers: int = 3, slots: int = 4, allocation: str | tuple[float, ...] = "uniform",
+          heads: RetainingHeads | None = None, **knobs: float) -> Engine:
+    """A small engine of that policy, locret with random heads."""
+    attachment = attach(on or model(), attn)
+    heads = heads or (random_heads(attachment) if policy == "locret" else None)
+    config = StreamConfig(budget=Budget(units=units, sinks=sinks, stabilizers=stabilizers, allocation=allocation),
+                          chunk_size=chunk_size, policy=policy, knobs=knobs)
+    return Engine(attachment, config, make_policy(policy, knobs, heads), slots)
+
+
+def ids_of(count: int, seed: int = 0, distinct: bool = False) -> list[int]:
+    """Random token ids; `distinct` ones never repeat, so that no two units tie."""
+    noise = torch.Generator().manual_seed(seed)
+    if distinct:
+        return torch.randperm(VOCAB, generator=noise)[:count].tolist()
+    return torch.randint(0, VOCAB, (count,), generator=noise).tolist()
+
+
+def feed(engine: Engine, state: EngineState, ids: Iterable[int]) -> None:
+    """Accept ids and commit whatever is whole."""
+    engine.accept(state, ids)
+    while engine.ready(state):
+        engine.commit(state)
+
+
+def logits_at_each(engine: Engine, state: EngineState, ids: Iterable[int]) -> Tensor:
+    """Feed one id at a time and ask after each; [len(ids), vocab]."""
+    rows = []
+    for token in ids:
+        feed(engine, state, [token])
+        rows.append(engine.logits(state))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def stock_logits(of: PreTrainedModel, ids: list[int]) -> Tensor:
+    """What the user's own model computes in one forward, [len(ids), vocab]."""
+    return of(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Two exports hold the same names and the same bits (NaN is itself, -0 is not +0)."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
+        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (other, tensor)]
+        assert torch.equal(*bits), name
+
+
+class Boom(RuntimeError):
+    """What an injected fault raises."""
+
+
+@contextmanager
+def failing_in_layer(engine: Engine, layer: int) -> Iterator[None]:
+    """Every forward fails in that layer, after its units were written to the tail."""
+    attachment, real = engine.attachment, engine.attachment._attend
+
+    def attend(module, *args, **kwargs):
+        out = real(module, *args, **kwargs)
+        if module.layer_idx == layer:
+            raise Boom(f"layer {layer}")
+        return out
+
+    attachment._attend = attend
+    try:
+        yield
+    finally:
+        del attachment._attend

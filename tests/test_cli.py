@@ -1,0 +1,310 @@
+"""The command line as a user meets it: exit codes, one-line mistakes, JSON, Ctrl-C, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from locret_stream.cli import app
+from locret_stream.cli.common import Reader, file_text
+from locret_stream.cli.demo import blocks, count, cut_lines, is_right, read_facts
+from locret_stream.errors import InputError, InvalidText
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEMO_KEYS = [
+    "tokens_fed", "budget_units", "chunk_size", "peak_units", "bytes_resident", "bytes_full_cache", "recall",
+    "recall_recent", "tok_per_s", "answers",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama of 2 layers over bytes, with a chat template; needs no training and no network."""
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE,
+                                        extra_special_tokens=["<|im_start|>"])
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+                         eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def small(tiny: Path) -> list[str]:
+    return ["--model", str(tiny), "--policy", "keydiff", "--budget", "96", "--chunk-size", "32"]
+
+
+def invoke(*args: object, text: str | None = None) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(a) for a in args], input=text)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def mistake(*args: object, text: str | None = None) -> str:
+    """The one line of a user's mistake."""
+    code, out, err = invoke(*args, text=text)
+    assert (code, out) == (2, ""), (code, out, err)
+    assert err.count("\n") == 1 and err.startswith("locret-stream: "), err
+    return err
+
+
+# -- help ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_arguments_it_says_where_to_start():
+    code, out, _ = invoke()
+    assert code == 0 and "locret-stream demo" in out
+
+
+@pytest.mark.parametrize("verb", ["demo", "run", "train-heads", "inspect"])
+def test_help_teaches_with_examples(verb: str):
+    code, out, _ = invoke(verb, "--help")
+    assert code == 0 and "Examples:" in out and f"locret-stream {verb}" in out and "--json" in out
+
+
+def test_the_command_starts_without_torch():
+    code = "import sys; from locret_stream.cli import app; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False False", done.stderr
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_one_line_and_two(small: list[str], tiny: Path, tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("The door code of falcon is 48213.\n")
+    ask = ["--ask", "What?"]
+    assert "dmo" in mistake("dmo")
+    assert "--tokns" in mistake("demo", "--tokns", 3)
+    assert "--tokens" in mistake("demo", "--tokens", "many")
+    assert "missing.txt" in mistake("run", tmp_path / "missing.txt", *ask, *small)
+    assert "folder" in mistake("run", tmp_path, *ask, *small)
+    assert "more than once" in mistake("run", "-", "-", *ask, *small)
+    assert "--ask" in mistake("run", note, "--json", *small)
+    assert "temperature" in mistake("run", note, *ask, *small, "--temperature", -1)
+    assert "keydiff" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydif", "--budget", 96,
+                                "--chunk-size", 32)
+    assert "window" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydiff").replace("positions", "window")
+    assert "heads" in mistake("run", note, *ask, "--model", tiny, "--policy", "locret", "--budget", 96,
+                              "--chunk-size", 32)
+    assert "no-such-model" in mistake("run", note, *ask, "--model", tmp_path / "no-such-model", "--policy", "keydiff")
+    assert "budget" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydiff", "--budget", "96 parsecs")
+
+
+def test_text_that_is_not_utf8_is_named(small: list[str], tmp_path: Path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"fine so far\n" + b"\xff\xfe")
+    assert "byte 12 is not UTF-8" in mistake("run", bad, "--ask", "What?", *small).replace("\n", " ") + "\n"
+
+
+@pytest.mark.parametrize(("lines", "complaint"), [
+    ("", "no facts"),
+    ('{"fact": "a", "question": "b"}\n', "line 1"),
+    ('{"fact": "a", "question": "b", "answer": "c"}\nnonsense\n', "line 2"),
+    ('{"fact": " ", "question": "b", "answer": "c"}\n', "empty"),
+])
+def test_facts_files_are_checked(tmp_path: Path, lines: str, complaint: str):
+    path = tmp_path / "facts.jsonl"
+    path.write_text(lines)
+    with pytest.raises(InputError, match=complaint):
+        read_facts(path)
+    assert complaint in mistake("demo", "--facts", path)
+
+
+# -- demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_demo_json_is_the_contract(small: list[str]):
+    code, out, err = invoke("demo", "--json", "--tokens", 3000, *small)
+    assert code == 0, err
+    found = json.loads(out)
+    assert list(found) == DEMO_KEYS
+    assert found["tokens_fed"] >= 3000 and found["budget_units"] == 96 and found["chunk_size"] == 32
+    assert 96 <= found["peak_units"] <= 96 + 32
+    assert found["bytes_resident"] > 0 and found["bytes_full_cache"] > 0 and found["tok_per_s"] > 0
+    assert 0 <= found["recall"] <= 1 and 0 <= found["recall_recent"] <= 1
+    assert len(found["answers"]) == 12
+    for answer in found["answers"]:
+        assert list(answer) == ["question", "expected", "answer", "position"]
+        assert 0 <= answer["position"] <= found["tokens_fed"]
+    assert "facts and 110 decoys" in err
+
+
+def test_demo_takes_own_facts_and_text(small: list[str], tmp_path: Path):
+    facts, text = tmp_path / "facts.jsonl", tmp_path / "text.txt"
+    facts.write_text('{"fact": "The moon is made of rock.", "question": "What is it made of?", "answer": "rock"}\n')
+    text.write_text("Nothing to see here.\n" * 60)
+    code, out, err = invoke("demo", "--json", "--facts", facts, "--stream", text, "--no-compare", *small)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["recall_recent"] is None
+    assert [a["expected"] for a in found["answers"]] == ["rock"]
+    assert found["tokens_fed"] > 60 * 21  # bytes are tokens here: the text, the fact and the decoys
+
+
+def test_demo_prints_answers_beside_the_truth(small: list[str]):
+    code, out, err = invoke("demo", "--tokens", 2000, *small)
+    assert code == 0, err
+    assert "truth" in out and "sinks + recent at the same budget" in out
+
+
+def test_own_answers_count_as_words():
+    assert is_right("It is 48213.", "48213") and is_right("Rock", "rock")
+    assert not is_right("148213", "48213") and not is_right("", "48213") and not is_right(None, "1")
+
+
+def test_blocks_begin_with_facts_and_lose_nothing():
+    pieces = ["a\n", "b\n", "FACT\n", "c\n" * 20_000, "d\n", "\nOTHER\n", "e"]
+    found = list(blocks(pieces, ["OTHER", "FACT"]))
+    assert "".join(text for text, _ in found) == "".join(pieces)
+    assert [(text.strip().split("\n")[0], begins) for text, begins in found if begins is not None] == [
+        ("FACT", 1), ("OTHER", 0)]
+
+
+def test_lines_are_cut_without_loss():
+    text = "one\r\ntwo\n" + "x" * 10_000 + "\n\nlast"
+    for size in (1, 3, 4096):
+        lines = list(cut_lines(text[i : i + size] for i in range(0, len(text), size)))
+        assert "".join(lines) == text and max(map(len, lines)) <= 4096
+        assert lines[-1] == "last"
+    assert count(["aa", "b"], len, None) == 3 and count(iter(["aa", "b", "c"]), len, 2) == 2
+
+
+# -- run ----------------------------------------------------------------------------------------------------------
+
+
+def test_run_answers_from_files_and_stdin(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("The door code of falcon is 48213.")
+    code, out, err = invoke("run", note, "-", "--ask", "What?", "--ask", "And?", "--json", "--max-new-tokens", 4,
+                            *small, text="More of it, from a pipe.\n")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [a["question"] for a in found["answers"]] == ["What?", "And?"]
+    assert found["tokens_fed"] == len("The door code of falcon is 48213.\nMore of it, from a pipe.\n")
+    assert "memory:" in err
+
+
+def test_run_reads_stdin_when_nothing_is_named(small: list[str]):
+    code, out, err = invoke("run", "--ask", "What?", "--max-new-tokens", 4, "--json", *small, text="abc\n")
+    assert code == 0, err
+    assert json.loads(out)["tokens_fed"] == 4
+
+
+def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("Hello.\n")
+    code, _, err = invoke("run", note, "--max-new-tokens", 4, *small, text="Who?\n\nWhy?")
+    assert code == 0, err
+    read = int(re.search(r"Held at the end: ([\d,]+) tokens", err)[1].replace(",", ""))
+    assert read > len("Hello.\nWho?Why?")
+
+
+def test_inspect_prints_the_formula(small: list[str]):
+    code, out, err = invoke("inspect", "--json", *small)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["budgets"] == [96, 96] and found["bytes_resident"] == found["formula_bytes"]
+    code, out, err = invoke("inspect", *small)
+    assert code == 0 and "bytes" in out, err
+
+
+# -- Ctrl-C and pipes ---------------------------------------------------------------------------------------------
+
+
+def start(*args: object, **more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "locret_stream.cli", *map(str, args)], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> None:
+    for line in process.stderr:
+        if word in line:
+            return
+    raise AssertionError(f"{word!r} never came; exit {process.wait()}")
+
+
+def test_ctrl_c_while_a_stream_is_read_ends_with_a_summary(small: list[str]):
+    process = start("run", "-", "--ask", "What?", *small, stdin=subprocess.PIPE)
+    try:
+        wait_for(process, "reading stdin")
+        process.stdin.write("All work and no play.\n" * 2000)
+        process.stdin.flush()
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert re.search(r"Interrupted: [\d,]+ tokens read, .* held", err) and out == "" and "Traceback" not in err, err
+
+
+def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str]):
+    for args, word in ((["demo", "--tokens", 2_000_000], "decoys"), (["run"], None)):
+        process = start(*args, *small, stdin=subprocess.PIPE)
+        try:
+            if word:
+                wait_for(process, word)
+            else:
+                time.sleep(8)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130 and "Interrupted: " in err and "Traceback" not in err, err
+
+
+def test_the_reader_waits_for_a_pipe_without_a_thread():
+    import asyncio
+
+    async def both() -> list[str | None]:
+        read, write = os.pipe()
+        reader = Reader("pipe", os.fdopen(read, "rb"))
+        os.write(write, "eins\nzwö".encode()[:-1])  # ends inside of a character
+        lines = [await reader.line()]
+        async with asyncio.timeout(30):
+            waiting = asyncio.create_task(reader.line())
+            await asyncio.sleep(0)
+            os.write(write, "ö".encode()[1:] + b"lf\r\nrest")
+            lines.append(await waiting)
+            os.close(write)
+            lines += [await reader.line(), await reader.line()]
+        reader._file.close()
+        return lines
+
+    assert asyncio.run(both()) == ["eins", "zwölf", "rest", None]
+
+
+def test_files_are_read_in_pieces_that_join_and_end_in_a_newline(tmp_path: Path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(("ä€🦉" * 30_000).encode())
+    assert "".join(file_text(path)) == "ä€🦉" * 30_000 + "\n"
+    path.write_bytes(b"")
+    assert "".join(file_text(path)) == ""
+    path.write_bytes("ä".encode()[:1])
+    with pytest.raises(InvalidText, match="byte 0"):
+        list(file_text(path))

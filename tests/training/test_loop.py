@@ -1,0 +1,260 @@
+"""Training learns, resumes bit for bit, refuses what differs, and writes heads that say what they are for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_chat import make_tokenizer
+from tiny_models import make_examples, make_model
+
+from locret_stream import models
+from locret_stream.errors import ConfigError, HeadsMismatch, InputError, InvalidTokens, ModelError
+from locret_stream.heads import RetainingHeads
+from locret_stream.training import Example, TrainConfig, train_heads
+from locret_stream.training.checkpoint import CHECKPOINT, METRICS
+
+QUICK = TrainConfig(steps=12, width=16, eval_every=5, checkpoint_every=4, lr=2e-3, held_out=0.3, warmup=0.3, batch=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "heads.safetensors")
+
+
+def same(one, two) -> bool:
+    one, two = weights(one), weights(two)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("label, more", [
+    ("logprob", dict(bias=True, input_norm=True)), ("logprob", {}), ("zscore", {}), ("logit", {}),
+])
+def test_training_learns_what_held_out_examples_need(model, tmp_path, label, more):
+    config = TrainConfig(label=label, steps=80, width=48, lr=5e-3, warmup=0.1, batch=4, eval_every=40,
+                         checkpoint_every=1000, **more)
+    examples = make_examples(48)
+    result = train_heads(model, examples, tmp_path, config, held_out=make_examples(8, seed=9))
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    before = next(line for line in lines if "held_out_loss" in line)
+    assert before["step"] == 0 and before["overlap"] == result.overlap_before
+    assert result.held_out_loss < (0.9 if config.bias else 0.6) * before["held_out_loss"]
+    assert result.overlap > result.overlap_before + 0.1
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 81))
+    heads = RetainingHeads.load(tmp_path)
+    assert heads.config.label == label and heads.config.alpha == 2.5e-3 and heads.config.act == "silu"
+
+
+def test_heads_know_their_model(model, tmp_path):
+    config = msgspec.structs.replace(QUICK, steps=1, budget_shares=(1.0, 2.0, 1.0))
+    train_heads(model, make_examples(8), tmp_path, config)
+    heads = RetainingHeads.load(tmp_path)
+    assert heads.config.budget_shares == (1.0, 2.0, 1.0)
+    own, other = models.attach(model), models.attach(make_model(seed=5))
+    heads.check_fits(own.shape, own.fingerprint)
+    with pytest.raises(HeadsMismatch, match=f"same shape: they were trained for {own.fingerprint}, this model is "):
+        heads.check_fits(other.shape, other.fingerprint)
+    larger = models.attach(make_model("qwen3"))
+    with pytest.raises(HeadsMismatch, match=r"'fc1.0.weight' is \(16, 64\), this model needs \(16, 128\)"):
+        heads.check_fits(larger.shape, larger.fingerprint)
+    assert models.detach(model) == 0
+
+
+def test_the_model_is_left_as_it_was(model, tmp_path):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train_heads(model, make_examples(8), tmp_path, QUICK)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert models.detach(model) == 0  # nothing is left attached
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step: int, error: BaseException):
+    def progress(at):
+        if at.step == step:
+            raise error
+    return progress
+
+
+@pytest.mark.parametrize("stops", [(5,), (1, 4, 11), (12,)])
+@pytest.mark.parametrize("kind", ["sequence", "stream"])
+def test_a_resumed_run_equals_an_uninterrupted_one(model, tmp_path, kind, stops):
+    config = msgspec.structs.replace(QUICK, bias=True, held_out_max=3)
+
+    def data():
+        examples = make_examples(7) if kind == "sequence" else make_examples(30)
+        return examples if kind == "sequence" else iter(examples)
+
+    straight = train_heads(model, data(), tmp_path / "straight", config)
+    for step in stops:
+        with pytest.raises(KeyboardInterrupt):
+            train_heads(model, data(), tmp_path / "resumed", config, progress=stop_at(step, KeyboardInterrupt()))
+        assert (tmp_path / "resumed" / CHECKPOINT).is_file()
+    resumed = train_heads(model, data(), tmp_path / "resumed", config)
+    assert same(tmp_path / "straight", tmp_path / "resumed")
+    assert resumed.resumed_from == stops[-1] and straight.resumed_from == 0
+    assert (tmp_path / "straight" / METRICS).read_bytes() == (tmp_path / "resumed" / METRICS).read_bytes()
+    assert msgspec.structs.replace(resumed, out=straight.out, resumed_from=0, seconds=straight.seconds) == straight
+    assert not (tmp_path / "resumed" / CHECKPOINT).exists()
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(model, tmp_path, monkeypatch):
+    """As after kill -9: the newest state was never written, the log is ahead and its last line is torn."""
+    from locret_stream.training import loop
+
+    straight = train_heads(model, make_examples(7), tmp_path / "straight", QUICK)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        save = loop.RunFolder.save
+        patch.setattr(loop.RunFolder, "save", lambda self, heads, optimizer, step, used: (
+            save(self, heads, optimizer, step, used) if step == 4 else None))
+        train_heads(model, make_examples(7), tmp_path / "killed", QUICK, progress=stop_at(7, Stop()))
+    with (tmp_path / "killed" / METRICS).open("ab") as log:
+        log.write(b'{"step":8,"lo')
+    assert train_heads(model, make_examples(7), tmp_path / "killed", QUICK).resumed_from == 4
+    assert same(tmp_path / "straight", tmp_path / "killed")
+    assert (tmp_path / "straight" / METRICS).read_bytes() == (tmp_path / "killed" / METRICS).read_bytes()
+    assert straight.steps == 12
+
+
+def test_ctrl_c_never_tears_an_update(model, tmp_path, monkeypatch):
+    assert threading.current_thread() is threading.main_thread()
+    real, count = torch.optim.AdamW.step, []
+
+    def step(self, *args):
+        count.append(1)
+        if len(count) == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # arrives inside the update, is raised behind it
+        return real(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        train_heads(model, make_examples(7), tmp_path / "torn", QUICK)
+    assert len(count) == 3
+    assert train_heads(model, make_examples(7), tmp_path / "torn", QUICK).resumed_from == 3
+    train_heads(model, make_examples(7), tmp_path / "straight", QUICK)
+    assert same(tmp_path / "straight", tmp_path / "torn")
+
+
+def test_a_finished_run_is_returned_and_another_one_is_refused_by_name(model, tmp_path):
+    first = train_heads(model, make_examples(7), tmp_path, QUICK)
+    assert train_heads(model, make_examples(7), tmp_path, QUICK) == first
+    other = msgspec.structs.replace(QUICK, lr=1e-3, seed=3)
+    with pytest.raises(ConfigError, match=r"differs in lr: there 0.002, now 0.001; seed: there 0, now 3; expected"):
+        train_heads(model, make_examples(7), tmp_path, other)
+    with pytest.raises(ConfigError, match="differs in data: "):
+        train_heads(model, make_examples(8), tmp_path, QUICK)
+    with pytest.raises(ConfigError, match="differs in fingerprint: "):
+        train_heads(make_model(seed=8), make_examples(7), tmp_path, QUICK)
+    before = weights(tmp_path)
+    train_heads(model, make_examples(7), tmp_path, other, restart=True)
+    assert not torch.equal(before["fc1.0.weight"], weights(tmp_path)["fc1.0.weight"])
+
+
+def test_another_stream_is_refused_on_resume(model, tmp_path):
+    with pytest.raises(Stop):
+        train_heads(model, iter(make_examples(60)), tmp_path, QUICK, progress=stop_at(2, Stop()))
+    with pytest.raises(ConfigError, match="the first 2 steps differ"):
+        train_heads(model, iter(make_examples(60, seed=1)), tmp_path, QUICK)
+
+
+def test_a_stream_that_ends_keeps_its_state(model, tmp_path):
+    config = msgspec.structs.replace(QUICK, held_out_max=2)
+    with pytest.raises(ConfigError, match="the examples ended after 9; expected 12 steps of 2"):
+        train_heads(model, iter(make_examples(11)), tmp_path, config)
+    assert train_heads(model, iter(make_examples(60)), tmp_path, config).resumed_from == 4
+
+
+def test_a_damaged_checkpoint_is_named(model, tmp_path):
+    with pytest.raises(Stop):
+        train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(2, Stop()))
+    whole = (tmp_path / CHECKPOINT).read_bytes()
+    (tmp_path / CHECKPOINT).write_bytes(whole[:-100])
+    with pytest.raises(HeadsMismatch, match=CHECKPOINT):
+        train_heads(model, make_examples(7), tmp_path, QUICK)
+
+
+def test_heads_made_elsewhere_are_not_overwritten(model, tmp_path):
+    train_heads(model, make_examples(7), tmp_path, QUICK)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ConfigError, match="no run.json describes"):
+        train_heads(model, make_examples(7), tmp_path, QUICK)
+
+
+def test_examples_of_mixed_lengths_share_a_step(model, tmp_path):
+    examples = make_examples(6) + make_examples(6, length=30)
+    result = train_heads(model, examples, tmp_path, msgspec.structs.replace(QUICK, batch=4, max_tokens=40))
+    assert (result.cut, result.skipped) == (6, 0)  # 48 tokens lose their second reply
+
+
+def test_text_goes_in_by_the_chat_template(tmp_path):
+    words = make_model(vocab_size=264)
+    lines = [{"prompt": f"The code of door {n} is {n * 7}. Which?", "answer": f"It is {n * 7}."} for n in range(12)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    with pytest.raises(ConfigError, match="found no tokenizer"):
+        train_heads(words, path, tmp_path / "out", QUICK)
+    seen = []
+    result = train_heads(words, str(path), tmp_path / "out", QUICK, tokenizer=make_tokenizer(), progress=seen.append)
+    assert result.examples + result.held_out == 12
+    assert seen[-1].step == seen[-1].steps == 12 and seen[-1].overlap == result.overlap
+    path.write_text(path.read_text() + "\n{}")
+    with pytest.raises(InputError, match=r"data\.jsonl:13: "):
+        train_heads(words, path, tmp_path / "out", QUICK, tokenizer=make_tokenizer())
+
+
+def test_what_cannot_work_is_refused(model, tmp_path):
+    with pytest.raises(InvalidTokens, match="found token id 97; expected ids below the model's vocabulary of 97"):
+        train_heads(model, [*make_examples(3), Example([1, 2, 97, 4], ((2, 4),))], tmp_path, QUICK)
+    with pytest.raises(ConfigError, match="found 1 usable"):
+        train_heads(model, make_examples(1), tmp_path, QUICK)
+    with pytest.raises(ConfigError, match="found 2 budget_shares; expected 3"):
+        train_heads(model, make_examples(7), tmp_path, msgspec.structs.replace(QUICK, budget_shares=(1.0, 2.0)))
+    broken = make_model(seed=3)
+    broken.model.layers[2].self_attn.q_proj.weight.data[0, 0] = float("nan")
+    attachment = models.Attachment(broken, "auto")  # the self-test of attach would refuse it
+    with pytest.raises(ModelError, match="the loss of step 0 is nan"):
+        train_heads(attachment, make_examples(7), tmp_path / "nan", QUICK)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("label", "softmax"), ("steps", 0), ("batch", 1.5), ("lr", 0), ("lr", float("nan")), ("betas", (0.9, 1.0)),
+    ("warmup", 1.0), ("held_out", -0.1), ("clip", 0), ("alpha", -1), ("max_tokens", 1), ("seed", -1), ("bias", 1),
+    ("budget_shares", ()), ("budget_shares", (1.0, 0.0)), ("eps", 0.0), ("weight_decay", float("inf")),
+])
+def test_configs_check_themselves(name, value):
+    with pytest.raises(ConfigError, match=f"train: {name} is .*; expected "):
+        TrainConfig(**{name: value})
+
+
+def test_the_rate_rises_for_two_thirds_and_falls_to_zero():
+    config = TrainConfig()
+    assert config.lr_at(0) == pytest.approx(5e-4 / 2000) and config.lr_at(1999) == config.lr_at(2000) == 5e-4
+    assert config.lr_at(2999) == pytest.approx(5e-4 / 1000)
+    assert TrainConfig(warmup=0, steps=1).lr_at(0) == 5e-4
+
+
+def test_the_bar_shows_the_figures():
+    import io
+
+    from rich.console import Console
+
+    from locret_stream.training import Progress, progress_bar
+
+    file = io.StringIO()
+    with progress_bar(Console(file=file, force_terminal=True, width=160)) as show:
+        show(Progress(step=0, steps=9))
+        show(Progress(step=9, steps=9, loss=0.5, held_out_loss=0.25, overlap=0.625))
+    assert "9/9" in file.getvalue() and "held-out 0.2500  top-10% overlap 62.5%" in file.getvalue()
