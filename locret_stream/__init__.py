@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         ContextClosed,
         ContextError,
         EmptySource,
-        EmptySource,
         HeadsMismatch,
         InputError,
         InvalidText,
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
         UnsupportedModel,
         WindowExceeded,
     )
-    from locret_stream.runtime import Runtime, SyncContext, open_context
+    from locret_stream.runtime import Runtime
+    from locret_stream.shorthand import SyncContext, open_context
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,6 @@ __all__ = [
     "ContextBusy",
     "ContextClosed",
     "ContextError",
-    "EmptySource",
     "EmptySource",
     "FeedReport",
     "HeadsMismatch",
@@ -75,7 +74,8 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("Budget", "Sampling", "StreamConfig"), "config"),
     **dict.fromkeys(("FeedReport", "StreamingContext", "Token"), "context"),
-    **dict.fromkeys(("Runtime", "SyncContext", "open_context"), "runtime"),
+    **dict.fromkeys(("SyncContext", "open_context"), "shorthand"),
+    "Runtime": "runtime",
 }
 
 

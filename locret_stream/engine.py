@@ -41,6 +41,7 @@ class EngineState:
         self.seen = 0
         self.pending: list[int] = []
         self.provisional = 0
+        self.peaks = [0] * len(store.counts)  # the most units ever held per layer, the tail included
         self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
         self.tail_hidden: Tensor | None = None  # the same of pending[provisional - 1]
         self.committed_ids: deque[int] = deque(maxlen=HISTORY)
@@ -118,7 +119,7 @@ class Engine:
             twin.store.copy_from(state.store, state.provisional)
             twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
             twin.last_hidden, twin.tail_hidden = state.last_hidden, state.tail_hidden
-            twin.committed_ids = state.committed_ids.copy()
+            twin.committed_ids, twin.peaks = state.committed_ids.copy(), list(state.peaks)
             return twin
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
@@ -255,6 +256,7 @@ class Engine:
             if scorer is not None:
                 scorer.see(call, q)
             total = start + new
+            state.peaks[layer] = max(state.peaks[layer], total)
             return q, store.rotated(layer, total)[:, :, first:], store.values(layer, total)[:, :, first:], mask
 
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)

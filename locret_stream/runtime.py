@@ -1,4 +1,4 @@
-"""Runtime: loads the model, owns the engine, its thread, the slots and the open contexts. And the shorthands over it."""
+"""Runtime: loads the model, owns the engine, its thread, the slots and the open contexts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ import torch
 from asyncio_throttle import Throttler
 
 from locret_stream.config import Budget, StreamConfig, budget_from
-from locret_stream.context import FeedReport, StreamingContext, Token
-from locret_stream.context.sources import Source
+from locret_stream.context import StreamingContext
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextClosed, HeadsMismatch, NoSlot, UnsupportedModel
 from locret_stream.heads import RetainingHeads
@@ -330,96 +329,3 @@ def _readable(path: str | Path) -> Iterator[None]:
         raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer: {error}; "
                                'expected a folder with config.json, weights and tokenizer files, a hub id, or "bundled"'
                                ) from error
-
-
-@contextlib.asynccontextmanager
-async def open_context(model: str | Path = "bundled", *, name: str | None = None, system: str | None = None,
-                       raw: bool | None = None, trusted: bool = False, **options: Any) -> AsyncIterator[StreamingContext]:
-    """One context in a private runtime: `async with open_context("bundled") as ctx: ...`. Options: Runtime's."""
-    options.setdefault("max_live", 1)
-    async with Runtime.from_pretrained(model, **options) as runtime:
-        async with runtime.open(name, system=system, raw=raw, trusted=trusted) as ctx:
-            yield ctx
-
-
-class SyncContext:
-    """One context for scripts and notebooks, without async: an event loop of its own runs on a thread.
-
-        with SyncContext("bundled") as ctx:
-            ctx.feed(open("build.log"))
-            print(ctx.ask("What broke the build?"))
-    """
-
-    def __init__(self, model: str | Path = "bundled", **options: Any):
-        """Arguments are those of `open_context`."""
-        self._opened = open_context(model, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="locret-sync", daemon=True)
-        self._ctx: StreamingContext | None = None
-
-    def _run(self, awaitable: Any) -> Any:
-        if self._ctx is None:
-            raise ContextClosed("this context is not open; expected a call inside `with SyncContext(...) as ctx`")
-        return self._wait(awaitable)
-
-    def _wait(self, awaitable: Any) -> Any:
-        async def run() -> Any:
-            return await awaitable
-
-        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
-        try:
-            return future.result()
-        except BaseException:  # Ctrl-C in the caller's thread: stop the work too, and wait for it to rest
-            if future.cancel():
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
-            raise
-
-    def __enter__(self) -> SyncContext:
-        self._thread.start()
-        try:
-            self._ctx = self._wait(self._opened.__aenter__())
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._wait(self._opened.__aexit__(*error))
-        finally:
-            self._ctx = None
-            self._stop()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _context(self) -> StreamingContext:
-        if self._ctx is None:
-            raise ContextClosed("this context is not open; expected a call inside `with SyncContext(...) as ctx`")
-        return self._ctx
-
-    def feed(self, source: Source) -> FeedReport:
-        """Take in a whole source; as `StreamingContext.feed`."""
-        return self._run(self._context().feed(source))
-
-    def ask(self, question: str, **options: Any) -> str:
-        """As `StreamingContext.ask`."""
-        return self._run(self._context().ask(question, **options))
-
-    def generate(self, prompt: str | None = None, **options: Any) -> Iterator[Token]:
-        """As `StreamingContext.generate`; an ordinary iterator of tokens."""
-        reply = self._context().generate(prompt, **options)
-        end = object()
-        try:
-            while (token := self._run(anext(reply, end))) is not end:
-                yield token
-        finally:
-            if self._ctx is not None:
-                self._run(reply.aclose())
-
-    @property
-    def memory(self) -> Any:
-        """As `StreamingContext.memory`."""
-        return self._context().memory

@@ -23,6 +23,7 @@ ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_loc
 TABLE = (
     ("langchain_locret", "locret_serve", "cli"),
     ("training", "evaluation"),
+    ("shorthand",),
     ("runtime",),
     ("context",),
     ("worker",),

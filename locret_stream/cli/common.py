@@ -119,8 +119,11 @@ def interruptible(held: Held) -> Iterator[None]:
 def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int | None, chunk_size: int | None,
                  **options: Any) -> Runtime:
     """A runtime for one context; what is None keeps the runtime's own default."""
+    from transformers.utils.logging import disable_progress_bar
+
     from locret_stream.runtime import Runtime
 
+    disable_progress_bar()
     if isinstance(budget, str) and budget.strip().isdecimal():
         budget = int(budget)
     given = {"heads": heads, "budget": budget, "chunk_size": chunk_size, **options}

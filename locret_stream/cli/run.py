@@ -182,6 +182,7 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
 async def chat(questions: Reader, context: StreamingContext, sampling: Sampling) -> None:
     """Questions and answers in turn, kept in the memory, until the input ends."""
     prompt = "> " if stdin_is_terminal() or questions.name != "stdin" else ""
+    err.print("Ask away; Ctrl-D ends.")
     while True:
         print(prompt, end="", flush=True)
         question = await questions.line()

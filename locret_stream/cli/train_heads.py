@@ -15,6 +15,7 @@ from locret_stream.cli.common import (
     check_readable,
     err,
     interruptible,
+    make_runtime,
     out,
     print_json,
 )

@@ -22,7 +22,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """What a context holds. Units are per KV head and layer.
 
     tokens: accepted since the beginning. pending: of these, not committed yet. units: committed, per layer.
-    capacity: the most that units and the tail may take, per layer. bytes_resident: of this context's slot, as its
+    capacity: the most that units and the tail may take, per layer. peak: the most they ever took. bytes_resident: of this context's slot, as its
     tensors are. bytes_full_cache: K and V of all accepted tokens, what a cache that never evicts would need.
     """
 
@@ -30,6 +30,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     pending: int
     units: tuple[int, ...]
     capacity: tuple[int, ...]
+    peak: tuple[int, ...]
     bytes_resident: int
     bytes_full_cache: int
 
@@ -249,6 +250,7 @@ class StreamingContext:
         per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.item_bytes
         return Memory(tokens=state.position, pending=len(state.pending), units=tuple(state.store.counts),
                       capacity=tuple(units + engine.chunk_size for units in engine.budgets),
+                      peak=tuple(state.peaks),
                       bytes_resident=engine.pool.slot_bytes, bytes_full_cache=state.position * per_token)
 
     async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:

@@ -11,21 +11,21 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_chat import make_tokenizer
-from tiny_models import make_examples, make_model
 
 from locret_stream import models
 from locret_stream.errors import ConfigError, HeadsMismatch, InputError, InvalidTokens, ModelError
 from locret_stream.heads import RetainingHeads
 from locret_stream.training import Example, TrainConfig, train_heads
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS
+from tests.architectures import make
+from tests.training.tiny import make_examples, make_tokenizer
 
 QUICK = TrainConfig(steps=12, width=16, eval_every=5, checkpoint_every=4, lr=2e-3, held_out=0.3, warmup=0.3, batch=2)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model()
+    return make("llama")
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -60,11 +60,11 @@ def test_heads_know_their_model(model, tmp_path):
     train_heads(model, make_examples(8), tmp_path, config)
     heads = RetainingHeads.load(tmp_path)
     assert heads.config.budget_shares == (1.0, 2.0, 1.0)
-    own, other = models.attach(model), models.attach(make_model(seed=5))
+    own, other = models.attach(model), models.attach(make("llama", seed=5))
     heads.check_fits(own.shape, own.fingerprint)
     with pytest.raises(HeadsMismatch, match=f"same shape: they were trained for {own.fingerprint}, this model is "):
         heads.check_fits(other.shape, other.fingerprint)
-    larger = models.attach(make_model("qwen3"))
+    larger = models.attach(make("qwen3"))
     with pytest.raises(HeadsMismatch, match=r"'fc1.0.weight' is \(16, 64\), this model needs \(16, 128\)"):
         heads.check_fits(larger.shape, larger.fingerprint)
     assert models.detach(model) == 0
@@ -157,7 +157,7 @@ def test_a_finished_run_is_returned_and_another_one_is_refused_by_name(model, tm
     with pytest.raises(ConfigError, match="differs in data: "):
         train_heads(model, make_examples(8), tmp_path, QUICK)
     with pytest.raises(ConfigError, match="differs in fingerprint: "):
-        train_heads(make_model(seed=8), make_examples(7), tmp_path, QUICK)
+        train_heads(make("llama", seed=8), make_examples(7), tmp_path, QUICK)
     before = weights(tmp_path)
     train_heads(model, make_examples(7), tmp_path, other, restart=True)
     assert not torch.equal(before["fc1.0.weight"], weights(tmp_path)["fc1.0.weight"])
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
 def test_heads_made_elsewhere_are_not_overwritten(model, tmp_path):
     train_heads(model, make_examples(7), tmp_path, QUICK)
     (tmp_path / "run.json").unlink()
-    with pytest.raises(ConfigError, match="no run.json describes"):
+    with pytest.raises(ConfigError, match=r"no run\.json describes"):
         train_heads(model, make_examples(7), tmp_path, QUICK)
 
 
@@ -200,7 +200,7 @@ def test_examples_of_mixed_lengths_share_a_step(model, tmp_path):
 
 
 def test_text_goes_in_by_the_chat_template(tmp_path):
-    words = make_model(vocab_size=264)
+    words = make("llama")
     lines = [{"prompt": f"The code of door {n} is {n * 7}. Which?", "answer": f"It is {n * 7}."} for n in range(12)]
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
@@ -216,13 +216,13 @@ def test_text_goes_in_by_the_chat_template(tmp_path):
 
 
 def test_what_cannot_work_is_refused(model, tmp_path):
-    with pytest.raises(InvalidTokens, match="found token id 97; expected ids below the model's vocabulary of 97"):
-        train_heads(model, [*make_examples(3), Example([1, 2, 97, 4], ((2, 4),))], tmp_path, QUICK)
+    with pytest.raises(InvalidTokens, match="found token id 401; expected ids below the model's vocabulary of 401"):
+        train_heads(model, [*make_examples(3), Example([1, 2, 401, 4], ((2, 4),))], tmp_path, QUICK)
     with pytest.raises(ConfigError, match="found 1 usable"):
         train_heads(model, make_examples(1), tmp_path, QUICK)
     with pytest.raises(ConfigError, match="found 2 budget_shares; expected 3"):
         train_heads(model, make_examples(7), tmp_path, msgspec.structs.replace(QUICK, budget_shares=(1.0, 2.0)))
-    broken = make_model(seed=3)
+    broken = make("llama", seed=3)
     broken.model.layers[2].self_attn.q_proj.weight.data[0, 0] = float("nan")
     attachment = models.Attachment(broken, "auto")  # the self-test of attach would refuse it
     with pytest.raises(ModelError, match="the loss of step 0 is nan"):

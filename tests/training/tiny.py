@@ -1,9 +1,12 @@
-"""A tokenizer, chat templates and conversations small enough to check by eye."""
+"""A tokenizer and chat templates small enough to check by eye, and random examples for the random models."""
 
 from __future__ import annotations
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from locret_stream.training import Example
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -39,3 +42,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     made.chat_template = CHATML
     return made
+
+
+def make_examples(count: int, length: int = 48, seed: int = 0) -> list[Example]:
+    """Two replies each, ids of the models of `tests.architectures`."""
+    noise = torch.Generator().manual_seed(seed)
+    spans = ((length // 2, length // 2 + 3), (length - 5, length))
+    return [Example(torch.randint(3, 401, (length,), generator=noise), spans) for _ in range(count)]

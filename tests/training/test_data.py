@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from tiny_chat import BARE, CHATML, SHOUTING, STRICT, THINKING, TRIMMING, make_tokenizer
 
 from locret_stream.errors import ConfigError, InputError
 from locret_stream.training.data import Example, fit, load_examples, parse_line, read_jsonl, render
+from tests.training.tiny import BARE, CHATML, SHOUTING, STRICT, THINKING, TRIMMING, make_tokenizer
 
 CHAT = [
     {"role": "system", "content": "the rules: be kind.\n"},
