@@ -46,17 +46,19 @@ class EngineState:
         self.tail_hidden: Tensor | None = None  # the same of pending[provisional - 1]
         self.committed_ids: deque[int] = deque(maxlen=HISTORY)
         self.broken = False
-        self.lock = threading.Lock()  # ids are accepted on the caller's thread, copies are made on the engine's
+        self.lock = threading.RLock()  # ids are accepted on the caller's thread, or by a finaliser on any
 
     @property
     def position(self) -> int:
         """Absolute position of the next token: how many were accepted."""
-        return self.seen + len(self.pending)
+        with self.lock:
+            return self.seen + len(self.pending)
 
     @property
     def history(self) -> list[int]:
         """The last 1,024 accepted ids, committed or pending."""
-        return [*self.committed_ids, *self.pending][-HISTORY:]
+        with self.lock:
+            return [*self.committed_ids, *self.pending][-HISTORY:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Engine:
             return twin
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
-        """All that a context is, as tensors: units, pending ids, last hidden state, policy state, last committed ids."""
+        """All that a context is, as tensors: units, pending ids, last hidden state, policy state, newest ids."""
         self._check(state)
         out = state.store.export()
         out["seen"] = torch.tensor(state.seen)
@@ -153,6 +155,14 @@ class Engine:
         """How many more tokens can be accepted; None: no end. Only policies that never evict have one."""
         return None if self.policy.bounded else min(self.budgets) - state.position
 
+    def expect_room(self, state: EngineState, count: int) -> None:
+        """Raises BudgetExceeded unless `count` more tokens can be accepted."""
+        room = self.room(state)
+        if room is not None and count > room:
+            raise BudgetExceeded(
+                f"policy {self.policy.name!r} never evicts: {state.position} tokens are held, {count} more were "
+                f"given, the smallest layer holds {min(self.budgets)}; expected a larger budget or an evicting policy")
+
     def accept(self, state: EngineState, ids: Iterable[int]) -> None:
         """Take ids over as pending. Runs nothing; `commit` as long as `ready` is true.
 
@@ -161,11 +171,7 @@ class Engine:
         """
         self._check(state)
         ids = list(ids)
-        room = self.room(state)
-        if room is not None and len(ids) > room:
-            raise BudgetExceeded(
-                f"policy {self.policy.name!r} never evicts: {state.position} tokens are held, {len(ids)} more were "
-                f"given, the smallest layer holds {min(self.budgets)}; expected a larger budget or an evicting policy")
+        self.expect_room(state, len(ids))
         with state.lock:
             state.pending.extend(ids)
 
@@ -196,10 +202,11 @@ class Engine:
             state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self._rotate_keys)
         state.broken = False
         state.policy_state = scorer.policy_state
-        state.seen += len(ids)
-        state.committed_ids.extend(ids)
-        del state.pending[:len(ids)]
         state.last_hidden = hidden[:, -1:].clone()
+        with state.lock:
+            state.seen += len(ids)
+            state.committed_ids.extend(ids)
+            del state.pending[:len(ids)]
 
     def logits(self, state: EngineState) -> Tensor:
         """Logits [vocab] fp32 of the next token; pending ids without units get provisional ones."""

@@ -137,6 +137,8 @@ class Attachment:
         self._layer_types = getattr(self._config, "layer_types", None)
         self._sliced: dict[int, bool] = {}
         self._uses_rope = [self._probe_rope(module) for module in self._attentions]
+        self._plain_rope = [uses and self._probe_plain(module)
+                            for uses, module in zip(self._uses_rope, self._attentions, strict=True)]
         self.fingerprint = _fingerprint(model)
         self.users = 0
 
@@ -224,7 +226,10 @@ class Attachment:
         if pair is None:
             return x
         stop = start + x.shape[2]
-        return self._apply_rope(self._attentions[layer], x, pair[0][:, start:stop], pair[1][:, start:stop])
+        cos, sin = pair[0][:, start:stop], pair[1][:, start:stop]
+        if self._plain_rope[layer]:
+            return _rotate_halves(x, cos, sin)
+        return self._apply_rope(self._attentions[layer], x, cos, sin)
 
     def _apply_rope(self, module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         apply = sys.modules[type(module).__module__].apply_rotary_pos_emb  # the model's own: half, pairs, partial
@@ -237,6 +242,17 @@ class Attachment:
         width = cos.shape[-1]
         turned = apply(x[..., :width], x[:, :0, :, :width], cos, sin)[0]
         return torch.cat([turned, x[..., width:]], dim=-1)
+
+    @torch.no_grad()
+    def _probe_plain(self, module: nn.Module) -> bool:
+        """Whether the model's own rotation is the common one of whole halves, which `_rotate_halves` does in 3 passes."""
+        x = torch.linspace(-1, 1, 2 * self.shape.head_dim, dtype=self.dtype, device=self.device)
+        x = x.view(1, 1, 2, self.shape.head_dim)
+        cos, sin = self._cos_sin(module.layer_idx, torch.tensor([[1, 5]], device=self.device))
+        if cos.shape[-1] != x.shape[-1]:
+            return False
+        close = 1e-5 if self.dtype in (torch.float32, torch.float64) else 1e-2
+        return torch.allclose(self._apply_rope(module, x, cos, sin), _rotate_halves(x, cos, sin), rtol=close, atol=close)
 
     @torch.no_grad()
     def _probe_rope(self, module: nn.Module) -> bool:
@@ -299,6 +315,15 @@ class Attachment:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         kwargs.pop("dropout", None)
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
+
+
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, heads, T, D], cos and sin [1, T, D] -> x * cos + (-x2, x1) * sin, with x1, x2 the halves of x."""
+    half = x.shape[-1] // 2
+    out = x * cos[:, None]
+    out[..., :half].addcmul_(x[..., half:], sin[:, None, :, :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[:, None, :, half:])
+    return out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

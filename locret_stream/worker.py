@@ -50,15 +50,16 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """Let the running step finish, cancel the queued ones, end the thread. Idempotent."""
+        """Let the running step finish, fail the queued ones with ContextClosed, end the thread. Idempotent."""
         with self._wake:
             self._closed = True
             waiting = [future for queue in self._queues.values() for future, _ in queue]
             self._queues.clear()
             self._turns.clear()
             self._wake.notify()
-        for future in waiting:
-            future.cancel()
+        for future in waiting:  # not cancelled: whoever waits would take that for a cancellation of its own
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ContextClosed("the runtime was closed before this step began"))
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -110,6 +110,15 @@ def test_control_ids_come_from_literals_alone(name: str, kind: str):
     assert [i for i in loud if i in control] == [i for i in quiet if i in control] != []
 
 
+def test_a_system_turn_that_depends_on_what_follows_is_merged():
+    codec, tokenizer, _ = made("chatml")
+    template = CHATML.replace("message['role'] +", "message['role'] ~ (messages | length if message['role'] == 'system'"
+                                                   " else '') +")
+    frame = ChatFrame(codec, tokenizer, template=template)
+    assert frame.system_style == "merged"
+    assert codec.decode(frame.begin("s")[0], skip_special=False) == "<|im_start|>user\ns\n\n"
+
+
 def test_the_default_system_text_of_a_template_is_its_own():
     codec, _, frame = made("qwen2")
     assert "You are a helpful assistant." in codec.decode(frame.begin()[0])

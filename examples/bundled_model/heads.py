@@ -45,7 +45,7 @@ def label_contexts(model: Recaller, writer: Writer, batches: int, seed: int) -> 
                 x[:, :, SINKS:].unflatten(0, (contexts, snippets)).transpose(1, 2).flatten(2, 3) for x in (q, k, v)
             )
             tails = batch.tails.shape[0] // contexts
-            _, attention = model.tail_states(batch.tails, Kept(k, v).repeat(tails), batch.answer_rows)
+            _, attention = model.tail_states(batch.tails, Kept(k, v), batch.answer_rows)
         mass = attention.amax(2).unflatten(0, (contexts, tails)).amax(1)
         owner = batch.unit_fact.flatten(1)
         known = (owner < 0) | batch.asked.gather(1, owner.clamp(min=0))

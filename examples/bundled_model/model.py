@@ -124,15 +124,10 @@ class Block(nn.Module):
 
 @dataclass
 class Kept:
-    """Units of the recall layer that a tail sees beside its own: k and v [B, H, N, D] before RoPE."""
+    """Units of the recall layer that tails see beside their own: k and v [C, H, N, D] before RoPE."""
 
     k: Tensor
     v: Tensor
-
-    def repeat(self, tails: int) -> Kept:
-        if tails == 1:
-            return self
-        return Kept(self.k.repeat_interleave(tails, 0), self.v.repeat_interleave(tails, 0))
 
 
 class Recaller(nn.Module):
@@ -155,6 +150,14 @@ class Recaller(nn.Module):
         angle = (positions.float()[:, None] * self.inverse_frequencies).repeat(1, 2)
         return angle.cos(), angle.sin()
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """q [B, Hq, T, D], k and v [B, H, S, D], visible [T, S]. The heads of a group are further rows: no K is copied."""
+        batch, heads, length, dim = q.shape
+        groups = heads // k.shape[1]
+        bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf")).repeat(groups, 1)
+        out = F.scaled_dot_product_attention(q.reshape(batch, -1, groups * length, dim), k, v, attn_mask=bias)
+        return out.view(batch, heads, length, dim)
+
     def _attend_own(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = block.self_attn.qkv(block.input_layernorm(x))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -176,7 +179,7 @@ class Recaller(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Final normed states [B, T, width] of tails that see `kept` behind their sinks in the recall layer.
 
-        With `rows` [B, R] (row numbers), also the attention [B, Hq, R, N] of these rows onto `kept`.
+        Tails are grouped by context: B / C of them share each of the C contexts of `kept`. With `rows` [B, R] (row numbers), also the attention [B, Hq, R, N] of these rows onto `kept`.
         """
         length = ids.shape[1]
         cos, sin = self.angles(torch.arange(length))
@@ -192,28 +195,31 @@ class Recaller(nn.Module):
     def _attend_kept(
         self, block: Block, x: Tensor, kept: Kept, rows: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Ranks: the sinks, what is kept, then the tail's other units. A context's tails share what is kept."""
         shape, length, count = self.shape, x.shape[1], kept.k.shape[2]
+        tails = x.shape[0] // kept.k.shape[0]
         q, k, v = block.self_attn.qkv(block.input_layernorm(x))
-        k = torch.cat([k[:, :, :SINKS], kept.k.to(k.dtype), k[:, :, SINKS:]], 2)
-        v = torch.cat([v[:, :, :SINKS], kept.v.to(v.dtype), v[:, :, SINKS:]], 2)
         cos, sin = self.angles(torch.arange(length + count))
-        row_places = torch.cat([torch.arange(SINKS), torch.arange(SINKS, length) + count])
-        q, k = rotate(q, cos[row_places], sin[row_places]), rotate(k, cos, sin)
-        visible = torch.arange(length + count)[None] <= row_places[:, None]
-        groups = shape.query_heads // shape.kv_heads
-        bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
-        attended = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), attn_mask=bias
-        )
+        ranks = torch.cat([torch.arange(SINKS), torch.arange(SINKS, length) + count])
+        middle = slice(SINKS, SINKS + count)
+        kept_k = rotate(kept.k.to(k.dtype), cos[middle], sin[middle]).repeat_interleave(tails, 0)
+        kept_v = kept.v.to(v.dtype).repeat_interleave(tails, 0)
+        q, k = rotate(q, cos[ranks], sin[ranks]), rotate(k, cos[ranks], sin[ranks])
+        k = torch.cat([k, kept_k], 2)
+        v = torch.cat([v, kept_v], 2)
+        own = torch.ones(length, length, dtype=torch.bool).tril()
+        visible = torch.cat([own, (torch.arange(length) >= SINKS)[:, None].expand(-1, count)], 1)
+        attended = self._attend(q, k, v, visible)
         weights = None
         if rows is not None:
             with torch.no_grad():
-                batch, picked = x.shape[0], rows.shape[1]
+                batch, picked = rows.shape
+                groups = shape.query_heads // shape.kv_heads
                 index = rows[:, None, :, None].expand(-1, shape.query_heads, -1, shape.head_dim)
                 some = q.gather(2, index).float().view(batch, shape.kv_heads, groups * picked, shape.head_dim)
                 logits = some @ k.float().transpose(2, 3) / math.sqrt(shape.head_dim)
                 seen = visible[rows].repeat(1, groups, 1)[:, None]
-                weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)[..., SINKS : SINKS + count]
+                weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)[..., length:]
         return block.finish(x, attended), weights
 
     def logits(self, states: Tensor) -> Tensor:

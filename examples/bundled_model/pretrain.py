@@ -76,7 +76,7 @@ class Step:
             k, v = k.gather(2, expanded), v.gather(2, expanded)
         tails = batch.tails.shape[0] // contexts
         states, attention = model.tail_states(
-            batch.tails, Kept(k, v).repeat(tails), batch.answer_rows if train_head else None
+            batch.tails, Kept(k, v), batch.answer_rows if train_head else None
         )
         chosen = batch.weights > 0
         logits = model.logits(states[chosen])

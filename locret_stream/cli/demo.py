@@ -247,7 +247,7 @@ def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, as_js
             "tokens_fed": row.tokens,
             "budget_units": budget,
             "chunk_size": chunk_size,
-            "peak_units": mean([min(most, memory.tokens) for most in memory.capacity]),
+            "peak_units": mean(memory.peak),
             "bytes_resident": memory.bytes_resident,
             "bytes_full_cache": memory.bytes_full_cache,
             "recall": right / len(asked),

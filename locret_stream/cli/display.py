@@ -79,10 +79,8 @@ class Board:
 
     def _render(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for heading, justify in (("memory", "left"), ("tokens read", "right"), ("tok/s", "right"),
-                                 ("units held", "right"), ("bytes held", "right"), ("full cache", "right"),
-                                 ("smaller by", "right")):
-            table.add_column(heading, justify=justify, no_wrap=True)
+        for heading in ("memory", "tokens", "tok/s", "units", "held", "full cache", "less by"):
+            table.add_column(heading, justify="left" if heading == "memory" else "right", no_wrap=True)
         for row in self.rows:
             memory = row.memory
             if memory is None:
@@ -94,5 +92,7 @@ class Board:
                           f"{factor:,.0f} ×" if factor >= 1.5 else "–")
         parts: list[RenderableType] = [Text(self.title, style="bold")]
         if self.total:
-            parts.append(ProgressBar(total=self.total, completed=min(self.total, self.rows[0].tokens), width=72))
+            grid = Table.grid()
+            grid.add_row(ProgressBar(total=self.total, completed=min(self.total, self.rows[0].tokens), width=72))
+            parts.append(grid)
         return Group(*parts, table)

@@ -80,8 +80,9 @@ def show(found: dict[str, Any]) -> None:
     heads, dim, item, chunk = found["kv_heads"], found["head_dim"], found["item_bytes"], found["chunk_size"]
     out.print(f"{found['model']}: {found['layers']} layers, {found['query_heads']} query and {heads} KV heads of {dim},"
               f" {found['window']:,} positions, {item} bytes a number", soft_wrap=True)
-    table = Table(title=f"policy {found['policy']}, budget {mean(found['budgets']):,.0f} + chunk {chunk} units per KV "
-                        "head, mean over layers", title_justify="left", pad_edge=False)
+    out.print(f"policy {found['policy']}: budget {mean(found['budgets']):,.0f} + chunk {chunk} units per KV head, mean "
+              "over the layers", soft_wrap=True)
+    table = Table(pad_edge=False)
     for heading in ("layer", "budget b_l", "kind", "b_l + chunk", "bytes of one context"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
     for layer, (units, window, rope) in enumerate(zip(found["budgets"], found["sliding"], found["rope"], strict=True)):

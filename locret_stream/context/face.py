@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -10,7 +11,7 @@ import msgspec
 
 from locret_stream.config import Sampling
 from locret_stream.context.host import Host
-from locret_stream.context.session import Session
+from locret_stream.context.session import CLOSED, Mark, Session, to_the_end
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
 from locret_stream.engine import Receipts
@@ -37,10 +38,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 def _sampling(base: Sampling | None, options: dict[str, object]) -> Sampling:
     """Settings of one generation; `stop` may be a single string."""
-    if isinstance(options.get("stop"), str):
-        options["stop"] = (options["stop"],)
-    elif "stop" in options:
-        options["stop"] = tuple(options["stop"])  # type: ignore[arg-type]
+    if base is not None and not isinstance(base, Sampling):
+        raise ConfigError(f"sampling is a {type(base).__name__}; expected a Sampling, or its fields as options")
+    stop = options.get("stop", ())
+    if isinstance(stop, (str, list)) or stop is None:
+        options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     unknown = sorted(set(options) - set(Sampling.__struct_fields__))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(Sampling.__struct_fields__)}")
@@ -68,17 +70,16 @@ class StreamingContext:
 
     async def __aenter__(self) -> StreamingContext:
         if self._session is not None:
+            self._session.check_open()
             raise ContextBusy(f"context {self.name!r} is open already; expected one `async with` per context")
         slot = await self._host.acquire_slot(scratch=False)
         try:
-            if self._origin is not None:
-                self._session = await self._origin._live.fork(slot)
-            else:
-                self._session = await self._begin(slot)
+            session = await (self._begin(slot) if self._origin is None else self._origin._live.fork(slot))
+            self._host.adopt(self)
         except BaseException:
             self._host.release_slot(slot, scratch=False)
             raise
-        self._host.adopt(self)
+        self._session = session
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -90,10 +91,10 @@ class StreamingContext:
         session = self._session
         if session is None or session.closed:
             return
-        session.closed = True
+        session.end(CLOSED)
         self._host.drop(self)
         try:
-            await session.step(lambda: None)  # whatever runs for this context has finished after it
+            await to_the_end(asyncio.wrap_future(session.barrier()))  # whatever runs for it has finished then
         except ContextClosed:
             pass
         finally:
@@ -187,12 +188,14 @@ class StreamingContext:
         session, settings = self._live, _sampling(sampling, options)
         async with self._host.scratch_slot() as slot:
             twin = await session.fork(slot)
-            if session.busy is not None:  # inside a feed: what it holds was not accepted yet
-                twin.left_by_break = True
-            reply = Generation(twin, question, settings, name="ask")
-            async for _ in reply:
-                pass
-            return reply.text
+            session.asks.add(twin)
+            try:
+                reply = Generation(twin, question, settings, name="ask")
+                async for _ in reply:
+                    pass
+                return reply.text
+            finally:
+                session.asks.discard(twin)
 
     # -- copies and blocks ------------------------------------------------------------------------------------
 
@@ -223,22 +226,39 @@ class StreamingContext:
             if backup is None:
                 slot = await self._host.acquire_slot(scratch=True)
                 try:
-                    backup = await session.fork(slot)
+                    copy = await session.fork(slot)
                 except BaseException:
                     self._host.release_slot(slot, scratch=True)
                     raise
+                if session.before_commit is keep_copy:
+                    backup = copy
+                else:  # the block ended meanwhile, in another task
+                    self._host.release_slot(slot, scratch=True)
 
         session.before_commit = keep_copy
         try:
             yield self
         except BaseException:
             session.before_commit = None
-            await session.undo(mark, backup)
+            if not session.closed:
+                await to_the_end(self._go_back(session, mark, backup))
             raise
         finally:
             session.before_commit = None
             if backup is not None:
                 self._host.release_slot(backup.state.store.slot, scratch=True)
+
+    async def _go_back(self, session: Session, mark: Mark, backup: Session | None) -> None:
+        settled, self._session = session.barrier(), session.back_at(mark, backup)
+        past, engine = self._session, self._host.engine
+        assert past.state.seen == mark.seen
+        past.claim("undo", mark)
+        if backup is not None:  # its slot is this context's now, and the other one is spare
+            backup.state = session.state
+        with contextlib.suppress(ContextClosed):  # closed meanwhile
+            await asyncio.wrap_future(settled)
+            await past.step(lambda: engine.truncate(past.state, mark.pending))
+        past.release(mark)
 
     # -- looking ----------------------------------------------------------------------------------------------
 

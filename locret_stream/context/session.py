@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,11 +26,30 @@ T = TypeVar("T")
 Segment = str | list[int]
 _INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
 
+CLOSED = "this context is closed; expected a call inside its `async with`"
+UNDONE = "this was undone together with the turn it began in; expected a new call on the context"
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """The result of `work`, which runs to its end even when the caller is cancelled; that is raised afterwards."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # retrieved: the cancellation is what the caller sees
+        raise cancelled
+    return task.result()
+
 
 class Session:
     """Engine state, frame and held text of one context, and the steps that move them.
 
     `busy` names the operation whose `owner` has the session; one at a time. All methods belong to one event loop.
+    Once `closed` says why, no step runs and no id is accepted, whoever still holds the session.
     """
 
     def __init__(self, host: Host, state: EngineState, frame: FrameState, *, raw: bool, trusted: bool):
@@ -40,7 +60,8 @@ class Session:
         self.left_by_break = False
         self.busy: str | None = None
         self.owner: object | None = None
-        self.closed = False
+        self.closed: str | None = None
+        self.asks: set[Session] = set()  # scratch copies that run now; they end with this session
         self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
 
     # -- who may act ------------------------------------------------------------------------------------------
@@ -54,13 +75,18 @@ class Session:
         self.busy, self.owner = operation, owner
 
     def release(self, owner: object) -> None:
-        """Give the session back; nothing if `owner` lost it meanwhile (to an undone turn)."""
+        """Give the session back; nothing if `owner` does not have it."""
         if self.owner is owner:
             self.busy = self.owner = None
 
     def check_open(self) -> None:
         if self.closed:
-            raise ContextClosed("this context is closed; expected a call inside its `async with`")
+            raise ContextClosed(self.closed)
+
+    def end(self, why: str) -> None:
+        """No operation of this session, or of its scratch copies, does anything more."""
+        for session in (self, *self.asks):
+            session.closed = why
 
     # -- steps on the engine's thread -------------------------------------------------------------------------
 
@@ -69,6 +95,7 @@ class Session:
 
         Cancelling takes a queued step back; a running one is waited for, so that the engine rests on a boundary.
         """
+        self.check_open()
         future = self.host.worker.submit(id(self.state), work)
         waiting = asyncio.wrap_future(future)
         try:
@@ -84,6 +111,15 @@ class Session:
                 waiting.exception()  # retrieved: the cancellation is what the caller sees
             raise
 
+    def barrier(self) -> Future[None]:
+        """Done when every step given so far is; also of a session that has ended."""
+        return self.host.worker.submit(id(self.state), lambda: None)
+
+    def accept(self, ids: list[int]) -> None:
+        """Take ids over as pending; all or none."""
+        self.check_open()
+        self.host.engine.accept(self.state, ids)
+
     async def commit(self, paced: bool = False) -> None:
         """Commit whole pending chunks, one step each."""
         engine, state = self.host.engine, self.state
@@ -95,13 +131,18 @@ class Session:
             await self.step(lambda: engine.commit(state))
 
     async def take(self, ids: list[int], paced: bool = False) -> None:
-        """Accept all ids, committing chunk by chunk. Cancelled midway, those accepted so far stay."""
+        """Accept all ids, committing chunk by chunk. Cancelled midway, those accepted so far stay.
+
+        Raises:
+            BudgetExceeded: there is no room for all of them; none was taken.
+        """
         engine, state = self.host.engine, self.state
         start = 0
+        engine.expect_room(state, len(ids))
         await self.commit(paced)
         while start < len(ids):
             stop = start + engine.chunk_size - len(state.pending)
-            engine.accept(state, ids[start:stop])
+            self.accept(ids[start:stop])
             start = stop
             await self.commit(paced)
 
@@ -114,6 +155,7 @@ class Session:
 
     async def encode(self, segments: list[Segment]) -> list[int]:
         """Token ids of whole segments; off the event loop unless they are short."""
+        self.check_open()
         codec, trusted = self.host.codec, self.trusted
 
         def run() -> list[int]:
@@ -125,13 +167,26 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self.host.tokenizing, run)
 
     def hold(self, piece: Piece) -> None:
-        """Take a pulled piece over as held. Raises InvalidText or InvalidTokens and leaves what was held before."""
+        """Take a pulled piece over as held.
+
+        Raises:
+            InvalidTokens: nothing of the piece was taken; what was held before is as it was.
+            InvalidText: the same, but that the bytes of an unfinished character before it are dropped too: what
+                would have finished it is gone. Ids behind such bytes are taken.
+        """
+        self.check_open()
         if isinstance(piece, list):
             ids = self.host.codec.validate_ids(piece)
-            self.cut()
-            self.segments.append(ids)
-        else:
+            try:
+                self.cut()
+            finally:
+                self.segments.append(ids)
+            return
+        try:
             self.segments.extend(self.segmenter.push(piece))
+        except InvalidText:
+            self.segmenter.drop_partial()
+            raise
 
     def cut(self) -> None:
         """The text ends here: what the segmenter holds becomes a segment of its own.
@@ -157,13 +212,15 @@ class Session:
 
     async def drain(self, paced: bool = False) -> int:
         """Accept all tokenised ids into an open user turn; returns how many."""
-        taken = 0
+        taken, engine = 0, self.host.engine
         while self.ids:
             self.open_turn()
             await self.commit(paced)
-            room = self.host.engine.chunk_size - len(self.state.pending)
-            batch = [self.ids[i] for i in range(min(room, len(self.ids)))]
-            self.host.engine.accept(self.state, batch)
+            most, room = engine.chunk_size - len(self.state.pending), engine.room(self.state)
+            if room is not None:  # up to the very last that fits, as token by token
+                most = min(most, max(room, 1))
+            batch = [self.ids[i] for i in range(min(most, len(self.ids)))]
+            self.accept(batch)
             for _ in batch:
                 self.ids.popleft()
             taken += len(batch)
@@ -180,52 +237,71 @@ class Session:
         self.close_reply()  # only if a policy that never evicts had no room for it when the reply ended
         if self.frame.turn != "user":
             ids, frame = frames.open_user(self.frame)
-            self.host.engine.accept(self.state, ids)
+            self.accept(ids)
             self.frame = frame
         if not self.frame.has_content:
             self.frame = self.frame.with_content()
+
+    def frame_room(self) -> int:
+        """How many ids the template itself adds from here until a reply can begin."""
+        frames, frame = self.host.frames, self.frame
+        count = 0
+        if frame.turn == "assistant":
+            ids, frame = frames.close_reply(frame, self.state.history[-16:])
+            count += len(ids)
+        ids, frame = frames.open_user(frame)
+        return count + len(ids) + len(frames.close_user_and_prompt(frame)[0])
 
     def close_reply(self) -> None:
         """End the assistant's turn; queues literals only, so it may run anywhere, even in a finaliser."""
         if not self.raw and self.frame.turn == "assistant" and not self.closed:
             last = self.state.history[-16:]  # may end with the end marker, sampled by the model itself
             ids, frame = self.host.frames.close_reply(self.frame, last)
-            self.host.engine.accept(self.state, ids)
+            self.accept(ids)
             self.frame = frame
 
     # -- copies -----------------------------------------------------------------------------------------------
 
     async def fork(self, slot: int) -> Session:
-        """A copy in another slot, at the last accepted token; what is held is copied too."""
-        engine, state, frame = self.host.engine, self.state, self.frame
-        held = (Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids), self.left_by_break)
-        twin_state = await self.step(lambda: engine.fork(state, slot))
-        twin = Session(self.host, twin_state, frame, raw=self.raw, trusted=self.trusted)
+        """A copy in another slot, as of this call: at the last accepted token. What is held is copied too.
+
+        Inside a feed what it holds was not accepted yet, so it waits behind a question, as after a `break`.
+        """
+        engine, state, frame, position = self.host.engine, self.state, self.frame, self.state.position
+        held = (Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids),
+                self.left_by_break or self.busy is not None)
+
+        def copy() -> EngineState:
+            twin = engine.fork(state, slot)
+            engine.truncate(twin, position - twin.seen)  # another task may have fed more since: it is pending still
+            return twin
+
+        twin = Session(self.host, await self.step(copy), frame, raw=self.raw, trusted=self.trusted)
         twin.segmenter, twin.segments, twin.ids, twin.left_by_break = held
         return twin
 
-    def mark(self) -> _Mark:
-        """Where the session is; `undo` goes back to it."""
+    def mark(self) -> Mark:
+        """Where the session is; `back_at` goes there."""
         state = self.state
-        return _Mark(state.seen, len(state.pending), self.frame, Segmenter(self.segmenter.held),
+        return Mark(state.seen, len(state.pending), self.frame, Segmenter(self.segmenter.held),
                      deque(self.segments), deque(self.ids), self.left_by_break)
 
-    async def undo(self, mark: _Mark, backup: Session | None) -> None:
-        """Go back to a mark. `backup` was forked before the first commit after it; None: there was no commit."""
-        self.busy, self.owner = "undo", mark  # iterators of the block that are still around have lost the session
-        engine = self.host.engine
-        if backup is not None:  # swap: the backup's slot becomes this session's
-            self.state, backup.state = backup.state, self.state
-        state = self.state
-        assert state.seen == mark.seen
-        await self.step(lambda: engine.truncate(state, mark.pending))
-        self.frame, self.segmenter, self.segments, self.ids = mark.frame, mark.segmenter, mark.segments, mark.ids
-        self.left_by_break = mark.left_by_break
-        self.release(mark)
+    def back_at(self, mark: Mark, backup: Session | None) -> Session:
+        """A session at the mark, in place of this one, which ends: operations of it that are still around are dead.
+
+        The engine's state is that of `backup`, which was forked before the first commit after the mark; None: there
+        was no commit. It still is to be truncated.
+        """
+        self.end(UNDONE)
+        past = Session(self.host, self.state if backup is None else backup.state, mark.frame, raw=self.raw,
+                       trusted=self.trusted)
+        past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
+        past.left_by_break = mark.left_by_break
+        return past
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class Mark:
     seen: int
     pending: int
     frame: FrameState

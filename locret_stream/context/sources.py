@@ -50,10 +50,15 @@ class Puller:
             self._sync = iter([as_piece(source)] if len(source) else [])
         elif isinstance(source, (list, tuple)) and source and not isinstance(source[0], (str, bytes, list, tuple)):
             self._sync = iter([list(source)])  # ids; a wrong one inside is reported with its place
-        elif hasattr(source, "__aiter__"):
-            self._async = source.__aiter__()
-        elif hasattr(source, "__iter__"):
-            self._sync = iter(source)
+        elif hasattr(source, "__aiter__") or hasattr(source, "__iter__"):
+            try:
+                if hasattr(source, "__aiter__"):
+                    self._async = source.__aiter__()
+                else:
+                    self._sync = iter(source)
+            except Exception as error:  # such as an array without dimensions
+                raise SourceError(f"a source of type {type(source).__name__} cannot be iterated "
+                                  f"({type(error).__name__}: {error}); {_EXPECTED}") from error
         else:
             raise InputError(f"found a source of type {type(source).__name__}; {_EXPECTED}")
 

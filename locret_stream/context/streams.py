@@ -1,11 +1,13 @@
 """Feed and Generation: the two operations that own a session while they run, and the values they give.
 
 Both are async iterators that end themselves when they are exhausted, fail, are closed or simply dropped, so that a
-`break` leaves the context ready for the next call.
+`break` leaves the context ready for the next call. One token is awaited at a time; to stop an operation that another
+task waits for, cancel that task.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Generator
 from typing import Literal
@@ -14,8 +16,8 @@ import msgspec
 
 from locret_stream.config import Sampling
 from locret_stream.context.session import Session
-from locret_stream.context.sources import Puller, Source
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, EmptySource
+from locret_stream.context.sources import Puller, Source, as_piece
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextBusy, EmptySource
 from locret_stream.sampling import processors, sample
 from locret_stream.text import Detokenizer, Segmenter
 
@@ -38,13 +40,56 @@ class FeedReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Feed(AsyncIterator[Token]):
+class _Operation(AsyncIterator[Token]):
+    """One token is awaited at a time, whoever asks; `_end` runs however it ends."""
+
+    _state = "ended"  # until a constructor succeeded
+    _awaited = False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> Token:
+        if self._state == "ended":
+            raise StopAsyncIteration
+        self._expect_alone()
+        self._awaited = True
+        try:
+            return await self._advance()
+        finally:
+            self._awaited = False
+
+    async def aclose(self) -> None:
+        """End it here, as a `break` does. Idempotent.
+
+        Raises:
+            ContextBusy: another task awaits its next token; cancel that task instead.
+        """
+        self._expect_alone()
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _expect_alone(self) -> None:
+        if self._awaited:
+            raise ContextBusy(f"another task awaits the next token of this {type(self).__name__.lower()}; expected one "
+                              "at a time: cancel that task, or let it finish")
+
+    async def _advance(self) -> Token:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class Feed(_Operation):
     """A running feed. `async for` gives each token once it is accepted; `await` drains it and gives a FeedReport."""
 
     def __init__(self, session: Session, source: Source):
         self._session, self._key = session, object()  # the key, not this object: a dropped iterator must be collected
         self._puller = Puller(source)
-        self._detokenizer = Detokenizer(session.host.codec)
+        self._detokenizer = Detokenizer(session.host.codec, start=False)
         self._started = time.perf_counter()
         self._tokens = 0
         self._state: Literal["new", "running", "ended"] = "new"
@@ -55,10 +100,7 @@ class Feed(AsyncIterator[Token]):
         return FeedReport(tokens=self._tokens, pieces=self._puller.pulled, position=self._session.state.position,
                           held=self._session.held, seconds=time.perf_counter() - self._started)
 
-    def __aiter__(self) -> Feed:
-        return self
-
-    async def __anext__(self) -> Token:
+    async def _advance(self) -> Token:
         self._begin()
         session = self._session
         try:
@@ -68,7 +110,7 @@ class Feed(AsyncIterator[Token]):
             session.open_turn()
             await session.commit(paced=True)
             token, position = session.ids[0], session.state.position
-            session.host.engine.accept(session.state, [token])
+            session.accept([token])
             session.ids.popleft()
             self._tokens += 1
             await session.commit(paced=True)
@@ -83,28 +125,23 @@ class Feed(AsyncIterator[Token]):
     async def _drain(self) -> FeedReport:
         if self._state == "ended":
             return self.report
+        self._expect_alone()
         self._begin()
+        self._awaited = True
         try:
             while self._session.ids or await self._refill():
-                self._tokens += await self._session.drain(paced=True)
+                before = self._session.state.position
+                try:
+                    await self._session.drain(paced=True)
+                finally:
+                    self._tokens += self._session.state.position - before
             self._end(left=False)
             return self.report
         finally:
+            self._awaited = False
             self._end()
 
-    async def aclose(self) -> None:
-        """Stop pulling. What was pulled and not accepted stays held for the next feed. Idempotent."""
-        self._end()
-
-    def __del__(self) -> None:
-        self._end()
-
     def _begin(self) -> None:
-        if self._state == "ended":
-            raise StopAsyncIteration
-        if self._state == "running" and self._session.owner is not self._key:
-            self._state = "ended"
-            raise ContextClosed("this feed was undone together with the turn it began in")
         if self._state == "new":
             self._session.claim("feed", self._key)
             self._state = "running"
@@ -123,6 +160,8 @@ class Feed(AsyncIterator[Token]):
             await session.tokenize()
             if session.ids:
                 return True
+            if self._puller.pulled % 64 == 63:  # a source of crumbs that never waits must not hold up the event loop
+                await asyncio.sleep(0)
             piece = await self._puller.next()
             if piece is not None:
                 session.hold(piece)
@@ -140,7 +179,7 @@ class Feed(AsyncIterator[Token]):
 FinishReason = Literal["eos", "stop", "length", "closed", "failed"]
 
 
-class Generation(AsyncIterator[Token]):
+class Generation(_Operation):
     """A running reply. `async for` gives its tokens, the end marker included (with text "").
 
     Attributes:
@@ -159,15 +198,8 @@ class Generation(AsyncIterator[Token]):
         self.text = ""
         self.finish_reason: FinishReason | None = None
 
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> Token:
-        if self._state == "ended":
-            raise StopAsyncIteration
+    async def _advance(self) -> Token:
         try:
-            if self._state != "new" and self._session.owner is not self._key:
-                raise ContextClosed("this generation was undone together with the turn it began in")
             if self._state == "new":
                 self._session.claim(self._name, self._key)
                 self._state = "prompt"
@@ -178,35 +210,29 @@ class Generation(AsyncIterator[Token]):
             self._end("failed")
             raise
 
-    async def aclose(self) -> None:
-        """End the reply here and close its frame; what was sampled stays in memory. Idempotent."""
-        self._end("closed")
-
-    def __del__(self) -> None:
-        self._end("closed")
-
     async def _take_prompt(self) -> None:
         session, prompt = self._session, self._prompt
+        ids = await self._prompt_ids()  # a prompt that cannot be read changes nothing
         if not session.left_by_break:  # pushed text belongs before the question; an interrupted feed's rest does not
             session.cut()
             await session.tokenize()
             await session.drain()
-        ids = await self._prompt_ids()
-        frames = session.host.frames
+        frames, engine = session.host.frames, session.host.engine
         if session.raw:
             await session.take(ids)
         else:
             if prompt is not None:
                 said = session.frame.turn == "user" and session.frame.has_content
-                joint = frames.question_separator(session.frame)[0] if said else []
+                whole = (frames.question_separator(session.frame)[0] if said else []) + ids
+                engine.expect_room(session.state, len(whole) + session.frame_room())
                 session.open_turn()
-                await session.take(joint + ids)
+                await session.take(whole)
             elif not (session.frame.turn == "user" and session.frame.has_content):
                 raise ConfigError("generate() was called without a prompt and nothing was fed since the last reply; "
                                   "expected a prompt, or a feed before it")
             closing, frame = frames.close_user_and_prompt(session.frame)
             await session.commit()
-            session.host.engine.accept(session.state, closing)
+            session.accept(closing)
             session.frame = frame
             await session.commit()
         if session.state.position == 0:
@@ -216,13 +242,15 @@ class Generation(AsyncIterator[Token]):
         prompt, session = self._prompt, self._session
         if prompt is None:
             return []
-        if not isinstance(prompt, str):
-            return session.host.codec.validate_ids(list(prompt))
+        piece = as_piece(prompt)
+        if isinstance(piece, list):
+            return session.host.codec.validate_ids(piece)
         segmenter = Segmenter()
-        return await session.encode([*segmenter.push(prompt), *segmenter.flush()])
+        return await session.encode([*segmenter.push(piece), *segmenter.flush()])
 
     async def _next_token(self) -> Token:
         session, engine, state = self._session, self._session.host.engine, self._session.state
+        session.check_open()
         await session.commit()
         position = state.position
 
@@ -260,7 +288,7 @@ class Generation(AsyncIterator[Token]):
         self._kept_back = text[len(text) - longest:]
         return text[:len(text) - longest], False
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason = "closed") -> None:
         if self._state in ("prompt", "reply") and self._session.owner is self._key:
             try:
                 self._session.close_reply()

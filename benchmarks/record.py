@@ -1,0 +1,55 @@
+"""Shared by the benchmarks: what a figure was measured with, and the file it is kept in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return done.stdout.strip()
+
+
+def hardware() -> str:
+    """CPU model, cores that may be used, memory, and the GPU if there is one."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        model = next((line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
+                      if line.startswith("model name")), model)
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {gib:.0f} GiB{gpu}"
+
+
+def record(name: str, result: dict[str, Any], *, keep: bool) -> None:
+    """Print the result as one JSON object with its circumstances; with `keep` also write it to results/NAME.json."""
+    script = Path(sys.argv[0]).name
+    whole = {
+        "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "hardware": hardware(),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "transformers": transformers.__version__},
+        "date": datetime.date.today().isoformat(),
+        "result": result,
+    }
+    text = json.dumps(whole, indent=1)
+    print(text)
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(text + "\n")

@@ -1,0 +1,31 @@
+# %% [markdown]
+# A memory without `async`, for scripts and notebooks: run it cell by cell, or as `python examples/sync_notebook.py`.
+
+# %%
+from locret_stream import SyncContext
+
+ctx = SyncContext("bundled", budget=768, chunk_size=256)
+ctx.__enter__()  # in a script: `with SyncContext("bundled") as ctx:`
+
+# %% Text goes in: a string, a list of token ids, or an iterator of them, such as an open file.
+notes = [
+    "Meeting of the harbour board, minutes.\n",
+    "The door code of falcon is 48213.\n",
+    "It rained all morning and nobody had brought an umbrella.\n",
+    "Remember: the locker number for the heron is 7304.\n",
+]
+report = ctx.feed(notes)
+print(f"{report.tokens} tokens read")
+
+# %% A question is answered on a copy, so that the memory does not see it.
+before = ctx.memory.tokens
+print(ctx.ask("What is the door code of falcon?", max_new_tokens=16))
+assert ctx.memory.tokens == before
+
+# %% A reply that the memory keeps, token by token.
+for token in ctx.generate("What is the locker number for the heron?", max_new_tokens=16):
+    print(token.text, end="")
+print(f"\nthe memory went from {before} to {ctx.memory.tokens} tokens and holds {ctx.memory.units} units")
+
+# %%
+ctx.__exit__(None, None, None)
