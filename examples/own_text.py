@@ -8,23 +8,23 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from typing import TextIO
 
 from locret_stream import LocretError, Runtime
 
 
-async def lines(path: str) -> AsyncIterator[str]:
-    """Stands for a socket, a queue or a log that grows: an async iterator is pulled only as fast as it is read."""
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            yield line
-            await asyncio.sleep(0)
+async def lines(file: TextIO) -> AsyncIterator[str]:
+    """Stands for a socket, a queue or a log that grows; it is pulled only as fast as the memory takes it in."""
+    for line in file:
+        yield line
+        await asyncio.sleep(0)
 
 
-async def main(path: str, questions: list[str]) -> None:
+async def main(file: TextIO, questions: list[str]) -> None:
     async with Runtime.from_pretrained("bundled", max_live=2) as runtime:
         async with runtime.open("own text") as ctx:
-            report = await ctx.feed(lines(path))
-            print(f"{report.tokens:,} tokens read in {report.seconds:.1f} s, {report.tokens / report.seconds:,.0f} a second")
+            report = await ctx.feed(lines(file))
+            print(f"{report.tokens:,} tokens read in {report.seconds:.1f} s")
             async with ctx.fork() as twin:  # a conversation of its own; ctx goes on without it
                 for question in questions:
                     print(f"\n{question}\n  ", end="")
@@ -36,6 +36,7 @@ async def main(path: str, questions: list[str]) -> None:
 if len(sys.argv) < 3:
     sys.exit(__doc__)
 try:
-    asyncio.run(main(sys.argv[1], sys.argv[2:]))
-except LocretError as error:
+    with open(sys.argv[1], encoding="utf-8") as text:
+        asyncio.run(main(text, sys.argv[2:]))
+except LocretError as error:  # of any kind: the message says what was found, what was expected and what to do
     sys.exit(f"{type(error).__name__}: {error}")

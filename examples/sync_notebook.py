@@ -2,10 +2,12 @@
 # A memory without `async`, for scripts and notebooks: run it cell by cell, or as `python examples/sync_notebook.py`.
 
 # %%
+from contextlib import ExitStack
+
 from locret_stream import SyncContext
 
-ctx = SyncContext("bundled", budget=768, chunk_size=256)
-ctx.__enter__()  # in a script: `with SyncContext("bundled") as ctx:`
+session = ExitStack()  # stays open from cell to cell; a script says `with SyncContext("bundled") as ctx:`
+ctx = session.enter_context(SyncContext("bundled", budget=768, chunk_size=256))
 
 # %% Text goes in: a string, a list of token ids, or an iterator of them, such as an open file.
 notes = [
@@ -28,4 +30,4 @@ for token in ctx.generate("What is the locker number for the heron?", max_new_to
 print(f"\nthe memory went from {before} to {ctx.memory.tokens} tokens and holds {ctx.memory.units} units")
 
 # %%
-ctx.__exit__(None, None, None)
+session.close()

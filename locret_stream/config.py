@@ -162,6 +162,8 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         ConfigError: neither of these, or a size too small for a single unit per head.
     """
     if isinstance(value, Budget):
+        if sinks is not None or stabilizers is not None:
+            raise ConfigError("sinks and stabilizers were given beside a Budget; expected them inside it")
         return value
     if isinstance(value, str):
         match = _SIZE.match(value)

@@ -20,6 +20,7 @@ from asyncio_throttle import Throttler
 
 from locret_stream.config import Budget, StreamConfig, budget_from
 from locret_stream.context import StreamingContext
+from locret_stream.context.session import to_the_end
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextClosed, HeadsMismatch, NoSlot, UnsupportedModel
 from locret_stream.heads import RetainingHeads
@@ -31,6 +32,7 @@ from locret_stream.worker import Worker, leave_worker, share_worker
 BUNDLED = Path(__file__).parent / "assets" / "bundled"
 BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
 DEFAULT_BUDGET, DEFAULT_CHUNK = 6000, 1024
+_CLOSED = "this runtime is not running; expected a call inside `async with Runtime...`"
 
 
 class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,11 +53,26 @@ class _Slots:
 
     def __init__(self, free: list[int]):
         self._free, self._waiting, self._lock = deque(free), deque[Future[int]](), threading.Lock()
-        self.size = len(free)
+        self.size, self._closed = len(free), False
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def close(self) -> None:
+        """Nobody gets a slot any more; who waits for one is told so."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ContextClosed(_CLOSED))
 
     def request(self) -> Future[int]:
         future: Future[int] = Future()
         with self._lock:
+            if self._closed:
+                raise ContextClosed(_CLOSED)
             if self._free:
                 future.set_result(self._free.popleft())
             else:
@@ -77,7 +94,7 @@ class _Slots:
         try:
             return await asyncio.wait_for(asyncio.shield(waiting), timeout_s)
         except (TimeoutError, asyncio.CancelledError) as error:
-            if not future.cancel() and not future.cancelled():  # it came in the very last moment
+            if not future.cancel() and future.exception() is None:  # it came in the very last moment
                 self.give_back(future.result())
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -122,6 +139,8 @@ class Runtime:
         for name, value in (("max_live", max_live), ("scratch", scratch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected a number of slots, at least 1")
+        if chunk_size is not None:
+            StreamConfig(budget=Budget(units=1, sinks=0, stabilizers=0), chunk_size=chunk_size)  # raises
         for name, value in (("ingest_rate", ingest_rate), ("slot_timeout_s", slot_timeout_s)):
             if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)
                                       or not math.isfinite(value) or value <= 0):
@@ -178,7 +197,11 @@ class Runtime:
     # -- opening and closing ----------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Runtime:
-        await asyncio.to_thread(self.start)
+        try:
+            await to_the_end(asyncio.to_thread(self.start))
+        except asyncio.CancelledError:
+            await self.aclose()  # it may have started all the same
+            raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -213,7 +236,7 @@ class Runtime:
 
     def _engine(self, attachment: Attachment) -> Engine:
         heads = self._load_heads(attachment)
-        chunk_size = self._chunk_size or DEFAULT_CHUNK
+        chunk_size = DEFAULT_CHUNK if self._chunk_size is None else self._chunk_size
         budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
                              sinks=self._sinks, stabilizers=self._stabilizers)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=self._policy, knobs=self._knobs)
@@ -240,9 +263,14 @@ class Runtime:
         """Close all open contexts, let the running step finish, free the memory. Idempotent."""
         if not self._open:
             return
+        self._open = False
+        self._live_slots.close()
+        self._scratch_slots.close()
+        await to_the_end(self._close())
+
+    async def _close(self) -> None:
         for context in list(self._contexts):
             await context.aclose()
-        self._open = False
         await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
@@ -253,7 +281,12 @@ class Runtime:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise ContextClosed("this runtime is not running; expected a call inside `async with Runtime...`")
+            raise ContextClosed(_CLOSED)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("engine", "attachment", "model", "worker"):  # there only while it runs
+            raise ContextClosed(_CLOSED)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- contexts ---------------------------------------------------------------------------------------------
 
@@ -307,6 +340,7 @@ class Runtime:
             self.release_slot(slot, scratch=True)
 
     def adopt(self, context: StreamingContext) -> None:
+        self._check_open()
         self._contexts.add(context)
 
     def drop(self, context: StreamingContext) -> None:

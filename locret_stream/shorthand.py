@@ -46,15 +46,22 @@ class SyncContext:
         return self._wait(awaitable)
 
     def _wait(self, awaitable: Any) -> Any:
+        running: list[asyncio.Task] = []
+
         async def run() -> Any:
+            running.append(asyncio.current_task())
             return await awaitable
+
+        async def rest() -> None:
+            if running:
+                await asyncio.wait(running)
 
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result()
         except BaseException:  # Ctrl-C in the caller's thread: stop the work too, and wait for it to rest
             if future.cancel():
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
+                asyncio.run_coroutine_threadsafe(rest(), self._loop).result()
             raise
 
     def __enter__(self) -> SyncContext:

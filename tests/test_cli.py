@@ -22,6 +22,7 @@ from locret_stream.cli.common import Reader, file_text
 from locret_stream.cli.demo import blocks, count, cut_lines, is_right, read_facts
 from locret_stream.errors import InputError, InvalidText
 
+ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -68,7 +69,7 @@ def mistake(*args: object, text: str | None = None) -> str:
     code, out, err = invoke(*args, text=text)
     assert (code, out) == (2, ""), (code, out, err)
     *before, line = err.splitlines()
-    assert all(line.startswith("reading ") for line in before) and line.startswith("locret-stream: "), err
+    assert all(line.startswith(("reading ", "training heads ")) for line in before) and line.startswith("locret-stream: "), err
     return line
 
 
@@ -88,7 +89,7 @@ def test_help_teaches_with_examples(verb: str):
 
 def test_the_command_starts_without_torch():
     code = "import sys; from locret_stream.cli import app; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.stdout.strip() == "False False", done.stderr
 
 
@@ -234,12 +235,33 @@ def test_inspect_prints_the_formula(small: list[str]):
     assert code == 0 and "bytes" in out, err
 
 
+# -- train-heads --------------------------------------------------------------------------------------------------
+
+
+def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
+    data, heads = tmp_path / "pairs.jsonl", tmp_path / "heads"
+    data.write_text("".join(json.dumps({"prompt": f"The code of {n} is {n * 37}. What is it?", "answer": str(n * 37)})
+                            + "\n" for n in range(20)))
+    train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 3, "--width", 16, "--json"]
+    code, out, err = invoke(*train)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["steps"] == 3 and found["out"] == str(heads)
+    assert json.loads(invoke(*train)[1]) == found  # finished runs are not run again
+    assert "differs in lr" in mistake(*train, "--lr", 0.1)
+    assert "label" in mistake(*train, "--label", "nonsense", "--restart")
+    code, out, err = invoke("run", "--model", tiny, "--heads", heads, "--budget", 96, "--chunk-size", 32, "--ask",
+                            "What?", "--max-new-tokens", 3, "--json", text="The code of 3 is 111. " * 20)
+    assert code == 0, err
+    assert json.loads(out)["units"] == 96
+
+
 # -- Ctrl-C and pipes ---------------------------------------------------------------------------------------------
 
 
 def start(*args: object, **more: object) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-m", "locret_stream.cli", *map(str, args)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **more)
 
 
 def wait_for(process: subprocess.Popen[str], word: str) -> None:

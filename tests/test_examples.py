@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 ELSEWHERE = {"train_bundled_model.py"}  # takes most of an hour; its parts have tests of their own
 RUNS = {
     "quickstart.py": (["3000"], "truth: "),
@@ -18,7 +20,8 @@ RUNS = {
 
 
 def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test_every_example_is_known_and_short():
@@ -43,4 +46,4 @@ def test_own_text_explains_itself_and_its_errors(tmp_path: Path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     done = run("own_text.py", str(empty), "What?")
-    assert done.returncode == 1 and done.stderr.startswith("EmptySource: "), done.stderr
+    assert done.returncode == 1 and "\nEmptySource: " in "\n" + done.stderr, done.stderr

@@ -128,7 +128,7 @@ class Stage:
     kept: tuple[int, int] | None = None  # units the recall layer keeps; None: all
     copies: float = 0.0  # share of tails that repeat a random segment
     advance_at: float = 0.9  # running accuracy of answer tokens at which the next stage begins
-    mined: int = 0  # further snippets of plain text per context, for their false positives
+    mined: int = 0  # tokens of plain text searched for units that the head would wrongly keep
 
 
 @dataclass

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from .data import Stage, Writer
 from .model import SINKS, Kept, Recaller
-from .pretrain import RecallHead, head_loss, stack_features
+from .pretrain import MARGIN, RecallHead, head_loss, score_all, stack_features
 
 ASKED = Stage(2, 4, 256, (16, 34), 6, 352, recent=(24, 120))
-MARGIN = 24  # first units of a snippet, which see less before them than a stream would show
 
 
 @dataclass
@@ -55,27 +54,6 @@ def label_contexts(model: Recaller, writer: Writer, batches: int, seed: int) -> 
         labels.append(mass.transpose(1, 2).flatten(0, 1))
         weights.append(known.flatten().float()[:, None].expand(-1, labels[-1].shape[1]))
     return Labelled(torch.cat(features), torch.cat(labels), torch.cat(weights))
-
-
-@torch.no_grad()
-def plain_features(model: Recaller, writer: Writer, tokens: int, seed: int, length: int = 256) -> Tensor:
-    """Features [N, F] bf16 of text without facts."""
-    rng = np.random.default_rng(seed)
-    out, seen = [], 0
-    while seen < tokens:
-        opening = [*writer.start_user, int(writer.text(rng, 1)[0][0])]
-        rows = torch.tensor(np.stack([[*opening, *writer.text(rng, length)[0]] for _ in range(32)]))
-        with torch.autocast("cpu", torch.bfloat16):
-            features = stack_features(*model.snippet_features(rows))
-        out.append(features[:, SINKS + MARGIN :].flatten(0, 1).bfloat16())
-        seen += rows.numel()
-    return torch.cat(out)
-
-
-@torch.no_grad()
-def score_all(head: RecallHead, features: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return torch.cat([head(part).float() for part in features.split(65_536)])
 
 
 def fit_head(

@@ -20,8 +20,12 @@ CURRICULUM = [
     Stage(24, 1, 224, (4, 9), 1, 256, copies=0.1, advance_at=0.90),
     Stage(12, 2, 256, (10, 20), 2, 256, copies=0.05, advance_at=0.92),
     Stage(6, 6, 256, (25, 50), 3, 320, recent=(24, 96), advance_at=0.94),
-    Stage(4, 14, 256, (60, 125), 4, 352, recent=(24, 160), kept=(1600, 2900)),
+    Stage(4, 14, 256, (60, 125), 4, 352, recent=(24, 110), kept=(1600, 2900), mined=16_384),
 ]
+
+
+MARGIN = 24  # first units of a snippet, which see less before them than a stream would show
+POOL_STEPS = 8  # batches that share one pool of mined units
 
 
 class RecallHead(nn.Module):
@@ -50,11 +54,34 @@ def head_loss(scores: Tensor, labels: Tensor, weights: Tensor, positive: float =
     return (losses * weights).sum() / weights.sum().clamp(min=1)
 
 
+@torch.no_grad()
+def plain_features(model: Recaller, writer: Writer, tokens: int, seed: int, length: int = 256) -> Tensor:
+    """Features [N, F] bf16 of text without facts."""
+    rng = np.random.default_rng(seed)
+    out, seen = [], 0
+    while seen < tokens:
+        opening = [*writer.start_user, int(writer.text(rng, 1)[0][0])]
+        rows = torch.tensor(np.stack([[*opening, *writer.text(rng, length)[0]] for _ in range(32)]))
+        with torch.autocast("cpu", torch.bfloat16):
+            features = stack_features(*model.snippet_features(rows))
+        out.append(features[:, SINKS + MARGIN :].flatten(0, 1).bfloat16())
+        seen += rows.numel()
+    return torch.cat(out)
+
+
+@torch.no_grad()
+def score_all(head: RecallHead, features: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.cat([head(part).float() for part in features.split(65_536)])
+
+
 class Step:
     """One pass over a batch: features, selection, answers, labels."""
 
-    def __init__(self, model: Recaller, head: RecallHead) -> None:
-        self.model, self.head = model, head
+    def __init__(self, model: Recaller, head: RecallHead, writer: Writer | None = None) -> None:
+        self.model, self.head, self.writer = model, head, writer
+        self.pool: Tensor | None = None
+        self.pool_age = 0
 
     def __call__(self, batch: Batch, stage: Stage, rng: np.random.Generator, train_head: bool):
         model = self.model
@@ -70,6 +97,8 @@ class Step:
         owner = batch.unit_fact[:, :, margin - SINKS :].flatten(1)
         features = stack_features(q, k, v).detach()
         index = None
+        if stage.mined and self.writer is not None:
+            features, owner, k, v = self._add_mined(features, owner, k, v, stage, rng)
         if stage.kept is not None:
             index = self._select(features, owner, stage, rng)
             expanded = index[..., None].expand(-1, -1, -1, k.shape[-1])
@@ -88,6 +117,36 @@ class Step:
             labels = attention.amax(2).unflatten(0, (contexts, tails)).amax(1)
             loss = loss + self._head_loss(features, owner, batch.asked, labels, index)
         return loss, answered.float().mean().item() if len(answered) else None
+
+    @torch.no_grad()
+    def _mine(self, stage: Stage, rng: np.random.Generator) -> Tensor:
+        """Features [P, F] of those units of plain text that the head would keep first; renewed now and then."""
+        if self.pool is None or self.pool_age >= POOL_STEPS:
+            plain = plain_features(self.model, self.writer, stage.mined, int(rng.integers(1 << 31)))
+            scores = score_all(self.head, plain).amax(-1)
+            self.pool, self.pool_age = plain[scores.topk(min(1500, len(plain))).indices.sort().values], 0
+        self.pool_age += 1
+        return self.pool
+
+    def _add_mined(self, features, owner, k, v, stage: Stage, rng: np.random.Generator):
+        """The context's units with mined ones before and behind them."""
+        shape, contexts = self.model.shape, len(features)
+        pool = self._mine(stage, rng).to(features.dtype)
+        some = pool[torch.from_numpy(np.sort(rng.choice(len(pool), len(pool) * 2 // 3, replace=False)))]
+        cut = int(rng.integers(0, len(some)))
+        widths = [shape.query_heads * shape.head_dim] + 2 * [shape.kv_heads * shape.head_dim]
+        _, mined_k, mined_v = (
+            part.unflatten(-1, (-1, shape.head_dim)).transpose(0, 1).expand(contexts, -1, -1, -1)
+            for part in some.split(widths, -1)
+        )
+
+        def around(x: Tensor, mined: Tensor, dim: int) -> Tensor:
+            before, behind = mined.split([cut, len(some) - cut], dim)
+            return torch.cat([before, x, behind], dim)
+
+        features = around(features, some.expand(contexts, -1, -1), 1)
+        owner = around(owner, torch.full((contexts, len(some)), -1), 1)
+        return features, owner, around(k, mined_k, 2), around(v, mined_v, 2)
 
     @torch.no_grad()
     def _select(self, features: Tensor, owner: Tensor, stage: Stage, rng: np.random.Generator) -> Tensor:
@@ -131,7 +190,7 @@ def train(
         betas=(0.9, 0.95),
         weight_decay=0.01,
     )
-    step = Step(model, head)
+    step = Step(model, head, writer)
     number, accuracy, done, tokens = start_stage, None, 0, 0
     began, budget = time.monotonic(), minutes * 60
     paused, next_evaluation = 0.0, evaluate_every_s

@@ -1,14 +1,13 @@
-"""What may be fed: text, bytes, token ids, or an (async) iterator of them, pulled one piece at a time. Holds nothing."""
+"""What may be fed: text, bytes, token ids, or an (async) iterator of them; pulled piece by piece. Holds nothing."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
-from typing import Union
 
 from locret_stream.errors import InputError, LocretError, SourceError
 
-Piece = Union[str, bytes, list[int]]
-Source = Union[str, bytes, Iterable[Piece], Iterable[int], AsyncIterable[Piece], AsyncIterable[int]]
+Piece = str | bytes | list[int]
+Source = str | bytes | Iterable[Piece] | Iterable[int] | AsyncIterable[Piece] | AsyncIterable[int]
 
 _EXPECTED = "expected text (str), UTF-8 bytes, token ids (list[int]), or an iterator or async iterator of these"
 

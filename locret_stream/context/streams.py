@@ -130,11 +130,11 @@ class Feed(_Operation):
         self._awaited = True
         try:
             while self._session.ids or await self._refill():
-                before = self._session.state.position
+                before = len(self._session.ids)
                 try:
                     await self._session.drain(paced=True)
                 finally:
-                    self._tokens += self._session.state.position - before
+                    self._tokens += before - len(self._session.ids)
             self._end(left=False)
             return self.report
         finally:
@@ -192,16 +192,18 @@ class Generation(_Operation):
         self._key = object()
         self._processors = processors(sampling)
         self._detokenizer = Detokenizer(session.host.codec)
-        self._state: Literal["new", "prompt", "reply", "ended"] = "new"
+        self._state: Literal["new", "begun", "prompt", "reply", "ended"] = "new"
         self._kept_back = ""  # text that may turn out to begin a stop string
         self._count = 0
         self.text = ""
         self.finish_reason: FinishReason | None = None
 
     async def _advance(self) -> Token:
+        if self._state == "new":
+            self._session.claim(self._name, self._key)
+            self._state = "begun"
         try:
-            if self._state == "new":
-                self._session.claim(self._name, self._key)
+            if self._state == "begun":
                 self._state = "prompt"
                 await self._take_prompt()
                 self._state = "reply"

@@ -44,8 +44,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def make_examples(count: int, length: int = 48, seed: int = 0) -> list[Example]:
+def make_examples(count: int, length: int = 48, seed: int = 0, vocab: int = 401) -> list[Example]:
     """Two replies each, ids of the models of `tests.architectures`."""
     noise = torch.Generator().manual_seed(seed)
     spans = ((length // 2, length // 2 + 3), (length - 5, length))
-    return [Example(torch.randint(3, 401, (length,), generator=noise), spans) for _ in range(count)]
+    return [Example(torch.randint(3, vocab, (length,), generator=noise), spans) for _ in range(count)]
