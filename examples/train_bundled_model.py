@@ -27,11 +27,11 @@ from locret_stream.evaluation import tasks
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--text", type=Path, nargs="*", default=[], help="plain text in English; else Python's own help")
-    parser.add_argument("--minutes", type=float, default=70.0, help="of base training; the rest takes about 10")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="English text; else Python's own help topics")
+    parser.add_argument("--minutes", type=float, help="cut base training short; uncut it takes about 40 on 2 cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--resume", type=Path, help="a checkpoint this recipe saved: train on from there")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this recipe: run only the last phase on it")
     return parser.parse_args()
 
 
@@ -53,7 +53,7 @@ def card(arguments: argparse.Namespace, minutes: float, model: Recaller) -> str:
     return f"""# The bundled model
 
 A Llama of {sum(p.numel() for p in model.parameters()):,} parameters that recalls facts from a stream, made by
-`examples/train_bundled_model.py --minutes {arguments.minutes:g} --seed {arguments.seed}` in {minutes:.0f} minutes on
+`examples/train_bundled_model.py --seed {arguments.seed}` in {minutes:.0f} minutes on
 {arguments.threads} cores ({platform.machine()}, torch {torch.__version__}).
 
 Trained on: the training half of Python {platform.python_version()}'s standard library, {texts}, synthetic logs and
@@ -78,26 +78,29 @@ def main() -> None:
     head = pretrain.RecallHead(model.head_features, 128, model.shape.kv_heads)
     checkpoint = arguments.out / "checkpoint.pt"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    stage = 0
+    first = 0
     if arguments.resume:
         saved = torch.load(arguments.resume, weights_only=True)
         model.load_state_dict(saved["model"])
         head.load_state_dict(saved["head"])
-        stage = len(pretrain.CURRICULUM) - 1
+        first = len(pretrain.PHASES) - 1
 
     def save() -> None:
         torch.save({"model": model.state_dict(), "head": head.state_dict()}, checkpoint)
 
-    pretrain.train(
-        model,
-        head,
-        writer,
-        minutes=arguments.minutes,
-        seed=arguments.seed,
-        start_stage=stage,
-        save=save,
-        evaluate=lambda: pretrain.quick_accuracy(model, head, held_out, pretrain.CURRICULUM[3]),
-    )
+    phases = pretrain.PHASES[first:]
+    for number, phase in enumerate(phases, first):
+        print(f"phase {number + 1} of {len(pretrain.PHASES)}", flush=True)
+        pretrain.train(
+            model,
+            head,
+            writer,
+            phase,
+            seed=arguments.seed + number,
+            minutes=arguments.minutes and arguments.minutes / len(phases),
+            save=save,
+            evaluate=lambda: pretrain.quick_accuracy(model, head, held_out, pretrain.CURRICULUM[3]),
+        )
     model.requires_grad_(False)
     asked = heads.label_contexts(model, writer, batches=60, seed=arguments.seed + 1)
     plain = heads.plain_features(model, writer, tokens=1_000_000, seed=arguments.seed + 2)

@@ -17,6 +17,14 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGN
 _FACTORS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """What the memory needs to know of a model; read off its config and weights at attach.
 
@@ -57,15 +65,17 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("units", "sinks", "stabilizers"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < (1 if name == "units" else 0):
+            if not _is_whole(value) or value < (1 if name == "units" else 0):
                 raise ConfigError(f"budget: {name} is {value!r}; expected a whole number of units, "
                                   f"at least {1 if name == 'units' else 0}")
         if isinstance(self.allocation, str):
             if self.allocation not in ("auto", "uniform"):
                 raise ConfigError(f"budget: allocation is {self.allocation!r}; expected 'auto', 'uniform' or one "
                                   "share per layer")
-        elif not self.allocation or not all(math.isfinite(s) and s > 0 for s in self.allocation):
-            raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected positive finite numbers")
+        elif not (isinstance(self.allocation, tuple) and self.allocation
+                  and all(_is_number(share) and share > 0 for share in self.allocation)):
+            raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected a tuple of positive finite "
+                              "numbers")
 
     def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
         """Units per KV head of every layer, [L]; `shares` are those of the heads, used by "auto".
@@ -106,7 +116,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     knobs: dict[str, float | int | str | bool] = {}
 
     def __post_init__(self) -> None:
-        if not isinstance(self.chunk_size, int) or isinstance(self.chunk_size, bool) or self.chunk_size < 1:
+        if not _is_whole(self.chunk_size) or self.chunk_size < 1:
             raise ConfigError(f"chunk_size is {self.chunk_size!r}; expected a whole number of tokens, at least 1")
 
 
@@ -134,17 +144,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             if not ok:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
-        number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)  # noqa: E731
-        check("max_new_tokens", isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "at least 1")
-        check("temperature", number(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
-        check("top_k", self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1), "at least 1")
+        check("max_new_tokens", _is_whole(self.max_new_tokens) and self.max_new_tokens >= 1, "at least 1")
+        check("temperature", _is_number(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
+        check("top_k", self.top_k is None or (_is_whole(self.top_k) and self.top_k >= 1), "at least 1")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
-            check(name, value is None or (number(value) and 0 < value <= 1), "a number in (0, 1]")
+            check(name, value is None or (_is_number(value) and 0 < value <= 1), "a number in (0, 1]")
         check("repetition_penalty", self.repetition_penalty is None
-              or (number(self.repetition_penalty) and self.repetition_penalty > 0), "a number above 0")
+              or (_is_number(self.repetition_penalty) and self.repetition_penalty > 0), "a number above 0")
         check("stop", isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
               "a tuple of non-empty strings")
+        check("seed", _is_whole(self.seed), "a whole number")
 
 
 def unit_bytes(shape: ModelShape, planes: int = 1) -> int:
@@ -175,7 +185,7 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         if value < 1:
             raise ConfigError(f"budget {match[0].strip()!r} holds {capacity} units per KV head, chunk_size alone takes "
                               f"{chunk_size}; expected a larger size or a smaller chunk_size")
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not _is_whole(value):
         raise ConfigError(f"budget is {value!r}; expected units per KV head (6000), a size ('512MiB') or a Budget")
     return Budget(units=value, sinks=min(4, value // 8) if sinks is None else sinks,
                   stabilizers=min(32, value // 8) if stabilizers is None else stabilizers)

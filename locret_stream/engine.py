@@ -20,9 +20,10 @@ from locret_stream.cache import Pool, UnitStore
 from locret_stream.config import StreamConfig, check_window
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
 from locret_stream.kernels import column_sums, select_units
-from locret_stream.models import Attachment, Attended, LayerCall
+from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
 from locret_stream.policies import Chunk, Policy
 
+MASKS = 4  # attention masks kept
 HISTORY = 1024  # token ids kept in memory, for repetition penalties; the full log is a file of the store
 
 
@@ -105,7 +106,13 @@ class Engine:
             if sinks + stabilizers > units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
                                   "expected fewer than the budget")
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int], Tensor] = {}  # the last ones used: in a long stream always the same
+
+    @property
+    def bytes_resident(self) -> int:
+        """Bytes that the pool, the RoPE tables and the kept masks hold."""
+        masks = sum(mask.untyped_storage().nbytes() for mask in self._masks.values())
+        return self.pool.bytes_resident + self.tables.bytes_resident + masks
 
     # -- contexts ---------------------------------------------------------------------------------------------
 
@@ -276,13 +283,15 @@ class Engine:
         if new == 1:
             return first, None
         key = (start - first, new, window or 0)
-        if key not in self._masks:
-            if len(self._masks) >= 4 * self.shape.layers:
-                self._masks.clear()
+        mask = self._masks.pop(key, None)
+        if mask is None:
             held = torch.arange(first, start + new, device=self.attachment.device)
             distance = held[start - first:, None] - held[None]
-            self._masks[key] = (distance >= 0) & (distance < (window or start + new + 1))
-        return first, self._masks[key]
+            mask = additive_mask((distance >= 0) & (distance < (window or start + new + 1)), self.attachment.dtype)
+        while len(self._masks) >= MASKS:
+            del self._masks[next(iter(self._masks))]
+        self._masks[key] = mask
+        return first, mask
 
     def _keep(self, layer: int, scores: Tensor) -> Tensor | None:
         """Ranks that stay, [H, B], or None where everything fits. Sliding layers keep their last units."""

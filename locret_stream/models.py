@@ -50,7 +50,10 @@ class LayerCall:
 
 
 Attended = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""(q [B, H*G, T, D], k and v [B, H, S, D], mask [T, S] bool, True = visible, or None: causal, ends aligned)."""
+"""(q [B, H*G, T, D], k and v [B, H, S, D], mask [T, S], or None: causal, ends aligned).
+
+A mask is bool, True = visible, or what `additive_mask` makes of that (which is worth keeping, if it is used again).
+"""
 
 Step = Callable[[LayerCall], Attended]
 
@@ -307,14 +310,18 @@ class Attachment:
         new, held = q.shape[2], k.shape[2]
         if mask is None and new > 1:
             mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = additive_mask(mask, q.dtype)
         if self.attn == "sdpa":
             return _sdpa(q, k, v, mask, scale), None
-        if mask is not None:
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
-                ~mask, torch.finfo(q.dtype).min)[None, None]
         eager = sys.modules[type(module).__module__].eager_attention_forward
         kwargs.pop("dropout", None)
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """visible [T, S] bool -> [T, S] of `dtype`: 0 where visible, else the lowest finite number, to be added to logits."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

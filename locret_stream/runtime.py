@@ -36,16 +36,16 @@ _CLOSED = "this runtime is not running; expected a call inside `async with Runti
 
 
 class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that the tensors of a runtime hold beside the weights: all slots, scratch, and RoPE tables."""
+    """Bytes that the tensors of a runtime hold beside the weights.
 
+    bytes_resident: all of them. bytes_pool: of these all slots and the scratch area, by the formula of `cache.pool`;
+    the rest are RoPE tables and attention masks. slot_bytes: one slot.
+    """
+
+    bytes_resident: int
     bytes_pool: int
-    bytes_tables: int
     slots: int
     slot_bytes: int
-
-    @property
-    def bytes_resident(self) -> int:
-        return self.bytes_pool + self.bytes_tables
 
 
 class _Slots:
@@ -310,7 +310,7 @@ class Runtime:
         """What all slots together hold; constant from start to end."""
         self._check_open()
         pool = self.engine.pool
-        return RuntimeMemory(bytes_pool=pool.bytes_resident, bytes_tables=self.engine.tables.bytes_resident,
+        return RuntimeMemory(bytes_resident=self.engine.bytes_resident, bytes_pool=pool.bytes_resident,
                              slots=pool.slots, slot_bytes=pool.slot_bytes)
 
     def count_tokens(self, text: str) -> int:

@@ -94,6 +94,10 @@ class Worker:
         try:
             result = step()
             del step
+        except StopIteration as error:  # no asyncio future can carry one: whoever waits would wait for ever
+            crossing = RuntimeError("a step raised StopIteration")
+            crossing.__cause__ = error
+            future.set_exception(crossing)
         except BaseException as error:
             future.set_exception(error)
         else:

@@ -69,7 +69,8 @@ def mistake(*args: object, text: str | None = None) -> str:
     code, out, err = invoke(*args, text=text)
     assert (code, out) == (2, ""), (code, out, err)
     *before, line = err.splitlines()
-    assert all(line.startswith(("reading ", "training heads ")) for line in before) and line.startswith("locret-stream: "), err
+    assert all(progress.startswith(("reading ", "training heads ")) for progress in before), err
+    assert line.startswith("locret-stream: "), err
     return line
 
 
@@ -260,7 +261,7 @@ def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
 
 
 def start(*args: object, **more: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "locret_stream.cli", *map(str, args)], text=True,
+    return subprocess.Popen([sys.executable, "-m", "locret_stream", *map(str, args)], text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **more)
 
 
@@ -286,8 +287,10 @@ def test_ctrl_c_while_a_stream_is_read_ends_with_a_summary(small: list[str]):
     assert re.search(r"Interrupted: [\d,]+ tokens read, .* held", err) and out == "" and "Traceback" not in err, err
 
 
-def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str]):
-    for args, word in ((["demo", "--tokens", 2_000_000], "decoys"), (["run"], "Ask away")):
+def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("Hello.\n")
+    for args, word in ((["demo", "--tokens", 2_000_000], "decoys"), (["run", note], "Ask away")):
         process = start(*args, *small, stdin=subprocess.PIPE)
         try:
             wait_for(process, word)

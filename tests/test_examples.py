@@ -1,13 +1,16 @@
-"""Every example runs as its first line says, is short, and says something."""
+"""Every example runs as its first line says, is short, and says something; so does what README.md shows."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from locret_stream.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -19,9 +22,10 @@ RUNS = {
 }
 
 
-def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *args: str) -> None:
+    """As `python examples/<name> <args>`, in this process: importing torch anew for each takes longer than they do."""
+    monkeypatch.setattr(sys, "argv", [name, *args])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def test_every_example_is_known_and_short():
@@ -32,18 +36,45 @@ def test_every_example_is_known_and_short():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_runs(name: str, tmp_path: Path):
+def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     text = tmp_path / "text.txt"
     text.write_text("The door code of falcon is 48213.\n" + "Nothing happened.\n" * 100)
     args, expected = RUNS[name]
-    done = run(name, *(arg.format(text=text) for arg in args))
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+    run(monkeypatch, name, *(arg.format(text=text) for arg in args))
+    assert expected in capsys.readouterr().out
 
 
-def test_own_text_explains_itself_and_its_errors(tmp_path: Path):
-    assert "python examples/own_text.py" in run("own_text.py").stderr
+def test_own_text_explains_itself_and_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SystemExit, match=re.escape("python examples/own_text.py FILE")):
+        run(monkeypatch, "own_text.py")
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    done = run("own_text.py", str(empty), "What?")
-    assert done.returncode == 1 and "\nEmptySource: " in "\n" + done.stderr, done.stderr
+    with pytest.raises(SystemExit, match=r"^EmptySource: "):
+        run(monkeypatch, "own_text.py", str(empty), "What?")
+
+
+def blocks_of_readme(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "notes.txt").write_text("The door code of falcon is 48213.\nThe door code of heron is 7304.\n")
+    monkeypatch.chdir(tmp_path)
+    for code in blocks_of_readme("python"):
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out
+
+
+def test_the_commands_of_the_readme_exist():
+    """Every verb and option in a shell block is one that --help knows; every make target is in the Makefile."""
+    lines = [line.partition("  #")[0] for block in blocks_of_readme("sh") for line in block.splitlines()]
+    shown = [found for line in lines if (found := re.search(r"locret-stream ([a-z-]+)(.*)", line))]
+    assert {found[1] for found in shown} >= {"run", "train-heads", "inspect"}
+    for found in shown:
+        text = CliRunner().invoke(app, [found[1], "--help"], env={"COLUMNS": "200"}).stdout
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", found[2]):
+            assert option in text, (found[0], option)
+    makefile = (ROOT / "Makefile").read_text()
+    for target in {found[1] for line in lines if (found := re.match(r"make ([a-z]+)", line))}:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

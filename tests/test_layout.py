@@ -21,6 +21,7 @@ ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_loc
 
 # A row imports only rows below it; a module may import within its own room.
 TABLE = (
+    ("__main__",),
     ("langchain_locret", "locret_serve", "cli"),
     ("training", "evaluation"),
     ("shorthand",),
@@ -106,8 +107,8 @@ def test_a_row_imports_only_rows_below_it():
             target = room_of(name)
             if target is None or target == room or name == "locret_stream.__version__":
                 continue
-            if target == "":  # the face re-exports runtime and context: only the top row may go through it
-                allowed = ROW[room] == 0
+            if target == "":  # the face re-exports runtime and context: only what stands above them goes through it
+                allowed = ROW[room] <= ROW["cli"]
             else:
                 allowed = ROW[room] < ROW[target]
             if not allowed:

@@ -25,7 +25,9 @@ CHAT_TEMPLATE = """\
   {%- if tools -%}
     {%- if system is not none -%}{{- '\\n\\n' -}}{%- endif -%}
     {{- 'Tools:\\n' -}}
-    {%- for tool in tools -%}{{- (tool.function if tool.function is defined else tool) | tojson -}}{{- '\\n' -}}{%- endfor -%}
+    {%- for tool in tools -%}
+      {{- (tool.function if tool.function is defined else tool) | tojson -}}{{- '\\n' -}}
+    {%- endfor -%}
     {{- 'To call one, reply with <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>' -}}
   {%- endif -%}
   {{- '<|im_end|>\\n' -}}
@@ -37,7 +39,8 @@ CHAT_TEMPLATE = """\
     {%- set function = call.function if call.function is defined else call -%}
     {%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
     {{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' -}}
-    {%- if function.arguments is string -%}{{- function.arguments -}}{%- else -%}{{- function.arguments | tojson -}}{%- endif -%}
+    {%- set arguments = function.arguments -%}
+    {{- arguments if arguments is string else arguments | tojson -}}
     {{- '}\\n</tool_call>' -}}
   {%- endfor -%}
   {{- '<|im_end|>\\n' -}}

@@ -28,6 +28,9 @@ SYSTEM_LINES = [
     "You remember what matters in a long stream.",
 ]
 
+TOOL_SHARE = 0.2  # of the turns: copying a word without its leading space means spelling it anew
+FIRST_TOKEN_WEIGHT = 4.0  # of an answer: the only one that nothing but the question points to
+
 # ------------------------------------------------------------------ text
 
 
@@ -128,6 +131,7 @@ class Stage:
     kept: tuple[int, int] | None = None  # units the recall layer keeps; None: all
     copies: float = 0.0  # share of tails that repeat a random segment
     advance_at: float = 0.9  # running accuracy of answer tokens at which the next stage begins
+    head: bool = True  # whether the retaining head is trained on it
     mined: int = 0  # tokens of plain text searched for units that the head would wrongly keep
 
 
@@ -315,7 +319,7 @@ class Writer:
             answers.extend([answer] * len(ids))
 
         while True:
-            tool = draw.random() < 0.08
+            tool = draw.random() < TOOL_SHARE
             if local and draw.random() < 0.5:
                 number = local.pop()
             else:
@@ -333,7 +337,7 @@ class Writer:
                 add(self.encode(facts[number].question))
                 add(self.to_assistant)
                 value = [*self.encode(facts[number].answer), self.end]
-                add(value[:1], 2.0, True)
+                add(value[:1], FIRST_TOKEN_WEIGHT, True)
                 add(value[1:], 1.0, True)
             if len(tokens) > limit:
                 del tokens[turn_start:], weights[turn_start:], answers[turn_start:]
@@ -356,15 +360,18 @@ class Writer:
                 "Fetch the {A} of {E}, please.",
                 "Use a tool to get the {A} of {E}.",
             ]
-        ).format(A=fact.attribute, E=fact.entity)
+        )
+        entity = fact.entity if draw.random() < 0.3 else tasks.make_entity(draw, self.held_out, self.words)
+        quoted = f'"{entity}"' if draw.random() < 0.25 else entity
+        request = request.format(A=fact.attribute, E=quoted)
         name = draw.choice(["lookup", "search", "find", "get_record", "query", "fetch", "read_entry"])
         key = draw.choice(["key", "name", "query", "id", "subject", "entity", "item"])
         add(self.encode(request))
         add(self.to_assistant)
         add(self.encode('<tool_call>\n{"name": "' + name + '", "arguments": {"' + key + '": "'))
-        copied = self.encode(fact.entity + '"}}\n</tool_call>')
-        add([*copied, self.end], 0.7)
+        copied = self.encode(entity + '"}}\n</tool_call>')
+        add([*copied, self.end], 1.0)
         if draw.random() < 0.4:
             add(self.encode("\n<|im_start|>tool\n" + fact.value))
             add(self.to_assistant)
-            add([*self.encode(fact.value), self.end], 0.7)
+            add([*self.encode(fact.value), self.end], 0.5)

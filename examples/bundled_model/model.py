@@ -151,7 +151,10 @@ class Recaller(nn.Module):
         return angle.cos(), angle.sin()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """q [B, Hq, T, D], k and v [B, H, S, D], visible [T, S]. The heads of a group are further rows: no K is copied."""
+        """q [B, Hq, T, D], k and v [B, H, S, D], visible [T, S] -> [B, Hq, T, D].
+
+        The heads of a group become further rows, so that no K is copied.
+        """
         batch, heads, length, dim = q.shape
         groups = heads // k.shape[1]
         bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf")).repeat(groups, 1)
@@ -179,7 +182,8 @@ class Recaller(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Final normed states [B, T, width] of tails that see `kept` behind their sinks in the recall layer.
 
-        Tails are grouped by context: B / C of them share each of the C contexts of `kept`. With `rows` [B, R] (row numbers), also the attention [B, Hq, R, N] of these rows onto `kept`.
+        Tails are grouped by context: B / C of them share each of the C contexts of `kept`. With `rows` [B, R]
+        (row numbers), also the attention [B, H, G * R, N] of these rows onto `kept`.
         """
         length = ids.shape[1]
         cos, sin = self.angles(torch.arange(length))

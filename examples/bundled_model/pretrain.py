@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,12 +14,30 @@ from torch import Tensor, nn
 from .data import Batch, Stage, Writer
 from .model import SINKS, Kept, Recaller, answer_loss
 
+CROWDED = Stage(4, 14, 256, (60, 125), 4, 352, recent=(24, 110), kept=(1600, 2900), mined=16_384)
 CURRICULUM = [
-    Stage(32, 1, 96, (2, 4), 1, 160, copies=0.15, advance_at=0.88),
-    Stage(24, 1, 224, (4, 9), 1, 256, copies=0.1, advance_at=0.90),
+    Stage(32, 1, 96, (2, 4), 1, 160, copies=0.15, advance_at=0.88, head=False),
+    Stage(24, 1, 224, (4, 9), 1, 256, copies=0.1, advance_at=0.90, head=False),
     Stage(12, 2, 256, (10, 20), 2, 256, copies=0.05, advance_at=0.92),
     Stage(6, 6, 256, (25, 50), 3, 320, recent=(24, 96), advance_at=0.94),
-    Stage(4, 14, 256, (60, 125), 4, 352, recent=(24, 110), kept=(1600, 2900), mined=16_384),
+    replace(CROWDED, mined=0),
+]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A learning rate that falls to nothing over the last `cooldown` of `steps`, beginning at stage `start`."""
+
+    stages: list[Stage]
+    steps: int
+    learning_rate: float
+    cooldown: float
+    start: int = 0
+
+
+PHASES = [
+    Phase(CURRICULUM, 800, 2.5e-3, 0.35),
+    Phase([*CURRICULUM[:-1], CROWDED], 400, 1.3e-3, 0.6, start=len(CURRICULUM) - 1),
 ]
 
 
@@ -170,44 +187,44 @@ def train(
     model: Recaller,
     head: RecallHead,
     writer: Writer,
+    phase: Phase,
     *,
-    minutes: float,
     seed: int,
-    curriculum: list[Stage] = CURRICULUM,
-    learning_rate: float = 2.5e-3,
-    cooldown: float = 0.35,
-    start_stage: int = 0,
+    minutes: float | None = None,
     save: Callable[[], None] = lambda: None,
     evaluate: Callable[[], str] | None = None,
     report_every: int = 50,
-    evaluate_every_s: float = 240.0,
+    evaluate_every: int = 100,
 ) -> None:
-    """Train in place for `minutes`; a new stage begins when the running accuracy allows it."""
+    """Train in place for one phase; a new stage begins when the running accuracy allows it.
+
+    The same seed, build and thread count give the same model. `minutes` cuts the phase short on a slow
+    machine: the learning rate then follows the clock.
+    """
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(
         [{"params": model.parameters()}, {"params": head.parameters()}],
-        lr=learning_rate,
+        lr=phase.learning_rate,
         betas=(0.9, 0.95),
         weight_decay=0.01,
     )
     step = Step(model, head, writer)
-    number, accuracy, done, tokens = start_stage, None, 0, 0
-    began, budget = time.monotonic(), minutes * 60
-    paused, next_evaluation = 0.0, evaluate_every_s
+    number, accuracy, done, tokens = phase.start, None, 0, 0
+    began = time.monotonic()
     while True:
-        elapsed = time.monotonic() - began - paused
-        if elapsed > budget:
+        elapsed = time.monotonic() - began
+        share = max(done / phase.steps, elapsed / (60 * minutes) if minutes else 0.0)
+        if share >= 1:
             break
-        share = elapsed / budget
-        rate = min(1.0, (done + 1) / 100) * min(1.0, max(0.02, (1 - share) / cooldown))
+        rate = min(1.0, (done + 1) / 50) * min(1.0, max(0.02, (1 - share) / phase.cooldown))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * rate
+            group["lr"] = phase.learning_rate * rate
         replay = number > 0 and rng.random() < 0.15
         current = int(rng.integers(0, number)) if replay else number
-        stage = curriculum[current]
+        stage = phase.stages[current]
         batch = writer.batch(stage, rng)
         with torch.autocast("cpu", torch.bfloat16):
-            loss, right = step(batch, stage, rng, train_head=current >= 2)
+            loss, right = step(batch, stage, rng, train_head=stage.head)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -222,17 +239,14 @@ def train(
                 f"  loss {loss.item():.3f}  accuracy {accuracy or 0:.3f}  {tokens / max(elapsed, 1):.0f} tok/s",
                 flush=True,
             )
-        ready = accuracy is not None and accuracy > curriculum[number].advance_at and done > 100
-        if ready and number < len(curriculum) - 1:
+        ready = accuracy is not None and accuracy > phase.stages[number].advance_at and done > 100
+        if ready and number < len(phase.stages) - 1:
             print(f"{elapsed:7.1f} s  stage {number} done at step {done}", flush=True)
             number, accuracy = number + 1, None
-        if elapsed > next_evaluation:
-            pause = time.monotonic()
+        if done % evaluate_every == 0:
             save()
             if evaluate is not None:
                 print("  " + evaluate(), flush=True)
-            paused += time.monotonic() - pause
-            next_evaluation += evaluate_every_s
     save()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -35,8 +34,3 @@ def options(
     = False,
 ) -> None:
     """What holds for every verb."""
-
-
-def main() -> None:
-    """The `locret-stream` command."""
-    app(args=sys.argv[1:], prog_name="locret-stream")

@@ -40,8 +40,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, p
 MISTAKE, INTERRUPTED = 2, 130
 PIECE_BYTES = 1 << 16
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Nothing printed is markup: file names, questions and answers are data.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 class OneLineGroup(TyperGroup):
@@ -52,6 +53,8 @@ class OneLineGroup(TyperGroup):
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
             code = super().main(args, prog_name, standalone_mode=False, **extra)
+            if code == INTERRUPTED:  # before or after a verb's own `interruptible`
+                print("\nInterrupted.", file=sys.stderr)
         except typer.TyperException as error:
             fail(error.format_message(), error.exit_code)
         except LocretError as error:
@@ -70,10 +73,6 @@ class OneLineGroup(TyperGroup):
         return code
 
 
-def flat(message: str) -> str:
-    return " ".join(message.split())
-
-
 def explain(error: BaseException) -> str:
     """The message that helps: of a failing source its own reason, if that was a mistake one can name."""
     if isinstance(error, SourceError) and isinstance(error.__cause__, (LocretError, OSError)):
@@ -83,7 +82,7 @@ def explain(error: BaseException) -> str:
 
 
 def fail(message: str, code: int = MISTAKE) -> NoReturn:
-    print("locret-stream:", flat(message), file=sys.stderr)
+    print("locret-stream:", " ".join(message.split()), file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -113,12 +112,15 @@ def interruptible(held: Held) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print(f"\nInterrupted: {held}.", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int | None, chunk_size: int | None,
                  **options: Any) -> Runtime:
-    """A runtime for one context; what is None keeps the runtime's own default."""
+    """A running runtime for one context, to be closed with `aclosing`; what is None keeps the runtime's own default.
+
+    Call it outside of an event loop: Ctrl-C then interrupts imports and loading at once.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     from locret_stream.runtime import Runtime
@@ -127,17 +129,28 @@ def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int 
     if isinstance(budget, str) and budget.strip().isdecimal():
         budget = int(budget)
     given = {"heads": heads, "budget": budget, "chunk_size": chunk_size, **options}
-    return Runtime.from_pretrained(model, policy=policy, max_live=1,
-                                   **{name: value for name, value in given.items() if value is not None})
+    runtime = Runtime.from_pretrained(model, policy=policy, max_live=1,
+                                      **{name: value for name, value in given.items() if value is not None})
+    runtime.start()
+    return runtime
 
 
 def beside(runtime: Runtime, policy: str) -> Runtime:
-    """A second runtime over the same model object, with the same budget in every layer and another policy."""
+    """A second running one over the same model object, with the same budget in every layer and another policy."""
     from locret_stream.runtime import Runtime
 
     config = runtime.engine.config
-    return Runtime(runtime.model, runtime._loaders[1], heads=runtime._heads, policy=policy, budget=config.budget,
-                   chunk_size=config.chunk_size, max_live=1)
+    second = Runtime(runtime.model, runtime._loaders[1], heads=runtime._heads, policy=policy, budget=config.budget,
+                     chunk_size=config.chunk_size, max_live=1)
+    second.start()
+    return second
+
+
+def load(model: str) -> tuple[Any, Any]:
+    """The model and its tokenizer alone."""
+    from locret_stream.runtime import Runtime
+
+    return tuple(part() for part in Runtime.from_pretrained(model, policy="random")._loaders)
 
 
 def print_json(value: dict[str, Any]) -> None:

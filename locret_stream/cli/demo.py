@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -115,14 +115,17 @@ def demo(
     with interruptible(held):
         from locret_stream.evaluation import tasks
 
+        runtimes = [make_runtime(model, heads, policy, budget, chunk_size)]
+        if compare:
+            runtimes.append(beside(runtimes[0], "streaming_llm"))
+
         async def show() -> None:
             async with AsyncExitStack() as stack:
-                runtime = await stack.enter_async_context(make_runtime(model, heads, policy, budget, chunk_size))
-                contexts = [await stack.enter_async_context(runtime.open(policy))]
-                if compare:  # the same model object and the same budget in every layer; only the policy differs
-                    recent = await stack.enter_async_context(beside(runtime, "streaming_llm"))
-                    contexts.append(await stack.enter_async_context(recent.open(names[1])))
-                measure = lru_cache(maxsize=4096)(runtime.count_tokens)
+                contexts = []
+                for runtime, name in zip(runtimes, names, strict=True):
+                    await stack.enter_async_context(aclosing(runtime))
+                    contexts.append(await stack.enter_async_context(runtime.open(name)))
+                measure = lru_cache(maxsize=4096)(runtimes[0].count_tokens)
                 lines = None if stream is None else (lambda: cut_lines(file_text(stream)))
                 size = (tokens or TOKENS) if lines is None else count(lines(), measure, tokens)
                 planted = tasks.planted_stream(seed, size, decoys=DECOYS, measure=measure, lines=lines)

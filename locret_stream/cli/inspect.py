@@ -50,12 +50,9 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     with interruptible(Held("nothing was read")):
-
-        async def look() -> dict[str, Any]:
-            async with make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype) as runtime:
-                return facts(runtime, model, policy)
-
-        found = asyncio.run(look())
+        runtime = make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype)
+        found = facts(runtime, model, policy)
+        asyncio.run(runtime.aclose())
     if as_json:
         print_json(found)
     else:

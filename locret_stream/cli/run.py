@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +83,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     names = list(files or [])
-    if not names and not stdin_is_terminal() and ask:
+    if not names and not stdin_is_terminal():
         names = ["-"]
     if names.count("-") > 1:
         raise ConfigError('"-" is given more than once; stdin can be read only once')
@@ -95,12 +97,10 @@ def run(
                         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed)
     held = Held()
     with interruptible(held):
+        runtime = make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype)
 
         async def session() -> None:
-            async with (
-                make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype) as runtime,
-                runtime.open("run", system=system, raw=True if raw else None) as context,
-            ):
+            async with aclosing(runtime), runtime.open("run", system=system, raw=True if raw else None) as context:
                 with held.watching(lambda: context.memory):
                     row = await read(names, context) if names else None
                     if questions is None:
@@ -135,11 +135,11 @@ async def pieces(names: list[str]) -> AsyncIterator[str]:
 
 async def read(names: list[str], context: StreamingContext) -> Row:
     """Feed the texts while a board shows the way; its row."""
-    feed = context.feed(pieces(names))
+    before, start = context.memory.tokens, time.perf_counter()
 
     def look() -> None:
-        report = feed.report
-        row.set(report.tokens, report.seconds, context.memory)
+        memory = context.memory
+        row.set(memory.tokens - before, time.perf_counter() - start, memory)
         board.tick()
 
     async def keep_looking() -> None:
@@ -151,10 +151,10 @@ async def read(names: list[str], context: StreamingContext) -> Row:
         row = board.rows[0]
         looking = asyncio.create_task(keep_looking())
         try:
-            await feed
+            report = await context.feed(pieces(names))
+            row.set(report.tokens, report.seconds, context.memory)
         finally:
             looking.cancel()
-            look()
     return row
 
 

@@ -15,7 +15,7 @@ from locret_stream.cli.common import (
     check_readable,
     err,
     interruptible,
-    make_runtime,
+    load,
     out,
     print_json,
 )
@@ -61,7 +61,7 @@ def train_heads(
         config = training.TrainConfig(
             label=label, steps=steps, batch=batch, lr=lr, width=width, input_norm=input_norm, bias=bias,
             max_tokens=max_tokens, held_out=held_out, eval_every=eval_every, seed=seed)
-        loaded, tokenizer = (load() for load in make_runtime(model, None, "random", None, None)._loaders)
+        loaded, tokenizer = load(model)
         with training.progress_bar(err) as progress:
             result = training.train_heads(loaded, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)

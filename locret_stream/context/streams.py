@@ -192,19 +192,19 @@ class Generation(_Operation):
         self._key = object()
         self._processors = processors(sampling)
         self._detokenizer = Detokenizer(session.host.codec)
-        self._state: Literal["new", "begun", "prompt", "reply", "ended"] = "new"
+        self._state: Literal["new", "prompt", "reply", "ended"] = "new"
         self._kept_back = ""  # text that may turn out to begin a stop string
         self._count = 0
         self.text = ""
         self.finish_reason: FinishReason | None = None
 
     async def _advance(self) -> Token:
-        if self._state == "new":
+        begins = self._state == "new"
+        if begins:
             self._session.claim(self._name, self._key)
-            self._state = "begun"
+            self._state = "prompt"
         try:
-            if self._state == "begun":
-                self._state = "prompt"
+            if begins:
                 await self._take_prompt()
                 self._state = "reply"
             return await self._next_token()

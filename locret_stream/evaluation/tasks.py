@@ -127,6 +127,17 @@ FORMS = [
     "{E} {A} -> {V}",
     "[{E}] {A} is {V}",
     '{{"{E}": {{"{A}": "{V}"}}}}',
+    "Just so you know, the {A} of {E} is {V}.",
+    "Heads up: {E} has {A} {V}.",
+    "Keep in mind that the {A} for {E} is {V}.",
+    "For the record, {E}'s {A} is {V}.",
+    "Here is the {A} of {E}: {V}.",
+    "The clerk wrote that the {A} of {E} was {V}.",
+    "Today {E} received the {A} {V}.",
+    "The {A} that {E} has now is {V}.",
+    "Please set {E}'s {A} to {V}.",
+    "- {E}, {A}: {V}",
+    "WARN {E}: {A} is {V}",
 ]
 
 HELD_OUT_FORMS = [
@@ -154,6 +165,19 @@ QUESTION_FORMS = [
     "What {A} was given to {E}?",
     "I need the {A} for {E}.",
     "What was the {A} of {E} again?",
+    "Could you give me the {A} of {E}?",
+    "Please tell me {E}'s {A}.",
+    "Please give the {A} of the {E}.",
+    "And the {A} of {E}?",
+    "Now the {A} for {E}.",
+    "Say the {A} of {E}.",
+    "Which {A} belongs to {E}?",
+    "Recall the {A} of the {E}.",
+    "What did they set as the {A} of {E}?",
+    "Look back: what is the {A} of {E}?",
+    "I forgot the {A} of {E}. What is it?",
+    "The {A} of {E} is what?",
+    "Someone asks for the {A} of the {E}. What do you say?",
 ]
 
 HELD_OUT_QUESTION_FORMS = [

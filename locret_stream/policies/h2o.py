@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from locret_stream.errors import ConfigError
 from locret_stream.policies.base import Chunk, Policy
 
 
@@ -21,6 +22,8 @@ class H2O(Policy):
     stateful = True
 
     def __init__(self, recent: float = 0.5):
+        if not 0 <= recent <= 1:
+            raise ConfigError(f"policy 'h2o': recent is {recent!r}; expected a share of the budget in [0, 1]")
         self.recent = recent
 
     def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:

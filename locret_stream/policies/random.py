@@ -21,14 +21,15 @@ class Random(Policy):
 
     def __init__(self, seed: int = 0):
         self.seed = seed
+        self._key = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # any whole number, as int64
 
     def score(self, chunk: Chunk) -> Tensor:
         heads, new = chunk.k.shape[:2]
         device = chunk.k.device
         position = torch.arange(chunk.start, chunk.start + new, device=device)
         head = torch.arange(heads, device=device)[:, None]
-        x = torch.full((), self.seed, device=device)
-        for word in (torch.full((), chunk.layer, device=device), head, position):
+        x = torch.zeros((), dtype=torch.int64, device=device)
+        for word in (self._key, chunk.layer, head, position):
             x = (x ^ word) * _GOLDEN + _GOLDEN
             x = (x ^ _shift(x, 30)) * _MIX_1
             x = (x ^ _shift(x, 27)) * _MIX_2

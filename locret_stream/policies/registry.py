@@ -29,7 +29,7 @@ def make_policy(name: str, knobs: dict[str, float | int | str | bool] | None = N
         UnknownPolicy: with the closest known name.
         ConfigError: a knob it does not have or of another type, or Locret without heads.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise UnknownPolicy(name, POLICIES)
     kind, knobs = POLICIES[name], dict(knobs or {})
     if kind is Locret:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from locret_stream.errors import ConfigError
 from locret_stream.policies.base import Chunk, Policy
 
 
@@ -21,6 +22,8 @@ class SirLLM(Policy):
     stateful = True
 
     def __init__(self, decay: float = 1.0):
+        if not 0 < decay <= 1:
+            raise ConfigError(f"policy 'sirllm': decay is {decay!r}; expected a factor in (0, 1]")
         self.decay = decay
 
     def score(self, chunk: Chunk) -> Tensor:

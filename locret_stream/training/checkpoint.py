@@ -26,7 +26,7 @@ from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.training.config import TrainConfig, TrainResult
 
 RUN, CHECKPOINT, METRICS, RESULT = "run.json", "checkpoint.safetensors", "metrics.jsonl", "result.json"
-_MOMENTS = ("exp_avg",)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -238,7 +238,13 @@ async def test_a_fork_made_while_another_task_feeds_is_a_clean_cut():
         before = ids_in(ctx)
         expected = before + literals(runtime, USER) + data(runtime, "".join(lines))
         places = set()
-        feeding = asyncio.create_task(ctx.feed(CountedAsync(lines))._drain())
+
+        async def slow():
+            for line in lines:
+                await asyncio.sleep(0.002)
+                yield line
+
+        feeding = asyncio.create_task(ctx.feed(slow())._drain())
         while not feeding.done():
             async with ctx.fork() as fork:
                 found, session = ids_in(fork), fork._session
@@ -248,7 +254,8 @@ async def test_a_fork_made_while_another_task_feeds_is_a_clean_cut():
                 held = runtime.codec.decode(session.ids) + "".join(session.segments) + session.segmenter.held.text
                 shown = runtime.codec.decode(found[len(before) + len(literals(runtime, USER)):]) + held
                 assert "".join(lines).startswith(shown), "what is held follows what was accepted"
-                await expect_pure(fork)
+                if len(places) % 4 == 0:
+                    await expect_pure(fork)
         await feeding
         assert ids_in(ctx) == expected and len(places) > 2
         await expect_pure(ctx)

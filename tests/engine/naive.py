@@ -185,7 +185,7 @@ def algorithm_1(llama: NaiveLlama, prompt: list[int], n_loc: int, n_s: int, b: i
                 if number < len(chunk_positions) - 1 or protect_last_chunk:
                     for i in range(len(score_cache) - n_s, len(score_cache)):
                         score_cache[i] = math.inf
-                ranked = sorted(range(len(units)), key=lambda i: -score_cache[i])  # noqa: B023
+                ranked = sorted(range(len(units)), key=lambda i: -score_cache[i])
                 indices = sorted(ranked[:b])  # top-b, then back into time order
                 cache[layer][head] = [units[i] for i in indices]
         kept.append([[[unit.position for unit in head] for head in layer] for layer in cache])

@@ -152,9 +152,11 @@ class Rig:
         engine.accept(state, ids)
         self.tokens += ids
         before = engine.export(state)
+        if where == "score" and engine.shape.sliding.count(None) < 2:
+            where = "keep"  # sliding layers ask no policy
         with pytest.raises(Boom):
             if where == "score":
-                with fault_in(engine.policy, "score", after=2):
+                with fault_in(engine.policy, "score", after=1):
                     engine.commit(state)
             elif where == "keep":
                 with fault_in(engine, "_keep", after=1):
@@ -225,7 +227,7 @@ def test_committed_state_is_a_function_of_the_tokens(policy: str):
     else was served, equal tokens give bit-equal exports, and the invariants of `Rig.check` hold after every step."""
     engine = engine_of(policy)
 
-    @settings(max_examples=14)
+    @settings(max_examples=30)
     @given(st.lists(operation, min_size=6, max_size=14))
     def law(operations):
         play(engine, operations)
@@ -239,7 +241,7 @@ def test_committed_state_is_a_function_of_the_tokens_on_other_architectures(on: 
     """The same with sliding layers, softcaps, learned sinks and layers without RoPE."""
     engine = engine_of(policy, on)
 
-    @settings(max_examples=5)
+    @settings(max_examples=12)
     @given(st.lists(operation, min_size=6, max_size=12))
     def law(operations):
         play(engine, operations)
@@ -389,7 +391,8 @@ def test_law_7_protection_counts_inside_the_budget(policy: str, sinks: int, stab
             assert count == min(state.seen, 16)
             for positions in state.store.positions(layer).tolist():
                 assert positions[:sinks] == list(range(sinks))
-                assert not stabilizers or positions[-stabilizers:] == list(range(state.seen - stabilizers, state.seen))
+                last = min(stabilizers, count)
+                assert positions[count - last:] == list(range(state.seen - last, state.seen))
     if policy == "random" and not sinks:  # 0 means 0: nothing is protected, so some head has lost its ends
         firsts = [int(state.store.positions(layer)[:, 0].min()) for layer in range(3)]
         lasts = [int(state.store.positions(layer)[:, -1].min()) for layer in range(3)]

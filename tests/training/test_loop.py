@@ -17,6 +17,7 @@ from locret_stream.errors import ConfigError, HeadsMismatch, InputError, Invalid
 from locret_stream.heads import RetainingHeads
 from locret_stream.training import Example, TrainConfig, train_heads
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS
+from locret_stream.training.labels import visit_layers
 from tests.architectures import make
 from tests.training.tiny import make_examples, make_tokenizer
 
@@ -77,6 +78,19 @@ def test_alpha_smooths_and_clip_bounds_every_gradient(model, tmp_path, monkeypat
         terms[alpha] = last["smoothing"]
     assert terms[5.0] < 0.5 * terms[0.0]
     assert max(largest[:30]) > 1e-3 and max(largest[30:]) <= 1.0001e-3
+
+
+def test_bias_starts_at_the_mean_label(model, tmp_path):
+    examples = make_examples(2)
+    config = msgspec.structs.replace(QUICK, steps=1, lr=1e-9, bias=True)
+    train_heads(model, examples[:1], tmp_path, config, held_out=examples[1:])
+    attachment, means = models.attach(model), {}
+    visit_layers(attachment, attachment.tables(64), examples[:1], lambda call, labels, valid: means.update(
+        {call.layer: labels[0].mean(1)}), kind="logprob")
+    models.detach(model)
+    heads = RetainingHeads.load(tmp_path)
+    for layer, mean in means.items():
+        torch.testing.assert_close(heads.fc2[layer].bias.detach(), mean)
 
 
 def test_heads_know_their_model(model, tmp_path):

@@ -1,0 +1,282 @@
+"""Attaching: shared and counted, refused where it would change the model, and invisible to the user's own object."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from locret_stream import models
+from locret_stream.errors import UnsupportedModel
+from locret_stream.models import attach, detach
+from tests.architectures import BASE, make
+from tests.kit import build, feed, ids_of, logits_at_each
+
+
+@pytest.fixture
+def stock() -> tf.PreTrainedModel:
+    """A model of this test's own."""
+    return make("llama", seed=5)
+
+
+# -- counted ------------------------------------------------------------------------------------------------------
+
+
+def test_attach_is_idempotent_and_counted(stock):
+    first = attach(stock)
+    assert attach(stock) is first and first.users == 2
+    assert detach(stock) == 1
+    assert attach(stock) is first
+    assert (detach(stock), detach(stock), detach(stock)) == (1, 0, 0)
+    again = attach(stock)
+    assert again is not first and again.users == 1
+    assert again.fingerprint == first.fingerprint
+
+
+def test_each_attention_implementation_is_attached_by_itself(stock):
+    sdpa, eager = attach(stock, "sdpa"), attach(stock, "eager")
+    assert sdpa is not eager and (sdpa.attn, eager.attn) == ("sdpa", "eager")
+    assert detach(stock, "eager") == 0 and attach(stock, "sdpa") is sdpa
+    with pytest.raises(UnsupportedModel, match=r"'flash_attention_2'.*'sdpa'"):
+        attach(stock, "flash_attention_2")
+
+
+def test_auto_takes_what_the_model_uses():
+    assert attach(make("llama", attn="eager")).attn == "eager"
+    assert attach(make("llama")).attn == "sdpa"
+    assert attach(make("gemma2"), "sdpa").attn == "eager"  # has no sdpa
+
+
+def test_attach_is_locked_per_model(stock, monkeypatch):
+    """Eight threads at once: one self-test, one attachment, eight uses."""
+    tested, barrier, real = [], threading.Barrier(8), models.self_test
+    monkeypatch.setattr(models, "self_test", lambda *args: (tested.append(1), real(*args)))
+
+    def attach_together(_: int) -> models.Attachment:
+        barrier.wait(60)
+        return attach(stock)
+
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(attach_together, range(8)))
+    assert len(tested) == 1 and len({id(a) for a in made}) == 1 and made[0].users == 8
+
+
+def test_the_model_is_not_kept_alive():
+    stock = make("llama", seed=5)
+    ref = weakref.ref(stock)
+    attachment = attach(stock)
+    shadow = weakref.ref(attachment._shadow)
+    del stock, attachment
+    gc.collect()
+    assert ref() is None and shadow() is None
+
+
+# -- refused ------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_a_norm_after_rope():
+    torch.manual_seed(0)
+    hunyuan = tf.HunYuanDenseV1ForCausalLM(tf.HunYuanDenseV1Config(**BASE, head_dim=16)).eval()
+    for name, parameter in hunyuan.named_parameters():
+        if name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
+            parameter.data = torch.rand_like(parameter) + 0.5
+    with pytest.raises(UnsupportedModel, match=r"HunYuanDenseV1ForCausalLM: .*differ from the stock model's by .*"
+                                               r"standard deviations; expected at most 0.0001 in torch.float32"):
+        attach(hunyuan)
+
+
+@pytest.mark.parametrize("what", [nn.Linear(2, 2), "meta-llama/Llama-3.1-8B-Instruct", None, 5])
+def test_refuses_what_is_no_model(what):
+    with pytest.raises(UnsupportedModel, match=rf"found {type(what).__name__}; expected a transformers causal LM"):
+        attach(what)
+
+
+@pytest.mark.parametrize("config", [
+    tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64),
+    tf.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64,
+                  is_decoder=True),
+], ids=["gpt2", "bert"])
+def test_refuses_models_without_rotary_decoder(config):
+    with pytest.raises(UnsupportedModel, match="expected a decoder-only model with rotary embeddings"):
+        attach(tf.AutoModelForCausalLM.from_config(config))
+
+
+def test_refuses_a_decoder_without_a_head():
+    with pytest.raises(UnsupportedModel, match="LlamaModel"):
+        attach(tf.LlamaModel(tf.LlamaConfig(**BASE)))
+
+
+class ByPosition(tf.LlamaForCausalLM):
+    """Tampered: logits depend on how many tokens the call has."""
+
+    def forward(self, input_ids=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        out.logits = out.logits * (1 + 1e-3 * input_ids.shape[1])
+        return out
+
+
+class Tagged(tf.LlamaForCausalLM):
+    """Tampered: logits depend on the ids, not on the hidden states alone."""
+
+    def forward(self, input_ids=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        out.logits = out.logits + (input_ids % 2)[..., None]
+        return out
+
+
+@pytest.mark.parametrize("kind", [ByPosition, Tagged])
+def test_refuses_tampered_logits_and_says_by_how_much(kind):
+    tampered = kind(tf.LlamaConfig(**BASE)).eval()
+    with pytest.raises(UnsupportedModel, match=rf"{kind.__name__}: with a full budget its logits differ .* by \d"):
+        attach(tampered)
+    assert tampered not in models._attached or not models._attached[tampered]
+
+
+def test_refuses_attention_that_looks_at_absolute_positions(stock):
+    """A hook that adds what only a call of the whole sequence sees."""
+    attention = stock.model.layers[1].self_attn
+    attention.register_forward_hook(lambda module, args, out: (out[0] + out[0].cumsum(1) * 0.01, *out[1:]))
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
+        attach(stock)
+
+
+def test_refuses_a_model_whose_forward_fails(stock):
+    stock.model.layers[1].mlp.register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(UnsupportedModel, match="self-test failed with ZeroDivisionError"):
+        attach(stock)
+
+
+def test_refuses_nan(stock):
+    stock.lm_head.weight.data[0, 0] = float("nan")
+    with pytest.raises(UnsupportedModel):
+        attach(stock)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss", "smollm3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_pass(name: str, dtype: torch.dtype):
+    attachment = attach(make(name, dtype=dtype))
+    assert attachment.dtype == dtype and attachment.shape.item_bytes == 2
+
+
+# -- invisible ----------------------------------------------------------------------------------------------------
+
+
+def portrait(model: tf.PreTrainedModel) -> dict:
+    """Everything that a user could see change: config, identity of every attribute of every module, tensors."""
+    seen: dict = {"config": copy.deepcopy(model.config.to_dict()), "attn": model.config._attn_implementation}
+    for path, module in model.named_modules():
+        seen[path, "type"] = type(module)
+        for name, value in vars(module).items():
+            if isinstance(value, dict):
+                seen[path, name] = (id(value), [(key, id(item)) for key, item in value.items()])
+            else:
+                seen[path, name] = value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        seen["tensor", name] = (id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad)
+    return seen
+
+
+def test_the_users_object_is_never_changed(stock):
+    stock.train()
+    stock.config._attn_implementation = "eager"
+    before = portrait(stock)
+    engine = build("locret", on=stock, attn="sdpa")
+    assert portrait(stock) == before
+    logits_at_each(engine, engine.open(0), ids_of(60))
+    assert portrait(stock) == before
+    detach(stock, "sdpa")
+    assert portrait(stock) == before and stock.training
+
+
+def test_weights_are_shared_not_copied(stock):
+    attachment = attach(stock)
+    mine = {t.data_ptr() for t in stock.parameters()}
+    assert {t.data_ptr() for t in attachment._shadow.parameters()} <= mine
+
+
+def test_a_model_in_training_mode_is_run_in_eval_mode():
+    config = tf.LlamaConfig(**BASE, attention_dropout=0.5)
+    torch.manual_seed(0)
+    stock = tf.LlamaForCausalLM(config).train()
+    engine = build("streaming_llm", on=stock)
+    ids = ids_of(30)
+    one, two = (logits_at_each(engine, engine.open(slot), ids) for slot in (0, 1))
+    assert torch.equal(one, two) and stock.training
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_stock_generate_is_bit_equal_before_during_and_after(name: str):
+    """On the same object, on another thread, while engines attach, step and detach on this one."""
+    stock = make(name, seed=5)
+    prompt = torch.tensor([ids_of(20)])
+
+    def generate() -> tuple[torch.Tensor, ...]:
+        out = stock.generate(prompt, max_new_tokens=12, do_sample=False, return_dict_in_generate=True,
+                             output_logits=True)
+        return out.sequences, *out.logits
+
+    def same(found: tuple[torch.Tensor, ...]) -> bool:
+        return len(found) == len(before) and all(map(torch.equal, found, before))
+
+    before = generate()
+    stop, verdicts, errors = threading.Event(), [], []
+
+    def keep_generating() -> None:
+        try:
+            while not stop.is_set() or len(verdicts) < 3:
+                verdicts.append(same(generate()))
+        except Exception as error:  # shown below, on the test's own thread
+            errors.append(error)
+
+    thread = threading.Thread(target=keep_generating)
+    thread.start()
+    try:
+        rows = []
+        for _ in range(3):
+            engine = build("h2o", on=stock)
+            rows.append(logits_at_each(engine, engine.open(0), ids_of(40)))
+            detach(stock)
+    finally:
+        stop.set()
+        thread.join(120)
+    assert not thread.is_alive() and not errors and len(verdicts) >= 3 and all(verdicts)
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+    assert same(generate())
+
+
+def test_a_failed_forward_leaves_the_attachment_usable(stock):
+    engine = build("locret", on=stock)
+    state = engine.open(0)
+    feed(engine, state, ids_of(20))
+    expected = engine.logits(engine.fork(state, 1))
+    with pytest.raises(RuntimeError):
+        engine.attachment.hidden(torch.tensor([[1, 2]]), lambda call: (_ for _ in ()).throw(RuntimeError("step")))
+    assert engine.attachment._step is None
+    assert torch.equal(engine.logits(state), expected)
+
+
+# -- fingerprint --------------------------------------------------------------------------------------------------
+
+
+def test_fingerprint_is_that_of_the_checkpoint_whatever_the_dtype(tmp_path):
+    make("qwen3", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    load = tf.AutoModelForCausalLM.from_pretrained
+    prints = {attach(load(tmp_path, dtype=dtype)).fingerprint for dtype in (torch.bfloat16, torch.float32)}
+    assert len(prints) == 1
+
+
+def test_fingerprint_tells_models_apart(stock):
+    other_weights = make("llama", seed=6)
+    other_rope = make("llama-llama3", seed=5)
+    tuned = copy.deepcopy(stock)
+    tuned.model.layers[2].mlp.up_proj.weight.data *= 1.01
+    assert len({attach(m).fingerprint for m in (stock, other_weights, other_rope, tuned)}) == 4
+    assert attach(copy.deepcopy(stock)).fingerprint == attach(stock).fingerprint

@@ -1,0 +1,280 @@
+"""Every policy against a naive formula, and what the registry accepts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from locret_stream.errors import ConfigError, UnknownPolicy
+from locret_stream.kernels import select_units
+from locret_stream.policies import POLICIES, Chunk, make_policy
+from tests.engine.naive import NaiveStream
+from tests.kit import build, feed, ids_of, model, random_heads
+
+# -- locret -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt-oss"])
+def test_locret_scores_once_with_what_attention_sees_before_rope(name: str):
+    """Against hooks on the stock model's own projections (and q/k norms), run over the whole prompt at once."""
+    stock, ids = model(name), ids_of(40)
+    engine = build("locret", on=stock, units=64)
+    state = engine.open(0)
+    feed(engine, state, ids)
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(key: str):
+        return lambda module, args, out: seen.__setitem__(key, out)
+
+    hooks = []
+    for index, layer in enumerate(stock.get_decoder().layers):
+        for kind in "qkv":
+            source = getattr(layer.self_attn, f"{kind}_norm", None) or getattr(layer.self_attn, f"{kind}_proj")
+            hooks.append(source.register_forward_hook(keep(f"{index}.{kind}")))
+    with torch.no_grad():
+        stock(torch.tensor([ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    heads = engine.policy.heads
+    for layer in range(engine.shape.layers):
+        if engine.shape.sliding[layer]:
+            continue
+        x = torch.cat([seen[f"{layer}.{kind}"].reshape(40, -1) for kind in "qkv"], -1)
+        inner = torch.nn.functional.silu(x @ heads.fc1[layer].weight.T)
+        expected = (inner @ heads.fc2[layer].weight.T).T
+        assert torch.allclose(state.store.scores(layer)[0], expected, atol=1e-5)
+
+
+# -- streaming_llm ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [0, 2**24 // 8 * 8 + 8, 2**31])
+def test_streaming_llm_keeps_sinks_and_recent_exactly(base: int):
+    """Also where fp32 no longer counts positions one by one."""
+    engine = build("streaming_llm", units=20, chunk_size=8, sinks=3, stabilizers=4, allocation=(0.8, 1.0, 1.2))
+    state = engine.open(0)
+    state.seen = base
+    for _ in range(12):
+        feed(engine, state, ids_of(8))
+        held = list(range(base, state.seen))
+        for layer, units in enumerate(engine.budgets):
+            expected = held if len(held) <= units else held[:3] + held[-(units - 3):]
+            assert state.store.positions(layer).tolist() == [expected] * engine.shape.kv_heads
+
+
+# -- random -----------------------------------------------------------------------------------------------------------
+
+
+def random_scores(policy, start: int, count: int, layer: int = 0, heads: int = 2) -> torch.Tensor:
+    empty = torch.zeros(heads, count, 4)
+    return policy.score(Chunk(layer=layer, start=start, q=empty, k=empty, v=empty, keys=empty,
+                              scores=torch.zeros(1, heads, 0)))
+
+
+def test_random_is_uniform_and_uncorrelated():
+    scores = random_scores(make_policy("random"), 0, 50_000, heads=4).double()
+    assert scores.min() >= 0 and scores.max() < 1
+    histogram = torch.stack([torch.histc(row, 20, 0, 1) for row in scores])
+    chi2 = ((histogram - 2_500) ** 2 / 2_500).sum(1)
+    assert (chi2 < 50).all()  # 19 degrees of freedom: p > 1e-4
+    rows = torch.stack([*scores, scores[0].roll(1), random_scores(make_policy("random"), 0, 50_000, 1)[0].double(),
+                        random_scores(make_policy("random", {"seed": 1}), 0, 50_000)[0].double()])
+    assert (torch.corrcoef(rows) - torch.eye(len(rows))).abs().max() < 0.02
+
+
+def test_random_kept_sets_are_uniform_over_the_stream():
+    """256 heads keep 16 of 96 tokens, 16 at a time as an endless stream does: no position is favoured."""
+    policy, kept = make_policy("random", {"seed": 5}), torch.zeros(96)
+    scores = random_scores(policy, 0, 96, heads=256)
+    held = torch.arange(16).expand(256, 16)
+    for start in range(16, 96, 16):
+        held = torch.cat([held, torch.arange(start, start + 16).expand(256, 16)], 1)
+        held = held.gather(1, select_units(scores.gather(1, held), 16))
+    kept.scatter_add_(0, held.flatten(), torch.ones(256 * 16))
+    expected = 256 * 16 / 96
+    assert ((kept - expected) ** 2 / expected).sum() < 150  # 95 degrees of freedom
+
+
+def test_random_is_seeded_and_independent_of_the_split():
+    whole = random_scores(make_policy("random", {"seed": 3}), 1_000, 64, layer=2)
+    parts = [random_scores(make_policy("random", {"seed": 3}), start, 16, layer=2) for start in range(1_000, 1_064, 16)]
+    assert torch.equal(whole, torch.cat(parts, 1))
+    assert not torch.equal(whole, random_scores(make_policy("random", {"seed": 4}), 1_000, 64, layer=2))
+    far = random_scores(make_policy("random"), 2**40, 64)
+    assert far.unique().numel() > 120
+    for seed in (-1, 2**63, -(2**70)):
+        assert random_scores(make_policy("random", {"seed": seed}), 0, 8).unique().numel() == 16
+    engines = [build("random", units=64, chunk_size=size, seed=11) for size in (4, 16)]
+    states = [engine.open(0) for engine in engines]
+    for engine, state in zip(engines, states, strict=True):
+        feed(engine, state, ids_of(48))
+    assert torch.equal(states[0].store.scores(1), states[1].store.scores(1))
+
+
+# -- keydiff ----------------------------------------------------------------------------------------------------------
+
+
+def keydiff_by_hand(keys: torch.Tensor) -> list[float]:
+    """keys [N, D] of one head: minus the cosine with the mean of the normalised keys."""
+    unit = [key / key.norm() for key in keys.double()]
+    anchor = sum(unit) / len(unit)
+    return [-float(key @ anchor / anchor.norm()) for key in unit]
+
+
+@pytest.mark.parametrize("commits", [2, 7])
+def test_keydiff_against_the_formula(commits: int, monkeypatch):
+    """At every commit all units of the slab are scored anew, held ones and new ones alike, before RoPE."""
+    engine = build("keydiff", units=20, chunk_size=8, sinks=0, stabilizers=0)
+    slabs: dict[int, torch.Tensor] = {}
+    real = engine.policy.score
+    monkeypatch.setattr(engine.policy, "score", lambda chunk: (slabs.update({chunk.layer: chunk.keys.clone()}),
+                                                              real(chunk))[1])
+    state = engine.open(0)
+    feed(engine, state, ids_of(commits * 8))
+    for layer, slab in slabs.items():
+        count = state.store.counts[layer]
+        for head in range(engine.shape.kv_heads):
+            scores = torch.tensor(keydiff_by_hand(slab[head]))
+            best = scores.argsort(descending=True)[:count].sort().values
+            assert torch.equal(state.store.keys(layer, count)[0, head], slab[head][best])
+            assert torch.allclose(state.store.scores(layer)[0, head], scores[best].float(), atol=1e-6)
+
+
+# -- h2o --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "smollm3", "olmo2"])
+def test_h2o_sums_the_attention_of_the_stock_model(name: str):
+    """While everything fits: column sums of the stock model's own attention weights, added over each GQA group.
+
+    With softcaps (Gemma2), learned sinks (GPT-OSS), layers without RoPE (SmolLM3) and q/k norms (OLMo2).
+    """
+    stock, ids = model(name, "eager"), ids_of(48)
+    engine = build("h2o", on=stock, units=64, chunk_size=8)
+    state = engine.open(0)
+    feed(engine, state, ids)
+    with torch.no_grad():
+        attentions = stock(torch.tensor([ids]), use_cache=False, output_attentions=True).attentions
+    checked = 0
+    for layer, weights in enumerate(attentions):
+        if engine.shape.sliding[layer]:
+            continue
+        received = weights[0].view(engine.shape.kv_heads, engine.shape.groups, 48, -1)[..., :48].sum((1, 2))
+        assert torch.allclose(state.store.scores(layer)[0], received, rtol=1e-5, atol=1e-5)
+        checked += 1
+    assert checked >= 1
+
+
+class NaiveH2O(NaiveStream):
+    """Each unit's score is all the attention it was ever given by queries of committed chunks."""
+
+    def forward(self, ids, first_position, held):
+        self.given: list[tuple[object, float]] = []
+        return super().forward(ids, first_position, held)
+
+    def saw(self, layer, head, units, weights):
+        self.given += list(zip(units, weights.tolist(), strict=False))
+
+    def commit(self):
+        keep, self.keep = self.keep, lambda units, budget: units  # first every unit, then the scores, then the budget
+        super().commit()
+        self.keep = keep
+        for layer in self.held:
+            for head in layer:
+                for unit in head:
+                    unit.score = 0.0 if unit.position >= self.seen - self.chunk else unit.score
+        for unit, weight in self.given:
+            unit.score += weight
+        self.held = [[self.keep(head, self.budgets[layer]) for head in heads] for layer, heads in enumerate(self.held)]
+
+
+def test_h2o_evicts_as_the_naive_one_does():
+    """12 chunks with eviction; half of every budget goes to the last units."""
+    engine = build("h2o", units=20, chunk_size=8, sinks=2, stabilizers=3)
+    assert engine.protection == [(2, 10)] * 3
+    naive = NaiveH2O(model(), random_heads(engine.attachment), [20] * 3, 8, 2, 10)
+    state, ids = engine.open(0), ids_of(12 * 8, seed=3)
+    for at in range(0, len(ids), 8):
+        feed(engine, state, ids[at:at + 8])
+        naive.feed(ids[at:at + 8])
+        for layer in range(3):
+            assert state.store.positions(layer).tolist() == naive.positions(layer)
+            assert torch.allclose(state.store.scores(layer)[0], torch.tensor(naive.scores(layer)), atol=1e-4)
+
+
+def test_h2o_recent_share_fits_any_budget():
+    policy = make_policy("h2o", {"recent": 1.0})
+    assert policy.protection(10, 4, 2) == (4, 5)
+    assert make_policy("h2o", {"recent": 0}).protection(10, 4, 2) == (4, 2)
+    assert make_policy("h2o").protection(3, 2, 0) == (2, 0)
+
+
+# -- sirllm -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_sirllm_scores_surprise_of_the_stock_model(name: str):
+    """-log p(token | everything before), over commit boundaries too; the first token highest; one set for all heads."""
+    stock, ids = model(name), ids_of(48)
+    engine = build("sirllm", on=stock, units=64, chunk_size=8)
+    state = engine.open(0)
+    feed(engine, state, ids)
+    with torch.no_grad():
+        logprobs = stock(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
+    expected = [math.inf] + [-float(logprobs[t - 1, ids[t]]) for t in range(1, 48)]
+    for layer in range(engine.shape.layers):
+        if engine.shape.sliding[layer]:
+            continue
+        for head in state.store.scores(layer)[0]:
+            assert head[0] == torch.finfo(torch.float32).max
+            assert torch.allclose(head[1:], torch.tensor(expected[1:]), atol=2e-5)
+
+
+def test_sirllm_keeps_the_same_tokens_everywhere_and_decays_them():
+    engine = build("sirllm", units=20, chunk_size=8, sinks=0, stabilizers=2, decay=0.5)
+    state, ids = engine.open(0), ids_of(64)
+    feed(engine, state, ids[:16])
+    before = state.store.scores(0)[0, 0].clone()
+    feed(engine, state, ids[16:24])
+    first = state.store.positions(0)[0]
+    old = first < 16
+    assert torch.equal(state.store.scores(0)[0, 0][old], before[first[old]] * 0.5)
+    feed(engine, state, ids[24:])
+    kept = state.store.positions(0)[0]
+    for layer in range(3):
+        assert (state.store.positions(layer) == kept).all()
+        assert torch.equal(state.store.scores(layer)[0, 0], state.store.scores(0)[0, 0])
+
+
+# -- registry ---------------------------------------------------------------------------------------------------------
+
+
+def test_policies_bear_the_names_of_their_papers():
+    assert set(POLICIES) == {"locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm", "full"}
+    assert all(kind.name == name for name, kind in POLICIES.items())
+    assert [name for name, kind in POLICIES.items() if not kind.bounded] == ["full"]
+    assert {name for name, kind in POLICIES.items() if kind.stateful} == {"keydiff", "h2o", "sirllm"}
+    assert POLICIES["sirllm"].scope == "model" and POLICIES["locret"].needs == {"qkv"}
+
+
+@pytest.mark.parametrize(("name", "close"), [
+    ("locrt", "locret"), ("StreamingLLM", None), ("stream_llm", "streaming_llm"), ("h20", "h2o"), ("", None),
+    (None, None), (["h2o"], None)])
+def test_unknown_policies_are_refused_with_suggestions(name, close):
+    with pytest.raises(UnknownPolicy) as caught:
+        make_policy(name)
+    assert "streaming_llm" in str(caught.value)
+    assert (f"Did you mean {close!r}?" in str(caught.value)) == (close is not None)
+
+
+@pytest.mark.parametrize(("name", "knobs"), [
+    ("h2o", {"recnt": 0.5}), ("h2o", {"recent": "half"}), ("h2o", {"recent": math.nan}), ("h2o", {"recent": -0.1}),
+    ("h2o", {"recent": 1.5}), ("h2o", {"recent": True}), ("random", {"seed": 1.5}), ("random", {"seed": "a"}),
+    ("sirllm", {"decay": math.inf}), ("sirllm", {"decay": 0}), ("sirllm", {"decay": 1.5}), ("keydiff", {"seed": 1}),
+    ("streaming_llm", {"sinks": 4}), ("full", {"x": 1}), ("locret", {"alpha": 1}), ("locret", {}),
+])
+def test_knobs_are_checked(name: str, knobs: dict):
+    with pytest.raises(ConfigError, match=name):
+        make_policy(name, knobs)

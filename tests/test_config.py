@@ -1,0 +1,154 @@
+"""The knobs: what is refused, how budgets are shared out, and what a size holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from locret_stream.config import Budget, ModelShape, Sampling, StreamConfig, budget_from, check_window, unit_bytes
+from locret_stream.errors import ConfigError, LocretError, WindowExceeded
+
+
+def shape_of(layers: int = 3, window: int = 4096, sliding: tuple[int | None, ...] | None = None) -> ModelShape:
+    return ModelShape(layers=layers, kv_heads=2, groups=2, head_dim=16, vocab=100, window=window, item_bytes=4,
+                      sliding=sliding or (None,) * layers)
+
+
+@pytest.mark.parametrize("knobs", [
+    dict(units=0), dict(units=-5), dict(units=2.5), dict(units="10"), dict(units=True), dict(units=10, sinks=-1),
+    dict(units=10, stabilizers=-1), dict(units=10, sinks=1.0), dict(units=10, stabilizers=None),
+    dict(units=10, allocation="pyramids"), dict(units=10, allocation=()), dict(units=10, allocation=(1.0, 0.0)),
+    dict(units=10, allocation=(1.0, -1.0)), dict(units=10, allocation=(math.inf, 1.0)),
+    dict(units=10, allocation=(math.nan,)), dict(units=10, allocation=("a",)), dict(units=10, allocation=3),
+    dict(units=10, allocation=None),
+])
+def test_budget_refuses(knobs):
+    with pytest.raises(ConfigError, match="expected"):
+        Budget(**knobs)
+
+
+@pytest.mark.parametrize(("units", "sinks", "stabilizers"), [(36, 4, 32), (10, 10, 0), (10, 0, 10), (10, 6, 5)])
+def test_protection_must_leave_room_to_compete(units: int, sinks: int, stabilizers: int):
+    with pytest.raises(ConfigError, match=rf"{sinks} \+ {stabilizers} = .*the smallest layer holds {units}"):
+        Budget(units=units, sinks=sinks, stabilizers=stabilizers).per_layer(shape_of())
+    assert Budget(units=units, sinks=sinks - (sinks > 0), stabilizers=max(0, units - sinks - 1)).per_layer(shape_of())
+
+
+def test_protection_is_checked_against_the_smallest_layer():
+    budget = Budget(units=20, sinks=4, stabilizers=8, allocation=(0.5, 1.0, 1.5))
+    with pytest.raises(ConfigError, match="smallest layer holds 10"):
+        budget.per_layer(shape_of())
+
+
+def test_wrong_number_of_shares():
+    with pytest.raises(ConfigError, match="2 layer shares for a model of 3 layers"):
+        Budget(units=50, allocation=(1.0, 2.0)).per_layer(shape_of())
+
+
+@given(st.integers(1, 5_000), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
+def test_shares_sum_to_the_total_exactly(units: int, shares: list[float]):
+    budget = Budget(units=units, sinks=0, stabilizers=0, allocation=tuple(shares))
+    try:
+        found = budget.per_layer(shape_of(len(shares)))
+    except ConfigError:  # a layer so poor that it holds nothing
+        assert min(shares) * units * len(shares) / sum(shares) < 1.0
+        return
+    assert sum(found) == units * len(shares) and min(found) >= 1
+    exact = [units * len(shares) * share / math.fsum(shares) for share in shares]
+    assert all(abs(a - b) < 1 + 1e-6 for a, b in zip(found, exact, strict=True))
+    order = sorted(range(len(shares)), key=shares.__getitem__)
+    assert all(found[a] <= found[b] + 1 for a, b in itertools.pairwise(order))
+
+
+def test_auto_takes_the_shares_of_the_heads():
+    budget = Budget(units=40, sinks=0, stabilizers=0)
+    assert budget.per_layer(shape_of()) == (40, 40, 40)
+    assert budget.per_layer(shape_of(), (1.0, 2.0, 3.0)) == (20, 40, 60)
+    uniform = Budget(units=40, sinks=0, stabilizers=0, allocation="uniform")
+    assert uniform.per_layer(shape_of(), (1.0, 2.0, 3.0)) == (40, 40, 40)
+
+
+def test_sliding_layers_never_hold_more_than_their_window():
+    shape = shape_of(sliding=(24, None, None))
+    assert Budget(units=100).per_layer(shape) == (24, 100, 100)
+    assert Budget(units=40).per_layer(shape) == (24, 40, 40)  # protection is that of the full layers
+
+
+def test_window_exceeded_names_what_would_fit():
+    shape = shape_of(window=100, sliding=(24, None, None))
+    check_window((24, 84, 84), 16, shape)
+    with pytest.raises(WindowExceeded, match=r"layer 2 would hold 85 \+ 16 = 101 .* knows 100 .* budget <= 84"):
+        check_window((24, 84, 85), 16, shape)
+    assert issubclass(WindowExceeded, ConfigError) and issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, LocretError)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 1.5, "8", None, True])
+def test_chunk_size_refuses(chunk_size):
+    with pytest.raises(ConfigError, match="chunk_size"):
+        StreamConfig(budget=Budget(units=10), chunk_size=chunk_size)
+
+
+def test_budget_from_units_and_budgets():
+    shape = shape_of()
+    assert budget_from(6000, shape, 1024) == Budget(units=6000, sinks=4, stabilizers=32)
+    assert budget_from(16, shape, 8) == Budget(units=16, sinks=2, stabilizers=2)
+    assert budget_from(3, shape, 8) == Budget(units=3, sinks=0, stabilizers=0)
+    assert budget_from(100, shape, 8, sinks=0, stabilizers=9) == Budget(units=100, sinks=0, stabilizers=9)
+    mine = Budget(units=7, sinks=1, stabilizers=1)
+    assert budget_from(mine, shape, 8) is mine
+
+
+@pytest.mark.parametrize(("size", "number"), [
+    ("512MiB", 512 * 2**20), ("1.5 gib", 1.5 * 2**30), ("300KB", 300_000), (" 2MB ", 2_000_000), ("999999B", 999_999)])
+def test_budget_from_sizes(size: str, number: float):
+    """The size holds budget + chunk_size units of every layer and head, and not one more."""
+    shape = shape_of()
+    per_row = unit_bytes(shape) * shape.layers * shape.kv_heads
+    units = budget_from(size, shape, 64).units
+    assert (units + 64) * per_row <= number < (units + 65) * per_row
+
+
+def test_unit_bytes_is_that_of_a_pool():
+    import torch
+
+    from locret_stream.cache import Pool
+    shape = shape_of()
+    pool = Pool(shape, (50, 50, 50), 8, 1, rope=(True,) * 3, planes=2, dtype=torch.float32, device=torch.device("cpu"))
+    assert pool.slot_bytes == unit_bytes(shape, planes=2) * 58 * 3 * 2
+
+
+@pytest.mark.parametrize("value", ["512", "12 parsecs", "-5MiB", "MiB", "", "1KB", 1.5, None, True, [5]])
+def test_budget_from_refuses(value):
+    with pytest.raises(ConfigError, match="expected"):
+        budget_from(value, shape_of(), 1024)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_budget_from_refuses_no_units(value):
+    with pytest.raises(ConfigError, match="units"):
+        budget_from(value, shape_of(), 1024)
+
+
+@pytest.mark.parametrize("knobs", [
+    dict(max_new_tokens=0), dict(max_new_tokens=1.5), dict(max_new_tokens=True), dict(temperature=-0.1),
+    dict(temperature=math.nan), dict(temperature=math.inf), dict(temperature="hot"), dict(temperature=None),
+    dict(top_k=0), dict(top_k=2.5), dict(top_k=True), dict(top_p=0), dict(top_p=1.01), dict(top_p=math.nan),
+    dict(top_p=True), dict(min_p=0.0), dict(min_p=2), dict(repetition_penalty=0), dict(repetition_penalty=-1),
+    dict(repetition_penalty=math.inf), dict(stop="END"), dict(stop=("",)), dict(stop=(1,)), dict(stop=["END"]),
+    dict(seed=1.5), dict(seed=None),
+])
+def test_sampling_refuses(knobs):
+    with pytest.raises(ConfigError, match=rf"{next(iter(knobs))} is .*; expected"):
+        Sampling(**knobs)
+
+
+def test_sampling_accepts_the_edges():
+    Sampling(max_new_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, repetition_penalty=1e-3, stop=("a", "b"),
+             seed=-(2**70))
+    with pytest.raises(AttributeError):
+        Sampling().temperature = 1.0
