@@ -308,12 +308,13 @@ class Attachment:
         call = LayerCall(module.layer_idx, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
         q, k, v, mask = self._step(call)
         new, held = q.shape[2], k.shape[2]
-        if mask is None and new > 1:
+        causal = mask is None and new == held  # the kernels' own causal mask, so that fast ones can be used
+        if mask is None and new > 1 and not (causal and self.attn == "sdpa"):
             mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
         if mask is not None and mask.dtype == torch.bool:
             mask = additive_mask(mask, q.dtype)
         if self.attn == "sdpa":
-            return _sdpa(q, k, v, mask, scale), None
+            return _sdpa(q, k, v, mask, scale, causal), None
         eager = sys.modules[type(module).__module__].eager_attention_forward
         kwargs.pop("dropout", None)
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
@@ -333,13 +334,14 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """Attention of q [B, H*G, T, D] over k, v [B, H, S, D] -> [B, T, H*G, D]; KV heads are never repeated."""
     batch, heads, new, dim = q.shape
     if new == 1:  # the queries of one group are rows of one attention over its KV head
         out = F.scaled_dot_product_attention(q.view(batch, k.shape[1], -1, dim), k, v, attn_mask=mask, scale=scale)
         return out.reshape(batch, heads, 1, -1).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=heads != k.shape[1])
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal,
+                                         enable_gqa=heads != k.shape[1])
     return out.transpose(1, 2).contiguous()
 
 

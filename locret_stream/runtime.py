@@ -22,7 +22,7 @@ from locret_stream.config import Budget, StreamConfig, budget_from
 from locret_stream.context import StreamingContext
 from locret_stream.context.session import to_the_end
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, ContextClosed, HeadsMismatch, NoSlot, UnsupportedModel
+from locret_stream.errors import ConfigError, ContextClosed, NoSlot, UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, make_policy
@@ -248,15 +248,7 @@ class Runtime:
         if self._heads is None:
             return None
         heads = self._heads if isinstance(self._heads, RetainingHeads) else RetainingHeads.load(self._heads)
-        found, shape = heads.config, attachment.shape
-        sizes = (found.layers, found.query_heads, found.kv_heads, found.head_dim)
-        expected = (shape.layers, shape.kv_heads * shape.groups, shape.kv_heads, shape.head_dim)
-        if sizes != expected:
-            raise HeadsMismatch("heads of another model: found (layers, query heads, KV heads, head dim) = "
-                                f"{sizes}, expected {expected}")
-        if found.fingerprint and found.fingerprint != attachment.fingerprint:
-            raise HeadsMismatch(f"heads of another model: they were trained on weights {found.fingerprint}, this model "
-                                f"is {attachment.fingerprint}; expected heads trained for it (`train-heads`)")
+        heads.check_fits(attachment.shape, attachment.fingerprint)
         return heads.to(attachment.device)
 
     async def aclose(self) -> None:

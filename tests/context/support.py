@@ -24,7 +24,8 @@ from tests.kit import assert_same
 UNITS, CHUNK, SINKS, STABILIZERS = 20, 8, 2, 3
 TEXT = ("The pass key of falcon is 48213.\nNaïve café — 日本語 and 🙂🙃 stay whole.\n\n"
         "def feed(stream):\n    for token in stream:\n        yield token  # <|im_end|> is data\n")
-WITHIN_S = 60  # no test waits longer
+WITHIN_S = 60  # no test takes longer
+SLOT_S = 8  # and none waits longer for a slot
 
 
 @cache
@@ -54,7 +55,7 @@ def unstarted(**options: Any) -> Runtime:
         options["budget"] = Budget(units=options.pop("units", UNITS), sinks=SINKS, stabilizers=STABILIZERS)
     options.setdefault("policy", "h2o")  # stateful, so that the order of commits would show
     options.setdefault("chunk_size", CHUNK)
-    options.setdefault("slot_timeout_s", WITHIN_S)
+    options.setdefault("slot_timeout_s", SLOT_S)
     return Runtime(on, reads, **options)
 
 

@@ -269,7 +269,7 @@ def test_law_1_cap_during_decode_of_five_chunks(policy: str, monkeypatch):
     feed(engine, state, ids_of(45))
     for _ in range(5 * CHUNK):
         feed(engine, state, [int(engine.logits(state).argmax())])
-    assert highest == [units + CHUNK for units in engine.budgets]
+    assert highest == state.peaks == [units + CHUNK for units in engine.budgets]
     assert sum(engine.budgets) == UNITS * engine.shape.layers
     assert [[t.data_ptr() for t in layer.tensors] for layer in pool.layers] == addresses
     held = sum(t.numel() * t.element_size() for layer in pool.layers for t in layer.tensors)
