@@ -39,8 +39,9 @@ async def run(options: argparse.Namespace) -> dict:
         rows = []
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             rows.append(await one_stream(runtime, seed, options.tokens, options.forms, options.decoys))
-            print(f"seed {seed}: recall {rows[-1]['recall']:.3f}, mean {statistics.mean(r['recall'] for r in rows):.3f}, "
-                  f"{rows[-1]['tok_per_s']:,.0f} tok/s", file=sys.stderr, flush=True)
+            mean = statistics.mean(row["recall"] for row in rows)
+            print(f"seed {seed}: recall {rows[-1]['recall']:.3f}, mean {mean:.3f}, {rows[-1]['tok_per_s']:,.0f} tok/s",
+                  file=sys.stderr, flush=True)
         budgets = runtime.engine.budgets
         return {"policy": options.policy, "forms": options.forms, "tokens": options.tokens, "decoys": options.decoys,
                 "budgets": budgets, "mean_units_with_chunk": statistics.mean(budgets) + runtime.engine.chunk_size,

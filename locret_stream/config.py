@@ -201,4 +201,6 @@ def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -
         if units + chunk_size > shape.window and not shape.sliding[layer]:
             raise WindowExceeded(
                 f"layer {layer} would hold {units} + {chunk_size} = {units + chunk_size} units, the model knows "
-                f"{shape.window} positions; expected budget <= {shape.window - chunk_size} at this chunk_size")
+                f"{shape.window} positions; expected "
+                + (f"at most {shape.window - chunk_size} units in a layer at this chunk_size"
+                   if chunk_size < shape.window else f"a chunk_size below {shape.window}"))

@@ -248,14 +248,15 @@ class Attachment:
 
     @torch.no_grad()
     def _probe_plain(self, module: nn.Module) -> bool:
-        """Whether the model's own rotation is the common one of whole halves, which `_rotate_halves` does in 3 passes."""
+        """Whether the model's own rotation is the common one of halves, which `_rotate_halves` does in 3 passes."""
         x = torch.linspace(-1, 1, 2 * self.shape.head_dim, dtype=self.dtype, device=self.device)
         x = x.view(1, 1, 2, self.shape.head_dim)
         cos, sin = self._cos_sin(module.layer_idx, torch.tensor([[1, 5]], device=self.device))
         if cos.shape[-1] != x.shape[-1]:
             return False
         close = 1e-5 if self.dtype in (torch.float32, torch.float64) else 1e-2
-        return torch.allclose(self._apply_rope(module, x, cos, sin), _rotate_halves(x, cos, sin), rtol=close, atol=close)
+        own, plain = self._apply_rope(module, x, cos, sin), _rotate_halves(x, cos, sin)
+        return torch.allclose(own, plain, rtol=close, atol=close)
 
     @torch.no_grad()
     def _probe_rope(self, module: nn.Module) -> bool:
@@ -321,7 +322,7 @@ class Attachment:
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """visible [T, S] bool -> [T, S] of `dtype`: 0 where visible, else the lowest finite number, to be added to logits."""
+    """visible [T, S] bool -> [T, S] of `dtype`: 0 where visible, else the lowest finite number; added to logits."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 

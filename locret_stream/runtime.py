@@ -184,7 +184,7 @@ class Runtime:
 
         def load_model() -> Any:
             from transformers import AutoModelForCausalLM
-            with _readable(path):
+            with _readable(path), _no_bar() if path == BUNDLED else contextlib.nullcontext():
                 return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
 
         def load_tokenizer() -> Any:
@@ -208,6 +208,25 @@ class Runtime:
                         trace: TracebackType | None) -> None:
         await self.aclose()
 
+    def load(self) -> tuple[Any, Any]:
+        """The model and its tokenizer, nothing more.
+
+        Raises:
+            UnsupportedModel: they cannot be loaded.
+        """
+        model, tokenizer = self._loaders
+        return (model() if callable(model) and not hasattr(model, "config") else model,
+                tokenizer() if callable(tokenizer) and not hasattr(tokenizer, "get_vocab") else tokenizer)
+
+    def beside(self, policy: str, **knobs: Any) -> Runtime:
+        """Another runtime, not running yet, over the same model object and heads, with the same budget in every layer
+        and the same chunk size: for a fair comparison of policies. They share one engine thread."""
+        self._check_open()
+        config = self.engine.config
+        return Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
+                       chunk_size=config.chunk_size, max_live=self._max_live, scratch=self._scratch,
+                       template=self._template, attn=self._attn, slot_timeout_s=self._timeout_s)
+
     def start(self) -> None:
         """Load, attach, self-test and allocate. `async with` does this, off the event loop.
 
@@ -216,8 +235,7 @@ class Runtime:
         """
         if self._open:
             raise ConfigError("this runtime is running already; expected one `async with` per runtime")
-        model, tokenizer = (part() if callable(part) and not hasattr(part, "config")
-                            and not hasattr(part, "get_vocab") else part for part in self._loaders)
+        model, tokenizer = self.load()
         attachment = attach(model, self._attn)
         try:
             self.codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
@@ -227,7 +245,7 @@ class Runtime:
         except BaseException:
             detach(model, self._attn)
             raise
-        self.model, self.attachment = model, attachment
+        self.model, self.tokenizer, self.attachment = model, tokenizer, attachment
         self.worker: Worker = share_worker(attachment)
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
         numbers = list(range(self._max_live + self._scratch))
@@ -269,7 +287,7 @@ class Runtime:
         self.tokenizing.shutdown()
         leave_worker(self.attachment)
         detach(self.model, self._attn)
-        del self.engine, self.attachment, self.model, self.worker
+        del self.engine, self.attachment, self.model, self.tokenizer, self.worker
 
     def _check_open(self) -> None:
         if not self._open:
@@ -344,6 +362,19 @@ def _throttle(rate: float) -> Throttler:
     if rate >= 1 and rate == int(rate):
         return Throttler(int(rate), period=1.0)
     return Throttler(1, period=1.0 / rate)
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without transformers' progress bar: for a model that loads in a blink."""
+    from transformers.utils import logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

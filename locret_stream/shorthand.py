@@ -17,7 +17,8 @@ from locret_stream.runtime import Runtime
 
 @contextlib.asynccontextmanager
 async def open_context(model: str | Path = "bundled", *, name: str | None = None, system: str | None = None,
-                       raw: bool | None = None, trusted: bool = False, **options: Any) -> AsyncIterator[StreamingContext]:
+                       raw: bool | None = None, trusted: bool = False,
+                       **options: Any) -> AsyncIterator[StreamingContext]:
     """One context in a private runtime: `async with open_context("bundled") as ctx: ...`. Options: Runtime's."""
     options.setdefault("max_live", 1)
     async with Runtime.from_pretrained(model, **options) as runtime:

@@ -176,8 +176,11 @@ def test_demo_prints_answers_beside_the_truth(small: list[str]):
 
 
 def test_own_answers_count_as_words():
-    assert is_right("It is 48213.", "48213") and is_right("Rock", "rock")
-    assert not is_right("148213", "48213") and not is_right("", "48213") and not is_right(None, "1")
+    assert is_right(" 48213.\n", "48213") and is_right("Rock", "rock")
+    assert not is_right("It is 48213.", "48213") and is_right("It is 48213, I think", "48213", whole=False)
+    for whole in (True, False):
+        assert not is_right("148213", "48213", whole) and not is_right("", "48213", whole)
+        assert not is_right(None, "1", whole)
 
 
 def test_blocks_begin_with_facts_and_lose_nothing():

@@ -81,8 +81,10 @@ def test_sliding_layers_never_hold_more_than_their_window():
 def test_window_exceeded_names_what_would_fit():
     shape = shape_of(window=100, sliding=(24, None, None))
     check_window((24, 84, 84), 16, shape)
-    with pytest.raises(WindowExceeded, match=r"layer 2 would hold 85 \+ 16 = 101 .* knows 100 .* budget <= 84"):
+    with pytest.raises(WindowExceeded, match=r"layer 2 would hold 85 \+ 16 = 101 .* knows 100 .* at most 84 units"):
         check_window((24, 84, 85), 16, shape)
+    with pytest.raises(WindowExceeded, match="expected a chunk_size below 100"):
+        check_window((24, 1, 1), 100, shape)
     assert issubclass(WindowExceeded, ConfigError) and issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, LocretError)
 

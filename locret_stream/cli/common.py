@@ -136,12 +136,8 @@ def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int 
 
 
 def beside(runtime: Runtime, policy: str) -> Runtime:
-    """A second running one over the same model object, with the same budget in every layer and another policy."""
-    from locret_stream.runtime import Runtime
-
-    config = runtime.engine.config
-    second = Runtime(runtime.model, runtime._loaders[1], heads=runtime._heads, policy=policy, budget=config.budget,
-                     chunk_size=config.chunk_size, max_live=1)
+    """A second running one: `Runtime.beside`, started."""
+    second = runtime.beside(policy)
     second.start()
     return second
 
@@ -150,7 +146,7 @@ def load(model: str) -> tuple[Any, Any]:
     """The model and its tokenizer alone."""
     from locret_stream.runtime import Runtime
 
-    return tuple(part() for part in Runtime.from_pretrained(model, policy="random")._loaders)
+    return Runtime.from_pretrained(model, policy="random").load()
 
 
 def print_json(value: dict[str, Any]) -> None:

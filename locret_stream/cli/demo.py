@@ -138,7 +138,7 @@ def demo(
                 with Board(title, names, size) as board:
                     asked = await feed(planted, contexts, board)
                     await ask(asked, contexts)
-                report(asked, board, budget, chunk_size, as_json)
+                report(asked, board, budget, chunk_size, whole=given is None, as_json=as_json)
 
         asyncio.run(show())
 
@@ -228,22 +228,30 @@ async def ask(asked: list[Asked], contexts: list[StreamingContext]) -> None:
             one.recent = (await contexts[1].ask(one.question, max_new_tokens=ANSWER_TOKENS)).strip()
 
 
-def is_right(answer: str | None, expected: str) -> bool:
-    """Whether the answer holds the expected one as words of their own, in any case."""
-    pattern = rf"(?<!\w){re.escape(expected.strip())}(?!\w)"
-    return answer is not None and re.search(pattern, answer, re.IGNORECASE) is not None
+def is_right(answer: str | None, expected: str, whole: bool = True) -> bool:
+    """Whether the answer is the expected one, but for case, white space and a full stop at the end.
+
+    Args:
+        whole: nothing else may be said; False lets it be words of a longer answer, for facts of the user's own.
+    """
+    plain = lambda text: " ".join(text.split()).removesuffix(".").casefold()  # noqa: E731
+    if answer is None:
+        return False
+    if whole:
+        return plain(answer) == plain(expected)
+    return re.search(rf"(?<!\w){re.escape(plain(expected))}(?!\w)", plain(answer)) is not None
 
 
-def _marked(answer: str | None, expected: str) -> Text:
-    right = is_right(answer, expected)
+def _marked(answer: str | None, expected: str, whole: bool) -> Text:
+    right = is_right(answer, expected, whole)
     return Text(("✓ " if right else "✗ ") + " ".join((answer or "").split()), style="green" if right else "red")
 
 
-def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, as_json: bool) -> None:
+def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, *, whole: bool, as_json: bool) -> None:
     row = board.rows[0]
     memory = row.memory
-    right = sum(is_right(one.answer, one.expected) for one in asked)
-    recent = sum(is_right(one.recent, one.expected) for one in asked)
+    right = sum(is_right(one.answer, one.expected, whole) for one in asked)
+    recent = sum(is_right(one.recent, one.expected, whole) for one in asked)
     compared = len(board.rows) > 1
     if as_json:
         print_json({
@@ -265,7 +273,8 @@ def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, as_js
         table.add_column(heading, justify="right" if heading == "at token" else "left", overflow="fold")
     for one in sorted(asked, key=lambda one: one.position or 0):
         given = (one.answer, one.recent) if compared else (one.answer,)
-        table.add_row(f"{one.position or 0:,}", one.question, one.expected, *(_marked(a, one.expected) for a in given))
+        table.add_row(f"{one.position or 0:,}", one.question, one.expected,
+                      *(_marked(answer, one.expected, whole) for answer in given))
     out.print(table)
     out.print(f"{row.name}: {right} of {len(asked)} right, from {in_bytes(memory.bytes_resident)} where a full cache "
               f"would need {in_bytes(memory.bytes_full_cache)}; {row.tok_per_s:,.0f} tok/s", soft_wrap=True)

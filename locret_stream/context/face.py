@@ -23,8 +23,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """What a context holds. Units are per KV head and layer.
 
     tokens: accepted since the beginning. pending: of these, not committed yet. units: committed, per layer.
-    capacity: the most that units and the tail may take, per layer. peak: the most they ever took. bytes_resident: of this context's slot, as its
-    tensors are. bytes_full_cache: K and V of all accepted tokens, what a cache that never evicts would need.
+    capacity: the most that units and the tail may take, per layer. peak: the most they ever took.
+    bytes_resident: of this context's slot, as its tensors are. bytes_full_cache: K and V of all accepted tokens, what
+    a cache that never evicts would need.
     """
 
     tokens: int
