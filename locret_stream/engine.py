@@ -111,7 +111,7 @@ class Engine:
     @property
     def bytes_resident(self) -> int:
         """Bytes that the pool, the RoPE tables and the kept masks hold."""
-        masks = sum(mask.untyped_storage().nbytes() for mask in self._masks.values())
+        masks = sum(mask.untyped_storage().nbytes() for mask in [*self._masks.values()])
         return self.pool.bytes_resident + self.tables.bytes_resident + masks
 
     # -- contexts ---------------------------------------------------------------------------------------------

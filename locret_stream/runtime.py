@@ -215,7 +215,7 @@ class Runtime:
             UnsupportedModel: they cannot be loaded.
         """
         model, tokenizer = self._loaders
-        return (model() if callable(model) and not hasattr(model, "config") else model,
+        return (model() if callable(model) and not isinstance(model, torch.nn.Module) else model,
                 tokenizer() if callable(tokenizer) and not hasattr(tokenizer, "get_vocab") else tokenizer)
 
     def beside(self, policy: str, **knobs: Any) -> Runtime:
@@ -317,7 +317,7 @@ class Runtime:
 
     @property
     def memory(self) -> RuntimeMemory:
-        """What all slots together hold; constant from start to end."""
+        """What all slots together hold, at any time; from start to end the same but for a few attention masks."""
         self._check_open()
         pool = self.engine.pool
         return RuntimeMemory(bytes_resident=self.engine.bytes_resident, bytes_pool=pool.bytes_resident,

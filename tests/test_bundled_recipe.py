@@ -139,3 +139,20 @@ def test_the_head_is_fitted_on_labels_and_hard_negatives(model, writer) -> None:
     heads.fit_head(head, marked, plain, rounds=2, steps=30, batch=256, learning_rate=1e-2)
     scores = pretrain.score_all(head, torch.cat([marked.features[:200], plain[:200]]))
     assert scores[:200].mean() > scores[200:].mean() + 1
+
+
+ASSETS = Path(__file__).resolve().parents[1] / "locret_stream" / "assets" / "bundled"
+
+
+def test_the_bundled_model_is_small_and_answers() -> None:
+    assert sum(file.stat().st_size for file in ASSETS.iterdir()) <= 8 * 2**20
+    model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    assert model.num_parameters() <= 2_500_000
+    text = "The pass key of falcon is 48213.\nThe door code of heron is 7219.\n\nWhat is the pass key of falcon?"
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False, return_tensors="pt"
+    )
+    reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)[0, ids.shape[1] :]
+    assert tokenizer.decode(reply, skip_special_tokens=False) == "48213<|im_end|>"
+    RetainingHeads.load(ASSETS)

@@ -6,7 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +28,39 @@ SYSTEM_LINES = [
     "You remember what matters in a long stream.",
 ]
 
-TOOL_SHARE = 0.2  # of the turns: copying a word without its leading space means spelling it anew
-FIRST_TOKEN_WEIGHT = 4.0  # of an answer: the only one that nothing but the question points to
+# Half of the sentences and questions are put together from these, so that no wording is learned by heart.
+FACT_PARTS = (
+    "||||Listen: |Also, |Again: |It is known that |I heard that |We decided that |FYI, |Attention: |He said that "
+    "|One more thing: |Be aware that |Everyone knows that |> |* |TODO |ok, |After lunch ".split("|"),
+    "the {A} of {E} is {V}|the {A} of the {E} is {V}|the {A} for {E} is {V}|{E}'s {A} is {V}|{E} has the {A} {V}"
+    "|the {A} for the {E} was {V}|{E} got the {A} {V}|for {E} the {A} is {V}|the {A} of {E} remains {V}"
+    "|{E}'s {A} becomes {V}|the {A} of {E} has been set to {V}|the {A} of {E} shall be {V}"
+    "|the {E} carries the {A} {V}|{E} took {A} {V}|the {A} which belongs to {E} is {V}".split("|"),
+    ".|.|.|.||!|, I think.|, for now.| (checked).|;|, as agreed.| today.".split("|"),
+)
+QUESTION_PARTS = (
+    "||||Please |Now |So, |Quick question: |Hello, |One thing: |Question: |If you remember, |Before we go on, "
+    "|I wonder, |Hey, |Then ".split("|"),
+    "what is the {A} of {E}?|what is the {A} of the {E}?|what is {E}'s {A}?|what {A} does {E} have?"
+    "|which {A} did {E} get?|what was the {A} for {E}?|tell me the {A} of {E}.|give the {A} for the {E}."
+    "|name the {A} of {E}.|repeat the {A} of the {E}.|print the {A} for {E}.|show me {E}'s {A}."
+    "|say what the {A} of {E} is.|tell us what {E}'s {A} is.|do you know the {A} of {E}?"
+    "|do you know what the {A} of {E} is?|will you say what the {A} for {E} is?|would you repeat {E}'s {A}?"
+    "|I want the {A} of {E}.|we need to know the {A} of the {E}.|find the {A} of {E}|check the {A} for {E}"
+    "|read me the {A} of the {E}.|what did you note as {E}'s {A}?|what number is the {A} of {E}?".split("|"),
+    "|||| Thanks.| Be quick.| Only the value.".split("|"),
+)
+TOOL_SHARE = 0.15  # of the turns: copying a word without its leading space means spelling it anew
+FIRST_TOKEN_WEIGHT = 5.0  # of an answer: the only one that nothing but the question points to
+
+
+
+def compose(rng: random.Random, parts: tuple[list[str], ...]) -> str:
+    """A form put together from `parts`, its first letter a capital as often as not."""
+    form = "".join(rng.choice(part) for part in parts)
+    capital = form[0] != "{" and rng.random() < 0.7
+    return form[0].upper() + form[1:] if capital else form
+
 
 # ------------------------------------------------------------------ text
 
@@ -197,6 +228,11 @@ class Writer:
             return sentence + "\n\n"
         return " " + sentence
 
+    def _reword(self, draw: random.Random, fact: tasks.Fact) -> tasks.Fact:
+        form = compose(draw, FACT_PARTS) if draw.random() < 0.5 else fact.form
+        question = compose(draw, QUESTION_PARTS) if draw.random() < 0.5 else fact.question_form
+        return replace(fact, form=form, question_form=question)
+
     def snippet(
         self, rng: np.random.Generator, length: int, planted: Sequence[tuple[int, list[int]]], first: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -256,10 +292,12 @@ class Writer:
             count + local,
             held_out=self.held_out,
             forms=self.forms,
-            digits_only=False,
+            digits_only=draw.random() < 0.5,
             share=draw.choice([0.1, 0.3, 0.6]),
             extra_words=self.words,
         )
+        if not self.held_out:
+            facts = [self._reword(draw, fact) for fact in facts]
         rendered = [self.render(draw, fact.sentence) for fact in facts]
         encoded = self.tokenizer.encode_batch_fast(rendered, add_special_tokens=False)
         numbered = [(i, piece.ids) for i, piece in enumerate(encoded)]

@@ -1,4 +1,4 @@
-"""What the tests of the async face share: a runtime over a tiny random Llama, snapshots bit for bit, scripted replies."""
+"""What the tests of the async face share: a runtime over a tiny random Llama, bitwise snapshots, scripted replies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ class CountedAsync(Counted):
 def cuts(whole: str | bytes, places: Iterable[int]) -> list[Any]:
     """`whole` cut at these places, each taken modulo its length."""
     at = sorted({place % (len(whole) + 1) for place in places} | {0, len(whole)})
-    return [whole[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [whole[a:b] for a, b in pairwise(at)]
 
 
 def scripted(monkeypatch: Any, ids: Sequence[int]) -> Iterator[int]:

@@ -222,7 +222,7 @@ async def test_ask_and_fork_inside_a_feed_act_at_the_last_accepted_token():
                     await expect_pure(fork)
                     assert "".join([t.text async for t in fork.generate("who?", max_new_tokens=3)]) == asked
                     said = data(runtime, "\n\n") + data(runtime, "who?")
-                    assert ids_in(fork)[len(so_far):][:len(said)] == said, "what the feed holds waits behind the question"
+                    assert ids_in(fork)[len(so_far):][:len(said)] == said, "what the feed holds waits behind it"
                 assert ids_in(ctx) == so_far
         assert given == data(runtime, TEXT)
         await expect_pure(ctx)

@@ -101,7 +101,8 @@ async def test_a_dropped_reply_is_closed_too(monkeypatch):
         del never
         await ctx.feed("d")
         first = spelled("one two three")[:2]
-        assert ids_in(ctx) == chat(runtime, ("a", first[:1]), ("b", first[1:])) + literals(runtime, USER) + data(runtime, "d")
+        replies = chat(runtime, ("a", first[:1]), ("b", first[1:]))
+        assert ids_in(ctx) == replies + literals(runtime, USER) + data(runtime, "d")
 
 
 async def test_a_cancelled_reply_keeps_what_was_sampled(monkeypatch):
@@ -363,13 +364,13 @@ async def test_a_decode_of_five_chunks_stays_within_the_cap_and_commits_on_the_g
     async with tiny(policy=policy) as runtime, runtime.open() as ctx:
         await ctx.feed(TEXT)
         pool = [t.data_ptr() for layer in runtime.engine.pool.layers for t in layer.tensors]
-        resident, state, start = runtime.memory.bytes_resident, ctx._session.state, ctx.memory.tokens
+        resident, state, start = runtime.memory.bytes_pool, ctx._session.state, ctx.memory.tokens
         async for token in ctx.generate("on and on", max_new_tokens=5 * CHUNK + 3, ignore_eos=True, temperature=1.0):
             expect_within_cap(ctx)
             assert state.seen % CHUNK == 0 and token.position + 1 - state.seen <= CHUNK
         assert ctx.memory.tokens >= start + 5 * CHUNK
         assert pool == [t.data_ptr() for layer in runtime.engine.pool.layers for t in layer.tensors]
-        assert resident == runtime.memory.bytes_resident
+        assert resident == runtime.memory.bytes_pool
         await expect_pure(ctx)
 
 

@@ -59,7 +59,7 @@ def in_a_loop(main) -> None:
 letters = st.text(st.sampled_from("aé日🙂 \n\r\t.0x<|im_end|>"), max_size=40)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(text=letters.map(lambda t: TEXT[:60] + t + TEXT[60:]), places=st.lists(st.integers(0, 400), max_size=12),
        kind=st.sampled_from(["str", "bytes", "async", "push"]), breaks=st.lists(st.integers(1, 20), max_size=3))
 def test_every_split_of_a_text_gives_the_same_bits(shared: Runtime, text: str, places, kind: str, breaks):
@@ -163,7 +163,7 @@ async def perform(runtime: Runtime, ctx, name: str, what, more) -> None:
         assert task.cancelled() or task.result()
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(program=st.lists(operation, min_size=2, max_size=9), seed=st.integers(0, 99))
 @example(program=[("generate", "a", 3), ("cancel", [5] * 30, 3), ("ask", "b", 9), ("layer", [7] * 20, 1),
                   ("turn", [9] * 20, True), ("feed", "é🙂\n日", [1, 3, 5, 6])], seed=1)

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_stream import engine as engine_module
+from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine, EngineState
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
+from locret_stream.models import attach
+from locret_stream.policies import Chunk, Policy
 from tests.kit import (
     EVICTING,
     POLICIES,
@@ -218,7 +221,11 @@ def play(engine: Engine, operations: list[tuple]) -> None:
         if room is not None and room < 2 * CHUNK + 22:
             break
         rig.run(name, *args)
-    assert_same(engine.export(rig.state), committed_from_scratch(engine, rig.tokens, 3))
+    scratch = engine.open(3)
+    feed(engine, scratch, rig.tokens)
+    assert_same(engine.export(rig.state), engine.export(scratch))
+    if rig.tokens:
+        assert (engine.logits(rig.state) - engine.logits(scratch)).abs().max() <= 1e-5
 
 
 @every_policy
@@ -247,6 +254,57 @@ def test_committed_state_is_a_function_of_the_tokens_on_other_architectures(on: 
         play(engine, operations)
 
     law()
+
+
+class Toy(Policy):
+    """Uses all that a policy may declare: planes that travel with their units, and tensors of the context."""
+
+    name = "toy"
+    stateful = True
+    planes = 3
+
+    def begin(self, shape: ModelShape) -> dict[str, torch.Tensor]:
+        return {"commits": torch.zeros(shape.layers, dtype=torch.int64), "sum": torch.zeros(shape.layers)}
+
+    def score(self, chunk: Chunk) -> torch.Tensor:
+        heads = chunk.k.shape[0]
+        commits = chunk.state["commits"].clone()
+        commits[chunk.layer] += 1
+        total = chunk.state["sum"].clone()
+        total[chunk.layer] += chunk.k.sum()
+        chunk.state["commits"], chunk.state["sum"] = commits, total
+        position = torch.arange(chunk.start, chunk.start + chunk.k.shape[1]).float().expand(heads, -1)
+        old = torch.cat([chunk.scores[2], position], 1)
+        age = torch.cat([chunk.scores[1] + 1, torch.zeros_like(position)], 1)
+        score = torch.sin(old * (1 + torch.arange(heads))[:, None] + total[chunk.layer]) - 0.1 * age
+        return torch.stack([score, age, old])
+
+
+def toy_engine() -> Engine:
+    config = StreamConfig(budget=Budget(units=UNITS, sinks=SINKS, stabilizers=STABILIZERS, allocation=SHARES),
+                          chunk_size=CHUNK, policy="toy")
+    return Engine(attach(model()), config, Toy(), 4)
+
+
+def test_law_6_planes_and_state_of_a_policy_move_with_the_units():
+    """Over random operations: forked, failed, saved and restored like everything else, and never mixed up."""
+    engine = toy_engine()
+
+    @settings(max_examples=20)
+    @given(st.lists(operation, min_size=6, max_size=14))
+    def law(operations):
+        play(engine, operations)
+
+    law()
+    state = engine.open(0)
+    feed(engine, state, ids_of(100))
+    assert state.policy_state["commits"].tolist() == [12] * 3
+    for layer in range(3):
+        positions, (_, age, old) = state.store.positions(layer), state.store.scores(layer)
+        assert torch.equal(old, positions.float())
+        assert torch.equal(age, (11 - positions // CHUNK).float())
+    assert {"policy.commits", "policy.sum"} <= engine.export(state).keys()
+    assert engine.pool.bytes_resident == engine.pool.formula_bytes()
 
 
 # -- one law at a time ------------------------------------------------------------------------------------------------
@@ -303,6 +361,23 @@ def test_law_2_provisional_logits_agree_however_they_were_asked_for(policy: str)
     for at in range(0, len(ids), 5):
         feed(engine, other, ids[at:at + 5])
         assert (engine.logits(other) - singles[min(at + 5, len(ids)) - 1]).abs().max() <= 1e-5
+
+
+@every_policy
+@pytest.mark.parametrize("kept", [0, 1, 4, 6])
+def test_law_2_what_was_provisional_and_taken_back_is_never_answered_from(policy: str, kept: int):
+    """Ask at 7 pending tokens, take some back, go on with others: the answer is that of the tokens that are held."""
+    engine = engine_of(policy)
+    ids, others = ids_of(39, seed=3), ids_of(6, seed=4)
+    state = engine.open(0)
+    feed(engine, state, ids)
+    engine.logits(state)
+    engine.truncate(state, kept)
+    for more in range(7 - kept):
+        plain = engine.open(1)
+        feed(engine, plain, ids[:32 + kept] + others[:more])
+        assert (engine.logits(state) - engine.logits(plain)).abs().max() <= 1e-5
+        feed(engine, state, others[more:more + 1])
 
 
 @every_policy

@@ -1,0 +1,174 @@
+"""The worker: bounded steps in turn on one thread, results and errors across, cancellation before a step starts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+from locret_stream.errors import ContextClosed
+from locret_stream.worker import Worker, leave_worker, share_worker
+
+WAIT_S = 20
+
+
+@pytest.fixture
+def worker():
+    made = Worker("locret-test")
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+
+
+class Gate:
+    """A step that holds the worker until it is opened."""
+
+    def __init__(self, worker: Worker, key: object = "gate"):
+        self.inside, self.open = threading.Event(), threading.Event()
+        self.future = worker.submit(key, self)
+        assert self.inside.wait(WAIT_S)
+
+    def __call__(self) -> str:
+        self.inside.set()
+        assert self.open.wait(WAIT_S)
+        return "passed"
+
+
+def test_steps_of_one_key_run_in_order_and_keys_take_turns(worker: Worker):
+    gate, ran = Gate(worker), []
+    for key, count in (("a", 5), ("b", 2), ("c", 3)):
+        for n in range(count):
+            last = worker.submit(key, lambda key=key, n=n: ran.append((key, n)))
+    gate.open.set()
+    worker.submit("a", lambda: None).result(WAIT_S)
+    assert last.done()
+    assert ran == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2), ("a", 3), ("a", 4)]
+
+
+def test_a_key_that_always_has_work_never_shuts_out_another(worker: Worker):
+    ran: list[str] = []
+
+    def again() -> None:
+        ran.append("busy")
+        if len(ran) < 50:
+            worker.submit("busy", again)
+
+    gate = Gate(worker)
+    worker.submit("busy", again)
+    worker.submit("other", lambda: ran.append("other")).add_done_callback(lambda _: None)
+    gate.open.set()
+    while len(ran) < 50:
+        time.sleep(0.001)
+    assert ran.index("other") <= 1
+
+
+def test_everything_runs_on_one_thread_without_gradients(worker: Worker):
+    weight = torch.ones(2, requires_grad=True)
+    seen = [worker.submit(n, lambda: (threading.current_thread(), (weight * 2).requires_grad)).result(WAIT_S)
+            for n in range(3)]
+    assert {thread for thread, _ in seen} == {worker._thread} and not any(grad for _, grad in seen)
+    assert torch.is_grad_enabled(), "the caller's thread is as it was"
+
+
+def test_a_queued_step_can_be_cancelled_and_a_running_one_completes(worker: Worker):
+    ran, gate = [], Gate(worker)
+    queued = worker.submit("a", lambda: ran.append("queued"))
+    after = worker.submit("a", lambda: ran.append("after"))
+    assert queued.cancel() and not gate.future.cancel()
+    gate.open.set()
+    after.result(WAIT_S)
+    assert gate.future.result(WAIT_S) == "passed" and ran == ["after"]
+    with pytest.raises(CancelledError):
+        queued.result()
+
+
+@pytest.mark.parametrize("error", [ValueError("here"), KeyboardInterrupt(), GeneratorExit(), StopAsyncIteration()])
+def test_errors_cross_and_the_thread_goes_on(worker: Worker, error: BaseException):
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        worker.submit("a", fail).result(WAIT_S)
+    assert caught.value is error and "fail" in [entry.name for entry in caught.traceback]
+    assert worker.submit("a", lambda: 5).result(WAIT_S) == 5
+
+
+async def test_a_step_that_raises_stop_iteration_does_not_hang_who_waits(worker: Worker):
+    """No asyncio future can carry it, so it crosses as a RuntimeError, as out of a generator."""
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wrap_future(worker.submit("a", lambda: next(iter(()))))
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_a_step_is_let_go_before_its_result_is_given(worker: Worker):
+    class Held:
+        pass
+
+    held, alive = Held(), []
+    kept = weakref.ref(held)
+    future = worker.submit("a", lambda held=held: None)
+    del held
+    future.add_done_callback(lambda _: alive.append(kept() is not None))
+    future.result(WAIT_S)
+    worker.submit("b", lambda: None).result(WAIT_S)
+    gc.collect()
+    assert alive in ([False], [True]) and kept() is None
+
+
+def test_closing_lets_the_running_step_finish_and_fails_the_queued(worker: Worker):
+    gate, ran = Gate(worker), []
+    queued = [worker.submit(key, lambda: ran.append(1)) for key in ("gate", "a", "a", "b")]
+    cancelled = worker.submit("c", lambda: ran.append(1))
+    cancelled.cancel()
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    while not queued[-1].done():
+        time.sleep(0.001)
+    assert not gate.future.done()
+    gate.open.set()
+    closing.join(WAIT_S)
+    assert gate.future.result(WAIT_S) == "passed" and not ran
+    for future in queued:
+        assert isinstance(future.exception(WAIT_S), ContextClosed), "closed is not cancelled"
+    with pytest.raises(ContextClosed):
+        worker.submit("a", lambda: None)
+    worker.close()
+
+
+def test_many_threads_may_submit(worker: Worker):
+    ran: list[tuple[int, int]] = []
+    threads = [threading.Thread(target=lambda key=key: [worker.submit(key, lambda n=n: ran.append((key, n)))
+                                                        for n in range(200)]) for key in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for key in range(8):
+        worker.submit(key, lambda: None).result(WAIT_S)
+    assert len(ran) == 1600
+    assert all([n for k, n in ran if k == key] == list(range(200)) for key in range(8))
+
+
+def test_a_worker_is_shared_counted_and_closed_by_the_last():
+    class Owner:
+        pass
+
+    owner, other = Owner(), Owner()
+    first, second, apart = share_worker(owner), share_worker(owner), share_worker(other)
+    assert first is second is not apart and (first.users, apart.users) == (2, 1)
+    leave_worker(owner)
+    assert first.submit("a", lambda: 1).result(WAIT_S) == 1
+    leave_worker(owner)
+    assert not first._thread.is_alive() and apart._thread.is_alive()
+    again = share_worker(owner)
+    assert again is not first
+    leave_worker(owner)
+    leave_worker(other)
+    assert not apart._thread.is_alive() and not again._thread.is_alive()
