@@ -22,7 +22,8 @@ FORMS = {"all": tasks.FORMS + tasks.HELD_OUT_FORMS, "trained": tasks.FORMS, "hel
 
 async def one_stream(runtime: Runtime, seed: int, tokens: int, forms: str, decoys: int) -> dict:
     """Feed stream number `seed` and ask its facts."""
-    planted = tasks.planted_stream(seed, tokens, decoys=decoys, forms=FORMS[forms], measure=runtime.count_tokens)
+    measure = tasks.line_measure(runtime.count_tokens)
+    planted = tasks.planted_stream(seed, tokens, decoys=decoys, forms=FORMS[forms], measure=measure)
     started = time.perf_counter()
     async with runtime.open(f"seed {seed}") as ctx:
         report = await ctx.feed(iter(planted))

@@ -103,7 +103,7 @@ def main() -> None:
         )
     model.requires_grad_(False)
     asked = heads.label_contexts(model, writer, batches=60, seed=arguments.seed + 1)
-    plain = heads.plain_features(model, writer, tokens=1_000_000, seed=arguments.seed + 2)
+    plain = pretrain.plain_features(model, writer, tokens=1_000_000, seed=arguments.seed + 2)
     heads.fit_head(head, asked, plain, seed=arguments.seed)
     save()
     minutes = (time.monotonic() - began) / 60

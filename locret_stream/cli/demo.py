@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,7 +124,7 @@ def demo(
                 for runtime, name in zip(runtimes, names, strict=True):
                     await stack.enter_async_context(aclosing(runtime))
                     contexts.append(await stack.enter_async_context(runtime.open(name)))
-                measure = lru_cache(maxsize=4096)(runtimes[0].count_tokens)
+                measure = tasks.line_measure(runtimes[0].count_tokens)
                 lines = None if stream is None else (lambda: cut_lines(file_text(stream)))
                 size = (tokens or TOKENS) if lines is None else count(lines(), measure, tokens)
                 planted = tasks.planted_stream(seed, size, decoys=DECOYS, measure=measure, lines=lines)

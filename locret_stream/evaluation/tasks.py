@@ -7,6 +7,7 @@ Everything random comes from a `random.Random` the caller passes or a seed it na
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import sysconfig
@@ -383,6 +384,19 @@ def _on_its_own_line(sentence: str, before: str) -> str:
     return ("" if before.endswith("\n") else "\n") + sentence.rstrip("\n") + "\n"
 
 
+def line_measure(count: Callable[[str], int]) -> Callable[[str], int]:
+    """A measure of lines from a count of tokens, remembered: blank lines weigh nothing.
+
+    They join the newline before them into one token, so a stream is never shorter in tokens than it measures.
+    """
+
+    @functools.lru_cache(maxsize=4096)
+    def measure(line: str) -> int:
+        return count(line) if line.strip() else 0
+
+    return measure
+
+
 @dataclass(frozen=True)
 class PlantedStream:
     """A finite stream: `size` of text (as counted by `measure`) with facts and decoys in it.
@@ -423,12 +437,15 @@ def planted_stream(
     *,
     facts: int = 12,
     decoys: int = 110,
-    forms: Sequence[str] = FORMS,
+    forms: Sequence[str] = (*FORMS, *HELD_OUT_FORMS),
     question_forms: Sequence[str] = QUESTION_FORMS,
     measure: Callable[[str], int] = len,
     lines: Callable[[], Iterable[str]] | None = None,
 ) -> PlantedStream:
-    """The demo's stream number `seed`: held-out entities in held-out standard library source."""
+    """The demo's stream number `seed`: held-out entities in held-out standard library source.
+
+    Sentence forms are drawn alike from those of the training and those held out of it.
+    """
     rng = random.Random(f"facts {seed}")
     asked = make_facts(rng, facts, forms=forms, question_forms=question_forms)
     unasked = make_facts(rng, decoys, forms=forms, question_forms=question_forms, taken=asked, share=0.25)

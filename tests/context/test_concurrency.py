@@ -269,6 +269,34 @@ async def test_a_context_closed_while_its_operations_run():
                 pass
 
 
+@pytest.mark.parametrize("cancel", [False, True])
+async def test_a_slot_is_free_only_when_the_step_in_it_has_ended(cancel: bool):
+    """Also if closing itself is cancelled meanwhile."""
+    async with tiny(max_live=1) as runtime:
+        ctx = await runtime.open(raw=True).__aenter__()
+        inside, go_on, commit = threading.Event(), threading.Event(), runtime.engine.commit
+
+        def slow(state) -> None:
+            inside.set()
+            assert go_on.wait(20)
+            commit(state)
+
+        runtime.engine.commit = slow
+        feeding = asyncio.create_task(quiet(ctx.feed([7] * 5 * CHUNK)._drain()))
+        await asyncio.to_thread(inside.wait, 20)
+        closing = asyncio.create_task(ctx.aclose())
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            if cancel:
+                closing.cancel()
+            assert runtime._live_slots.free == 0 and not closing.done()
+        go_on.set()
+        await asyncio.wait([closing])
+        assert closing.cancelled() == cancel
+        expect_free(runtime)
+        assert isinstance(await feeding, ContextClosed)
+
+
 async def test_an_iterator_that_outlives_its_context_does_no_harm():
     async with tiny(max_live=1) as runtime:
         async with runtime.open() as ctx:

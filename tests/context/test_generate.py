@@ -401,6 +401,21 @@ async def test_ask_leaves_memory_bit_for_bit(monkeypatch):
         assert runtime._scratch_slots.free == 2
 
 
+async def test_an_answer_depends_on_the_tokens_alone():
+    """Not on what was asked or generated before, so not on which units are provisional."""
+    async with tiny() as runtime, runtime.open(raw=True) as ctx:
+        for n in range(2 * CHUNK + 3):
+            await ctx.feed([20 + n])
+            asked = await ctx.ask([7], max_new_tokens=4, ignore_eos=True)
+            async for _ in ctx.generate([9], max_new_tokens=n % 3 + 1, ignore_eos=True):
+                pass
+            answer = await ctx.ask([8], max_new_tokens=CHUNK + 2, ignore_eos=True)
+            async with runtime.open(raw=True) as fresh:
+                await fresh.feed(ids_in(ctx))
+                assert await fresh.ask([8], max_new_tokens=CHUNK + 2, ignore_eos=True) == answer
+            assert asked is not None
+
+
 async def test_an_answer_is_what_generate_would_say():
     async with tiny() as runtime, runtime.open() as ctx:
         await ctx.feed(TEXT)
