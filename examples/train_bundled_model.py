@@ -2,9 +2,9 @@
 
     python examples/train_bundled_model.py --out my-model --text books/*.txt
 
-One tokenizer, one base model, one head; what is written loads with transformers and with
+One tokenizer, one base model and, beside it, its retaining head; what is written loads with transformers and with
 `Runtime.from_pretrained`. See `bundled_model/` for the parts: `data` writes the batches, `model` and
-`circuits` hold the network and its starting weights, `pretrain` and `heads` train, `export` writes.
+`circuits` hold the network and its starting weights, `pretrain` trains both, `export` writes.
 Nothing the demo streams or asks is read: see `locret_stream.evaluation.tasks`.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from bundled_model import chat, circuits, data, export, heads, pretrain
+from bundled_model import chat, circuits, data, export, pretrain
 from bundled_model.model import Recaller, Shape
 
 from locret_stream.evaluation import tasks
@@ -101,11 +101,6 @@ def main() -> None:
             save=save,
             evaluate=lambda: pretrain.quick_accuracy(model, head, held_out, pretrain.CURRICULUM[3]),
         )
-    model.requires_grad_(False)
-    asked = heads.label_contexts(model, writer, batches=60, seed=arguments.seed + 1)
-    plain = pretrain.plain_features(model, writer, tokens=1_000_000, seed=arguments.seed + 2)
-    heads.fit_head(head, asked, plain, seed=arguments.seed)
-    save()
     minutes = (time.monotonic() - began) / 60
     export.export(model, head, tokenizer, arguments.out / "model", card(arguments, minutes, model))
     print(f"{minutes * 60:7.1f} s  written to {arguments.out / 'model'}", flush=True)

@@ -17,7 +17,7 @@ from locret_stream.text import Segmenter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from bundled_model import chat, circuits, data, export, heads, pretrain
+from bundled_model import chat, circuits, data, export, pretrain
 from bundled_model.model import SINKS, Kept, Recaller, Shape
 
 TEXT = 'def f(x):\n    return x + 1\n\n\nprint("one, two")\nThe cat sat on the mat.\n' * 300
@@ -126,19 +126,6 @@ def test_a_step_trains_model_and_head(model, writer) -> None:
     pretrain.train(model, head, writer, phase, seed=0)
     assert not torch.equal(before[0], head.fc1.weight)
     assert not torch.equal(before[1], model.layers[0].mlp.up_proj.weight)
-
-
-def test_the_head_is_fitted_on_labels_and_hard_negatives(model, writer) -> None:
-    head = pretrain.RecallHead(model.head_features, 16, model.shape.kv_heads)
-    asked = heads.label_contexts(model, writer, batches=1, seed=0)
-    assert asked.features.shape[1] == model.head_features
-    assert 0 <= asked.labels.min() and asked.labels.max() <= 1.01
-    plain = pretrain.plain_features(model, writer, 4_000, seed=0)
-    marked = heads.Labelled(asked.features + 3 * torch.eye(1, model.head_features), torch.ones_like(asked.labels),
-                            torch.ones_like(asked.weights))
-    heads.fit_head(head, marked, plain, rounds=2, steps=30, batch=256, learning_rate=1e-2)
-    scores = pretrain.score_all(head, torch.cat([marked.features[:200], plain[:200]]))
-    assert scores[:200].mean() > scores[200:].mean() + 1
 
 
 ASSETS = Path(__file__).resolve().parents[1] / "locret_stream" / "assets" / "bundled"

@@ -1,1 +1,1 @@
-"""The recipe of the bundled model: data, seeded circuits, training, heads, export."""
+"""The recipe of the bundled model: data, seeded circuits, training, export."""
