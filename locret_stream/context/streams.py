@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Generator
 from typing import Literal
 
@@ -76,11 +77,13 @@ class _Operation(AsyncIterator[Token]):
             raise ContextBusy(f"another task awaits the next token of this {type(self).__name__.lower()}; expected one "
                               "at a time: cancel that task, or let it finish")
 
+    @abstractmethod
     async def _advance(self) -> Token:
-        raise NotImplementedError
+        """The next token; StopAsyncIteration at the end."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """Give the session back. Idempotent; runs nothing, so that a finaliser may call it."""
 
 
 class Feed(_Operation):
