@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_stream.evaluation import tasks
 from locret_stream.heads import RetainingHeads
+from locret_stream.models import attach
 from locret_stream.text import Segmenter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -65,6 +66,7 @@ def test_what_is_exported_is_the_model(model, tokenizer, tmp_path: Path) -> None
     scores = read(model.shape.recall_layer, features)
     torch.testing.assert_close(scores, head(features).transpose(1, 2), atol=3e-2, rtol=3e-2)
     assert not read(0, features).any(), "equal scores: the newest units stay"
+    assert read.config.fingerprint == attach(loaded).fingerprint
     for row in AutoTokenizer.from_pretrained(tmp_path / "model"), tokenizer:
         assert row.decode([tokenizer.token_to_id("<|im_end|>")], skip_special_tokens=False) == "<|im_end|>"
 

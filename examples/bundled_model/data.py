@@ -28,7 +28,7 @@ SYSTEM_LINES = [
     "You remember what matters in a long stream.",
 ]
 
-# Half of the sentences and questions are put together from these, so that no wording is learned by heart.
+# Most sentences and questions are put together from these, so that no wording is learned by heart.
 FACT_PARTS = (
     "||||Listen: |Also, |Again: |It is known that |I heard that |We decided that |FYI, |Attention: |He said that "
     "|One more thing: |Be aware that |Everyone knows that |> |* |TODO |ok, |After lunch ".split("|"),
@@ -50,14 +50,31 @@ QUESTION_PARTS = (
     "|read me the {A} of the {E}.|what did you note as {E}'s {A}?|what number is the {A} of {E}?".split("|"),
     "|||| Thanks.| Be quick.| Only the value.".split("|"),
 )
-TOOL_SHARE = 0.15  # of the turns: copying a word without its leading space means spelling it anew
+RECORD_PARTS = (
+    "||||# |// |set |let |config: |> |- |  ".split("|"),
+    "{E}.{A} = {V}|{E} {A} = {V}|{A} {E} = {V}|{A}[{E}] = {V}|{E}: {A}={V}|{A} of {E} := {V}|{E} / {A} / {V}"
+    "|{A} for {E} -> {V}|{E}, {A}, {V}|{E} | {A} | {V}".replace(" | ", " \0 ").split("|")
+    + ["{{'{E}': {{'{A}': '{V}'}}}}", '{{"name": "{E}", "{A}": {V}}}', "<{E} {A}={V}>", "{E}({A}={V})"],
+    "|||;|,|  # checked".split("|"),
+)
+REQUEST_PARTS = (
+    "||||Please |Now |Then |So |Hi, |And |One more: ".split("|"),
+    "||||can you |could you |would you |will you |I want you to |I would like you to |you should |try to "
+    "|be so kind and |I must ask you to ".split("|"),
+    "tell me |tell us |give me |give |show me |show |report |repeat |name |find |look up |write down |quote |send me "
+    "|print |remind me of |answer with |work out ".split("|"),
+    "the {A} of {E}|the {A} of the {E}|the {A} for {E}|the {A} for the {E}|{E}'s {A}|the {A} that {E} has"
+    "|what the {A} of {E} was|what {E}'s {A} is|which {A} {E} has|the {A} belonging to {E}".split("|"),
+    ".|.|?|?|, please.|, please?| now.| once more.|".split("|"),
+)
+TOOL_SHARE = 0.2  # of the turns: copying a word without its leading space means spelling it anew
+FEW_DIGITS = 0.3  # of the values in digits: two or three different ones, in which a digit's neighbours come again
 FIRST_TOKEN_WEIGHT = 5.0  # of an answer: the only one that nothing but the question points to
-
 
 
 def compose(rng: random.Random, parts: tuple[list[str], ...]) -> str:
     """A form put together from `parts`, its first letter a capital as often as not."""
-    form = "".join(rng.choice(part) for part in parts)
+    form = "".join(rng.choice(part) for part in parts).replace("\0", "|")
     capital = form[0] != "{" and rng.random() < 0.7
     return form[0].upper() + form[1:] if capital else form
 
@@ -228,10 +245,22 @@ class Writer:
             return sentence + "\n\n"
         return " " + sentence
 
-    def _reword(self, draw: random.Random, fact: tasks.Fact) -> tasks.Fact:
-        form = compose(draw, FACT_PARTS) if draw.random() < 0.5 else fact.form
-        question = compose(draw, QUESTION_PARTS) if draw.random() < 0.5 else fact.question_form
-        return replace(fact, form=form, question_form=question)
+    def _reword(self, draw: random.Random, fact: tasks.Fact, values: set[str]) -> tasks.Fact:
+        """The fact in other words, at times with a value of few different digits; `values` are taken."""
+        sentence, question = draw.random(), draw.random()
+        if sentence < 0.5:
+            fact = replace(fact, form=compose(draw, FACT_PARTS if sentence < 0.32 else RECORD_PARTS))
+        if question < 0.65:
+            form = compose(draw, QUESTION_PARTS if question < 0.3 else REQUEST_PARTS)
+            if form not in tasks.HELD_OUT_QUESTION_FORMS:
+                fact = replace(fact, question_form=form)
+        if fact.value.isdigit() and draw.random() < FEW_DIGITS:
+            digits = draw.sample("0123456789", draw.randint(2, 3))
+            value = "".join(draw.choice(digits) for _ in fact.value)
+            if value not in values:
+                values.add(value)
+                fact = replace(fact, value=value)
+        return fact
 
     def snippet(
         self, rng: np.random.Generator, length: int, planted: Sequence[tuple[int, list[int]]], first: int = 0
@@ -297,7 +326,8 @@ class Writer:
             extra_words=self.words,
         )
         if not self.held_out:
-            facts = [self._reword(draw, fact) for fact in facts]
+            values = {fact.value for fact in facts}
+            facts = [self._reword(draw, fact, values) for fact in facts]
         rendered = [self.render(draw, fact.sentence) for fact in facts]
         encoded = self.tokenizer.encode_batch_fast(rendered, add_special_tokens=False)
         numbered = [(i, piece.ids) for i, piece in enumerate(encoded)]
@@ -343,7 +373,10 @@ class Writer:
     def _tail(self, stage, rng, draw, sinks, facts, here, queue, available):
         """Sinks, recent text, then questions and answers up to the tail's length."""
         limit = stage.tail_length + 1
-        recent, owner = self.snippet(rng, draw.randint(*stage.recent) + sum(len(h[1]) for h in here), here)
+        # Now and then almost a whole chunk was read since the last commit.
+        most = max(limit - 140, stage.recent[1]) if draw.random() < 0.15 else stage.recent[1]
+        length = draw.randint(stage.recent[0], most)
+        recent, owner = self.snippet(rng, length + sum(len(h[1]) for h in here), here)
         local = sorted({int(i) for i in owner if i >= 0})
         tokens = [*sinks.tolist(), *recent.tolist()]
         weights = [0.0] * SINKS + np.where(owner < 0, self.text_weight, 0.0).tolist()
@@ -397,6 +430,10 @@ class Writer:
                 "Find the {A} for {E}.",
                 "Fetch the {A} of {E}, please.",
                 "Use a tool to get the {A} of {E}.",
+                "Get me the {A} of {E}.",
+                "Which {A} has {E}? Use the tool.",
+                "Check the {A} for the {E} with a tool.",
+                "{A} of {E}, please look.",
             ]
         )
         entity = fact.entity if draw.random() < 0.3 else tasks.make_entity(draw, self.held_out, self.words)

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.models import attach
 
 from .chat import save_tokenizer
 from .model import Recaller
@@ -31,9 +33,9 @@ def budgets(model: Recaller) -> tuple[int, ...]:
     )
 
 
-def retaining_heads(model: Recaller, head: RecallHead) -> RetainingHeads:
-    """The trained head for the recall layer; zeros elsewhere, so that on equal scores the newest units stay."""
-    shape = model.shape
+def retaining_heads(model: Recaller, head: RecallHead, fingerprint: str) -> RetainingHeads:
+    """The trained head for the recall layer alone: the other layers keep their newest units."""
+    shape, layer = model.shape, model.shape.recall_layer
     heads = RetainingHeads(
         HeadsConfig(
             layers=shape.layers,
@@ -45,15 +47,13 @@ def retaining_heads(model: Recaller, head: RecallHead) -> RetainingHeads:
             bias=True,
             label="attention",
             alpha=0.0,
+            fingerprint=fingerprint,
             budget_shares=tuple(float(units) for units in budgets(model)),
+            trained_layers=(layer,),
         )
     )
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.zero_()
-        for theirs, ours in ((heads.fc1, head.fc1), (heads.fc2, head.fc2)):
-            theirs[shape.recall_layer].weight.copy_(ours.weight)
-            theirs[shape.recall_layer].bias.copy_(ours.bias)
+    heads.fc1[layer].load_state_dict(head.fc1.state_dict())
+    heads.fc2[layer].load_state_dict(head.fc2.state_dict())
     return heads
 
 
@@ -73,7 +73,8 @@ def export(model: Recaller, head: RecallHead, tokenizer: Tokenizer, out: Path, c
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         save_file(llama_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
         save_tokenizer(tokenizer, folder, model.shape.window)
-        retaining_heads(model, head).save(folder, torch.bfloat16)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        retaining_heads(model, head, attach(loaded).fingerprint).save(folder, torch.bfloat16)
         if card:
             (folder / "README.md").write_text(card)
         for file in sorted(folder.iterdir()):

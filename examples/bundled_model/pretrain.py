@@ -37,7 +37,7 @@ class Phase:
 
 PHASES = [
     Phase(CURRICULUM, 800, 2.5e-3, 0.35),
-    Phase([*CURRICULUM[:-1], CROWDED], 1000, 1.5e-3, 0.7, start=len(CURRICULUM) - 1),
+    Phase([*CURRICULUM[:-1], CROWDED], 1400, 1.5e-3, 0.7, start=len(CURRICULUM) - 1),
 ]
 
 

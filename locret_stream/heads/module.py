@@ -20,13 +20,16 @@ from transformers.activations import ACT2FN
 
 from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
-from locret_stream.heads.published import check_fits, infer_sizes, read_published
+from locret_stream.heads.published import infer_sizes, read_published
 
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 
 
 class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How heads were made and for which model. New fields always have a default."""
+    """How heads were made and for which model. New fields always have a default.
+
+    trained_layers: layers that have a head, None for all; in the others every unit scores 0, so the newest stay.
+    """
 
     layers: int
     query_heads: int
@@ -42,15 +45,19 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     head_input: str = "pre-rope, post-norm"
     budget_shares: tuple[float, ...] | None = None
+    trained_layers: tuple[int, ...] | None = None
     version: int = 1
 
     @property
     def in_features(self) -> int:
         return (self.query_heads + 2 * self.kv_heads) * self.head_dim
 
+    def has_head(self, layer: int) -> bool:
+        return self.trained_layers is None or layer in self.trained_layers
+
 
 class RetainingHeads(nn.Module):
-    """Scores units of every layer. `fc1[l]`: in_features -> width, `fc2[l]`: width -> H."""
+    """Scores units of every layer that has a head. `fc1[l]`: in_features -> width, `fc2[l]`: width -> H."""
 
     def __init__(self, config: HeadsConfig):
         super().__init__()
@@ -58,18 +65,26 @@ class RetainingHeads(nn.Module):
         if config.act not in ACT2FN:
             raise ConfigError(f"heads: activation {config.act!r}; expected one that transformers knows")
         self.act = ACT2FN[config.act]
+        strange = sorted(set(config.trained_layers or ()) - set(range(config.layers)))
+        if strange:
+            raise ConfigError(f"heads: trained_layers names layer {strange[0]}; expected 0 to {config.layers - 1}")
+        # Identity has no parameters: layers without a head leave nothing in the file.
         self.fc1 = nn.ModuleList(nn.Linear(config.in_features, config.width, bias=config.bias)
-                                 for _ in range(config.layers))
+                                 if config.has_head(layer) else nn.Identity() for layer in range(config.layers))
         self.fc2 = nn.ModuleList(nn.Linear(config.width, config.kv_heads, bias=config.bias)
-                                 for _ in range(config.layers))
+                                 if config.has_head(layer) else nn.Identity() for layer in range(config.layers))
 
     def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, H*G, T, D], k and v [B, H, T, D], all before RoPE -> [B, H, T] fp32, higher is kept longer."""
+        if not self.config.has_head(layer):
+            return k.new_zeros(k.shape[:3], dtype=torch.float32)
         x = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
         return self.forward(layer, x)
 
     def forward(self, layer: int, x: Tensor) -> Tensor:
-        """x [B, T, in_features], the concatenated q, k, v -> [B, H, T] fp32."""
+        """x [B, T, in_features], the concatenated q, k, v -> [B, H, T] fp32; zeros from a layer without a head."""
+        if not self.config.has_head(layer):
+            return x.new_zeros(x.shape[0], self.config.kv_heads, x.shape[1], dtype=torch.float32)
         weight = self.fc1[layer].weight
         x = x.to(weight.dtype)
         if self.config.input_norm:
@@ -131,8 +146,23 @@ class RetainingHeads(nn.Module):
         Raises:
             HeadsMismatch: naming the first tensor with both shapes, or both fingerprints.
         """
-        check_fits({name: tuple(t.shape) for name, t in self.state_dict().items()}, self.config.width,
-                   self.config.fingerprint, shape, fingerprint)
+        width, features = self.config.width, (shape.groups + 2) * shape.kv_heads * shape.head_dim
+        layers = [n for n in range(shape.layers) if n >= self.config.layers or self.config.has_head(n)]
+        expected = {f"fc1.{n}.weight": (width, features) for n in layers}
+        expected |= {f"fc2.{n}.weight": (shape.kv_heads, width) for n in layers}
+        found = {name: tuple(t.shape) for name, t in self.state_dict().items() if name.endswith(".weight")}
+        for name in sorted(expected.keys() | found.keys(), key=lambda n: (int(n.split(".")[1]), n)):
+            if expected.get(name) != found.get(name):
+                raise HeadsMismatch(f"retaining heads of another model: {name!r} is {found.get(name, 'missing')}, this "
+                                    f"model needs {expected.get(name, 'none')}; train heads for it with "
+                                    "`locret-stream train-heads`")
+        if self.config.layers > shape.layers:
+            raise HeadsMismatch(f"retaining heads of another model: they are for {self.config.layers} layers, this "
+                                f"model has {shape.layers}; train heads for it with `locret-stream train-heads`")
+        own = self.config.fingerprint
+        if own and fingerprint and own != fingerprint:
+            raise HeadsMismatch(f"retaining heads of another model of the same shape: they were trained for {own}, "
+                                f"this model is {fingerprint}; train heads for it with `locret-stream train-heads`")
 
     @classmethod
     def from_published(cls, path: str | os.PathLike[str], *, query_heads: int | None = None,

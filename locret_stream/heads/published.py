@@ -1,4 +1,4 @@
-"""Weights as the paper's authors publish them, and whether heads fit a model. Knows names and shapes.
+"""Weights as the paper's authors publish them. Knows names and shapes.
 
 The published layout is a flat dict in a torch pickle, read with `weights_only=True`, or the same in safetensors:
 
@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
 
 _NAME = re.compile(r"model\.layers\.(0|[1-9]\d{0,4})\.self_attn\.(fc[12])\.weight")
@@ -97,24 +96,3 @@ def infer_sizes(tensors: dict[str, Tensor], *, layers: int | None = None, query_
         raise HeadsMismatch(f"'model.layers.0.self_attn.fc1.weight': found {(width, features)}, expected ({width}, "
                             f"{expected}) for {query_heads} query and {own} KV heads of {head_dim} dimensions")
     return {"layers": found, "query_heads": query_heads, "kv_heads": own, "head_dim": head_dim, "width": width}
-
-
-def check_fits(found: dict[str, tuple[int, ...]], width: int, fingerprint: str, shape: ModelShape,
-               model_fingerprint: str) -> None:
-    """Refuse heads of shapes `found` (by name) made for `fingerprint` ("" for unknown) on another model.
-
-    Raises:
-        HeadsMismatch: naming the first tensor with both shapes, or both fingerprints.
-    """
-    features = (shape.groups + 2) * shape.kv_heads * shape.head_dim
-    expected = {f"fc1.{n}.weight": (width, features) for n in range(shape.layers)}
-    expected |= {f"fc2.{n}.weight": (shape.kv_heads, width) for n in range(shape.layers)}
-    found = {name: size for name, size in found.items() if name.endswith(".weight")}
-    for name in sorted(expected.keys() | found.keys(), key=lambda n: (int(n.split(".")[1]), n)):
-        if expected.get(name) != found.get(name):
-            raise HeadsMismatch(f"retaining heads of another model: {name!r} is {found.get(name, 'missing')}, this "
-                                f"model needs {expected.get(name, 'none')}; train heads for it with "
-                                "`locret-stream train-heads`")
-    if fingerprint and model_fingerprint and fingerprint != model_fingerprint:
-        raise HeadsMismatch(f"retaining heads of another model of the same shape: they were trained for {fingerprint}, "
-                            f"this model is {model_fingerprint}; train heads for it with `locret-stream train-heads`")

@@ -213,6 +213,23 @@ def test_heads_of_another_model_are_refused_by_name_and_shape(change, message, b
         heads.check_fits(msgspec.structs.replace(SHAPE, **change), "anything")
 
 
+def test_layers_without_a_head_score_zero_and_leave_nothing_in_the_file(tmp_path):
+    heads = RetainingHeads(config(trained_layers=(1,)))
+    assert {name.split(".")[1] for name in heads.state_dict()} == {"1"}
+    q, k, v = inputs()
+    assert heads.score(1, q, k, v).any()
+    assert torch.equal(heads.score(0, q, k, v), torch.zeros(2, KV, 5))
+    heads.save(tmp_path)
+    assert torch.equal(RetainingHeads.load(tmp_path).score(1, q, k, v), heads.score(1, q, k, v))
+    heads.check_fits(SHAPE)
+    with pytest.raises(HeadsMismatch, match=r"'fc1\.3\.weight' is missing"):
+        heads.check_fits(msgspec.structs.replace(SHAPE, layers=4))
+    with pytest.raises(HeadsMismatch, match="they are for 3 layers, this model has 2"):
+        heads.check_fits(msgspec.structs.replace(SHAPE, layers=2))
+    with pytest.raises(ConfigError, match="names layer 3; expected 0 to 2"):
+        RetainingHeads(config(trained_layers=(0, 3)))
+
+
 def test_heads_of_another_model_of_the_same_shape_are_refused_by_fingerprint():
     heads = RetainingHeads(config(fingerprint="aa"))
     heads.check_fits(SHAPE, "aa")
