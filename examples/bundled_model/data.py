@@ -416,6 +416,8 @@ class Writer:
             if not tool:
                 used.add(number)
             first = False
+        if first:  # not one turn fits behind so much text
+            return self._tail(stage, rng, draw, sinks, facts, here, queue, available)
         missing = limit - len(tokens)
         add([self.pad] * missing)
         return (np.array(tokens), np.array(weights, np.float32), np.array(answers)), used
