@@ -150,7 +150,7 @@ class Runtime:
         self._loaders = (model, tokenizer)
         self._heads, self._policy, self._knobs = heads, policy, dict(knobs or {})
         self._budget, self._chunk_size, self._sinks, self._stabilizers = budget, chunk_size, sinks, stabilizers
-        self._max_live, self._scratch = max_live, scratch
+        self._max_live, self.scratch = max_live, scratch
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.throttle = None if ingest_rate is None else _throttle(float(ingest_rate))
         self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
@@ -224,7 +224,7 @@ class Runtime:
         self._check_open()
         config = self.engine.config
         return Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
-                       chunk_size=config.chunk_size, max_live=self._max_live, scratch=self._scratch,
+                       chunk_size=config.chunk_size, max_live=self._max_live, scratch=self.scratch,
                        template=self._template, attn=self._attn, slot_timeout_s=self._timeout_s)
 
     def start(self) -> None:
@@ -248,7 +248,7 @@ class Runtime:
         self.model, self.tokenizer, self.attachment = model, tokenizer, attachment
         self.worker: Worker = share_worker(attachment)
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
-        numbers = list(range(self._max_live + self._scratch))
+        numbers = list(range(self._max_live + self.scratch))
         self._live_slots, self._scratch_slots = _Slots(numbers[:self._max_live]), _Slots(numbers[self._max_live:])
         self._open = True
 
@@ -259,7 +259,7 @@ class Runtime:
                              sinks=self._sinks, stabilizers=self._stabilizers)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=self._policy, knobs=self._knobs)
         policy = make_policy(self._policy, self._knobs, heads)
-        return Engine(attachment, config, policy, self._max_live + self._scratch,
+        return Engine(attachment, config, policy, self._max_live + self.scratch,
                       shares=heads.config.budget_shares if heads is not None else None)
 
     def _load_heads(self, attachment: Attachment) -> RetainingHeads | None:

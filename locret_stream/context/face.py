@@ -15,7 +15,7 @@ from locret_stream.context.session import CLOSED, Mark, Session, to_the_end
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
 from locret_stream.engine import Receipts
-from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, NoSlot
 from locret_stream.text import FrameState
 
 
@@ -184,9 +184,13 @@ class StreamingContext:
         Waits for a scratch slot, in order.
 
         Raises:
-            NoSlot: none came free before the runtime's deadline. Otherwise as `generate`.
+            NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
+                only one. Otherwise as `generate`.
         """
         session, settings = self._live, _sampling(sampling, options)
+        if session.holds_scratch and self._host.scratch == 1:
+            raise NoSlot("the open turn() of this context holds the only scratch slot since its first commit; expected "
+                         "the question after the turn, `generate` inside it, or Runtime(..., scratch=2)")
         async with self._host.scratch_slot() as slot:
             twin = await session.fork(slot)
             session.asks.add(twin)
@@ -232,7 +236,7 @@ class StreamingContext:
                     self._host.release_slot(slot, scratch=True)
                     raise
                 if session.before_commit is keep_copy:
-                    backup = copy
+                    backup, session.holds_scratch = copy, True
                 else:  # the block ended meanwhile, in another task
                     self._host.release_slot(slot, scratch=True)
 
@@ -245,7 +249,7 @@ class StreamingContext:
                 await to_the_end(self._go_back(session, mark, backup))
             raise
         finally:
-            session.before_commit = None
+            session.before_commit, session.holds_scratch = None, False
             if backup is not None:
                 self._host.release_slot(backup.state.store.slot, scratch=True)
 

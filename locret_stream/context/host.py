@@ -24,6 +24,7 @@ class Host(Protocol):
     frames: ChatFrame
     tokenizing: ThreadPoolExecutor
     throttle: Throttler | None
+    scratch: int  # how many scratch slots there are
 
     async def acquire_slot(self, *, scratch: bool) -> int:
         """A slot, waiting in order; NoSlot after the deadline."""

@@ -63,6 +63,7 @@ class Session:
         self.closed: str | None = None
         self.asks: set[Session] = set()  # scratch copies that run now; they end with this session
         self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
+        self.holds_scratch = False  # that backup's slot
 
     # -- who may act ------------------------------------------------------------------------------------------
 

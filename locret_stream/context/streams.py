@@ -95,13 +95,16 @@ class Feed(_Operation):
         self._detokenizer = Detokenizer(session.host.codec, start=False)
         self._started = time.perf_counter()
         self._tokens = 0
+        self._draining = 0  # ids that were tokenised when the running drain began
         self._state: Literal["new", "running", "ended"] = "new"
 
     @property
     def report(self) -> FeedReport:
         """What was done so far; valid at any time."""
-        return FeedReport(tokens=self._tokens, pieces=self._puller.pulled, position=self._session.state.position,
-                          held=self._session.held, seconds=time.perf_counter() - self._started)
+        drained = self._draining - len(self._session.ids) if self._draining else 0
+        return FeedReport(tokens=self._tokens + drained, pieces=self._puller.pulled,
+                          position=self._session.state.position, held=self._session.held,
+                          seconds=time.perf_counter() - self._started)
 
     async def _advance(self) -> Token:
         self._begin()
@@ -133,11 +136,11 @@ class Feed(_Operation):
         self._awaited = True
         try:
             while self._session.ids or await self._refill():
-                before = len(self._session.ids)
+                self._draining = len(self._session.ids)
                 try:
                     await self._session.drain(paced=True)
                 finally:
-                    self._tokens += before - len(self._session.ids)
+                    self._tokens, self._draining = self.report.tokens, 0
             self._end(left=False)
             return self.report
         finally:

@@ -423,3 +423,19 @@ async def test_a_paced_feed_can_be_cancelled_while_it_waits():
         assert ctx._session.held == 5 * CHUNK + len(literals(runtime, USER)) - 2 * CHUNK
         runtime.throttle = None
         await expect_pure(ctx)
+
+
+async def test_the_report_of_an_awaited_feed_moves_while_it_runs():
+    async with tiny() as runtime, runtime.open(raw=True) as ctx:
+        feed = ctx.feed(list(range(5, 5 + 6 * CHUNK)))
+        seen = set()
+
+        async def drain():
+            return await feed
+
+        task = asyncio.ensure_future(drain())
+        while not task.done():
+            assert feed.report.tokens == feed.report.position
+            seen.add(feed.report.tokens)
+            await asyncio.sleep(0)
+        assert task.result().tokens == 6 * CHUNK and len(seen) > 3

@@ -192,6 +192,21 @@ async def test_a_turn_cancelled_anywhere_is_undone_or_kept_whole(size: int, twic
         assert await cut_at_every_await(run, twice=twice) >= 4
 
 
+async def test_a_question_that_could_only_wait_for_its_own_turn_is_refused_at_once():
+    async with tiny(scratch=1) as runtime, runtime.open() as ctx:
+        async with ctx.turn():
+            await ctx.feed(SHORT)
+            await ctx.ask("before any commit", max_new_tokens=2)
+            await ctx.feed(LONG)
+            async with asyncio.timeout(5):
+                with pytest.raises(NoSlot, match=r"holds the only scratch slot .* scratch=2"):
+                    await ctx.ask("after one", max_new_tokens=2)
+        await ctx.ask("after the turn", max_new_tokens=2)
+    async with tiny(scratch=2) as runtime, runtime.open() as ctx, ctx.turn():
+        await ctx.feed(LONG)
+        await ctx.ask("with a slot to spare", max_new_tokens=2)
+
+
 async def test_one_turn_at_a_time():
     async with tiny() as runtime, runtime.open() as ctx:
         async with ctx.turn():
