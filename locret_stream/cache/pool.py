@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +30,7 @@ class LayerBuffers:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All of them, each once."""
         own = [self.keys, self.values, self.scores, self.positions]
         return own if self.rotated is self.keys else [*own, self.rotated]
 
@@ -58,8 +58,6 @@ class Pool:
                 scores=torch.zeros(slots, planes, heads, capacity, device=device),
                 positions=torch.zeros(slots, heads, capacity, dtype=torch.int64, device=device)))
         self.scratch = torch.zeros(heads * max(budgets) * dim, dtype=dtype, device=device)
-        self._free = list(range(slots - 1, -1, -1))
-        self._lock = threading.Lock()
 
     @property
     def bytes_resident(self) -> int:
@@ -78,14 +76,3 @@ class Pool:
         units = sum((budget + self.chunk_size) * ((3 if rotates else 2) * shape.head_dim * item + 4 * self.planes + 8)
                     for budget, rotates in zip(self.budgets, self.rope, strict=True))
         return self.slots * shape.kv_heads * units + shape.kv_heads * max(self.budgets) * shape.head_dim * item
-
-    def acquire(self) -> int | None:
-        """A free slot, or None. Thread-safe."""
-        with self._lock:
-            return self._free.pop() if self._free else None
-
-    def release(self, slot: int) -> None:
-        """Give a slot back. Thread-safe."""
-        with self._lock:
-            assert slot not in self._free
-            self._free.append(slot)

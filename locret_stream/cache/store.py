@@ -35,18 +35,23 @@ class UnitStore:
             buffers.rotated[self.slot, :, start:stop] = rotated[0]
 
     def keys(self, layer: int, count: int) -> Tensor:
+        """Keys before RoPE of the first `count` ranks, [1, H, count, D]; a view, as all of these."""
         return self.pool.layers[layer].keys[self.slot:self.slot + 1, :, :count]
 
     def rotated(self, layer: int, count: int) -> Tensor:
+        """Keys after RoPE, [1, H, count, D]; `keys` in a layer without RoPE."""
         return self.pool.layers[layer].rotated[self.slot:self.slot + 1, :, :count]
 
     def values(self, layer: int, count: int) -> Tensor:
+        """Values, [1, H, count, D]."""
         return self.pool.layers[layer].values[self.slot:self.slot + 1, :, :count]
 
     def scores(self, layer: int) -> Tensor:
+        """Scores of the committed units, [P, H, n] fp32; plane 0 is what they compete by."""
         return self.pool.layers[layer].scores[self.slot, :, :, :self.counts[layer]]
 
     def positions(self, layer: int) -> Tensor:
+        """Absolute positions of the committed units, [H, n] int64, ascending."""
         return self.pool.layers[layer].positions[self.slot, :, :self.counts[layer]]
 
     def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,

@@ -82,6 +82,7 @@ def explain(error: BaseException) -> str:
 
 
 def fail(message: str, code: int = MISTAKE) -> NoReturn:
+    """Say it in one line on stderr and exit."""
     print("locret-stream:", " ".join(message.split()), file=sys.stderr)
     raise SystemExit(code)
 
@@ -150,6 +151,7 @@ def load(model: str) -> tuple[Any, Any]:
 
 
 def print_json(value: dict[str, Any]) -> None:
+    """One object, one line, on stdout."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
@@ -157,6 +159,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def in_bytes(count: float) -> str:
+    """A size as people read it: 6.1 MiB."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -171,6 +174,7 @@ def mean(values: Any) -> float:
 
 
 def describe(memory: Memory) -> str:
+    """What a context holds, in one sentence."""
     return (f"{memory.tokens:,} tokens read, {mean(memory.units):,.0f} units per KV head held (mean over layers) in "
             f"{in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}")
 
@@ -217,6 +221,7 @@ def _strict_utf8(name: str) -> Callable[..., str]:
 
 
 def stdin_is_terminal() -> bool:
+    """Whether somebody types; False also where there is no stdin."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -229,6 +234,7 @@ class Reader:
         self._rest, self._ended = "", False
 
     async def pieces(self) -> AsyncIterator[str]:
+        """Decoded text until the end of the file."""
         while not self._ended:
             if text := await self._text():
                 yield text

@@ -221,6 +221,7 @@ async def feed(planted: Any, contexts: list[StreamingContext], board: Board) -> 
 
 
 async def ask(asked: list[Asked], contexts: list[StreamingContext]) -> None:
+    """Fill in what every memory answers."""
     for one in asked:
         one.answer = (await contexts[0].ask(one.question, max_new_tokens=ANSWER_TOKENS)).strip()
         if len(contexts) > 1:
@@ -247,6 +248,7 @@ def _marked(answer: str | None, expected: str, whole: bool) -> Text:
 
 
 def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, *, whole: bool, as_json: bool) -> None:
+    """Print answers beside the truth, or the JSON object of the contract."""
     row = board.rows[0]
     memory = row.memory
     right = sum(is_right(one.answer, one.expected, whole) for one in asked)

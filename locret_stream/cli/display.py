@@ -25,12 +25,15 @@ class Row:
 
     @property
     def tok_per_s(self) -> float:
+        """Over everything it read; 0 before anything."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def add(self, tokens: int, seconds: float, memory: Memory) -> None:
+        """Count what was read since the last call."""
         self.set(self.tokens + tokens, self.seconds + seconds, memory)
 
     def set(self, tokens: int, seconds: float, memory: Memory) -> None:
+        """Replace the counts by totals."""
         self.tokens, self.seconds, self.memory = tokens, seconds, memory
 
 

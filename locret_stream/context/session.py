@@ -81,6 +81,7 @@ class Session:
             self.busy = self.owner = None
 
     def check_open(self) -> None:
+        """Raises ContextClosed, saying why, once the session has ended."""
         if self.closed:
             raise ContextClosed(self.closed)
 
@@ -303,6 +304,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
+    """A place in a session to go back to: what `Session.mark` saw."""
+
     seen: int
     pending: int
     frame: FrameState

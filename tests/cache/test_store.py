@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -138,15 +136,3 @@ def test_bytes_follow_from_the_formula(slots: int, planes: int, dtype: torch.dty
     scratch = H * max(BUDGETS) * D * dtype.itemsize
     assert pool.bytes_resident == pool.formula_bytes() == by_hand + scratch
     assert pool.slot_bytes == by_hand // slots
-
-
-def test_slots_are_lent_once():
-    pool = pool_of(slots=6)
-    with ThreadPoolExecutor(6) as threads:
-        taken = list(threads.map(lambda _: pool.acquire(), range(8)))
-    assert sorted(t for t in taken if t is not None) == list(range(6)) and taken.count(None) == 2
-    pool.release(4)
-    assert pool.acquire() == 4 and pool.acquire() is None
-    pool.release(2)
-    with pytest.raises(AssertionError):
-        pool.release(2)
