@@ -180,6 +180,7 @@ class Stage:
     copies: float = 0.0  # share of tails that repeat a random segment
     advance_at: float = 0.9  # running accuracy of answer tokens at which the next stage begins
     head: bool = True  # whether the retaining head is trained on it
+    variety: float = 1.0  # share of the usual rewording, few-digit values and tool calls
     mined: int = 0  # tokens of plain text searched for units that the head would wrongly keep
 
 
@@ -245,8 +246,10 @@ class Writer:
             return sentence + "\n\n"
         return " " + sentence
 
-    def _reword(self, draw: random.Random, fact: tasks.Fact, values: set[str]) -> tasks.Fact:
+    def _reword(self, draw: random.Random, fact: tasks.Fact, values: set[str], variety: float) -> tasks.Fact:
         """The fact in other words, at times with a value of few different digits; `values` are taken."""
+        if draw.random() >= variety:
+            return fact
         sentence, question = draw.random(), draw.random()
         if sentence < 0.5:
             fact = replace(fact, form=compose(draw, FACT_PARTS if sentence < 0.32 else RECORD_PARTS))
@@ -327,7 +330,7 @@ class Writer:
         )
         if not self.held_out:
             values = {fact.value for fact in facts}
-            facts = [self._reword(draw, fact, values) for fact in facts]
+            facts = [self._reword(draw, fact, values, stage.variety) for fact in facts]
         rendered = [self.render(draw, fact.sentence) for fact in facts]
         encoded = self.tokenizer.encode_batch_fast(rendered, add_special_tokens=False)
         numbered = [(i, piece.ids) for i, piece in enumerate(encoded)]
@@ -390,7 +393,7 @@ class Writer:
             answers.extend([answer] * len(ids))
 
         while True:
-            tool = draw.random() < TOOL_SHARE
+            tool = draw.random() < TOOL_SHARE * stage.variety
             if local and draw.random() < 0.5:
                 number = local.pop()
             else:

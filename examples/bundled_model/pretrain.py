@@ -16,9 +16,9 @@ from .model import SINKS, Kept, Recaller, answer_loss
 
 CROWDED = Stage(4, 14, 256, (60, 125), 4, 352, recent=(24, 110), kept=(1600, 2900), mined=16_384)
 CURRICULUM = [
-    Stage(32, 1, 96, (2, 4), 1, 160, copies=0.15, advance_at=0.82, head=False),
-    Stage(24, 1, 224, (4, 9), 1, 256, copies=0.1, advance_at=0.86, head=False),
-    Stage(12, 2, 256, (10, 20), 2, 256, copies=0.05, advance_at=0.90),
+    Stage(32, 1, 96, (2, 4), 1, 160, copies=0.15, advance_at=0.88, head=False, variety=0.15),
+    Stage(24, 1, 224, (4, 9), 1, 256, copies=0.1, advance_at=0.88, head=False, variety=0.4),
+    Stage(12, 2, 256, (10, 20), 2, 256, copies=0.05, advance_at=0.90, variety=0.7),
     Stage(6, 6, 256, (25, 50), 3, 320, recent=(24, 96), advance_at=0.93),
     replace(CROWDED, mined=0),
 ]
