@@ -12,11 +12,18 @@ LocretError
 ├── ModelError
 │   ├── UnsupportedModel     attaching would change what the model computes
 │   └── HeadsMismatch        retaining heads that belong to another model
-└── ContextError             the context cannot do that now; it stays as it was
-    ├── BudgetExceeded       a policy that never evicts, or a fixed reserve, is full
-    ├── ContextBusy          another feed or generation is running in it
-    ├── ContextClosed        used before opening or after closing
-    └── NoSlot               no slot came free before the deadline
+├── ContextError             the context cannot do that now; it stays as it was
+│   ├── BudgetExceeded       a policy that never evicts, or a fixed reserve, is full
+│   ├── ContextBusy          another feed or generation is running in it
+│   ├── ContextClosed        used before opening or after closing
+│   └── NoSlot               no slot came free before the deadline
+└── SnapshotError            a stored session cannot be written or read; what is live stays as it was
+    ├── SnapshotCorrupt      damaged, cut short, or never a snapshot
+    ├── SnapshotMismatch     made by another model, tokenizer, policy, budget, ...
+    ├── SnapshotNotFound     no session or snapshot of that name
+    ├── SnapshotTooNew       written by a later format than this library reads
+    ├── StaleOwner           another owner has saved this session meanwhile
+    └── StoreError           the store itself failed: disk full, no access, a key that is missing
 
 Messages say what was found, what was expected, and what to do. After any of them the context holds
 exactly what it held before the call that failed, plus the tokens that were already accepted.
@@ -101,3 +108,35 @@ class ContextClosed(ContextError):
 
 class NoSlot(ContextError):
     """Every slot is taken and none came free before the deadline."""
+
+
+class SnapshotError(LocretError):
+    """A stored session cannot be written or read. The live context, and what was stored before, stay as they were."""
+
+
+class SnapshotCorrupt(SnapshotError):
+    """Damaged, cut short, or never a snapshot. Nothing of it was used."""
+
+
+class SnapshotMismatch(SnapshotError):
+    """A snapshot of something else: `field` names what differs, with the values `found` and `expected`."""
+
+    def __init__(self, message: str, *, field: str, found: str, expected: str):
+        super().__init__(message)
+        self.field, self.found, self.expected = field, found, expected
+
+
+class SnapshotNotFound(SnapshotError):
+    """The store has no session, or no snapshot of it, by that name."""
+
+
+class SnapshotTooNew(SnapshotError):
+    """Written by a later format than this library reads."""
+
+
+class StaleOwner(SnapshotError):
+    """Another owner has saved this session since it was opened here. Nothing was written; what is live is intact."""
+
+
+class StoreError(SnapshotError):
+    """The store failed. What was acknowledged before is intact; what failed was not acknowledged."""

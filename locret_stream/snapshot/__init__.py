@@ -1,0 +1,10 @@
+"""Snapshots: `format` (bytes and their specification), `identity`, `store` (the public part)."""
+
+from locret_stream.snapshot.branch import Branch, Moment, Restored, Save, Snapshot
+from locret_stream.snapshot.format import Frame
+from locret_stream.snapshot.identity import Identity
+from locret_stream.snapshot.pages import Geometry, LayerUnits
+from locret_stream.snapshot.store import Collected, Store, Verified
+
+__all__ = ["Branch", "Collected", "Frame", "Geometry", "Identity", "LayerUnits", "Moment", "Restored", "Save",
+           "Snapshot", "Store", "Verified"]

@@ -1,0 +1,318 @@
+"""One stored branch as one owner sees it: saves grow out of what was stored before, and are fenced against others.
+
+A save is: claim (is this still the newest?), pages and log part (each durable before anything names them), and last the
+manifest, created exclusively under the next number. Cut anywhere, the store holds the snapshot before; a file that no
+manifest names is rubbish for the collector.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from locret_stream.errors import SnapshotCorrupt, SnapshotNotFound, StaleOwner, StoreError
+from locret_stream.snapshot.files import Exists
+from locret_stream.snapshot.format import Frame, LogRef, Manifest, PageRef, pack, tensors
+from locret_stream.snapshot.identity import Identity, expect_same
+from locret_stream.snapshot.log import Spool, absorbed, read_part, write_part
+from locret_stream.snapshot.pages import (
+    Assembly,
+    Geometry,
+    LayerUnits,
+    PageIndex,
+    Plan,
+    pack_masks,
+    plan,
+    read_page,
+    unpack_masks,
+    write_page,
+)
+from locret_stream.snapshot.vault import Vault
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One stored snapshot.
+
+    Args:
+        name: of the session or the fork. session: the session it belongs to.
+        generation: its number; `rewind` and `delete` take it. parent: digest of the snapshot it grew out of.
+        created: seconds since 1970. tokens: accepted. units: held, over all layers and KV heads.
+        log: whether its token ids are stored too, so that it could be rebuilt.
+        bytes: all files it needs. bytes_written: of these, by this save; 0 for one that was only looked at.
+    """
+
+    name: str
+    session: str
+    generation: int
+    parent: str
+    created: float
+    tokens: int
+    units: int
+    bytes: int
+    library: str
+    encrypted: bool
+    log: bool
+    bytes_written: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a save is of, beside the units' K and V: everything small.
+
+    state: tensors of the engine and the policy, `l.scores` among them. positions: for every layer [H, n].
+    tokens: accepted by then, the pending ones included.
+    """
+
+    seen: int
+    tokens: int
+    counts: tuple[int, ...]
+    positions: Sequence[Tensor]
+    state: Mapping[str, Tensor]
+    frame: Frame
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A verified snapshot: units `l.keys`, `l.values` [H, n, D], `l.positions` [H, n], and the state beside them."""
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+
+
+class Branch:
+    """One owner's view of a branch. One thread at a time.
+
+    Attributes:
+        head: the newest number this owner knows; the next save is head + 1 or `StaleOwner`.
+        parent: digest of the manifest that the live context grew out of.
+        spool: ids accepted since the last save, or None for a session without a log.
+    """
+
+    def __init__(self, vault: Vault, session: str, name: str, *, log: bool):
+        self.vault, self.session, self.name, self.keeps_log = vault, session, name, log
+        self.head, self.parent = 0, ""
+        self.pages: tuple[PageIndex, ...] = ()
+        self.log: tuple[LogRef, ...] = ()
+        self.spool: Spool | None = None
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def load(self, identity: Identity | None, geometry: Geometry, capacity: Sequence[int],
+             generation: int | None = None) -> Restored:
+        """The newest snapshot, or that of a number; this owner goes on from it.
+
+        Args:
+            identity: what it must have been made by; None leaves that unchecked.
+            capacity: the most units that each layer may hold; more are refused before anything is allocated.
+
+        Raises:
+            SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: nothing changed.
+        """
+        found, highest = self.vault.generations(self.name)
+        if not found:
+            raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.vault.files.url}")
+        number = found[-1] if generation is None else generation
+        manifest, sections, own = self.vault.read_manifest(self.name, number)
+        what = f"snapshot {number} of {self.name!r}"
+        if identity is not None:
+            expect_same(manifest.identity, identity, what)
+        check_manifest(manifest, sections, capacity, what)
+        assembly = Assembly(manifest.counts, geometry, what)
+        masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)
+        pages = []
+        for ref, mask in zip(manifest.pages, masks, strict=True):
+            index, units = self._read_page(ref, geometry, what)
+            assembly.add(index, units, mask)
+            pages.append(index)
+        state = tensors(sections["state"], what)
+        clash = sorted(state.keys() & assembly.units.keys())
+        if clash:
+            raise SnapshotCorrupt(f"{what}: its state holds a tensor {clash[0]!r}, which belongs to its pages")
+        restored = Restored(manifest, {**assembly.finish(), **state})
+        self.head, self.parent, self.pages, self.log = highest, own, tuple(pages), manifest.log or ()
+        self._begin_log(manifest)
+        return restored
+
+    def _begin_log(self, manifest: Manifest) -> None:
+        """Go on with the log that the snapshot has; one that was saved without keeps none."""
+        if self.spool is not None:
+            self.spool.close()
+        self.keeps_log = manifest.log is not None
+        self.spool = Spool(self.log[-1].end if self.log else 0) if self.keeps_log else None
+
+    def _read_page(self, ref: PageRef, geometry: Geometry, what: str) -> tuple[PageIndex, dict[str, Tensor]]:
+        page = f"{what}, page {ref.name}"
+        body, sections = self.vault.read_named("pages", ref, page)
+        return read_page(ref, body, sections, geometry, page)
+
+    def read_log(self, refs: Sequence[LogRef]) -> list[np.ndarray]:
+        """The ids of log parts, in order.
+
+        Raises:
+            SnapshotCorrupt: a part that is missing, damaged, or does not follow the one before.
+        """
+        out, at = [], 0
+        for ref in refs:
+            what = f"log part {ref.name} of {self.name!r}"
+            body, sections = self.vault.read_named("log", ref, what)
+            if (body.start, body.end) != (ref.start, ref.end) or ref.start != at:
+                raise SnapshotCorrupt(f"{what}: ids {body.start} to {body.end}; expected {at} to {ref.end}")
+            out.append(read_part(body, sections, what))
+            at = ref.end
+        return out
+
+    # -- writing ----------------------------------------------------------------------------------------------
+
+    def fork(self, name: str) -> Branch:
+        """A branch that begins where this one stands, by another name; what is not saved yet is copied."""
+        twin = Branch(self.vault, self.session, name, log=self.keeps_log)
+        twin.parent, twin.pages, twin.log = self.parent, self.pages, self.log
+        twin.head = self.vault.generations(name)[1]
+        if self.spool is not None:
+            twin.spool = Spool(self.spool.start)
+            twin.spool.append(self.spool.read(self.spool.end))
+        return twin
+
+    def close(self) -> None:
+        """Drop the spool; what was not saved is gone."""
+        if self.spool is not None:
+            self.spool.close()
+            self.spool = None
+
+
+class Save:
+    """One save under way; `with` holds the collector off. Pages first, then `finish`.
+
+    Raises:
+        StaleOwner: on entering or in `finish`: another owner has saved meanwhile. StoreError. The branch is unchanged.
+    """
+
+    def __init__(self, branch: Branch, moment: Moment, identity: Identity, geometry: Geometry):
+        self.branch, self.moment, self.identity, self.geometry = branch, moment, identity, geometry
+        self.written = 0
+        self._new: list[PageIndex] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Save:
+        branch = self.branch
+        self._locked = self._stack.enter_context(branch.vault.files.lock(branch.vault.folder, shared=True))
+        try:
+            self._expect_newest()
+            # What this owner knows may have been deleted since: by somebody else, or after a rewind.
+            stored = branch.vault.stored("pages")
+            pages = [page for page in branch.pages if page.ref.name in stored]
+            self.plan: Plan = plan(pages, self.moment.positions, self.moment.seen, self.geometry)
+            if branch.spool is not None and not {ref.name for ref in branch.log} <= branch.vault.stored("log"):
+                branch.close()
+                branch.log = ()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _expect_newest(self) -> None:
+        branch = self.branch
+        highest = branch.vault.generations(branch.name)[1]
+        if highest != branch.head:
+            raise StaleOwner(f"{branch.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
+                             f"{highest}, this owner knows {branch.head}. Nothing was written; expected one owner: "
+                             "save under a new name, or open it again")
+
+    def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
+        """Write one of the ranges that `plan.write` asks for."""
+        parts, index = write_page(start, end, layers, self.geometry)
+        name = self.branch.vault.write_named("pages", parts)
+        self.written += index.ref.size
+        self._new.append(PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions))
+
+    def finish(self, library: str, log_end: int) -> Snapshot:
+        """Write the log part and the manifest; the snapshot is durable, and the branch's newest, on return."""
+        branch, moment = self.branch, self.moment
+        pages = [(index, np.concatenate(masks)) for index, masks in self.plan.stay]
+        pages = sorted([*pages, *((index, None) for index in self._new)], key=lambda item: item[0].ref.start)
+        refs = tuple(msgspec.structs.replace(index.ref, live=index.ref.units if mask is None else int(mask.sum()))
+                     for index, mask in pages)
+        log = self._log_parts(log_end) if branch.spool is not None else None
+        manifest = Manifest(
+            session=branch.session, branch=branch.name, generation=branch.head + 1, parent=branch.parent,
+            created=time.time(), library=library, identity=self.identity, tokens=moment.tokens, seen=moment.seen,
+            counts=moment.counts, pages=refs, log=log, frame=moment.frame)
+        parts = pack(manifest, {"state": moment.state, "masks": pack_masks([mask for _, mask in pages])})
+        path = branch.vault.manifest_path(branch.name, manifest.generation)
+        if branch.name != branch.session and branch.head == 0:
+            branch.vault.write_alias(branch.name)
+        try:
+            branch.vault.write(path, parts, exclusive=True)
+        except Exists:
+            self._expect_newest()
+            raise
+        if not self._locked and not {ref.name for ref in refs} <= branch.vault.stored("pages"):
+            branch.vault.files.delete(f"{branch.vault.folder}/{path}")
+            raise StoreError(f"{branch.name!r}: pages of this snapshot were collected while it was saved; expected "
+                             "another try")
+        own = parts[0][32:48].hex()
+        branch.head, branch.parent, branch.log = manifest.generation, own, log or ()
+        branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
+                             for ref, (index, _) in zip(refs, pages, strict=True))
+        if branch.spool is not None:
+            branch.spool.drop(log_end)
+        self.written += sum(map(len, parts))
+        return describe(manifest, sum(map(len, parts)), branch.vault.encrypted, self.written)
+
+    def _log_parts(self, end: int) -> tuple[LogRef, ...]:
+        """The log up to `end`, its newest parts put together with what the spool holds."""
+        branch = self.branch
+        ids = branch.spool.read(end)
+        if not len(ids):
+            return branch.log
+        taken = absorbed(branch.log, len(ids))
+        stay, old = branch.log[:len(branch.log) - taken], branch.log[len(branch.log) - taken:]
+        for ref in reversed(old):
+            what = f"log part {ref.name} of {branch.name!r}"
+            ids = np.concatenate([read_part(*branch.vault.read_named("log", ref, what), what), ids])
+        start = stay[-1].end if stay else 0
+        parts = write_part(start, ids, stay[-1].name if stay else "", self.moment.frame)
+        name = branch.vault.write_named("log", parts)
+        size = sum(map(len, parts))
+        self.written += size
+        return (*stay, LogRef(name, start, start + len(ids), size))
+
+
+def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:
+    """Refuse a manifest whose numbers cannot be true, before anything is allocated by them.
+
+    Raises:
+        SnapshotCorrupt.
+    """
+    if set(sections) != {"state", "masks"}:
+        raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected state and masks")
+    if len(manifest.counts) != len(capacity) or any(
+            count > most for count, most in zip(manifest.counts, capacity, strict=True)):
+        raise SnapshotCorrupt(f"{what}: {manifest.counts} units per layer; expected at most {tuple(capacity)}")
+    at = 0
+    for ref in manifest.pages:
+        if not at <= ref.start < ref.end <= manifest.seen or ref.live > ref.units:
+            raise SnapshotCorrupt(f"{what}: a page of positions {ref.start} to {ref.end} with {ref.live} of "
+                                  f"{ref.units} units; expected ranges in order inside 0 to {manifest.seen}")
+        at = ref.end
+    if manifest.tokens < manifest.seen:
+        raise SnapshotCorrupt(f"{what}: {manifest.tokens} tokens, of which {manifest.seen} are committed")
+
+
+def describe(manifest: Manifest, size: int, encrypted: bool, written: int = 0) -> Snapshot:
+    """What users see of a manifest of `size` bytes."""
+    return Snapshot(name=manifest.branch, session=manifest.session, generation=manifest.generation,
+                    parent=manifest.parent, created=manifest.created, tokens=manifest.tokens,
+                    units=sum(ref.live for ref in manifest.pages), library=manifest.library, encrypted=encrypted,
+                    log=manifest.log is not None,
+                    bytes=size + sum(ref.size for ref in (*manifest.pages, *(manifest.log or ()))),
+                    bytes_written=written)

@@ -1,0 +1,306 @@
+"""Snapshot files, format version 1: bytes <-> header + tensors. This docstring is the specification.
+
+A file is one *container*, written once and never changed. Integers are little-endian; digests are xxh3-128, big-endian
+as `xxhash` gives them.
+
+    offset  size  preamble
+    0       8     magic: 89 4C 4F 43 52 45 54 0A
+    8       2     u16 format version: 1
+    10      2     u16 kind: 1 manifest, 2 page, 3 log part
+    12      4     u32 length of the header, at most 4 MiB
+    16      8     u64 length of the whole file
+    24      8     zeros
+    32      16    digest of bytes 0 to 31, then the header
+    48            header: msgpack of {"body": a Struct of this module, by kind, "sections": [[name, size, digest], ...]}
+
+then, each beginning at the next multiple of 64, with zeros in between and behind the last one, the sections in the
+order of the header. A section is a safetensors file: u64 length of a JSON header, that header, the tensors' bytes
+without a gap. Its digest covers all its bytes.
+
+So every byte is either covered by a digest or must be zero. A reader checks, in this order: magic, version (a higher
+one is `SnapshotTooNew`), kind, sizes, the digest of the header, the header itself (unknown fields are refused), the
+place of every section, zeros, and digests; only then it looks at a tensor. Nothing is allocated by a number that the
+file claims: what is read is the file, and its size is checked first. Digests find damage, not forgery: for that, and
+for secrecy, containers are encrypted as a whole (`snapshot.seal`).
+
+A manifest names pages; what they mean together is in `snapshot.pages`. Never pickle, never a second codec.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+import safetensors.torch
+import torch
+import xxhash
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from locret_stream.errors import SnapshotCorrupt, SnapshotTooNew
+from locret_stream.snapshot.identity import Identity
+
+MAGIC = b"\x89LOCRET\n"
+VERSION = 1
+PREAMBLE = struct.Struct("<8sHHIQ8x16s")
+HEADER_LIMIT = 4 << 20  # bytes
+ALIGN = 64
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+          "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
+
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+MaybeDigest = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+T = TypeVar("T")
+
+
+class Section(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One section of a container, in order."""
+
+    name: Annotated[str, Meta(max_length=64)]
+    size: Count
+    digest: Digest
+
+
+class _Header(Struct, Generic[T], frozen=True, forbid_unknown_fields=True):
+    body: T
+    sections: Annotated[tuple[Section, ...], Meta(max_length=16)]
+
+
+class PageRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A page that a manifest needs: units of source positions start .. end-1, some of them dead by now."""
+
+    name: Digest
+    start: Count
+    end: Count
+    size: Count
+    units: Count
+    live: Count
+
+
+class LogRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A log part that a manifest needs: token ids start .. end-1 of the session."""
+
+    name: Digest
+    start: Count
+    end: Count
+    size: Count
+
+
+class Frame(Struct, frozen=True, forbid_unknown_fields=True):
+    """The conversation's frame and what was pulled and not yet accepted, as `context.session` has them."""
+
+    turn: Annotated[str, Meta(max_length=16)] = "none"
+    has_content: bool = False
+    first: bool = True
+    raw: bool = False
+    trusted: bool = False
+    left_by_break: bool = False
+    text: Annotated[str, Meta(max_length=8192)] = ""
+    tail: Annotated[bytes, Meta(max_length=4)] = b""
+    segments: Annotated[tuple[str | tuple[Count, ...], ...], Meta(max_length=1 << 20)] = ()
+
+
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A snapshot. Sections: "state" (tensors of the engine and the policy), "masks" (of pages with dead units).
+
+    Args:
+        session, branch: what it is of; a fork is a branch of the session it came from.
+        generation: counts up over all branches of a session, never used twice.
+        parent: digest of the manifest it grew out of, "" for a first one.
+        created: seconds since 1970. library: the version that wrote it.
+        tokens: accepted. seen: of these, committed. counts: units per layer.
+        log: None if the session has none.
+    """
+
+    session: Name
+    branch: Annotated[str, Meta(max_length=256)]
+    generation: Annotated[int, Meta(ge=1, le=2**53)]
+    parent: MaybeDigest
+    created: float
+    library: Annotated[str, Meta(max_length=64)]
+    identity: Identity
+    tokens: Count
+    seen: Count
+    counts: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+    pages: Annotated[tuple[PageRef, ...], Meta(max_length=65_536)]
+    log: Annotated[tuple[LogRef, ...], Meta(max_length=65_536)] | None = None
+    frame: Frame = Frame()
+
+
+class Page(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Units of source positions start .. end-1. Sections: "index" and "units", as `snapshot.pages` writes them."""
+
+    start: Count
+    end: Count
+
+
+class LogPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token ids start .. end-1. Section: "ids", [end - start] i32. `before` is the part that ends at start, "" at 0."""
+
+    start: Count
+    end: Count
+    before: MaybeDigest = ""
+    frame: Frame = Frame()
+
+
+KINDS: dict[int, type[Struct]] = {1: Manifest, 2: Page, 3: LogPart}
+_NUMBERS = {kind: number for number, kind in KINDS.items()}
+_DECODERS = {kind: msgspec.msgpack.Decoder(_Header[kind]) for kind in KINDS.values()}
+
+
+def digest(*parts: bytes | bytearray | memoryview) -> str:
+    """xxh3-128 of the parts one after another, hexadecimal."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[bytes]:
+    """A container as buffers to be written one after another; the first holds preamble and header."""
+    contents = {name: safetensors.torch.save({key: t.contiguous() for key, t in tensors.items()})
+                for name, tensors in sections.items()}
+    header = msgspec.msgpack.encode(_Header(body, tuple(
+        Section(name, len(data), digest(data)) for name, data in contents.items())))
+    assert len(header) <= HEADER_LIMIT, "a header outgrew its limit"
+    size = _end_of(PREAMBLE.size + len(header)) + sum(_end_of(len(data)) for data in contents.values())
+    fixed = PREAMBLE.pack(MAGIC, VERSION, _NUMBERS[type(body)], len(header), size, b"")
+    fixed = fixed[:32] + bytes.fromhex(digest(fixed[:32], header))
+    out = [_padded(fixed + header)]
+    for data in contents.values():
+        out += [data, bytes(_end_of(len(data)) - len(data))]
+    return out
+
+
+def unpack(data: bytes | bytearray | memoryview, kind: type[T], what: str) -> tuple[T, dict[str, memoryview], str]:
+    """(body, sections, digest of preamble and header) of a container, every byte of it verified.
+
+    Args:
+        what: how to call the file in messages.
+
+    Raises:
+        SnapshotTooNew: a later format version. SnapshotCorrupt: anything else that is not exactly as specified.
+    """
+    view = memoryview(data).cast("B")
+    header, own = _header(view, kind, what)
+    sections, at = {}, _end_of(PREAMBLE.size + own[1])
+    _expect_zeros(view[PREAMBLE.size + own[1]:at], what)
+    for section in header.sections:
+        end = at + section.size
+        if end > len(view) or section.name in sections:
+            raise SnapshotCorrupt(f"{what}: section {section.name!r} does not lie inside the file")
+        sections[section.name] = view[at:end]
+        at = _end_of(end)
+        _expect_zeros(view[end:at], what)
+    if at != len(view):
+        raise SnapshotCorrupt(f"{what}: {len(view)} bytes, of which the sections fill {at}")
+    for section in header.sections:
+        if digest(sections[section.name]) != section.digest:
+            raise SnapshotCorrupt(f"{what}: section {section.name!r} is damaged: its checksum does not match")
+    return header.body, sections, own[0]
+
+
+def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], tuple[str, int]]:
+    if len(view) < PREAMBLE.size:
+        raise SnapshotCorrupt(f"{what}: {len(view)} bytes; expected at least {PREAMBLE.size}")
+    magic, version, number, length, size, own = PREAMBLE.unpack_from(view)
+    if magic != MAGIC:
+        raise SnapshotCorrupt(f"{what}: not a snapshot file, it begins with {bytes(magic)!r}; expected {MAGIC!r}")
+    if version > VERSION:
+        raise SnapshotTooNew(f"{what}: format version {version}; this library reads up to {VERSION}; install a newer "
+                             "one")
+    if version < 1 or number != _NUMBERS[kind]:
+        raise SnapshotCorrupt(f"{what}: version {version}, kind {number}; expected version 1 to {VERSION}, kind "
+                              f"{_NUMBERS[kind]}")
+    if length > HEADER_LIMIT or PREAMBLE.size + length > len(view) or size != len(view):
+        raise SnapshotCorrupt(f"{what}: it says {size} bytes with a header of {length}; found {len(view)} bytes")
+    content = view[PREAMBLE.size:PREAMBLE.size + length]
+    if bytes(view[24:32]) != bytes(8) or bytes.fromhex(digest(view[:32], content)) != own:
+        raise SnapshotCorrupt(f"{what}: the header is damaged: its checksum does not match")
+    try:
+        return _DECODERS[kind].decode(content), (own.hex(), length)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise SnapshotCorrupt(f"{what}: the header is not one of this format: {error}") from None
+
+
+class _TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
+    data_offsets: tuple[Count, Count]
+
+
+_ENTRIES = msgspec.json.Decoder(dict[str, _TensorEntry])
+
+
+def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
+    """Tensors of a verified section, as views of its bytes wherever these are writable; else copies.
+
+    Raises:
+        SnapshotCorrupt: not a safetensors file of the dtypes above, without gaps and overlaps.
+    """
+    if len(section) < 8:
+        raise SnapshotCorrupt(f"{what}: a section of {len(section)} bytes; expected a safetensors file")
+    length = int.from_bytes(section[:8], "little")
+    if length > min(len(section) - 8, HEADER_LIMIT):
+        raise SnapshotCorrupt(f"{what}: a tensor header of {length} bytes in a section of {len(section)}")
+    try:
+        entries = _ENTRIES.decode(section[8:8 + length])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SnapshotCorrupt(f"{what}: not a tensor header: {error}") from None
+    out, at, data = {}, 0, section[8 + length:]
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        dtype = DTYPES.get(entry.dtype)
+        start, end = entry.data_offsets
+        count = 1
+        for size in entry.shape:
+            count *= size
+        if dtype is None or start != at or end < start or end > len(data) or count * dtype.itemsize != end - start:
+            raise SnapshotCorrupt(f"{what}: tensor {name!r} is {entry.dtype} {entry.shape} in bytes {start} to {end} "
+                                  f"of {len(data)}; expected a known dtype, from byte {at} on, of just its size")
+        out[name] = _view(data[start:end], dtype).view(entry.shape)
+        at = end
+    if at != len(data):
+        raise SnapshotCorrupt(f"{what}: {len(data) - at} bytes belong to no tensor")
+    return out
+
+
+def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
+    if not len(data):
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
+
+
+def _end_of(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(_end_of(len(data)) - len(data))
+
+
+def _expect_zeros(gap: memoryview, what: str) -> None:
+    if any(gap):
+        raise SnapshotCorrupt(f"{what}: bytes between the sections are not zero")
+
+
+def expect(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], what: str) -> None:
+    """Refuse tensors that are not exactly these, by name, dtype and shape.
+
+    Raises:
+        SnapshotCorrupt: naming the first that differs.
+    """
+    for name in sorted(tensors.keys() | shapes.keys()):
+        found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None
+        if found != shapes.get(name):
+            raise SnapshotCorrupt(f"{what}: tensor {name!r} is {found or 'missing'}; expected "
+                                  f"{shapes.get(name, 'none')}")
+
+
+def total(parts: Iterable[Any]) -> int:
+    """Bytes of the buffers that `pack` gave."""
+    return sum(len(part) for part in parts)

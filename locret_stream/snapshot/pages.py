@@ -1,0 +1,261 @@
+"""Units <-> pages: a page holds the K and V of a range of source positions, and is never changed.
+
+Units leave a cache one by one, all over it, so what was written once stays useful for long: a later snapshot names the
+same pages and says by *masks* which of their units still live. Only what is new is written, and ranges whose page is
+mostly dead. Scores may change while a unit lives, so they are never in a page but in the manifest, for the living only.
+
+    page      "index": counts [L, H] i32, units per layer and KV head;  l.positions [N_l] i32, from the page's start on
+              "units": l.keys, l.values [N_l, D], head by head, in time order;  N_l = counts[l].sum()
+    manifest  "masks": page number [ceil(sum over layers of N_l / 8)] u8, a bit per unit, for pages with dead units
+
+The ranges of a manifest's pages are disjoint, ascending, and cover 0 .. seen-1 (a range without units has no page).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from locret_stream.errors import SnapshotCorrupt
+from locret_stream.snapshot.format import Page, PageRef, expect, pack, tensors
+
+PAGE_BYTES = 64 << 20  # the most a page should hold; larger ranges are cut
+LIVE_SHARE = 0.5  # a page with fewer living units than this is written anew
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all pages of a session have in common."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def unit_bytes(self) -> int:
+        """K and V of one unit."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """Units of one layer in a range of positions, head by head: counts [H], positions [N] int64, K and V [N, D]."""
+
+    counts: Tensor
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class PageIndex:
+    """Which units a page holds: counts [L, H] and, for every layer, their positions [N_l] int64."""
+
+    ref: PageRef
+    counts: np.ndarray
+    positions: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a snapshot consists of: pages that stay, with their masks, and ranges to be written."""
+
+    stay: tuple[tuple[PageIndex, tuple[np.ndarray, ...]], ...]  # masks: for every layer bool [N_l]
+    write: tuple[tuple[int, int], ...]
+
+
+def plan(pages: Sequence[PageIndex], positions: Sequence[Tensor], seen: int, geometry: Geometry,
+         page_bytes: int = PAGE_BYTES) -> Plan:
+    """Which pages serve a snapshot of the units at `positions` (for every layer [H, n]) and what is to be written.
+
+    Ranges to be written grow over smaller neighbours before them, so that after many snapshots there are few pages and
+    every unit was rewritten a logarithmic number of times.
+    """
+    live = [layer.cpu().numpy() for layer in positions]
+    masks = [tuple(_masks(page, live)) for page in pages]
+    counts = [sum(int(mask.sum()) for mask in found) for found in masks]
+    covered = max((page.ref.end for page in pages), default=0)
+    ranges: list[list[int]] = []  # start, end, units, page number or -1
+    at = 0
+    for number, page in enumerate(pages):
+        assert page.ref.start >= at, "pages overlap"
+        good = counts[number] >= LIVE_SHARE * page.ref.units
+        ranges.append([page.ref.start, page.ref.end, counts[number], number if good else -1])
+        at = page.ref.end
+    if seen > covered:
+        ranges.append([covered, seen, _count(live, covered, seen), -1])
+    most = max(1, page_bytes // geometry.unit_bytes)
+    merged: list[list[int]] = []
+    for entry in ranges:
+        start, end, units, number = entry
+        while merged and number < 0 and merged[-1][2] + units <= most and (
+                merged[-1][3] < 0 or merged[-1][2] <= units):
+            start, units = merged[-1][0], units + merged.pop()[2]
+        merged.append([start, end, units, number])
+    stay = tuple((pages[number], masks[number]) for _, _, _, number in merged if number >= 0)
+    write = [(start, end) for start, end, units, number in merged if number < 0 and units]
+    return Plan(stay, tuple(cut for start, end in write for cut in _cut(live, start, end, most)))
+
+
+def _masks(page: PageIndex, live: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """For every layer which units of the page are among the living ones, bool [N_l]."""
+    for layer, found in enumerate(live):
+        bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
+        own = page.positions[layer]
+        yield np.concatenate([np.isin(own[bounds[head]:bounds[head + 1]], found[head], assume_unique=True)
+                              for head in range(len(bounds) - 1)])
+
+
+def _count(live: Sequence[np.ndarray], start: int, end: int) -> int:
+    return sum(int(((layer >= start) & (layer < end)).sum()) for layer in live)
+
+
+def _cut(live: Sequence[np.ndarray], start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most `most` units; a single position may hold more."""
+    inside = np.sort(np.concatenate([layer[(layer >= start) & (layer < end)] for layer in live]))
+    at = 0
+    while at + most < len(inside):
+        stop = int(inside[at + most])  # the first unit that is too many
+        first = int(np.searchsorted(inside, stop))
+        if first == at:  # one position holds more units than a page should
+            stop, first = stop + 1, int(np.searchsorted(inside, stop + 1))
+        if stop >= end:
+            break
+        yield start, stop
+        start, at = stop, first
+    yield start, end
+
+
+def write_page(start: int, end: int, layers: Sequence[LayerUnits], geometry: Geometry) -> tuple[list[bytes], PageIndex]:
+    """The container of the living units of positions start .. end-1, and its index.
+
+    The `ref` of the index has no name yet: the store gives it.
+    """
+    index: dict[str, Tensor] = {}
+    content: dict[str, Tensor] = {}
+    counts = torch.stack([units.counts for units in layers]).to(torch.int32)
+    for layer, units in enumerate(layers):
+        index[f"{layer}.positions"] = (units.positions - start).to(torch.int32)
+        content[f"{layer}.keys"], content[f"{layer}.values"] = units.keys, units.values
+    parts = pack(Page(start=start, end=end), {"index": {"counts": counts, **index}, "units": content})
+    own = tuple(units.positions.numpy() for units in layers)
+    total = int(counts.sum())
+    ref = PageRef("0" * 32, start, end, sum(map(len, parts)), total, total)
+    return parts, PageIndex(ref, counts.numpy(), own)
+
+
+def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geometry: Geometry,
+              what: str) -> tuple[PageIndex, dict[str, Tensor]]:
+    """The index of a verified page and its K and V, `l.keys` and `l.values` [N_l, D].
+
+    Raises:
+        SnapshotCorrupt: not a page of this geometry, or not the one that `ref` describes.
+    """
+    if (body.start, body.end) != (ref.start, ref.end) or set(sections) != {"index", "units"}:
+        raise SnapshotCorrupt(f"{what}: positions {body.start} to {body.end}, sections {sorted(sections)}; expected "
+                              f"{ref.start} to {ref.end}, index and units")
+    index = tensors(sections["index"], what)
+    layers, heads = range(geometry.layers), geometry.kv_heads
+    counts = index.get("counts")
+    if counts is None or counts.dtype != torch.int32 or counts.shape != (geometry.layers, heads) or (counts < 0).any():
+        raise SnapshotCorrupt(f"{what}: no counts of {geometry.layers} layers and {heads} KV heads")
+    sizes = counts.long().sum(-1).tolist()
+    expect(index, {"counts": (torch.int32, (geometry.layers, heads)),
+                   **{f"{layer}.positions": (torch.int32, (sizes[layer],)) for layer in layers}}, what)
+    units = tensors(sections["units"], what)
+    expect(units, {f"{layer}.{part}": (geometry.dtype, (sizes[layer], geometry.head_dim))
+                   for layer in layers for part in ("keys", "values")}, what)
+    if sum(sizes) != ref.units:
+        raise SnapshotCorrupt(f"{what}: {sum(sizes)} units; expected {ref.units}")
+    positions = tuple(index[f"{layer}.positions"].numpy().astype(np.int64) + ref.start for layer in layers)
+    for layer in layers:
+        parts = np.split(positions[layer], np.cumsum(counts[layer].numpy())[:-1])
+        for own in parts:
+            if len(own) and (own[0] < ref.start or own[-1] >= ref.end or (np.diff(own) <= 0).any()):
+                raise SnapshotCorrupt(f"{what}: positions of layer {layer} are not ascending inside the page")
+    return PageIndex(ref, counts.numpy(), positions), units
+
+
+def pack_masks(masks: Sequence[np.ndarray | None]) -> dict[str, Tensor]:
+    """The "masks" section of pages whose living units are bool [units], None for all: a tensor where some are dead."""
+    return {str(number): torch.from_numpy(np.packbits(mask)) for number, mask in enumerate(masks)
+            if mask is not None and not mask.all()}
+
+
+def unpack_masks(found: Mapping[str, Tensor], refs: Sequence[PageRef], what: str) -> list[np.ndarray]:
+    """For every page of the manifest which units live, bool [units].
+
+    Raises:
+        SnapshotCorrupt: masks of no page, of another size, with bits behind the end, or of another number of units.
+    """
+    strange = sorted(set(found) - {str(number) for number in range(len(refs))})
+    if strange:
+        raise SnapshotCorrupt(f"{what}: a mask of page {strange[0]!r}, which is not there")
+    out = []
+    for number, ref in enumerate(refs):
+        bits = found.get(str(number))
+        if bits is None:
+            mask = np.ones(ref.units if ref.live == ref.units else 0, dtype=bool)
+        else:
+            if bits.dtype != torch.uint8 or bits.shape != (-(-ref.units // 8),):
+                raise SnapshotCorrupt(f"{what}: the mask of page {number} is {bits.dtype} {tuple(bits.shape)}")
+            whole = np.unpackbits(bits.numpy()).astype(bool)
+            if whole[ref.units:].any():
+                raise SnapshotCorrupt(f"{what}: the mask of page {number} names units behind its end")
+            mask = whole[:ref.units]
+        if len(mask) != ref.units or int(mask.sum()) != ref.live:
+            raise SnapshotCorrupt(f"{what}: page {number} has {int(mask.sum())} living units; expected {ref.live}")
+        out.append(mask)
+    return out
+
+
+class Assembly:
+    """Puts living units of pages together, page by page, into tensors [H, n, D] and [H, n] for every layer.
+
+    Raises:
+        SnapshotCorrupt: from `add` and `finish`, where units are too many, too few or out of order.
+    """
+
+    def __init__(self, counts: Sequence[int], geometry: Geometry, what: str):
+        self.geometry, self.what, self.counts = geometry, what, tuple(counts)
+        heads, dim = geometry.kv_heads, geometry.head_dim
+        self.filled = np.zeros((geometry.layers, heads), dtype=np.int64)
+        self.units: dict[str, Tensor] = {}
+        for layer, count in enumerate(self.counts):
+            self.units[f"{layer}.keys"] = torch.empty(heads, count, dim, dtype=geometry.dtype)
+            self.units[f"{layer}.values"] = torch.empty(heads, count, dim, dtype=geometry.dtype)
+            self.units[f"{layer}.positions"] = torch.empty(heads, count, dtype=torch.int64)
+
+    def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray) -> None:
+        """The next page, in the order of positions."""
+        first = 0
+        for layer in range(self.geometry.layers):
+            bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
+            living = mask[first:first + bounds[-1]]
+            first += bounds[-1]
+            for head in range(self.geometry.kv_heads):
+                own = slice(int(bounds[head]), int(bounds[head + 1]))
+                chosen = living[own]
+                at, count = int(self.filled[layer, head]), int(chosen.sum())
+                if at + count > self.counts[layer]:
+                    raise SnapshotCorrupt(f"{self.what}: layer {layer} has more than {self.counts[layer]} units")
+                where, index = slice(at, at + count), torch.from_numpy(chosen)
+                whole = count == len(chosen)
+                for part in ("keys", "values"):
+                    source = units[f"{layer}.{part}"][own]
+                    self.units[f"{layer}.{part}"][head, where] = source if whole else source[index]
+                self.units[f"{layer}.positions"][head, where] = torch.from_numpy(page.positions[layer][own][chosen])
+                self.filled[layer, head] += count
+
+    def finish(self) -> dict[str, Tensor]:
+        """All units, `l.keys`, `l.values` and `l.positions`."""
+        for layer, count in enumerate(self.counts):
+            if (self.filled[layer] != count).any():
+                raise SnapshotCorrupt(f"{self.what}: layer {layer} has {self.filled[layer].tolist()} units per KV head;"
+                                      f" expected {count}")
+        return self.units

@@ -1,0 +1,127 @@
+"""Encryption at rest: one data key per session, wrapped by a key of the user; destroying it is deletion.
+
+A sealed file is a container, encrypted as a whole (AES-256-GCM in segments, a key of its own for each file):
+
+    0    8   magic: 89 4C 4F 43 53 45 41 0A
+    8    2   u16 version: 1
+    10   32  salt; file key = HKDF-SHA256(data key, salt, info = where the file lies)
+    42       segments of 1 MiB of plaintext (the last may be shorter, even empty), each followed by its tag of 16 bytes;
+             nonce = u64 number of the segment, little-endian, then u32: 1 for the last segment, else 0
+
+A file moved to another place, cut at a segment, or put together from two does not open.
+
+    wrapped key    nonce (12), AES-256-GCM of the 32 bytes of the data key under the user's key, bound to the session
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from locret_stream.errors import ConfigError, SnapshotCorrupt, StoreError
+
+MAGIC = b"\x89LOCSEA\n" + (1).to_bytes(2, "little")
+SALT, TAG, SEGMENT = 32, 16, 1 << 20
+KEY_BYTES = 32
+
+
+def user_key(key: bytes | str | None) -> bytes | None:
+    """The key that a user gave: 32 bytes, or 64 hexadecimal digits.
+
+    Raises:
+        ConfigError: something else, or the `cryptography` package is not installed.
+    """
+    if key is None:
+        return None
+    try:
+        raw = bytes.fromhex(key) if isinstance(key, str) else bytes(key)
+    except (TypeError, ValueError):
+        raw = b""
+    if len(raw) != KEY_BYTES:
+        raise ConfigError("the store's key is not 32 bytes or 64 hexadecimal digits; `python -c \"import secrets; "
+                          "print(secrets.token_hex(32))\"` makes one")
+    _aead(raw)
+    return raw
+
+
+def new_data_key() -> bytes:
+    """A key for one session."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def wrap(data_key: bytes, key: bytes, session: str) -> bytes:
+    """The data key, to be stored."""
+    nonce = os.urandom(12)
+    return nonce + _aead(key).encrypt(nonce, data_key, session.encode())
+
+
+def unwrap(wrapped: bytes, key: bytes, session: str) -> bytes:
+    """The data key of a session.
+
+    Raises:
+        StoreError: another user's key, or a damaged file.
+    """
+    from cryptography.exceptions import InvalidTag
+    try:
+        return _aead(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), session.encode())
+    except (InvalidTag, ValueError):
+        raise StoreError("the session's key does not open with the key given; expected the one it was made with"
+                         ) from None
+
+
+def seal(parts: Iterable[bytes], data_key: bytes, where: str) -> Iterator[bytes]:
+    """The sealed file of a container that comes in parts."""
+    salt = os.urandom(SALT)
+    yield MAGIC + salt
+    aead, number, held = _aead(_file_key(data_key, salt, where)), 0, bytearray()
+    for part in parts:
+        held += part
+        while len(held) > SEGMENT:
+            yield aead.encrypt(_nonce(number, False), bytes(held[:SEGMENT]), None)
+            del held[:SEGMENT]
+            number += 1
+    yield aead.encrypt(_nonce(number, True), bytes(held), None)
+
+
+def unseal(data: bytearray, data_key: bytes, where: str) -> bytearray:
+    """The container in a sealed file.
+
+    Raises:
+        SnapshotCorrupt: not sealed with this key for this place, or damaged.
+    """
+    from cryptography.exceptions import InvalidTag
+    view = memoryview(data)
+    if bytes(view[:len(MAGIC)]) != MAGIC or len(view) < len(MAGIC) + SALT + TAG:
+        raise SnapshotCorrupt(f"{where}: not an encrypted file of this store")
+    salt, at, number = bytes(view[len(MAGIC):len(MAGIC) + SALT]), len(MAGIC) + SALT, 0
+    aead, out = _aead(_file_key(data_key, salt, where)), bytearray()
+    while at < len(view):
+        end = min(at + SEGMENT + TAG, len(view))
+        try:
+            out += aead.decrypt(_nonce(number, end == len(view)), bytes(view[at:end]), None)
+        except (InvalidTag, ValueError):
+            raise SnapshotCorrupt(f"{where}: segment {number} does not open: damaged, moved, or of another session"
+                                  ) from None
+        at, number = end, number + 1
+    return out
+
+
+def _nonce(number: int, last: bool) -> bytes:
+    return number.to_bytes(8, "little") + int(last).to_bytes(4, "little")
+
+
+def _file_key(data_key: bytes, salt: bytes, where: str) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    return HKDF(SHA256(), KEY_BYTES, salt, where.encode()).derive(data_key)
+
+
+def _aead(key: bytes) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError:
+        raise ConfigError("a store with a key needs the package cryptography: pip install 'locret-stream[encryption]'"
+                          ) from None
+    return AESGCM(key)
