@@ -31,19 +31,28 @@ if TYPE_CHECKING:
         LocretError,
         ModelError,
         NoSlot,
+        SnapshotCorrupt,
+        SnapshotError,
+        SnapshotMismatch,
+        SnapshotNotFound,
+        SnapshotTooNew,
         SourceError,
+        StaleOwner,
+        StoreError,
         UnknownPolicy,
         UnsupportedModel,
         WindowExceeded,
     )
     from locret_stream.runtime import Runtime
     from locret_stream.shorthand import SyncContext, open_context
+    from locret_stream.snapshot import Collected, Snapshot, Store, Verified
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Budget",
     "BudgetExceeded",
+    "Collected",
     "ConfigError",
     "ContextBusy",
     "ContextClosed",
@@ -59,13 +68,23 @@ __all__ = [
     "NoSlot",
     "Runtime",
     "Sampling",
+    "Snapshot",
+    "SnapshotCorrupt",
+    "SnapshotError",
+    "SnapshotMismatch",
+    "SnapshotNotFound",
+    "SnapshotTooNew",
     "SourceError",
+    "StaleOwner",
+    "Store",
+    "StoreError",
     "StreamConfig",
     "StreamingContext",
     "SyncContext",
     "Token",
     "UnknownPolicy",
     "UnsupportedModel",
+    "Verified",
     "WindowExceeded",
     "__version__",
     "open_context",
@@ -75,6 +94,7 @@ _HOME = {
     **dict.fromkeys(("Budget", "Sampling", "StreamConfig"), "config"),
     **dict.fromkeys(("FeedReport", "StreamingContext", "Token"), "context"),
     **dict.fromkeys(("SyncContext", "open_context"), "shorthand"),
+    **dict.fromkeys(("Collected", "Snapshot", "Store", "Verified"), "snapshot"),
     "Runtime": "runtime",
 }
 

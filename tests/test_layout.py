@@ -41,6 +41,7 @@ ROW = {room: row for row, rooms in enumerate(TABLE) for room in rooms}
 # Third parties by the name they are imported under: where they may be imported, None for anywhere in the library.
 THIRD_PARTIES: dict[str, set[str] | None] = {
     "asyncio_throttle": {"runtime", "context", "worker"},
+    "cryptography": {"snapshot"},
     "fsspec": {"snapshot"},
     "jinja2": None,
     "langchain_core": {"langchain_locret"},
@@ -54,6 +55,7 @@ THIRD_PARTIES: dict[str, set[str] | None] = {
     "transformers": None,
     "triton": {"kernels"},
     "typer": {"cli"},
+    "xxhash": {"snapshot"},
 }
 DISTRIBUTIONS = {"asyncio_throttle": "asyncio-throttle", "langchain_core": "langchain-core"}
 COMES_WITH = {"numpy": "transformers"}
@@ -149,10 +151,12 @@ def test_nothing_imports_adapters():
 
 
 PUBLIC = [
-    "Budget", "BudgetExceeded", "ConfigError", "ContextBusy", "ContextClosed", "ContextError", "EmptySource",
-    "FeedReport", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError", "ModelError", "NoSlot",
-    "Runtime", "Sampling", "SourceError", "StreamConfig", "StreamingContext", "SyncContext", "Token", "UnknownPolicy",
-    "UnsupportedModel", "WindowExceeded", "__version__", "open_context",
+    "Budget", "BudgetExceeded", "Collected", "ConfigError", "ContextBusy", "ContextClosed", "ContextError",
+    "EmptySource", "FeedReport", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError",
+    "ModelError", "NoSlot", "Runtime", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError", "SnapshotMismatch",
+    "SnapshotNotFound", "SnapshotTooNew", "SourceError", "StaleOwner", "Store", "StoreError", "StreamConfig",
+    "StreamingContext", "SyncContext", "Token", "UnknownPolicy", "UnsupportedModel", "Verified", "WindowExceeded",
+    "__version__", "open_context",
 ]  # fmt: skip
 
 
