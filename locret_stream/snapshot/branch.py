@@ -74,7 +74,7 @@ class Moment:
     counts: tuple[int, ...]
     positions: Sequence[Tensor]
     state: Mapping[str, Tensor]
-    frame: Frame
+    frame: Frame = Frame()
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_stream import engine as engine_module
 from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine, EngineState
+from locret_stream.engine import state as engine_module
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
 from locret_stream.models import attach
 from locret_stream.policies import Chunk, Policy

@@ -8,71 +8,22 @@ model, config and tokens.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from locret_stream.cache import Pool, UnitStore
 from locret_stream.config import StreamConfig, check_window
+from locret_stream.engine.scorer import Scorer
+from locret_stream.engine.state import EngineState, Receipts, expect_loadable
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
-from locret_stream.kernels import column_sums, select_units
+from locret_stream.kernels import select_units
 from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
-from locret_stream.policies import Chunk, Policy
+from locret_stream.policies import Policy
+from locret_stream.snapshot import LayerUnits, Moment
 
 MASKS = 4  # attention masks kept
-HISTORY = 1024  # token ids kept in memory, for repetition penalties; the full log is a file of the store
-
-
-class EngineState:
-    """One context inside the engine: a slot, how far it got, and what is pending.
-
-    Attributes:
-        seen: tokens committed; always a multiple of the chunk size.
-        pending: accepted ids that are not committed yet.
-        provisional: how many of the pending ids have K and V in the tail.
-        committed_ids: the last 1,024 committed ids.
-    """
-
-    def __init__(self, store: UnitStore, policy_state: dict[str, Tensor]):
-        self.store, self.policy_state = store, policy_state
-        self.seen = 0
-        self.pending: list[int] = []
-        self.provisional = 0
-        self.peaks = [0] * len(store.counts)  # the most units ever held per layer, the tail included
-        self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
-        self.tail_hidden: Tensor | None = None  # the same of pending[provisional - 1]
-        self.committed_ids: deque[int] = deque(maxlen=HISTORY)
-        self.broken = False
-        self.lock = threading.RLock()  # ids are accepted on the caller's thread, or by a finaliser on any
-
-    @property
-    def position(self) -> int:
-        """Absolute position of the next token: how many were accepted."""
-        with self.lock:
-            return self.seen + len(self.pending)
-
-    @property
-    def history(self) -> list[int]:
-        """The last 1,024 accepted ids, committed or pending."""
-        with self.lock:
-            return [*self.committed_ids, *self.pending][-HISTORY:]
-
-
-@dataclass(frozen=True, slots=True)
-class Receipts:
-    """What became of the tokens start .. end-1. Tokens accepted and not committed yet count as kept, without score.
-
-    kept [L, H, T] bool; scores [L, H, T] fp32, nan where there is none.
-    """
-
-    start: int
-    end: int
-    kept: Tensor
-    scores: Tensor
 
 
 class Engine:
@@ -132,28 +83,49 @@ class Engine:
             return twin
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
-        """All that a context is, as tensors: units, pending ids, last hidden state, policy state, newest ids."""
+        """All that a context is, as copies: units, pending ids, last hidden state, policy state, newest ids."""
         self._check(state)
-        out = state.store.export()
-        out["seen"] = torch.tensor(state.seen)
-        out["pending"] = torch.tensor(state.pending, dtype=torch.int64)
-        out["history"] = torch.tensor(list(state.committed_ids), dtype=torch.int64)
-        if state.last_hidden is not None:
-            out["last_hidden"] = state.last_hidden.clone()
-        out.update({f"policy.{name}": tensor.clone() for name, tensor in state.policy_state.items()})
-        return out
+        return {**state.store.export(), **state.small_tensors()}
 
-    def load(self, tensors: dict[str, Tensor], slot: int) -> EngineState:
-        """A context from what `export` gave, of an engine of the same model and config."""
+    def moment(self, state: EngineState, position: int) -> Moment:
+        """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU."""
+        self._check(state)
+        assert state.seen <= position <= state.position
+        small = state.small_tensors(position - state.seen)
+        store, layers = state.store, range(self.shape.layers)
+        small |= {f"{layer}.scores": store.scores(layer).clone() for layer in layers}
+        small["peaks"] = torch.tensor(state.peaks)
+        return Moment(seen=state.seen, tokens=position, counts=tuple(store.counts),
+                      positions=[store.positions(layer).cpu().clone() for layer in layers],
+                      state={name: tensor.cpu() for name, tensor in small.items()})
+
+    def units_between(self, state: EngineState, layer: int, start: int, end: int) -> LayerUnits:
+        """Committed units of one layer whose source position lies in start .. end-1; on the CPU."""
+        self._check(state)
+        store, count = state.store, state.store.counts[layer]
+        positions = store.positions(layer)
+        inside = (positions >= start) & (positions < end)
+        keys, values = store.keys(layer, count)[0], store.values(layer, count)[0]
+        return LayerUnits(counts=inside.sum(-1).cpu(), positions=positions[inside].cpu(), keys=keys[inside].cpu(),
+                          values=values[inside].cpu())
+
+    def load(self, tensors: Mapping[str, Tensor], slot: int) -> EngineState:
+        """A context from what `export` gave, or from a snapshot, of an engine of the same model and config.
+
+        Raises:
+            SnapshotCorrupt: not such tensors, by name; nothing was written into the slot.
+        """
         state = self.open(slot)
+        expect_loadable(self, tensors, state)
         state.store.load(tensors, self._rotate_keys)
         state.seen = int(tensors["seen"])
         state.pending = tensors["pending"].tolist()
         state.committed_ids.extend(tensors["history"].tolist())
+        state.peaks = tensors["peaks"].tolist() if "peaks" in tensors else list(state.store.counts)
         if "last_hidden" in tensors:
             state.last_hidden = tensors["last_hidden"].to(self.attachment.device, copy=True)
-        state.policy_state = {name.removeprefix("policy."): tensor.clone()
-                              for name, tensor in tensors.items() if name.startswith("policy.")}
+        state.policy_state = {name: tensors[f"policy.{name}"].to(tensor.device, copy=True)
+                              for name, tensor in state.policy_state.items()}
         return state
 
     # -- tokens -----------------------------------------------------------------------------------------------
@@ -200,7 +172,7 @@ class Engine:
         assert self.ready(state), "commit needs a whole chunk pending"
         ids = state.pending[:self.chunk_size]
         state.provisional, state.tail_hidden = 0, None  # their place in the tail is used now
-        scorer = _Scorer(self, state)
+        scorer = Scorer(self, state)
         hidden = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
         keeps = [self._keep(layer, total) for layer, total in enumerate(scores)]
@@ -257,7 +229,7 @@ class Engine:
     def _rotate_keys(self, layer: int, keys: Tensor, start: int) -> Tensor:
         return self.attachment.rotate(layer, keys, self.tables, start)
 
-    def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: _Scorer | None) -> Tensor:
+    def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
         """Run ids at ranks counts[l] + offset; writes tail areas only. Returns hidden states [1, T, hidden]."""
         store, new = state.store, len(ids)
 
@@ -300,63 +272,3 @@ class Engine:
         sinks, stabilizers = self.protection[layer]
         rank_by = torch.zeros_like(scores[0]) if self.shape.sliding[layer] else scores[0]
         return select_units(rank_by, self.budgets[layer], sinks, stabilizers)
-
-
-class _Scorer:
-    """Collects what the policy needs during one commit, and its scores; writes nowhere."""
-
-    def __init__(self, engine: Engine, state: EngineState):
-        self.engine, self.state = engine, state
-        self.needs = engine.policy.needs
-        self.policy_state = dict(state.policy_state)
-        self.scores: list[Tensor] = []
-        self.chunks: list[Chunk] = []
-
-    def see(self, call: LayerCall, q_rotated: Tensor) -> None:
-        """Called by the forward for every layer, in order, after the new units were written to the tail."""
-        store, layer = self.state.store, call.layer
-        total = store.counts[layer] + call.k.shape[2]
-        chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
-                      keys=store.keys(layer, total)[0], scores=store.scores(layer), state=self.policy_state)
-        if self.engine.shape.sliding[layer]:
-            planes, heads = chunk.scores.shape[:2]
-            self.scores.append(chunk.scores.new_zeros(planes, heads, total))
-        elif "token_logprob" in self.needs:
-            self.chunks.append(chunk)
-            self.scores.append(chunk.scores)  # replaced by `finish`
-        else:
-            if "column_sums" in self.needs:
-                rotated = store.rotated(layer, total)[0]
-                chunk.column_sums = lambda: column_sums(q_rotated[0], rotated, call.scale, softcap=call.softcap,
-                                                        sinks=call.sinks)
-            self.scores.append(self._all_units(chunk))
-
-    def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:
-        """Scores [P, H, n + T] of every layer, once the whole forward succeeded."""
-        if self.chunks:
-            logprobs = self._logprobs(ids, hidden)
-            for chunk in self.chunks:
-                chunk.logprobs = logprobs
-                self.scores[chunk.layer] = self._all_units(chunk)
-        return self.scores
-
-    def _all_units(self, chunk: Chunk) -> Tensor:
-        planes, heads, held = chunk.scores.shape
-        new = chunk.k.shape[1]
-        found = self.engine.policy.score(chunk).float()
-        found = found if found.dim() == 3 else found[None]
-        count = held + new if self.engine.policy.stateful else new
-        found = found.expand(planes, heads, count)
-        return found if self.engine.policy.stateful else torch.cat([chunk.scores, found], dim=-1)
-
-    def _logprobs(self, ids: list[int], hidden: Tensor, block: int = 128) -> Tensor:
-        """log p(id | everything before it), [T]; nan for the first token of a stream. Blockwise over the vocabulary."""
-        before = self.state.last_hidden
-        rows = torch.cat([hidden[:, :1] if before is None else before, hidden[:, :-1]], dim=1)
-        target = torch.tensor(ids, device=hidden.device)
-        out = [self.engine.attachment.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
-               .gather(1, target[i:i + block, None])[:, 0] for i in range(0, len(ids), block)]
-        logprobs = torch.cat(out)
-        if before is None:
-            logprobs[0] = float("nan")
-        return logprobs

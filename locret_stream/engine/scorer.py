@@ -1,0 +1,76 @@
+"""What a policy needs of one commit, collected while the forward runs; writes nowhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from locret_stream.engine.state import EngineState
+from locret_stream.kernels import column_sums
+from locret_stream.models import LayerCall
+from locret_stream.policies import Chunk
+
+if TYPE_CHECKING:
+    from locret_stream.engine.core import Engine
+
+
+class Scorer:
+    """Collects what the policy needs during one commit, and its scores; writes nowhere."""
+
+    def __init__(self, engine: Engine, state: EngineState):
+        self.engine, self.state = engine, state
+        self.needs = engine.policy.needs
+        self.policy_state = dict(state.policy_state)
+        self.scores: list[Tensor] = []
+        self.chunks: list[Chunk] = []
+
+    def see(self, call: LayerCall, q_rotated: Tensor) -> None:
+        """Called by the forward for every layer, in order, after the new units were written to the tail."""
+        store, layer = self.state.store, call.layer
+        total = store.counts[layer] + call.k.shape[2]
+        chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
+                      keys=store.keys(layer, total)[0], scores=store.scores(layer), state=self.policy_state)
+        if self.engine.shape.sliding[layer]:
+            planes, heads = chunk.scores.shape[:2]
+            self.scores.append(chunk.scores.new_zeros(planes, heads, total))
+        elif "token_logprob" in self.needs:
+            self.chunks.append(chunk)
+            self.scores.append(chunk.scores)  # replaced by `finish`
+        else:
+            if "column_sums" in self.needs:
+                rotated = store.rotated(layer, total)[0]
+                chunk.column_sums = lambda: column_sums(q_rotated[0], rotated, call.scale, softcap=call.softcap,
+                                                        sinks=call.sinks)
+            self.scores.append(self._all_units(chunk))
+
+    def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:
+        """Scores [P, H, n + T] of every layer, once the whole forward succeeded."""
+        if self.chunks:
+            logprobs = self._logprobs(ids, hidden)
+            for chunk in self.chunks:
+                chunk.logprobs = logprobs
+                self.scores[chunk.layer] = self._all_units(chunk)
+        return self.scores
+
+    def _all_units(self, chunk: Chunk) -> Tensor:
+        planes, heads, held = chunk.scores.shape
+        new = chunk.k.shape[1]
+        found = self.engine.policy.score(chunk).float()
+        found = found if found.dim() == 3 else found[None]
+        count = held + new if self.engine.policy.stateful else new
+        found = found.expand(planes, heads, count)
+        return found if self.engine.policy.stateful else torch.cat([chunk.scores, found], dim=-1)
+
+    def _logprobs(self, ids: list[int], hidden: Tensor, block: int = 128) -> Tensor:
+        """log p(id | everything before it), [T]; nan for the first token of a stream. Blockwise over the vocabulary."""
+        before = self.state.last_hidden
+        rows = torch.cat([hidden[:, :1] if before is None else before, hidden[:, :-1]], dim=1)
+        target = torch.tensor(ids, device=hidden.device)
+        out = [self.engine.attachment.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
+               .gather(1, target[i:i + block, None])[:, 0] for i in range(0, len(ids), block)]
+        logprobs = torch.cat(out)
+        if before is None:
+            logprobs[0] = float("nan")
+        return logprobs

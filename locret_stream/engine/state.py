@@ -1,0 +1,125 @@
+"""The state of one context inside the engine, what becomes of its tokens, and whether tensors can be one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from locret_stream.cache import UnitStore
+from locret_stream.errors import SnapshotCorrupt
+
+if TYPE_CHECKING:
+    from locret_stream.engine.core import Engine
+
+HISTORY = 1024  # token ids kept in memory, for repetition penalties; the full log is a file of the store
+
+
+class EngineState:
+    """One context inside the engine: a slot, how far it got, and what is pending.
+
+    Attributes:
+        seen: tokens committed; always a multiple of the chunk size.
+        pending: accepted ids that are not committed yet.
+        provisional: how many of the pending ids have K and V in the tail.
+        committed_ids: the last 1,024 committed ids.
+    """
+
+    def __init__(self, store: UnitStore, policy_state: dict[str, Tensor]):
+        self.store, self.policy_state = store, policy_state
+        self.seen = 0
+        self.pending: list[int] = []
+        self.provisional = 0
+        self.peaks = [0] * len(store.counts)  # the most units ever held per layer, the tail included
+        self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
+        self.tail_hidden: Tensor | None = None  # the same of pending[provisional - 1]
+        self.committed_ids: deque[int] = deque(maxlen=HISTORY)
+        self.broken = False
+        self.lock = threading.RLock()  # ids are accepted on the caller's thread, or by a finaliser on any
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the next token: how many were accepted."""
+        with self.lock:
+            return self.seen + len(self.pending)
+
+    def small_tensors(self, pending: int | None = None) -> dict[str, Tensor]:
+        """Everything but the units, as copies; of the pending ids the first `pending`, None for all."""
+        with self.lock:
+            out = {"seen": torch.tensor(self.seen), "pending": torch.tensor(self.pending[:pending], dtype=torch.int64),
+                   "history": torch.tensor(list(self.committed_ids), dtype=torch.int64)}
+        if self.last_hidden is not None:
+            out["last_hidden"] = self.last_hidden.clone()
+        out.update({f"policy.{name}": tensor.clone() for name, tensor in self.policy_state.items()})
+        return out
+
+    @property
+    def history(self) -> list[int]:
+        """The last 1,024 accepted ids, committed or pending."""
+        with self.lock:
+            return [*self.committed_ids, *self.pending][-HISTORY:]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """What became of the tokens start .. end-1. Tokens accepted and not committed yet count as kept, without score.
+
+    kept [L, H, T] bool; scores [L, H, T] fp32, nan where there is none.
+    """
+
+    start: int
+    end: int
+    kept: Tensor
+    scores: Tensor
+
+
+def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: EngineState) -> None:
+    """Refuse tensors that are not a context of this engine, before any is used; they may come from anywhere.
+
+    Args:
+        fresh: an empty context of the engine, whose policy state says what is expected.
+
+    Raises:
+        SnapshotCorrupt: naming the first tensor that cannot be.
+    """
+    shape, planes = engine.shape, engine.policy.planes
+    seen = tensors.get("seen")
+    if seen is None or seen.dtype != torch.int64 or seen.dim() or int(seen) < 0 or int(seen) % engine.chunk_size:
+        raise SnapshotCorrupt(f"'seen' is {seen}; expected a multiple of the chunk size {engine.chunk_size}")
+    count = int(seen)
+    heads, dim, dtype = shape.kv_heads, shape.head_dim, engine.attachment.dtype
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"seen": (torch.int64, ())}
+    for layer, budget in enumerate(engine.budgets):
+        units = min(count, budget)
+        expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
+        expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
+        expected[f"{layer}.positions"] = (torch.int64, (heads, units))
+    if count:
+        expected["last_hidden"] = (dtype, (1, 1, shape.hidden))
+    if "peaks" in tensors:
+        expected["peaks"] = (torch.int64, (shape.layers,))
+    expected |= {f"policy.{name}": (t.dtype, tuple(t.shape)) for name, t in fresh.policy_state.items()}
+    for name in ("pending", "history"):
+        expected[name] = (torch.int64, (len(tensors[name]),) if name in tensors and tensors[name].dim() else (0,))
+    for name in sorted(tensors.keys() | expected.keys()):
+        found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None
+        if found != expected.get(name):
+            raise SnapshotCorrupt(f"tensor {name!r} is {found or 'missing'}; expected {expected.get(name, 'none')}")
+    for name, most in (("pending", 64 * engine.chunk_size), ("history", HISTORY)):
+        ids = tensors[name]
+        if len(ids) > most or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab):
+            raise SnapshotCorrupt(f"{name!r} holds {len(ids)} ids; expected at most {most}, each below {shape.vocab}")
+    for layer in range(shape.layers):
+        positions = tensors[f"{layer}.positions"]
+        if positions.shape[1] and (int(positions.min()) < 0 or int(positions.max()) >= count
+                                   or bool((positions.diff(dim=-1) <= 0).any())):
+            raise SnapshotCorrupt(f"positions of layer {layer} do not ascend inside 0 to {count}")
+    if "peaks" in tensors and not all(
+            0 <= peak <= budget + engine.chunk_size
+            for peak, budget in zip(tensors["peaks"].tolist(), engine.budgets, strict=True)):
+        raise SnapshotCorrupt("'peaks' are not numbers of units that a layer can hold")
