@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import sys
 import threading
 import weakref
@@ -144,6 +145,15 @@ class Attachment:
                             for uses, module in zip(self._uses_rope, self._attentions, strict=True)]
         self.fingerprint = _fingerprint(model)
         self.users = 0
+
+    @property
+    def architecture(self) -> str:
+        """The config as JSON, without what says nothing of what the model computes."""
+        config = self._config.to_dict()
+        for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
+                     "_attn_implementation", "attn_implementation"):
+            config.pop(name, None)
+        return json.dumps(config, sort_keys=True, default=str)
 
     # -- reading the model ------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import threading
 import weakref
@@ -12,20 +13,23 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 from asyncio_throttle import Throttler
 
+from locret_stream import __version__
 from locret_stream.config import Budget, StreamConfig, budget_from
 from locret_stream.context import StreamingContext
 from locret_stream.context.session import to_the_end
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, ContextClosed, NoSlot, UnsupportedModel
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, NoSlot, UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, make_policy
+from locret_stream.snapshot import Geometry, Identity, Store, check_name
+from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
 from locret_stream.worker import Worker, leave_worker, share_worker
 
@@ -116,7 +120,8 @@ class Runtime:
                  budget: int | str | Budget | None = None, chunk_size: int | None = None,
                  sinks: int | None = None, stabilizers: int | None = None, max_live: int = 4, scratch: int = 1,
                  template: str = "auto", attn: str = "auto", ingest_rate: float | None = None,
-                 slot_timeout_s: float = 60.0):
+                 slot_timeout_s: float = 60.0, store: str | Path | Store | None = None, key: bytes | str | None = None,
+                 autosave: bool = True):
         """A runtime over loaded objects.
 
         Args:
@@ -132,6 +137,9 @@ class Runtime:
             attn: "auto", "sdpa" or "eager".
             ingest_rate: the most chunks per second that feeds commit, all contexts together.
             slot_timeout_s: how long opening or asking waits for a slot before NoSlot.
+            store: where named contexts are kept: a folder, a URL that fsspec knows, or a Store.
+            key: 32 bytes (or 64 hexadecimal digits) under which new sessions of the store are encrypted.
+            autosave: whether closing a stored context saves it.
 
         Raises:
             ConfigError: a value that cannot work, before anything is loaded. The rest is found on entering.
@@ -147,6 +155,11 @@ class Runtime:
                 raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
         if policy not in POLICIES:
             make_policy(policy)  # raises UnknownPolicy, with the closest name
+        if key is not None and (store is None or isinstance(store, Store)):
+            raise ConfigError("key= is for a store given as a folder or URL; expected store=..., or "
+                              "Store(..., key=...)")
+        self.store = store if isinstance(store, Store) or store is None else Store(store, key=key)
+        self.autosave, self.library = autosave, __version__
         self._loaders = (model, tokenizer)
         self._heads, self._policy, self._knobs = heads, policy, dict(knobs or {})
         self._budget, self._chunk_size, self._sinks, self._stabilizers = budget, chunk_size, sinks, stabilizers
@@ -248,6 +261,9 @@ class Runtime:
         self.model, self.tokenizer, self.attachment = model, tokenizer, attachment
         self.worker: Worker = share_worker(attachment)
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
+        self.storing = ThreadPoolExecutor(2, thread_name_prefix="locret-store")
+        shape = attachment.shape
+        self.geometry = Geometry(shape.layers, shape.kv_heads, shape.head_dim, attachment.dtype)
         numbers = list(range(self._max_live + self.scratch))
         self._live_slots, self._scratch_slots = _Slots(numbers[:self._max_live]), _Slots(numbers[self._max_live:])
         self._open = True
@@ -285,8 +301,10 @@ class Runtime:
 
     def _stop(self) -> None:
         self.tokenizing.shutdown()
+        self.storing.shutdown()
         leave_worker(self.attachment)
         detach(self.model, self._attn)
+        self.__dict__.pop("identity", None)
         del self.engine, self.attachment, self.model, self.tokenizer, self.worker
 
     def _check_open(self) -> None:
@@ -294,26 +312,71 @@ class Runtime:
             raise ContextClosed(_CLOSED)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("engine", "attachment", "model", "worker"):  # there only while it runs
+        if name in ("engine", "attachment", "model", "worker", "storing"):  # there only while it runs
             raise ContextClosed(_CLOSED)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- contexts ---------------------------------------------------------------------------------------------
 
     def open(self, name: str | None = None, *, system: str | None = None, raw: bool | None = None,
-             trusted: bool = False) -> StreamingContext:
-        """A new context; `async with` takes a slot for it, waiting in order.
+             trusted: bool = False, on_mismatch: Literal["raise", "rebuild"] = "raise") -> StreamingContext:
+        """A context; `async with` takes a slot for it, waiting in order.
+
+        In a runtime with a store, a context with a name is a stored session: it goes on from its newest snapshot, or
+        begins, and is saved when it is closed. Without a name it leaves nothing behind.
 
         Args:
-            name: how it is called in messages.
-            system: content of the system turn.
+            name: of the session; any text of up to 256 characters.
+            system: content of the system turn; of a session that exists, the same or None.
             raw: no chat frame; None: raw where the tokenizer has no chat template.
             trusted: special tokens written out in fed text become control tokens. Only for text you wrote yourself.
+            on_mismatch: "rebuild" feeds the session's log again if its snapshot is damaged or was made by another
+                model, policy, budget or grid; that takes as long as reading it all did.
+
+        Raises (on entering):
+            SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the session cannot go on; it is as it was.
+            ContextBusy: the session is open already. ConfigError, NoSlot.
         """
         self._check_open()
+        if on_mismatch not in ("raise", "rebuild"):
+            raise ConfigError(f"on_mismatch is {on_mismatch!r}; expected 'raise' or 'rebuild'")
+        stored = self.store is not None and name is not None
+        if stored:
+            check_name(name)
         self._names += 1
-        raw = self.frames.raw if raw is None else raw
-        return StreamingContext(self, name or f"context-{self._names}", system=system, raw=raw, trusted=trusted)
+        return StreamingContext(self, name or f"context-{self._names}", system=system, raw=raw, trusted=trusted,
+                                stored=stored, on_mismatch=on_mismatch)
+
+    async def forget(self, name: str) -> list[str]:
+        """Remove a stored session with its forks, every file of it, and its key; returns their paths.
+
+        Raises:
+            ContextBusy: it is open in this runtime. SnapshotNotFound, StoreError, ConfigError.
+        """
+        self._check_open()
+        if self.store is None:
+            raise ConfigError("this runtime has no store; expected Runtime(..., store=<folder or URL>)")
+        branches = [context.name for context in self._contexts if context.stored_in(name)]
+        if branches:
+            raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
+        return await to_the_end(asyncio.wrap_future(self.storing.submit(self.store.forget, name)))
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """What snapshots of this runtime belong to, by content; hashing all weights takes a moment, once."""
+        self._check_open()
+        engine, heads = self.engine, getattr(self.engine.policy, "heads", None)
+        return Identity(
+            weights=digest_tensors(self.model.state_dict().items()),
+            architecture=digest_text(self.attachment.architecture),
+            dtype=str(self.attachment.dtype).removeprefix("torch."),
+            tokenizer=self.codec.fingerprint,
+            template=digest_text(self.frames.literals),
+            heads="" if heads is None else digest_tensors(heads.state_dict().items()),
+            policy=engine.policy.name,
+            knobs=canonical(engine.policy.knobs),
+            budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.protection}",
+            chunk_size=str(engine.chunk_size))
 
     @property
     def memory(self) -> RuntimeMemory:
@@ -350,7 +413,10 @@ class Runtime:
             self.release_slot(slot, scratch=True)
 
     def adopt(self, context: StreamingContext) -> None:
+        """Count an open context. Raises ContextBusy for a stored session that is open already."""
         self._check_open()
+        if context.stored and any(other.stored and other.name == context.name for other in self._contexts):
+            raise ContextBusy(f"session {context.name!r} is open already in this runtime; expected one owner at a time")
         self._contexts.add(context)
 
     def drop(self, context: StreamingContext) -> None:

@@ -10,12 +10,22 @@ from types import TracebackType
 import msgspec
 
 from locret_stream.config import Sampling
+from locret_stream.context import saving
 from locret_stream.context.host import Host
-from locret_stream.context.session import CLOSED, Mark, Session, to_the_end
+from locret_stream.context.session import CLOSED, UNDONE, Mark, Session, to_the_end
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
 from locret_stream.engine import Receipts
-from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, NoSlot
+from locret_stream.errors import (
+    ConfigError,
+    ContextBusy,
+    ContextClosed,
+    NoSlot,
+    SnapshotCorrupt,
+    SnapshotMismatch,
+)
+from locret_stream.snapshot import Branch, Restored, Snapshot
+from locret_stream.snapshot.identity import digest_text
 from locret_stream.text import FrameState
 
 
@@ -61,10 +71,11 @@ class StreamingContext:
     either. Cancelling any call waits for the step in flight, so the memory rests at a token.
     """
 
-    def __init__(self, host: Host, name: str, *, system: str | None, raw: bool, trusted: bool,
-                 _fork_of: StreamingContext | None = None):
+    def __init__(self, host: Host, name: str, *, system: str | None, raw: bool | None, trusted: bool,
+                 stored: bool = False, on_mismatch: str = "raise", _fork_of: StreamingContext | None = None):
         self.name = name
         self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
+        self.stored, self._on_mismatch = stored, on_mismatch
         self._session: Session | None = None
 
     # -- opening and closing ----------------------------------------------------------------------------------
@@ -75,9 +86,10 @@ class StreamingContext:
             raise ContextBusy(f"context {self.name!r} is open already; expected one `async with` per context")
         slot = await self._host.acquire_slot(scratch=False)
         try:
-            session = await (self._begin(slot) if self._origin is None else self._origin._live.fork(slot))
             self._host.adopt(self)
+            session = await (self._begin(slot) if self._origin is None else self._fork(slot))
         except BaseException:
+            self._host.drop(self)
             self._host.release_slot(slot, scratch=False)
             raise
         self._session = session
@@ -88,9 +100,25 @@ class StreamingContext:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Give the slot back. Idempotent; running operations end as if cancelled."""
+        """Give the slot back; a stored context is saved first (`autosave`). Idempotent.
+
+        Running operations end as if cancelled.
+
+        Raises:
+            StaleOwner, StoreError: it could not be saved; it is closed all the same.
+        """
         session = self._session
         if session is None or session.closed:
+            return
+        try:
+            if session.branch is not None and self._host.autosave and session.before_commit is None:
+                if saving.unsaved(session):
+                    await self._save(session)
+        finally:
+            await self._end(session)
+
+    async def _end(self, session: Session) -> None:
+        if session.closed:
             return
         session.end(CLOSED)
         self._host.drop(self)
@@ -100,14 +128,43 @@ class StreamingContext:
             pass
         finally:
             self._host.release_slot(session.state.store.slot, scratch=False)
+            if session.branch is not None:
+                session.branch.close()
 
     async def _begin(self, slot: int) -> Session:
-        host = self._host
-        if self._raw and self._system is not None:
+        host, branch = self._host, None
+        if self.stored:
+            branch = await saving.storing(host, host.store.branch, self.name)
+            if await saving.storing(host, host.store.has, self.name):
+                return await self._resume(branch, slot)
+            branch.begin()
+        raw = host.frames.raw if self._raw is None else self._raw
+        if raw and self._system is not None:
             raise ConfigError("a raw context has no frame, so no place for a system message; expected none: feed it")
-        ids, frame = ([], FrameState()) if self._raw else host.frames.begin(self._system, trusted=self._trusted)
-        session = Session(host, host.engine.open(slot), frame, raw=self._raw, trusted=self._trusted)
+        ids, frame = ([], FrameState()) if raw else host.frames.begin(self._system, trusted=self._trusted)
+        session = Session(host, host.engine.open(slot), frame, raw=raw, trusted=self._trusted)
+        session.branch, session.system = branch, "" if self._system is None else digest_text(self._system)
         await session.take(ids)
+        return session
+
+    async def _resume(self, branch: Branch, slot: int) -> Session:
+        """The stored session, as it was; or out of its log, if that was asked for."""
+        try:
+            session = await saving.restore(self._host, branch, slot)
+        except (SnapshotMismatch, SnapshotCorrupt) as error:
+            if self._on_mismatch != "rebuild":
+                raise
+            session = await saving.rebuild(self._host, branch, slot, error)
+        saving.check_system(session, self.name, self._system, self._raw)
+        return session
+
+    async def _fork(self, slot: int) -> Session:
+        origin = self._origin._live
+        if not self.stored or origin.branch is None:
+            return await origin.fork(slot)
+        async with origin.still():  # its log and pages are copied too
+            session = await origin.fork(slot)
+            session.branch = await saving.storing(self._host, origin.branch.fork, self.name, session.state.seen)
         return session
 
     @property
@@ -205,10 +262,14 @@ class StreamingContext:
     # -- copies and blocks ------------------------------------------------------------------------------------
 
     def fork(self, name: str | None = None) -> StreamingContext:
-        """A context that begins as a copy of this one, in a slot of its own; use it in `async with`."""
-        self._live  # noqa: B018 - raises when closed
+        """A context that begins as a copy of this one, in a slot of its own; use it in `async with`.
+
+        With a name of its own, the fork of a stored session is stored too, as a branch of that session.
+        """
+        session = self._live
+        stored = name is not None and session.branch is not None
         return StreamingContext(self._host, name or f"{self.name}/fork", system=None, raw=self._raw,
-                                trusted=self._trusted, _fork_of=self)
+                                trusted=self._trusted, stored=stored, _fork_of=self)
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[StreamingContext]:
@@ -223,6 +284,7 @@ class StreamingContext:
         if session.busy is not None or session.before_commit is not None:
             raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this context; "
                               "expected it to be finished first")
+        await session.until_free()
         mark = session.mark()
         backup: Session | None = None
 
@@ -264,6 +326,69 @@ class StreamingContext:
             await asyncio.wrap_future(settled)
             await past.step(lambda: engine.truncate(past.state, mark.pending))
         past.release(mark)
+
+    # -- on disk ----------------------------------------------------------------------------------------------
+
+    async def snapshot(self) -> Snapshot:
+        """Save everything accepted so far, the frame and what is held; durable when it returns.
+
+        Meanwhile this context may read and answer, and commits wait; other contexts go on. Cancelled, it runs to its
+        end first. Inside a feed it is of the last accepted token.
+
+        Raises:
+            ConfigError: the context has no name, or the runtime no store.
+            ContextBusy: inside a `turn()`, which may still be undone.
+            StaleOwner: another owner saved this session meanwhile. StoreError. Nothing was acknowledged then.
+        """
+        session = self._stored_session("snapshot")
+        if session.before_commit is not None:
+            raise ContextBusy("snapshot() was called inside a turn(), which may still be undone; expected it after the "
+                              "turn")
+        return await self._save(session)
+
+    async def _save(self, session: Session) -> Snapshot:
+        done = await saving.save(session)
+        await saving.storing(self._host, self._host.store.prune, session.branch)
+        return done
+
+    async def rewind(self, generation: int) -> None:
+        """Go back to an earlier snapshot of this session; operations that are still around are dead.
+
+        The next save goes on from there under a new number, and the snapshots in between stay (see `keep_last`).
+
+        Raises:
+            SnapshotNotFound, SnapshotCorrupt, SnapshotMismatch, StoreError: memory is as it was.
+            ContextBusy: a feed, a generation or a turn is running.
+        """
+        session = self._stored_session("rewind")
+        if session.busy is not None or session.before_commit is not None:
+            raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
+                              "expected it to be finished first")
+        branch = await saving.storing(self._host, self._host.store.branch, self.name)
+        async with session.still():
+            restored = await saving.storing(self._host, lambda: branch.load(
+                self._host.identity, self._host.geometry, self._host.engine.budgets, generation))
+            self._session = await to_the_end(self._replace(session, branch, restored))
+
+    async def _replace(self, session: Session, branch: Branch, restored: Restored) -> Session:
+        """The restored session in the slot of this one, which ends once nothing can fail any more."""
+        past = await saving.revive(self._host, branch, restored, session.state.store.slot)
+        session.end(UNDONE)
+        session.branch.close()
+        past.saved_at = None  # so that closing saves it: the newest snapshot is another one
+        return past
+
+    def stored_in(self, session: str) -> bool:
+        """Whether this open context is that stored session or a fork of it."""
+        branch = self._session.branch if self._session is not None else None
+        return branch is not None and branch.session == session
+
+    def _stored_session(self, what: str) -> Session:
+        session = self._live
+        if session.branch is None:
+            raise ConfigError(f"{what}() needs a stored session; expected a name in `open` or `fork`, and a Runtime "
+                              "with store=<folder or URL>")
+        return session
 
     # -- looking ----------------------------------------------------------------------------------------------
 

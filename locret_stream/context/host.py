@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from locret_stream.context.face import StreamingContext
     from locret_stream.engine import Engine
+    from locret_stream.snapshot import Geometry, Identity, Store
     from locret_stream.text import ChatFrame, TextCodec
     from locret_stream.worker import Worker
 
@@ -25,6 +26,12 @@ class Host(Protocol):
     tokenizing: ThreadPoolExecutor
     throttle: Throttler | None
     scratch: int  # how many scratch slots there are
+    store: Store | None
+    storing: ThreadPoolExecutor
+    identity: Identity  # of everything but the tokens; only with a store
+    geometry: Geometry
+    library: str  # version
+    autosave: bool
 
     async def acquire_slot(self, *, scratch: bool) -> int:
         """A slot, waiting in order; NoSlot after the deadline."""

@@ -8,8 +8,9 @@ The first three are *held*: bounded, and taken first by the next feed. What the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -21,6 +22,7 @@ from locret_stream.text import FrameState, Segmenter
 
 if TYPE_CHECKING:
     from locret_stream.context.host import Host
+    from locret_stream.snapshot import Branch
 
 T = TypeVar("T")
 Segment = str | list[int]
@@ -61,6 +63,10 @@ class Session:
         self.busy: str | None = None
         self.owner: object | None = None
         self.closed: str | None = None
+        self.branch: Branch | None = None  # where it is stored
+        self.system = ""  # digest of the system text, "" without
+        self.saved_at: object = None  # what the newest save saw
+        self.stopped: Future[None] | None = None  # while a save or a fork needs the committed units to stay
         self.asks: set[Session] = set()  # scratch copies that run now; they end with this session
         self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
         self.holds_scratch = False  # that backup's slot
@@ -130,7 +136,31 @@ class Session:
                 await self.before_commit()
             if paced and self.host.throttle is not None:
                 await self.host.throttle.acquire()
-            await self.step(lambda: engine.commit(state))
+            await self.until_free()
+            await self.step(self._commit_chunk)
+
+    def _commit_chunk(self) -> None:
+        engine, state = self.host.engine, self.state
+        if engine.ready(state):
+            if self.branch is not None:
+                self.branch.note(state.seen, state.pending[:engine.chunk_size])
+            engine.commit(state)
+
+    async def until_free(self) -> None:
+        """Wait while a save or a fork needs the committed units to stay as they are."""
+        while self.stopped is not None:
+            await asyncio.shield(asyncio.wrap_future(self.stopped))
+
+    @contextlib.asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Nothing is committed, undone or saved elsewhere for the length of a block."""
+        await self.until_free()
+        self.stopped = gate = Future()
+        try:
+            yield
+        finally:
+            self.stopped = None
+            gate.set_result(None)
 
     async def take(self, ids: list[int], paced: bool = False) -> None:
         """Accept all ids, committing chunk by chunk. Cancelled midway, those accepted so far stay.
@@ -279,6 +309,7 @@ class Session:
             return twin
 
         twin = Session(self.host, await self.step(copy), frame, raw=self.raw, trusted=self.trusted)
+        twin.system = self.system
         twin.segmenter, twin.segments, twin.ids, twin.left_by_break = held
         return twin
 
@@ -297,6 +328,7 @@ class Session:
         self.end(UNDONE)
         past = Session(self.host, self.state if backup is None else backup.state, mark.frame, raw=self.raw,
                        trusted=self.trusted)
+        past.branch, past.system, past.saved_at = self.branch, self.system, self.saved_at
         past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
         past.left_by_break = mark.left_by_break
         return past

@@ -6,7 +6,7 @@ returns scores for all n + T units of the layer, the held ones first. Higher is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -55,6 +55,8 @@ class Policy:
     stateful: ClassVar[bool] = False
     bounded: ClassVar[bool] = True
     planes: ClassVar[int] = 1
+
+    knobs: Mapping[str, float | int | str | bool] = {}  # all of them, defaults included; `make_policy` sets it
 
     def begin(self, shape: ModelShape) -> dict[str, Tensor]:
         """Tensors of a new context; they fork and snapshot with it."""

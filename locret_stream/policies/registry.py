@@ -49,4 +49,6 @@ def make_policy(name: str, knobs: dict[str, float | int | str | bool] | None = N
         if not number or (isinstance(default, int) and not isinstance(value, int)):
             raise ConfigError(f"policy {name!r}: {knob} is {value!r}; expected {type(default).__name__}, "
                               f"such as {default!r}")
-    return kind(**knobs)
+    policy = kind(**knobs)
+    policy.knobs = {**signature, **knobs}
+    return policy

@@ -5,6 +5,7 @@ from locret_stream.snapshot.format import Frame
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.pages import Geometry, LayerUnits
 from locret_stream.snapshot.store import Collected, Store, Verified
+from locret_stream.snapshot.vault import check_name
 
 __all__ = ["Branch", "Collected", "Frame", "Geometry", "Identity", "LayerUnits", "Moment", "Restored", "Save",
-           "Snapshot", "Store", "Verified"]
+           "Snapshot", "Store", "Verified", "check_name"]

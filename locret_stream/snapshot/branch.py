@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
-from locret_stream.errors import SnapshotCorrupt, SnapshotNotFound, StaleOwner, StoreError
+from locret_stream.errors import (
+    ConfigError,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotNotFound,
+    StaleOwner,
+    StoreError,
+)
 from locret_stream.snapshot.files import Exists
-from locret_stream.snapshot.format import Frame, LogRef, Manifest, PageRef, pack, tensors
+from locret_stream.snapshot.format import Frame, LogPart, LogRef, Manifest, PageRef, pack, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
 from locret_stream.snapshot.log import Spool, absorbed, read_part, write_part
 from locret_stream.snapshot.pages import (
@@ -34,6 +43,8 @@ from locret_stream.snapshot.pages import (
     write_page,
 )
 from locret_stream.snapshot.vault import Vault
+
+NO_FRAME = Frame()
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +85,7 @@ class Moment:
     counts: tuple[int, ...]
     positions: Sequence[Tensor]
     state: Mapping[str, Tensor]
-    frame: Frame = Frame()
+    frame: Frame = NO_FRAME
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,14 @@ class Restored:
 
     manifest: Manifest
     tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A whole log: ids in order, the pending ones last, and the frame behind them."""
+
+    ids: list[np.ndarray]
+    frame: Frame
 
 
 class Branch:
@@ -163,20 +182,97 @@ class Branch:
             body, sections = self.vault.read_named("log", ref, what)
             if (body.start, body.end) != (ref.start, ref.end) or ref.start != at:
                 raise SnapshotCorrupt(f"{what}: ids {body.start} to {body.end}; expected {at} to {ref.end}")
-            out.append(read_part(body, sections, what))
+            out.append(read_part(body, sections, what)[0])
             at = ref.end
         return out
 
+    def read_chain(self, identity: Identity) -> Chain:
+        """Everything that was accepted, from the log of the newest snapshot, or, if that cannot be read, from the
+        newest log part of this branch and those before it.
+
+        Raises:
+            SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer.
+        """
+        found, _ = self.vault.generations(self.name)
+        try:
+            manifest, sections, _ = self.vault.read_manifest(self.name, found[-1])
+        except SnapshotError:
+            return self._chain_of_parts(identity)
+        if manifest.log is None:
+            raise SnapshotCorrupt(f"{self.name!r} was stored without a log")
+        _expect_tokenizer(manifest.identity.tokenizer, identity, self.name)
+        pending = tensors(sections["state"], self.name).get("pending", torch.zeros(0)).numpy()
+        self.log = manifest.log
+        return Chain([*self.read_log(manifest.log), pending], manifest.frame)
+
+    def _chain_of_parts(self, identity: Identity) -> Chain:
+        parts = {}
+        for name, size in self.vault.files.sizes(f"{self.vault.folder}/log").items():
+            with suppress(SnapshotError):
+                ref = LogRef(name, 0, 0, size)
+                body, sections = self.vault.read_named("log", ref, name)
+                parts[name] = body, *read_part(body, sections, name)
+        own = [name for name, part in parts.items() if part[0].branch == self.name]
+        if not own:
+            raise SnapshotCorrupt(f"{self.name!r} has no log that can be read")
+        name = max(own, key=lambda name: parts[name][0].generation)
+        last, chain, refs = parts[name], [], []
+        _expect_tokenizer(last[0].tokenizer, identity, self.name)
+        at = last[0].end
+        while name:
+            body, ids, _ = parts.get(name, (None, None, None))
+            if body is None or body.end != at:
+                raise SnapshotCorrupt(f"the log of {self.name!r} has a gap before position {at}")
+            chain.append(ids)
+            refs.append(LogRef(name, body.start, body.end, self.vault.files.sizes(f"{self.vault.folder}/log")[name]))
+            at, name = body.start, body.before
+        if at:
+            raise SnapshotCorrupt(f"the log of {self.name!r} begins at position {at}")
+        self.log = tuple(reversed(refs))
+        return Chain([*reversed(chain), last[2]], last[0].frame)
+
+    def begin_anew(self) -> None:
+        """Go on from a log that is fed again: it stays, every page is written anew."""
+        self.head, self.pages, self.log = self.vault.generations(self.name)[1], (), ()
+        self.spool = Spool(0) if self.keeps_log else None
+
     # -- writing ----------------------------------------------------------------------------------------------
 
-    def fork(self, name: str) -> Branch:
-        """A branch that begins where this one stands, by another name; what is not saved yet is copied."""
+    def begin(self) -> None:
+        """This owner starts a session from nothing."""
+        if self.keeps_log:
+            self.spool = Spool(0)
+
+    def note(self, position: int, ids: Sequence[int]) -> None:
+        """Ids about to be committed at `position`. The same again, or other ones after an undone turn, replace them.
+
+        Raises:
+            StoreError: the spool cannot be written.
+        """
+        if self.spool is not None:
+            try:
+                self.spool.append(ids, position)
+            except OSError as error:
+                raise StoreError(f"the log of {self.name!r} cannot be written: {error}; expected room for temporary "
+                                 "files, or a store with log=False") from error
+
+    def fork(self, name: str, seen: int) -> Branch:
+        """A branch by another name that begins at the committed position `seen` of this one; unsaved ids are copied.
+
+        Raises:
+            ConfigError: the store has something of that name already.
+        """
+        if self.vault.taken(name):
+            raise ConfigError(f"fork {name!r}: the store has a session of that name; expected a new one, or `delete` "
+                              "that first")
         twin = Branch(self.vault, self.session, name, log=self.keeps_log)
-        twin.parent, twin.pages, twin.log = self.parent, self.pages, self.log
+        twin.parent = self.parent
         twin.head = self.vault.generations(name)[1]
+        twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
+        twin.log = self.log
         if self.spool is not None:
             twin.spool = Spool(self.spool.start)
-            twin.spool.append(self.spool.read(self.spool.end))
+            twin.spool.append(self.spool.read(seen))
         return twin
 
     def close(self) -> None:
@@ -184,6 +280,12 @@ class Branch:
         if self.spool is not None:
             self.spool.close()
             self.spool = None
+
+
+def _expect_tokenizer(found: str, identity: Identity, name: str) -> None:
+    if found != identity.tokenizer:
+        raise SnapshotMismatch(f"the log of {name!r} holds ids of another tokenizer: found {found}, expected "
+                               f"{identity.tokenizer}", field="tokenizer", found=found, expected=identity.tokenizer)
 
 
 class Save:
@@ -278,9 +380,12 @@ class Save:
         stay, old = branch.log[:len(branch.log) - taken], branch.log[len(branch.log) - taken:]
         for ref in reversed(old):
             what = f"log part {ref.name} of {branch.name!r}"
-            ids = np.concatenate([read_part(*branch.vault.read_named("log", ref, what), what), ids])
+            ids = np.concatenate([read_part(*branch.vault.read_named("log", ref, what), what)[0], ids])
         start = stay[-1].end if stay else 0
-        parts = write_part(start, ids, stay[-1].name if stay else "", self.moment.frame)
+        body = LogPart(branch=branch.name, generation=branch.head + 1, tokenizer=self.identity.tokenizer, start=start,
+                       end=start + len(ids), before=stay[-1].name if stay else "", frame=self.moment.frame)
+        pending = self.moment.state.get("pending")
+        parts = write_part(body, ids, np.zeros(0, np.int32) if pending is None else pending.numpy())
         name = branch.vault.write_named("log", parts)
         size = sum(map(len, parts))
         self.written += size

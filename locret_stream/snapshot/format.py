@@ -14,8 +14,8 @@ as `xxhash` gives them.
     48            header: msgpack of {"body": a Struct of this module, by kind, "sections": [[name, size, digest], ...]}
 
 then, each beginning at the next multiple of 64, with zeros in between and behind the last one, the sections in the
-order of the header. A section is a safetensors file: u64 length of a JSON header, that header, the tensors' bytes
-without a gap. Its digest covers all its bytes.
+order of the header. A section is a safetensors file: u64 length of a JSON header (at most 4 MiB), that header, the
+tensors' bytes without a gap, each at a multiple of its item size. Its digest covers all its bytes.
 
 So every byte is either covered by a digest or must be zero. A reader checks, in this order: magic, version (a higher
 one is `SnapshotTooNew`), kind, sizes, the digest of the header, the header itself (unknown fields are refused), the
@@ -28,9 +28,9 @@ A manifest names pages; what they mean together is in `snapshot.pages`. Never pi
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -40,7 +40,7 @@ import xxhash
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from locret_stream.errors import SnapshotCorrupt, SnapshotTooNew
+from locret_stream.errors import SnapshotCorrupt, SnapshotError, SnapshotTooNew
 from locret_stream.snapshot.identity import Identity
 
 MAGIC = b"\x89LOCRET\n"
@@ -48,6 +48,7 @@ VERSION = 1
 PREAMBLE = struct.Struct("<8sHHIQ8x16s")
 HEADER_LIMIT = 4 << 20  # bytes
 ALIGN = 64
+MOST_ITEMS = 2**53  # of a tensor, dimensions of 0 not counted
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 
@@ -92,7 +93,8 @@ class LogRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Frame(Struct, frozen=True, forbid_unknown_fields=True):
-    """The conversation's frame and what was pulled and not yet accepted, as `context.session` has them."""
+    """The conversation's frame as `context.session` has it: whose turn is open, how the text began that is not cut
+    yet (`text`, and `tail`, bytes of an unfinished character), and the digest of the system text."""
 
     turn: Annotated[str, Meta(max_length=16)] = "none"
     has_content: bool = False
@@ -102,7 +104,7 @@ class Frame(Struct, frozen=True, forbid_unknown_fields=True):
     left_by_break: bool = False
     text: Annotated[str, Meta(max_length=8192)] = ""
     tail: Annotated[bytes, Meta(max_length=4)] = b""
-    segments: Annotated[tuple[str | tuple[Count, ...], ...], Meta(max_length=1 << 20)] = ()
+    system: MaybeDigest = ""
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +123,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     branch: Annotated[str, Meta(max_length=256)]
     generation: Annotated[int, Meta(ge=1, le=2**53)]
     parent: MaybeDigest
-    created: float
+    created: Annotated[float, Meta(ge=0, lt=2**37)]
     library: Annotated[str, Meta(max_length=64)]
     identity: Identity
     tokens: Count
@@ -140,8 +142,13 @@ class Page(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LogPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Token ids start .. end-1. Section: "ids", [end - start] i32. `before` is the part that ends at start, "" at 0."""
+    """Committed token ids start .. end-1 of a branch. Section "ids": ids [end - start] i32, and pending, the accepted
+    ids behind them. `before` is the part that ends at start, "" at 0; the rest is as of the save that wrote the part.
+    """
 
+    branch: Name
+    generation: Annotated[int, Meta(ge=1, le=2**53)]
+    tokenizer: Annotated[str, Meta(max_length=256)]
     start: Count
     end: Count
     before: MaybeDigest = ""
@@ -162,18 +169,40 @@ def digest(*parts: bytes | bytearray | memoryview) -> str:
 
 
 def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[bytes]:
-    """A container as buffers to be written one after another; the first holds preamble and header."""
-    contents = {name: safetensors.torch.save({key: t.contiguous() for key, t in tensors.items()})
-                for name, tensors in sections.items()}
+    """A container as buffers to be written one after another; the first holds preamble and header.
+
+    Raises:
+        SnapshotError: `unpack` or `tensors` would refuse it: values outside their limits, tensors of another dtype.
+    """
+    contents = {name: safetensors.torch.save(_apart(tensors)) for name, tensors in sections.items()}
     header = msgspec.msgpack.encode(_Header(body, tuple(
         Section(name, len(data), digest(data)) for name, data in contents.items())))
-    assert len(header) <= HEADER_LIMIT, "a header outgrew its limit"
+    try:
+        _DECODERS[type(body)].decode(header)
+        for name, data in contents.items():
+            _entries(memoryview(data), f"section {name!r}")
+        if len(header) > HEADER_LIMIT:
+            raise SnapshotCorrupt(f"a header of {len(header)} bytes; expected at most {HEADER_LIMIT}")
+    except (msgspec.MsgspecError, SnapshotCorrupt) as error:
+        raise SnapshotError(f"this {type(body).__name__} cannot be stored, no reader would take it: {error}") from None
     size = _end_of(PREAMBLE.size + len(header)) + sum(_end_of(len(data)) for data in contents.values())
     fixed = PREAMBLE.pack(MAGIC, VERSION, _NUMBERS[type(body)], len(header), size, b"")
     fixed = fixed[:32] + bytes.fromhex(digest(fixed[:32], header))
     out = [_padded(fixed + header)]
     for data in contents.values():
         out += [data, bytes(_end_of(len(data)) - len(data))]
+    return out
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each contiguous and in memory of its own, as safetensors wants them."""
+    out: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().contiguous()
+        place = own.untyped_storage().data_ptr()
+        out[name] = own.clone() if place in places else own
+        places.add(place)
     return out
 
 
@@ -243,30 +272,37 @@ def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
     Raises:
         SnapshotCorrupt: not a safetensors file of the dtypes above, without gaps and overlaps.
     """
+    entries, data = _entries(section, what)
+    return {name: _view(data[slice(*entry.data_offsets)], DTYPES[entry.dtype]).view(entry.shape)
+            for name, entry in entries}
+
+
+def _entries(section: memoryview, what: str) -> tuple[list[tuple[str, _TensorEntry]], memoryview]:
+    """Names and entries of a section in the order of their bytes, and those bytes."""
     if len(section) < 8:
         raise SnapshotCorrupt(f"{what}: a section of {len(section)} bytes; expected a safetensors file")
     length = int.from_bytes(section[:8], "little")
     if length > min(len(section) - 8, HEADER_LIMIT):
         raise SnapshotCorrupt(f"{what}: a tensor header of {length} bytes in a section of {len(section)}")
     try:
-        entries = _ENTRIES.decode(section[8:8 + length])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        found = _ENTRIES.decode(section[8:8 + length])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise SnapshotCorrupt(f"{what}: not a tensor header: {error}") from None
-    out, at, data = {}, 0, section[8 + length:]
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+    entries, at, data = sorted(found.items(), key=lambda item: item[1].data_offsets), 0, section[8 + length:]
+    for name, entry in entries:
         dtype = DTYPES.get(entry.dtype)
         start, end = entry.data_offsets
-        count = 1
-        for size in entry.shape:
-            count *= size
-        if dtype is None or start != at or end < start or end > len(data) or count * dtype.itemsize != end - start:
+        # Beside a dimension of 0 any other fits the bytes; torch and numpy count the product of those all the same.
+        room = prod(size or 1 for size in entry.shape)
+        count = 0 if 0 in entry.shape else room
+        if (dtype is None or start != at or end > len(data) or count * dtype.itemsize != end - start
+                or room > MOST_ITEMS or (8 + length + start) % dtype.itemsize):
             raise SnapshotCorrupt(f"{what}: tensor {name!r} is {entry.dtype} {entry.shape} in bytes {start} to {end} "
                                   f"of {len(data)}; expected a known dtype, from byte {at} on, of just its size")
-        out[name] = _view(data[start:end], dtype).view(entry.shape)
         at = end
     if at != len(data):
         raise SnapshotCorrupt(f"{what}: {len(data) - at} bytes belong to no tensor")
-    return out
+    return entries, data
 
 
 def _view(data: memoryview, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from locret_stream.errors import SnapshotCorrupt
-from locret_stream.snapshot.format import Frame, LogPart, LogRef, expect, pack, tensors
+from locret_stream.snapshot.format import LogPart, LogRef, expect, pack, tensors
 
 PART_IDS = 16 << 20  # the most ids of one part: 64 MiB
 
@@ -26,11 +26,16 @@ class Spool:
         self.start = self.end = start
         self._file = tempfile.TemporaryFile(prefix="locret-log-")
 
-    def append(self, ids: Iterable[int]) -> None:
-        """The next ids of the stream."""
+    def append(self, ids: Iterable[int], at: int | None = None) -> None:
+        """Ids of the stream from position `at` on (None: where the last ones ended); what was there is forgotten."""
+        at = self.end if at is None else at
+        assert self.start <= at <= self.end, "the log has a gap"
         data = np.fromiter(ids, dtype="<i4")
+        self._file.seek(4 * (at - self.start))
+        self._file.truncate()
         self._file.write(data.tobytes())
-        self.end += len(data)
+        self._file.flush()
+        self.end = at + len(data)
 
     def read(self, end: int) -> np.ndarray:
         """Ids start .. end-1, int32."""
@@ -65,14 +70,14 @@ def absorbed(refs: Sequence[LogRef], count: int) -> int:
     return taken
 
 
-def write_part(start: int, ids: np.ndarray, before: str, frame: Frame) -> list[bytes]:
-    """The container of ids from position `start` on."""
-    body = LogPart(start=start, end=start + len(ids), before=before, frame=frame)
-    return pack(body, {"ids": {"ids": torch.from_numpy(ids.astype(np.int32))}})
+def write_part(body: LogPart, ids: np.ndarray, pending: np.ndarray) -> list[bytes]:
+    """The container of ids from position `body.start` on."""
+    return pack(body, {"ids": {"ids": torch.from_numpy(ids.astype(np.int32)),
+                               "pending": torch.from_numpy(pending.astype(np.int32))}})
 
 
-def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> np.ndarray:
-    """The ids of a verified part, int32.
+def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a verified part, and those that were pending, int32.
 
     Raises:
         SnapshotCorrupt: not what its header says.
@@ -80,5 +85,7 @@ def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> np.n
     if set(sections) != {"ids"} or body.end < body.start:
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected ids")
     found = tensors(sections["ids"], what)
-    expect(found, {"ids": (torch.int32, (body.end - body.start,))}, what)
-    return found["ids"].numpy()
+    pending = found.get("pending")
+    expect(found, {"ids": (torch.int32, (body.end - body.start,)),
+                   "pending": (torch.int32, (0 if pending is None or not pending.dim() else len(pending),))}, what)
+    return found["ids"].numpy(), pending.numpy()

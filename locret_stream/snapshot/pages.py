@@ -8,7 +8,7 @@ mostly dead. Scores may change while a unit lives, so they are never in a page b
               "units": l.keys, l.values [N_l, D], head by head, in time order;  N_l = counts[l].sum()
     manifest  "masks": page number [ceil(sum over layers of N_l / 8)] u8, a bit per unit, for pages with dead units
 
-The ranges of a manifest's pages are disjoint, ascending, and cover 0 .. seen-1 (a range without units has no page).
+The ranges of a manifest's pages are disjoint, ascending, and cover all units (a range without units has no page).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from locret_stream.errors import SnapshotCorrupt
 from locret_stream.snapshot.format import Page, PageRef, expect, pack, tensors
 
 PAGE_BYTES = 64 << 20  # the most a page should hold; larger ranges are cut
+PAGE_SPAN = 1 << 31  # positions that i32 can tell apart; longer ranges are cut
 LIVE_SHARE = 0.5  # a page with fewer living units than this is written anew
+TAKEN_SHARE = 1.5  # what is written takes in pages before it of up to so many times its units
 
 
 @dataclass(frozen=True)
@@ -66,39 +68,43 @@ class Plan:
     """What a snapshot consists of: pages that stay, with their masks, and ranges to be written."""
 
     stay: tuple[tuple[PageIndex, tuple[np.ndarray, ...]], ...]  # masks: for every layer bool [N_l]
-    write: tuple[tuple[int, int], ...]
+    write: tuple[tuple[int, int], ...]  # start and end, ascending
 
 
 def plan(pages: Sequence[PageIndex], positions: Sequence[Tensor], seen: int, geometry: Geometry,
          page_bytes: int = PAGE_BYTES) -> Plan:
     """Which pages serve a snapshot of the units at `positions` (for every layer [H, n]) and what is to be written.
 
-    Ranges to be written grow over smaller neighbours before them, so that after many snapshots there are few pages and
-    every unit was rewritten a logarithmic number of times.
+    What no page covers is written, wherever it lies. Ranges to be written grow over neighbours before them that are not
+    much larger, so that sizes fall geometrically from page to page: there are few, and every unit is rewritten a
+    logarithmic number of times.
+
+    Args:
+        pages: that may serve, disjoint and in order.
     """
     live = [layer.cpu().numpy() for layer in positions]
     masks = [tuple(_masks(page, live)) for page in pages]
-    counts = [sum(int(mask.sum()) for mask in found) for found in masks]
-    covered = max((page.ref.end for page in pages), default=0)
     ranges: list[list[int]] = []  # start, end, units, page number or -1
     at = 0
     for number, page in enumerate(pages):
-        assert page.ref.start >= at, "pages overlap"
-        good = counts[number] >= LIVE_SHARE * page.ref.units
-        ranges.append([page.ref.start, page.ref.end, counts[number], number if good else -1])
+        assert at <= page.ref.start < page.ref.end <= seen, "pages overlap, or end behind what was seen"
+        if at < page.ref.start:
+            ranges.append([at, page.ref.start, _count(live, at, page.ref.start), -1])
+        units = sum(int(mask.sum()) for mask in masks[number])
+        ranges.append([page.ref.start, page.ref.end, units, number if units >= LIVE_SHARE * page.ref.units else -1])
         at = page.ref.end
-    if seen > covered:
-        ranges.append([covered, seen, _count(live, covered, seen), -1])
+    if at < seen:
+        ranges.append([at, seen, _count(live, at, seen), -1])
     most = max(1, page_bytes // geometry.unit_bytes)
     merged: list[list[int]] = []
     for entry in ranges:
         start, end, units, number = entry
-        while merged and number < 0 and merged[-1][2] + units <= most and (
-                merged[-1][3] < 0 or merged[-1][2] <= units):
+        while merged and number < 0 and merged[-1][2] + units <= most and end - merged[-1][0] <= PAGE_SPAN and (
+                merged[-1][3] < 0 or merged[-1][2] <= TAKEN_SHARE * units):
             start, units = merged[-1][0], units + merged.pop()[2]
         merged.append([start, end, units, number])
     stay = tuple((pages[number], masks[number]) for _, _, _, number in merged if number >= 0)
-    write = [(start, end) for start, end, units, number in merged if number < 0 and units]
+    write = [(start, end) for start, end, _, number in merged if number < 0]
     return Plan(stay, tuple(cut for start, end in write for cut in _cut(live, start, end, most)))
 
 
@@ -116,19 +122,17 @@ def _count(live: Sequence[np.ndarray], start: int, end: int) -> int:
 
 
 def _cut(live: Sequence[np.ndarray], start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `most` units; a single position may hold more."""
+    """Ranges that hold all units, and each some: at most `most` unless one position holds more."""
     inside = np.sort(np.concatenate([layer[(layer >= start) & (layer < end)] for layer in live]))
     at = 0
-    while at + most < len(inside):
-        stop = int(inside[at + most])  # the first unit that is too many
-        first = int(np.searchsorted(inside, stop))
-        if first == at:  # one position holds more units than a page should
-            stop, first = stop + 1, int(np.searchsorted(inside, stop + 1))
-        if stop >= end:
-            break
+    while at < len(inside):
+        if inside[at] >= start + PAGE_SPAN:
+            start = int(inside[at])
+        stop = min(end, start + PAGE_SPAN)
+        if at + most < len(inside):  # the first unit that is too many; of one position all go together
+            stop = min(stop, max(int(inside[at + most]), int(inside[at]) + 1))
         yield start, stop
-        start, at = stop, first
-    yield start, end
+        start, at = stop, int(np.searchsorted(inside, stop))
 
 
 def write_page(start: int, end: int, layers: Sequence[LayerUnits], geometry: Geometry) -> tuple[list[bytes], PageIndex]:
@@ -143,7 +147,7 @@ def write_page(start: int, end: int, layers: Sequence[LayerUnits], geometry: Geo
         index[f"{layer}.positions"] = (units.positions - start).to(torch.int32)
         content[f"{layer}.keys"], content[f"{layer}.values"] = units.keys, units.values
     parts = pack(Page(start=start, end=end), {"index": {"counts": counts, **index}, "units": content})
-    own = tuple(units.positions.numpy() for units in layers)
+    own = tuple(units.positions.numpy().copy() for units in layers)
     total = int(counts.sum())
     ref = PageRef("0" * 32, start, end, sum(map(len, parts)), total, total)
     return parts, PageIndex(ref, counts.numpy(), own)
@@ -178,7 +182,7 @@ def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geom
         for own in parts:
             if len(own) and (own[0] < ref.start or own[-1] >= ref.end or (np.diff(own) <= 0).any()):
                 raise SnapshotCorrupt(f"{what}: positions of layer {layer} are not ascending inside the page")
-    return PageIndex(ref, counts.numpy(), positions), units
+    return PageIndex(ref, counts.numpy().copy(), positions), units  # a view would hold the whole page in memory
 
 
 def pack_masks(masks: Sequence[np.ndarray | None]) -> dict[str, Tensor]:
@@ -187,8 +191,8 @@ def pack_masks(masks: Sequence[np.ndarray | None]) -> dict[str, Tensor]:
             if mask is not None and not mask.all()}
 
 
-def unpack_masks(found: Mapping[str, Tensor], refs: Sequence[PageRef], what: str) -> list[np.ndarray]:
-    """For every page of the manifest which units live, bool [units].
+def unpack_masks(found: Mapping[str, Tensor], refs: Sequence[PageRef], what: str) -> list[np.ndarray | None]:
+    """For every page of the manifest which units live, bool [units], None for all.
 
     Raises:
         SnapshotCorrupt: masks of no page, of another size, with bits behind the end, or of another number of units.
@@ -196,20 +200,19 @@ def unpack_masks(found: Mapping[str, Tensor], refs: Sequence[PageRef], what: str
     strange = sorted(set(found) - {str(number) for number in range(len(refs))})
     if strange:
         raise SnapshotCorrupt(f"{what}: a mask of page {strange[0]!r}, which is not there")
-    out = []
+    out: list[np.ndarray | None] = []
     for number, ref in enumerate(refs):
-        bits = found.get(str(number))
-        if bits is None:
-            mask = np.ones(ref.units if ref.live == ref.units else 0, dtype=bool)
-        else:
+        bits, mask, live = found.get(str(number)), None, ref.units
+        if bits is not None:
             if bits.dtype != torch.uint8 or bits.shape != (-(-ref.units // 8),):
                 raise SnapshotCorrupt(f"{what}: the mask of page {number} is {bits.dtype} {tuple(bits.shape)}")
-            whole = np.unpackbits(bits.numpy()).astype(bool)
+            whole = np.unpackbits(bits.numpy()).view(bool)
             if whole[ref.units:].any():
                 raise SnapshotCorrupt(f"{what}: the mask of page {number} names units behind its end")
             mask = whole[:ref.units]
-        if len(mask) != ref.units or int(mask.sum()) != ref.live:
-            raise SnapshotCorrupt(f"{what}: page {number} has {int(mask.sum())} living units; expected {ref.live}")
+            live = int(mask.sum())
+        if live != ref.live:
+            raise SnapshotCorrupt(f"{what}: page {number} has {live} living units; expected {ref.live}")
         out.append(mask)
     return out
 
@@ -217,13 +220,19 @@ def unpack_masks(found: Mapping[str, Tensor], refs: Sequence[PageRef], what: str
 class Assembly:
     """Puts living units of pages together, page by page, into tensors [H, n, D] and [H, n] for every layer.
 
+    Args:
+        counts: units per layer, n. What they need is allocated here: they must be checked before.
+
     Raises:
-        SnapshotCorrupt: from `add` and `finish`, where units are too many, too few or out of order.
+        SnapshotCorrupt: units are too many, too few or out of order.
     """
 
     def __init__(self, counts: Sequence[int], geometry: Geometry, what: str):
         self.geometry, self.what, self.counts = geometry, what, tuple(counts)
         heads, dim = geometry.kv_heads, geometry.head_dim
+        if len(self.counts) != geometry.layers:
+            raise SnapshotCorrupt(f"{what}: units of {len(self.counts)} layers; expected {geometry.layers}")
+        self.end = 0
         self.filled = np.zeros((geometry.layers, heads), dtype=np.int64)
         self.units: dict[str, Tensor] = {}
         for layer, count in enumerate(self.counts):
@@ -231,9 +240,12 @@ class Assembly:
             self.units[f"{layer}.values"] = torch.empty(heads, count, dim, dtype=geometry.dtype)
             self.units[f"{layer}.positions"] = torch.empty(heads, count, dtype=torch.int64)
 
-    def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray) -> None:
-        """The next page, in the order of positions."""
-        first = 0
+    def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:
+        """The next page, in the order of positions, as `read_page` gave it; which of its units live, None for all."""
+        if page.ref.start < self.end:
+            raise SnapshotCorrupt(f"{self.what}: a page from position {page.ref.start} on; expected {self.end} or more")
+        self.end, first = page.ref.end, 0
+        mask = np.ones(page.ref.units, dtype=bool) if mask is None else mask
         for layer in range(self.geometry.layers):
             bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
             living = mask[first:first + bounds[-1]]

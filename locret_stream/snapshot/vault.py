@@ -166,6 +166,11 @@ class Vault:
             raise SnapshotCorrupt(f"{what} says that it is number {body.generation} of {body.branch!r}")
         return body, sections, own
 
+    def taken(self, branch: str) -> bool:
+        """Whether the store has a session of that name, or a fork of it somewhere."""
+        folder = "s-" + hashed(check_name(branch))
+        return folder == self.folder or bool(self.files.sizes(folder) or self.files.folders(folder))
+
     def write_alias(self, branch: str) -> None:
         """Let the branch's own name lead here."""
         self.files.write(f"s-{hashed(branch)}/branch", [self.folder.encode()])

@@ -80,6 +80,12 @@ class ChatFrame:
             ends.add(self._close[0])
         self.eos_ids = frozenset(ends | ({codec.eos_id} - {None}))
 
+    @property
+    def literals(self) -> str:
+        """All that the template writes, and what ends a reply: frames with equal ones are the same."""
+        return repr((self.raw, self.system_style, self._begin, self._system, self._open, self._prompt, self._close,
+                     self._separator, sorted(self.eos_ids)))
+
     def begin(self, system: str | None = None, *, trusted: bool = False) -> tuple[list[int], FrameState]:
         """The beginning of a sequence, the system text as data, and the first user turn, open.
 

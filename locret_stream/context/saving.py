@@ -1,0 +1,175 @@
+"""A context's part in snapshots: what is saved beside the units, saving while others go on, restoring, rebuilding.
+
+While a save runs, its own context commits nothing; the engine's thread is borrowed for one layer of one page at a time,
+so other contexts wait for no more than a copy of that. Files are written on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from locret_stream.context.session import Session, to_the_end
+from locret_stream.errors import (
+    ConfigError,
+    InputError,
+    LocretError,
+    SnapshotCorrupt,
+    SnapshotMismatch,
+)
+from locret_stream.snapshot import Branch, Frame, Restored, Save, Snapshot
+from locret_stream.snapshot.identity import digest_text
+from locret_stream.text import FrameState, Segmenter
+from locret_stream.text.segmenter import Held
+
+if TYPE_CHECKING:
+    from locret_stream.context.host import Host
+
+T = TypeVar("T")
+_HELD = msgspec.msgpack.Decoder(list[str | list[int]])
+
+
+async def storing(host: Host, work: Callable[..., T], *arguments: Any) -> T:
+    """Run blocking file work on the host's storing thread, to its end even when the caller is cancelled."""
+    return await to_the_end(asyncio.wrap_future(host.storing.submit(work, *arguments)))
+
+
+async def save(session: Session) -> Snapshot:
+    """Save the session as of this call: everything accepted, the frame, and what is held. Durable on return.
+
+    Cancelled, it still runs to its end first.
+
+    Raises:
+        StaleOwner, StoreError: nothing was acknowledged; the session is intact.
+    """
+    return await to_the_end(_save(session))
+
+
+async def _save(session: Session) -> Snapshot:
+    host, branch, engine, state = session.host, session.branch, session.host.engine, session.state
+    async with session.still():
+        position, frame, held = state.position, frame_of(session), held_of(session)
+        moment = await session.step(lambda: engine.moment(state, position))
+        moment = dataclasses.replace(moment, frame=frame, state={**moment.state, "held": held})
+        identity = await storing(host, lambda: host.identity)  # the first time it hashes all weights
+        save = Save(branch, moment, identity, host.geometry)
+        await storing(host, save.__enter__)
+        try:
+            for start, end in save.plan.write:
+                layers = []
+                for layer in range(engine.shape.layers):
+                    layers.append(await session.step(
+                        lambda layer=layer, start=start, end=end: engine.units_between(state, layer, start, end)))
+                await storing(host, save.page, start, end, layers)
+            done = await storing(host, save.finish, host.library, moment.seen)
+        finally:
+            await storing(host, save.__exit__)
+    session.saved_at = (position, held.numpy().tobytes(), frame)
+    return done
+
+
+def unsaved(session: Session) -> bool:
+    """Whether anything was accepted or held since the last save."""
+    return session.saved_at != (session.state.position, held_of(session).numpy().tobytes(), frame_of(session))
+
+
+def frame_of(session: Session) -> Frame:
+    """The session's frame as it is stored."""
+    frame, held = session.frame, session.segmenter.held
+    return Frame(turn=frame.turn, has_content=frame.has_content, first=frame.first, raw=session.raw,
+                 trusted=session.trusted, left_by_break=session.left_by_break or session.busy == "feed",
+                 text=held.text, tail=held.tail, system=session.system)
+
+
+def held_of(session: Session) -> Tensor:
+    """Cut segments and token ids that were pulled and not accepted, as bytes [n] u8 of msgpack."""
+    segments = [*([list(session.ids)] if session.ids else []), *session.segments]
+    return torch.from_numpy(np.frombuffer(msgspec.msgpack.encode(segments), dtype=np.uint8).copy())
+
+
+async def restore(host: Host, branch: Branch, slot: int, generation: int | None = None) -> Session:
+    """The session of a snapshot in a slot of its own.
+
+    Raises:
+        SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the slot is as it was.
+    """
+    restored = await storing(host, lambda: branch.load(host.identity, host.geometry, host.engine.budgets, generation))
+    return await revive(host, branch, restored, slot)
+
+
+async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> Session:
+    """A session out of a verified snapshot. Everything is checked before the slot is written."""
+    what = f"snapshot {restored.manifest.generation} of {restored.manifest.branch!r}"
+    tensors = dict(restored.tensors)
+    held, frame = tensors.pop("held", None), restored.manifest.frame
+    if held is None or held.dtype != torch.uint8 or held.dim() != 1:
+        raise SnapshotCorrupt(f"{what}: no held text in its state")
+    if int(tensors.get("seen", torch.tensor(-1)).sum()) != restored.manifest.seen:
+        raise SnapshotCorrupt(f"{what}: its state is not that of position {restored.manifest.seen}")
+    try:
+        segments = [host.codec.validate_ids(segment) if isinstance(segment, list) else segment
+                    for segment in _HELD.decode(held.numpy().tobytes())]
+        segmenter = Segmenter(Held(frame.text, frame.tail))
+        turn = msgspec.convert({"turn": frame.turn, "has_content": frame.has_content, "first": frame.first}, FrameState)
+    except (msgspec.MsgspecError, InputError) as error:
+        raise SnapshotCorrupt(f"{what}: its frame or held text cannot be: {error}") from error
+    pending = tensors.get("pending")
+    tokens = restored.manifest.seen + (0 if pending is None else pending.numel())
+    if tokens != restored.manifest.tokens:
+        raise SnapshotCorrupt(f"{what}: {tokens} tokens; expected {restored.manifest.tokens}")
+    try:
+        loading = host.worker.submit(("restore", slot), lambda: host.engine.load(tensors, slot))
+        state = await asyncio.wrap_future(loading)
+    except SnapshotCorrupt as error:
+        raise SnapshotCorrupt(f"{what}: {error}") from error
+    session = Session(host, state, turn, raw=frame.raw, trusted=frame.trusted)
+    session.segmenter, session.left_by_break = segmenter, frame.left_by_break
+    session.segments.extend(segments)
+    session.branch, session.system = branch, frame.system
+    session.saved_at = (state.position, held_of(session).numpy().tobytes(), frame_of(session))
+    return session
+
+
+async def rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Session:
+    """The session that the stored log gives when it is fed again: for another model, policy, budget or grid.
+
+    Raises:
+        SnapshotMismatch, SnapshotCorrupt: `why`, where there is no sound log, or its ids are of another tokenizer.
+    """
+    try:
+        found = await storing(host, lambda: branch.read_chain(host.identity))
+    except (SnapshotCorrupt, SnapshotMismatch) as error:
+        raise type(why)(*why.args, **({"field": why.field, "found": why.found, "expected": why.expected}
+                                      if isinstance(why, SnapshotMismatch) else {})) from error
+    session = Session(host, host.engine.open(slot), FrameState(), raw=found.frame.raw, trusted=found.frame.trusted)
+    session.branch, session.system = branch, found.frame.system
+    await storing(host, branch.begin_anew)
+    for ids in found.ids:
+        for start in range(0, len(ids), host.engine.chunk_size):
+            await session.take(ids[start:start + host.engine.chunk_size].tolist())
+    session.frame = msgspec.convert({"turn": found.frame.turn, "has_content": found.frame.has_content,
+                                     "first": found.frame.first}, FrameState)
+    session.segmenter = Segmenter(Held(found.frame.text, found.frame.tail))
+    session.left_by_break = found.frame.left_by_break
+    return session
+
+
+def check_system(session: Session, name: str, system: str | None, raw: bool | None) -> None:
+    """Refuse to go on with another system text, or in another kind of frame, than the session was begun with.
+
+    Raises:
+        ConfigError.
+    """
+    if system is not None and digest_text(system) != session.system:
+        raise ConfigError(f"session {name!r} was begun with {'another' if session.system else 'no'} system text, which "
+                          "is in its memory; expected the same one or none, or a new name")
+    if raw is not None and raw != session.raw:
+        raise ConfigError(f"session {name!r} was begun with raw={session.raw}; expected the same, or a new name")
+
