@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from types import TracebackType
 
@@ -22,11 +23,14 @@ from locret_stream.errors import (
     ContextClosed,
     NoSlot,
     SnapshotCorrupt,
+    SnapshotError,
     SnapshotMismatch,
 )
 from locret_stream.snapshot import Branch, Restored, Snapshot
 from locret_stream.snapshot.identity import digest_text
 from locret_stream.text import FrameState
+
+_log = logging.getLogger(__name__)
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,23 +132,32 @@ class StreamingContext:
             pass
         finally:
             self._host.release_slot(session.state.store.slot, scratch=False)
-            if session.branch is not None:
-                session.branch.close()
+            session.close_branch()
 
     async def _begin(self, slot: int) -> Session:
         host, branch = self._host, None
         if self.stored:
             branch = await saving.storing(host, host.store.branch, self.name)
             if await saving.storing(host, host.store.has, self.name):
-                return await self._resume(branch, slot)
-            branch.begin()
+                try:
+                    return await self._resume(branch, slot)
+                except BaseException:
+                    branch.close()
+                    raise
         raw = host.frames.raw if self._raw is None else self._raw
         if raw and self._system is not None:
             raise ConfigError("a raw context has no frame, so no place for a system message; expected none: feed it")
         ids, frame = ([], FrameState()) if raw else host.frames.begin(self._system, trusted=self._trusted)
         session = Session(host, host.engine.open(slot), frame, raw=raw, trusted=self._trusted)
-        session.branch, session.system = branch, "" if self._system is None else digest_text(self._system)
-        await session.take(ids)
+        session.system = "" if self._system is None else digest_text(self._system)
+        if branch is not None:
+            branch.begin()
+            session.branch = branch
+        try:
+            await session.take(ids)
+        except BaseException:
+            session.close_branch()
+            raise
         return session
 
     async def _resume(self, branch: Branch, slot: int) -> Session:
@@ -348,7 +361,10 @@ class StreamingContext:
 
     async def _save(self, session: Session) -> Snapshot:
         done = await saving.save(session)
-        await saving.storing(self._host, self._host.store.prune, session.branch)
+        try:
+            await saving.storing(self._host, self._host.store.prune, session.branch)
+        except SnapshotError as error:  # the snapshot is durable all the same
+            _log.warning("%r was saved, but older snapshots could not be cleared away: %s", self.name, error)
         return done
 
     async def rewind(self, generation: int) -> None:
@@ -368,13 +384,17 @@ class StreamingContext:
         async with session.still():
             restored = await saving.storing(self._host, lambda: branch.load(
                 self._host.identity, self._host.geometry, self._host.engine.budgets, generation))
-            self._session = await to_the_end(self._replace(session, branch, restored))
+            try:
+                self._session = await to_the_end(self._replace(session, branch, restored))
+            finally:
+                if self._session is session:
+                    branch.close()
 
     async def _replace(self, session: Session, branch: Branch, restored: Restored) -> Session:
         """The restored session in the slot of this one, which ends once nothing can fail any more."""
         past = await saving.revive(self._host, branch, restored, session.state.store.slot)
         session.end(UNDONE)
-        session.branch.close()
+        session.close_branch()
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
         return past
 

@@ -91,6 +91,11 @@ class Session:
         if self.closed:
             raise ContextClosed(self.closed)
 
+    def close_branch(self) -> None:
+        """Let go of what is stored; what was not saved of its log is gone."""
+        if self.branch is not None:
+            self.branch.close()
+
     def end(self, why: str) -> None:
         """No operation of this session, or of its scratch copies, does anything more."""
         for session in (self, *self.asks):

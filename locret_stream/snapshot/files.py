@@ -1,7 +1,8 @@
-"""Where containers are kept: a durable folder, or anything that fsspec reaches. Knows bytes and relative paths.
+"""Where containers are kept: a durable folder, or an object store that fsspec reaches. Knows bytes and relative paths.
 
 One interface, two makes. `write` returns once the file would survive a power cut, and a file is there whole or not at
 all. A path is made of names that this library chose (hexadecimal, a few letters): session names never become paths.
+Below the root no link is followed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from locret_stream.errors import SnapshotCorrupt, SnapshotNotFound, StoreError
+from locret_stream.errors import LocretError, SnapshotCorrupt, SnapshotNotFound, StoreError
 
 TEMPORARY = ".tmp-"
+LOCK = "lock"
 READ_BYTES = 16 << 20
+NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, something below a file, a socket
 
 
 class Exists(Exception):
@@ -42,8 +46,13 @@ class Files(Protocol):
         """The parts one after another as one file, durable on return; an existing one is replaced whole.
 
         Raises:
-            Exists: `exclusive`, and there is one. StoreError: it failed; the file is as it was before.
+            Exists: `exclusive`, and there is one. StoreError: it failed; the file is as it was before, or whole and new
+                where only the last step failed: that it is there was not made durable, or the answer got lost.
         """
+        ...
+
+    def settle(self, folder: str) -> None:
+        """Make the files directly in a folder durable, whoever wrote them: one that died may have left that undone."""
         ...
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -119,20 +128,21 @@ class LocalFiles:
     def __init__(self, root: str | Path, posix: Posix | None = None):
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self.url, self.posix = self.root, posix or Posix()
+        self._durable: set[tuple[str, int]] = set()  # folders (path, inode) whose place above was synced from here
 
     def read(self, path: str, most: int) -> bytearray:
-        name = self._path(path)
-        with self._reported(path):
+        name = self._plain(path)
+        with self._reported(path, "expected a file that may be read"):
             try:
                 handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except FileNotFoundError:
                 raise SnapshotNotFound(f"no {path} in {self.root}") from None
             except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                if error.errno in NO_FILE:
                     raise SnapshotCorrupt(f"{name} is a link or no plain file; it is not read") from None
                 raise
-            with os.fdopen(handle, "rb", buffering=0) as file:
-                found = os.fstat(file.fileno())
+            try:
+                found = os.fstat(handle)
                 if not stat.S_ISREG(found.st_mode):
                     raise SnapshotCorrupt(f"{name} is not a plain file; it is not read")
                 if found.st_size > most:
@@ -140,18 +150,20 @@ class LocalFiles:
                 data = bytearray(found.st_size)
                 view, at = memoryview(data), 0
                 while at < len(data):
-                    count = file.readinto(view[at:at + READ_BYTES])
+                    count = os.readv(handle, [view[at:at + READ_BYTES]])
                     if not count:
                         raise SnapshotCorrupt(f"{name} became shorter while it was read")
                     at += count
+            finally:
+                os.close(handle)
         return data
 
     def write(self, path: str, parts: Iterable[bytes], *, exclusive: bool = False) -> None:
-        posix, target = self.posix, self._path(path)
+        posix, target = self.posix, self._plain(path)
         folder = os.path.dirname(target)
         temporary = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
         with self._reported(path):
-            self._make(folder)
+            self._make(path.rpartition("/")[0])
             handle = posix.create(temporary)
             try:
                 try:
@@ -176,79 +188,149 @@ class LocalFiles:
                 raise
             posix.sync_folder(folder)
 
+    def settle(self, folder: str) -> None:
+        with self._reported(folder):
+            self._make(folder)
+            self.posix.sync_folder(self._path(folder))
+
     def sizes(self, folder: str) -> dict[str, int]:
-        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in self._entries(folder)
-                if not entry.name.startswith(TEMPORARY) and not entry.is_dir(follow_symlinks=False)}
+        found = {}
+        for entry in self._entries(folder):
+            # Another process may have deleted it since the folder was read.
+            with self._reported(folder), contextlib.suppress(FileNotFoundError):
+                if not entry.name.startswith(TEMPORARY) and not entry.is_dir(follow_symlinks=False):
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
 
     def folders(self, folder: str) -> list[str]:
-        return sorted(entry.name for entry in self._entries(folder) if entry.is_dir(follow_symlinks=False))
+        return [entry.name for entry in self._entries(folder) if entry.is_dir(follow_symlinks=False)]
 
     def delete(self, path: str) -> None:
-        target = self._path(path)
-        with self._reported(path), contextlib.suppress(FileNotFoundError):
-            self.posix.unlink(target)
-            self.posix.sync_folder(os.path.dirname(target))
+        target = self._plain(path)
+        with self._reported(path):
+            with contextlib.suppress(FileNotFoundError):
+                self.posix.unlink(target)
+            with contextlib.suppress(FileNotFoundError):  # also what was gone: whoever deleted it may have died
+                self.posix.sync_folder(os.path.dirname(target))
 
     def sweep(self, folder: str, older_s: float) -> list[str]:
         old = [entry.name for entry in self._entries(folder) if entry.name.startswith(TEMPORARY)
-               and self.age_s(f"{folder}/{entry.name}") >= older_s]
+               and (older_s <= 0 or self.age_s(f"{folder}/{entry.name}") >= older_s)]
         for name in old:
             self.delete(f"{folder}/{name}")
         return old
 
     def age_s(self, path: str) -> float:
-        import time
         try:
             return time.time() - os.lstat(self._path(path)).st_mtime
         except OSError:
             return 0.0
 
     def remove_folder(self, folder: str) -> None:
-        name = self._path(folder)
+        name = self._plain(folder)
         with self._reported(folder):
-            for entry in list(self._entries(folder)):
+            # The lock goes last: without it another process could begin in a folder that is on its way out.
+            for entry in sorted(self._entries(folder), key=lambda entry: entry.name == LOCK):
                 if entry.is_dir(follow_symlinks=False):
                     self.remove_folder(f"{folder}/{entry.name}")
                 else:
-                    self.posix.unlink(entry.path)
-            with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(FileNotFoundError):
+                        self.posix.unlink(entry.path)
+            try:
                 self.posix.sync_folder(name)
                 self.posix.rmdir(name)
                 self.posix.sync_folder(os.path.dirname(name))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process begins anew in it
+                    raise
 
     @contextlib.contextmanager
     def lock(self, folder: str, *, shared: bool) -> Iterator[bool]:
-        import fcntl
         with self._reported(folder):
-            self._make(self._path(folder))
-            handle = os.open(self._path(f"{folder}/lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            handle = self._locked(folder, shared)
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield True
         finally:
             os.close(handle)
+
+    def _locked(self, folder: str, shared: bool) -> int:
+        import fcntl
+        name = self._plain(f"{folder}/{LOCK}")
+        while True:
+            self._make(folder)
+            try:
+                handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:  # the folder was removed in this moment
+                continue
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(handle), os.lstat(name)):
+                        return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)  # removed while this waited for it: a lock that nobody else would see
 
     def _path(self, path: str) -> str:
         assert path and not path.startswith("/") and ".." not in path.split("/"), "paths are chosen by the store"
         return os.path.join(self.root, path)
 
+    def _plain(self, path: str) -> str:
+        """The whole path of a file, after a look at every folder on the way to it.
+
+        Raises:
+            SnapshotCorrupt: one is a link.
+        """
+        whole = self._path(path)
+        at = self.root
+        for part in path.split("/")[:-1]:
+            at = os.path.join(at, part)
+            if os.path.islink(at):
+                raise SnapshotCorrupt(f"{at} is a link; it is not followed. Expected a folder that this store made")
+        return whole
+
     def _make(self, folder: str) -> None:
-        """Make a folder and those above it, each durable in the one above."""
-        if os.path.isdir(folder) and not (os.path.islink(folder) and folder != self.root):
+        """Make a folder, and those between it and the root, each durable in the one above.
+
+        That also holds for one that is there already: whoever made it may have died before it was durable.
+        """
+        self._make_root(self.root)
+        at = self.root
+        for part in folder.split("/"):
+            above, at = at, os.path.join(at, part)
+            made = False
+            try:
+                found = os.lstat(at)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    self.posix.mkdir(at)
+                found, made = os.lstat(at), True
+            if not stat.S_ISDIR(found.st_mode):
+                raise StoreError(f"{at} is not a folder; expected one, or nothing")
+            if made or (at, found.st_ino) not in self._durable:
+                self.posix.sync_folder(above)
+                self._durable.add((at, found.st_ino))
+
+    def _make_root(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            if folder == self.root and (folder, 0) not in self._durable:
+                with contextlib.suppress(PermissionError):  # of the folder above, which is the user's
+                    self.posix.sync_folder(os.path.dirname(folder))
+                self._durable.add((folder, 0))
             return
-        if os.path.lexists(folder):
-            raise StoreError(f"{folder} is not a folder; expected one, or nothing")
         above = os.path.dirname(folder)
-        self._make(above)
+        self._make_root(above)
         with contextlib.suppress(FileExistsError):
             self.posix.mkdir(folder)
         self.posix.sync_folder(above)
+        self._durable.add((folder, 0))
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
-        name = self._path(folder) if folder else self.root
-        if folder and os.path.islink(name):
-            raise SnapshotCorrupt(f"{name} is a link; it is not followed")
-        with self._reported(folder or "store"):
+        name = self._plain(f"{folder}/x").rpartition("/")[0] if folder else self.root
+        with self._reported(folder or "store", "expected a folder that may be read"):
             try:
                 with os.scandir(name) as found:
                     return sorted(found, key=lambda entry: entry.name)
@@ -256,37 +338,47 @@ class LocalFiles:
                 return []
 
     @contextlib.contextmanager
-    def _reported(self, path: str) -> Iterator[None]:
+    def _reported(self, path: str, hint: str = "nothing was acknowledged. Check that the folder may be written and the "
+                                               "disk has room") -> Iterator[None]:
         """System errors as StoreError, with the path and what to do."""
         try:
             yield
         except OSError as error:
-            raise StoreError(f"{os.path.join(self.root, path)}: {error.strerror or error}; nothing was acknowledged. "
-                             "Check that the folder may be written and the disk has room") from error
+            raise StoreError(f"{os.path.join(self.root, path)}: {error.strerror or error}; {hint}") from error
 
 
 class RemoteFiles:
-    """Anything fsspec reaches: an object store acknowledges a whole object or none, so `write` is one request."""
+    """An object store that fsspec reaches: it acknowledges a whole object or none, so `write` is one request.
+
+    Raises:
+        StoreError: no such place, or one that cannot refuse to create a file that is there, in one step. All fencing
+            of owners rests on that; fsspec's stand-in for it (look, then write) lets two owners pass.
+    """
 
     def __init__(self, url: str, **options: Any):
         import fsspec
         try:
-            self.fs, self.root = fsspec.core.url_to_fs(url, **options)
-        except (ValueError, ImportError) as error:
+            self.fs, root = fsspec.core.url_to_fs(url, **options)
+        except Exception as error:  # whatever a third party's constructor raises
             raise StoreError(f"store {url!r}: {error}; expected a folder, or a URL that fsspec knows") from error
-        self.url, self.root = url, self.root.rstrip("/")
+        self.url, self.root = url, root.rstrip("/")
+        own = getattr(type(self.fs), "_pipe_file" if self.fs.async_impl else "pipe_file")
+        if own in (fsspec.AbstractFileSystem.pipe_file, fsspec.asyn.AsyncFileSystem._pipe_file):
+            raise StoreError(f"store {url!r}: this place cannot create a file only if there is none, in one step, so "
+                             "two owners could overwrite each other; expected a folder, or an object store")
 
     def read(self, path: str, most: int) -> bytearray:
         with self._reported(path):
             try:
-                size = self.fs.info(self._path(path))["size"]
-                if size > most:
-                    raise SnapshotCorrupt(f"{self.url}/{path} has {size} bytes; expected at most {most}")
+                self.fs.invalidate_cache()  # a listing that was kept knows nothing of other owners
+                found = self.fs.info(self._path(path))
+                if found["type"] != "file":
+                    raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read")
+                if found["size"] > most:
+                    raise SnapshotCorrupt(f"{self.url}/{path} has {found['size']} bytes; expected at most {most}")
                 return bytearray(self.fs.cat_file(self._path(path)))
             except FileNotFoundError:
                 raise SnapshotNotFound(f"no {path} in {self.url}") from None
-            except IsADirectoryError:
-                raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read") from None
 
     def write(self, path: str, parts: Iterable[bytes], *, exclusive: bool = False) -> None:
         with self._reported(path):
@@ -295,18 +387,23 @@ class RemoteFiles:
             try:
                 self.fs.pipe_file(target, b"".join(parts), mode="create" if exclusive else "overwrite")
             except FileExistsError:
+                if not exclusive:
+                    raise
                 raise Exists(path) from None
 
+    def settle(self, folder: str) -> None:
+        pass  # what is seen was acknowledged
+
     def sizes(self, folder: str) -> dict[str, int]:
-        return {name: entry["size"] for name, entry in self._entries(folder) if entry["type"] == "file"}
+        return {name: entry["size"] for name, entry in self._entries(folder)
+                if entry["type"] == "file" and not name.startswith(TEMPORARY)}
 
     def folders(self, folder: str) -> list[str]:
-        return sorted(name for name, entry in self._entries(folder) if entry["type"] == "directory")
+        return [name for name, entry in self._entries(folder) if entry["type"] == "directory"]
 
     def delete(self, path: str) -> None:
         with self._reported(path), contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self._path(path))
-            self.fs.invalidate_cache()
 
     def sweep(self, folder: str, older_s: float) -> list[str]:
         return []  # an object that was not acknowledged is not there
@@ -315,15 +412,14 @@ class RemoteFiles:
         import datetime
         try:
             changed = self.fs.modified(self._path(path))
-        except (NotImplementedError, OSError):
+            return (datetime.datetime.now(changed.tzinfo) - changed).total_seconds()
+        except Exception:  # a place that cannot tell says so in many ways
             return 0.0
-        now = datetime.datetime.now(changed.tzinfo)
-        return (now - changed).total_seconds()
 
     def remove_folder(self, folder: str) -> None:
         with self._reported(folder), contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self._path(folder), recursive=True)
             self.fs.invalidate_cache()
+            self.fs.rm(self._path(folder), recursive=True)
 
     @contextlib.contextmanager
     def lock(self, folder: str, *, shared: bool) -> Iterator[bool]:
@@ -334,27 +430,33 @@ class RemoteFiles:
         return f"{self.root}/{path}"
 
     def _entries(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        """Names in a folder, sorted, with what the place says about each."""
         with self._reported(folder or "store"):
             self.fs.invalidate_cache()
+            place = self._path(folder) if folder else self.root
             try:
-                found = self.fs.ls(self._path(folder) if folder else self.root, detail=True)
+                found = self.fs.ls(place, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found]
+        # An object store lists the marker of a folder, or a file of that name, as if it were inside.
+        return sorted(((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found
+                       if entry["name"].strip("/") != place.strip("/")), key=lambda item: item[0])
 
     @contextlib.contextmanager
     def _reported(self, path: str) -> Iterator[None]:
+        """Whatever a third party raises as StoreError: botocore's and aiohttp's errors are no OSErrors."""
         try:
             yield
-        except (OSError, TimeoutError) as error:
-            raise StoreError(f"{self.url}/{path}: {error}; nothing was acknowledged") from error
+        except (LocretError, Exists):
+            raise
+        except Exception as error:
+            raise StoreError(f"{self.url}/{path}: {error or type(error).__name__}; nothing was acknowledged") from error
 
 
 def open_files(url: str | Path) -> Files:
-    """The folder or place that a user named: a path, `file://…`, or another URL that fsspec knows."""
+    """The folder or place that a user named: a path, `file://…`, or the URL of an object store that fsspec knows."""
     text = os.fspath(url)
-    if "://" not in text:
-        return LocalFiles(text)
-    if text.startswith("file://"):
-        return LocalFiles(text.removeprefix("file://"))
-    return RemoteFiles(text)
+    for scheme in ("file://", "local://"):
+        if text.startswith(scheme):
+            return LocalFiles(text.removeprefix(scheme))
+    return RemoteFiles(text) if "://" in text else LocalFiles(text)

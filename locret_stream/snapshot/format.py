@@ -254,16 +254,16 @@ def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], tup
     try:
         return _DECODERS[kind].decode(content), (own.hex(), length)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise SnapshotCorrupt(f"{what}: the header is not one of this format: {error}") from None
+        raise SnapshotCorrupt(f"{what}: the header is not one of this format: {_brief(error)}") from None
 
 
 class _TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    dtype: str
+    dtype: Annotated[str, Meta(max_length=16)]
     shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
     data_offsets: tuple[Count, Count]
 
 
-_ENTRIES = msgspec.json.Decoder(dict[str, _TensorEntry])
+_ENTRIES = msgspec.json.Decoder(dict[Annotated[str, Meta(max_length=256)], _TensorEntry])
 
 
 def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
@@ -287,7 +287,7 @@ def _entries(section: memoryview, what: str) -> tuple[list[tuple[str, _TensorEnt
     try:
         found = _ENTRIES.decode(section[8:8 + length])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise SnapshotCorrupt(f"{what}: not a tensor header: {error}") from None
+        raise SnapshotCorrupt(f"{what}: not a tensor header: {_brief(error)}") from None
     entries, at, data = sorted(found.items(), key=lambda item: item[1].data_offsets), 0, section[8 + length:]
     for name, entry in entries:
         dtype = DTYPES.get(entry.dtype)
@@ -309,6 +309,11 @@ def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
     if not len(data):
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
+
+
+def _brief(error: Exception) -> str:
+    """The message of an error that may quote the file: short, and nothing that a terminal would obey."""
+    return ascii(str(error)[:200])[1:-1]
 
 
 def _end_of(size: int) -> int:

@@ -61,12 +61,13 @@ def expect_same(found: Identity, expected: Identity, what: str) -> None:
 
 def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     """xxh3-128 over names, dtypes, shapes and every byte of the tensors; their order does not matter."""
-    whole = xxhash.xxh3_128()
-    for name, tensor in sorted(named, key=lambda item: item[0]):
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        whole.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        whole.update(xxhash.xxh3_128_digest(memoryview(flat.view(torch.uint8).numpy())))
-    return whole.hexdigest()
+    return digest_text(*sorted(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{_digest_bytes(tensor)}"
+                               for name, tensor in named))
+
+
+def _digest_bytes(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return xxhash.xxh3_128_hexdigest(memoryview(flat.view(torch.uint8).numpy()))
 
 
 def digest_text(*parts: str) -> str:

@@ -16,42 +16,45 @@ import torch
 from locret_stream.errors import SnapshotCorrupt
 from locret_stream.snapshot.format import LogPart, LogRef, expect, pack, tensors
 
-PART_IDS = 16 << 20  # the most ids of one part: 64 MiB
+PART_IDS = 16 << 20  # parts do not grow together beyond so many ids: 64 MiB
+TAKEN_SHARE = 1.5  # a new part takes in those before it of up to so many times its ids
 
 
 class Spool:
-    """Ids accepted since the last snapshot; position `start` on. One thread at a time."""
+    """Ids accepted since the last snapshot; position `start` on. One thread at a time.
+
+    A write that fails (OSError) leaves what came before it, and the next one takes its place.
+    """
 
     def __init__(self, start: int):
         self.start = self.end = start
-        self._file = tempfile.TemporaryFile(prefix="locret-log-")
+        self._origin = start  # position of the file's first id
+        self._file = tempfile.TemporaryFile(prefix="locret-log-", buffering=0)
 
     def append(self, ids: Iterable[int], at: int | None = None) -> None:
         """Ids of the stream from position `at` on (None: where the last ones ended); what was there is forgotten."""
         at = self.end if at is None else at
         assert self.start <= at <= self.end, "the log has a gap"
-        data = np.fromiter(ids, dtype="<i4")
-        self._file.seek(4 * (at - self.start))
-        self._file.truncate()
-        self._file.write(data.tobytes())
-        self._file.flush()
-        self.end = at + len(data)
+        data = np.fromiter(ids, dtype="<i4").tobytes()
+        self.end, done = at, 0
+        self._file.seek(4 * (at - self._origin))
+        while done < len(data):
+            done += self._file.write(data[done:])
+        self.end = at + len(data) // 4
 
     def read(self, end: int) -> np.ndarray:
         """Ids start .. end-1, int32."""
         assert self.start <= end <= self.end
-        self._file.seek(0)
-        data = self._file.read(4 * (end - self.start))
-        self._file.seek(0, 2)
-        return np.frombuffer(data, dtype="<i4")
+        self._file.seek(4 * (self.start - self._origin))
+        return np.fromfile(self._file, dtype="<i4", count=end - self.start)
 
     def drop(self, end: int) -> None:
-        """Forget ids before `end`: a part holds them now."""
-        rest = self.read(self.end)[end - self.start:]
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(rest.tobytes())
+        """Forget ids before `end`: a part holds them now. Their room is given back once nothing is left."""
+        assert self.start <= end <= self.end
         self.start = end
+        if end == self.end:
+            self._file.truncate(0)
+            self._origin = end
 
     def close(self) -> None:
         """Delete the spool."""
@@ -59,19 +62,20 @@ class Spool:
 
 
 def absorbed(refs: Sequence[LogRef], count: int) -> int:
-    """How many of the last parts a new part of `count` ids takes in, so that parts stay few: those not larger."""
+    """How many of the last parts a new part of `count` ids takes in; so sizes fall geometrically, and parts are few."""
     taken = 0
     while taken < len(refs):
         before = refs[-1 - taken]
         size = before.end - before.start
-        if size > count or size + count > PART_IDS:
+        if size > TAKEN_SHARE * count or size + count > PART_IDS:
             break
         count, taken = count + size, taken + 1
     return taken
 
 
 def write_part(body: LogPart, ids: np.ndarray, pending: np.ndarray) -> list[bytes]:
-    """The container of ids from position `body.start` on."""
+    """The container of ids from position `body.start` on, and of those that were pending behind them."""
+    assert body.start < body.end == body.start + len(ids) and bool(body.start) == bool(body.before)
     return pack(body, {"ids": {"ids": torch.from_numpy(ids.astype(np.int32)),
                                "pending": torch.from_numpy(pending.astype(np.int32))}})
 
@@ -82,8 +86,9 @@ def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> tupl
     Raises:
         SnapshotCorrupt: not what its header says.
     """
-    if set(sections) != {"ids"} or body.end < body.start:
-        raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected ids")
+    if set(sections) != {"ids"} or body.end <= body.start or bool(body.start) != bool(body.before):
+        raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}, ids {body.start} to {body.end} behind part "
+                              f"{body.before or 'none'}; expected section ids, some ids, a part before others than 0")
     found = tensors(sections["ids"], what)
     pending = found.get("pending")
     expect(found, {"ids": (torch.int32, (body.end - body.start,)),

@@ -18,11 +18,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import SimpleNamespace
 
-from locret_stream.errors import ConfigError, SnapshotCorrupt, StoreError
+from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotTooNew, StoreError
 
-MAGIC = b"\x89LOCSEA\n" + (1).to_bytes(2, "little")
+MAGIC = b"\x89LOCSEA\n"
+VERSION = 1
+HEAD = len(MAGIC) + 2  # magic and version; then the salt
 SALT, TAG, SEGMENT = 32, 16, 1 << 20
 KEY_BYTES = 32
 
@@ -36,13 +38,13 @@ def user_key(key: bytes | str | None) -> bytes | None:
     if key is None:
         return None
     try:
-        raw = bytes.fromhex(key) if isinstance(key, str) else bytes(key)
-    except (TypeError, ValueError):
+        raw = bytes.fromhex(key) if isinstance(key, str) else bytes(memoryview(key))
+    except (TypeError, ValueError):  # of an int, `bytes` would make that many zeros
         raw = b""
     if len(raw) != KEY_BYTES:
         raise ConfigError("the store's key is not 32 bytes or 64 hexadecimal digits; `python -c \"import secrets; "
                           "print(secrets.token_hex(32))\"` makes one")
-    _aead(raw)
+    _cipher()
     return raw
 
 
@@ -54,7 +56,7 @@ def new_data_key() -> bytes:
 def wrap(data_key: bytes, key: bytes, session: str) -> bytes:
     """The data key, to be stored."""
     nonce = os.urandom(12)
-    return nonce + _aead(key).encrypt(nonce, data_key, session.encode())
+    return nonce + _cipher().AESGCM(key).encrypt(nonce, data_key, session.encode())
 
 
 def unwrap(wrapped: bytes, key: bytes, session: str) -> bytes:
@@ -63,10 +65,10 @@ def unwrap(wrapped: bytes, key: bytes, session: str) -> bytes:
     Raises:
         StoreError: another user's key, or a damaged file.
     """
-    from cryptography.exceptions import InvalidTag
+    cipher = _cipher()
     try:
-        return _aead(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), session.encode())
-    except (InvalidTag, ValueError):
+        return cipher.AESGCM(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), session.encode())
+    except (cipher.InvalidTag, ValueError):
         raise StoreError("the session's key does not open with the key given; expected the one it was made with"
                          ) from None
 
@@ -74,8 +76,8 @@ def unwrap(wrapped: bytes, key: bytes, session: str) -> bytes:
 def seal(parts: Iterable[bytes], data_key: bytes, where: str) -> Iterator[bytes]:
     """The sealed file of a container that comes in parts."""
     salt = os.urandom(SALT)
-    yield MAGIC + salt
-    aead, number, held = _aead(_file_key(data_key, salt, where)), 0, bytearray()
+    yield MAGIC + VERSION.to_bytes(2, "little") + salt
+    aead, number, held = _cipher().AESGCM(_file_key(data_key, salt, where)), 0, bytearray()
     for part in parts:
         held += part
         while len(held) > SEGMENT:
@@ -89,19 +91,25 @@ def unseal(data: bytearray, data_key: bytes, where: str) -> bytearray:
     """The container in a sealed file.
 
     Raises:
-        SnapshotCorrupt: not sealed with this key for this place, or damaged.
+        SnapshotTooNew: sealed as a later version does. SnapshotCorrupt: not sealed with this key for this place, or
+            damaged.
     """
-    from cryptography.exceptions import InvalidTag
-    view = memoryview(data)
-    if bytes(view[:len(MAGIC)]) != MAGIC or len(view) < len(MAGIC) + SALT + TAG:
+    cipher, view = _cipher(), memoryview(data)
+    if bytes(view[:len(MAGIC)]) != MAGIC or len(view) < HEAD + SALT + TAG:
         raise SnapshotCorrupt(f"{where}: not an encrypted file of this store")
-    salt, at, number = bytes(view[len(MAGIC):len(MAGIC) + SALT]), len(MAGIC) + SALT, 0
-    aead, out = _aead(_file_key(data_key, salt, where)), bytearray()
+    version = int.from_bytes(view[len(MAGIC):HEAD], "little")
+    if version > VERSION:
+        raise SnapshotTooNew(f"{where}: encrypted as version {version}; this library reads up to {VERSION}; install a "
+                             "newer one")
+    if version != VERSION:
+        raise SnapshotCorrupt(f"{where}: encrypted as version {version}; expected 1 to {VERSION}")
+    salt, at, number = bytes(view[HEAD:HEAD + SALT]), HEAD + SALT, 0
+    aead, out = cipher.AESGCM(_file_key(data_key, salt, where)), bytearray()
     while at < len(view):
         end = min(at + SEGMENT + TAG, len(view))
         try:
             out += aead.decrypt(_nonce(number, end == len(view)), bytes(view[at:end]), None)
-        except (InvalidTag, ValueError):
+        except cipher.InvalidTag:
             raise SnapshotCorrupt(f"{where}: segment {number} does not open: damaged, moved, or of another session"
                                   ) from None
         at, number = end, number + 1
@@ -113,15 +121,22 @@ def _nonce(number: int, last: bool) -> bytes:
 
 
 def _file_key(data_key: bytes, salt: bytes, where: str) -> bytes:
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-    return HKDF(SHA256(), KEY_BYTES, salt, where.encode()).derive(data_key)
+    cipher = _cipher()
+    return cipher.HKDF(cipher.SHA256(), KEY_BYTES, salt, where.encode()).derive(data_key)
 
 
-def _aead(key: bytes) -> Any:
+def _cipher() -> SimpleNamespace:
+    """What is needed of the `cryptography` package, an extra.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
+        from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError:
         raise ConfigError("a store with a key needs the package cryptography: pip install 'locret-stream[encryption]'"
                           ) from None
-    return AESGCM(key)
+    return SimpleNamespace(AESGCM=AESGCM, HKDF=HKDF, InvalidTag=InvalidTag, SHA256=SHA256)

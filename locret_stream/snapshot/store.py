@@ -65,8 +65,8 @@ class Store:
         vault = Vault.locate(self.files, name, self._key)
         branch = Branch(vault, name, name, log=self._log)
         found, branch.head = vault.generations(name)
-        if found:
-            branch.session = vault.read_manifest(name, found[-1])[0].session
+        if found and vault.folder != "s-" + hashed(name):
+            branch.session = vault.session_name()
         return branch
 
     def has(self, name: str) -> bool:

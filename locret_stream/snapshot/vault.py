@@ -19,9 +19,10 @@ import hashlib
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotNotFound, StoreError
+from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew, StoreError
 from locret_stream.snapshot import seal
 from locret_stream.snapshot.files import Exists, Files
 from locret_stream.snapshot.format import PREAMBLE, LogPart, LogRef, Manifest, Page, PageRef, unpack
@@ -107,13 +108,14 @@ class Vault:
         self.files.write(whole, seal.seal(parts, key, whole) if key else parts, exclusive=exclusive)
 
     def write_named(self, folder: str, parts: Sequence[bytes]) -> str:
-        """Write a page or log part under a name of its own, and return that; the same content is written once."""
+        """Write a page or log part under a name of its own, and return that.
+
+        A file that is there already is written all the same: it may be damaged.
+        """
         if self._key(make=True) is not None:
             name = secrets.token_hex(16)
         else:
             name = PREAMBLE.unpack_from(parts[0])[-1].hex()
-            if self.files.sizes(f"{self.folder}/{folder}").get(name) == sum(map(len, parts)):
-                return name
         self.write(f"{folder}/{name}", parts)
         return name
 
@@ -174,6 +176,19 @@ class Vault:
     def write_alias(self, branch: str) -> None:
         """Let the branch's own name lead here."""
         self.files.write(f"s-{hashed(branch)}/branch", [self.folder.encode()])
+
+    def session_name(self) -> str:
+        """The name of the session that this folder is of, as its manifests say.
+
+        Raises:
+            SnapshotCorrupt: none of them can be read.
+        """
+        for path, _ in self.manifests():
+            with suppress(SnapshotCorrupt, SnapshotTooNew):
+                body, _, _ = self.read(path, Manifest, MANIFEST_LIMIT, path)
+                if "s-" + hashed(body.session) == self.folder:
+                    return body.session
+        raise SnapshotCorrupt(f"no manifest in {self.folder} can be read")
 
     def manifests(self) -> list[tuple[str, int]]:
         """(path inside the session, generation) of every manifest of every branch."""
