@@ -82,7 +82,7 @@ def test_without_arguments_it_says_where_to_start():
     assert code == 0 and "locret-stream demo" in out
 
 
-@pytest.mark.parametrize("verb", ["demo", "run", "train-heads", "inspect"])
+@pytest.mark.parametrize("verb", ["demo", "run", "snapshots", "train-heads", "inspect"])
 def test_help_teaches_with_examples(verb: str):
     code, out, _ = invoke(verb, "--help")
     assert code == 0 and "Examples:" in out and f"locret-stream {verb}" in out and "--json" in out
@@ -334,3 +334,50 @@ def test_files_are_read_in_pieces_that_join_and_end_in_a_newline(tmp_path: Path)
     path.write_bytes("ä".encode()[:1])
     with pytest.raises(InvalidText, match="byte 0"):
         list(file_text(path))
+
+
+# -- sessions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_session_goes_on_in_the_next_run_and_is_looked_after(small: list[str], tmp_path: Path):
+    text = tmp_path / "notes.txt"
+    text.write_text("The pass key of falcon is 48213.\n" * 20)
+    store = ["--store", str(tmp_path / "store")]
+    here = ["run", "--session", "builds", *store, *small, "--ask", "What?", "--max-new-tokens", "3", "--json"]
+    code, out, _ = invoke(*here, text)
+    first = json.loads(out)
+    assert code == 0 and first["tokens_fed"] > 600
+    code, out, err = invoke(*here, text="")  # nothing piped in: only the question
+    again = json.loads(out)
+    assert code == 0 and again["tokens_fed"] == 0 and again["answers"] == first["answers"]
+    assert "Session builds:" in err
+
+    code, out, _ = invoke("snapshots", "list", *store, "--json")
+    [one] = json.loads(out)["snapshots"]
+    assert (one["name"], one["generation"]) == ("builds", 1) and one["tokens"] > first["tokens_fed"]
+    code, out, _ = invoke("snapshots", "verify", *store)
+    assert code == 0 and "1 of 1 snapshots are sound" in out
+    page = next((tmp_path / "store").glob("s-*/pages/*"))
+    page.write_bytes(page.read_bytes()[:-1])
+    code, out, _ = invoke("snapshots", "verify", *store)
+    assert code == 1 and "0 of 1" in out and page.name in out
+    assert "--yes" in mistake("snapshots", "forget", "builds", *store, "--json")
+    code, out, _ = invoke("snapshots", "forget", "builds", *store, "--yes")
+    assert code == 0 and not list((tmp_path / "store").rglob("*.snap"))
+
+
+def test_a_session_of_another_budget_is_refused_or_read_again(small: list[str], tmp_path: Path):
+    here = ["run", "--session", "a", "--store", str(tmp_path), *small, "--ask", "What?", "--max-new-tokens", "3"]
+    invoke(*here, text="The pass key of falcon is 48213.\n" * 20)
+    other = [{"96": "80"}.get(word, word) for word in here]
+    assert "other budgets" in mistake(*other, text="")
+    code, _, err = invoke(*other, "--on-mismatch", "rebuild", text="")
+    assert code == 0 and "Session a:" in err
+    assert "expected 'raise' or 'rebuild'" in mistake(*here, "--on-mismatch", "maybe", text="")
+
+
+@pytest.mark.parametrize("words", [["info", "nobody"], ["verify", "nobody"], ["delete", "nobody"],
+                                   ["forget", "nobody", "--yes"], ["list", "--key", "short"]])
+def test_mistakes_about_sessions_are_one_line(tmp_path: Path, words: list[str]):
+    assert mistake("snapshots", *words, "--store", str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()

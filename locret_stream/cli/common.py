@@ -37,6 +37,12 @@ Device = Annotated[str | None, typer.Option(show_default="cuda where there is on
 Dtype = Annotated[str, typer.Option(help="Of the weights, such as bfloat16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
+DEFAULT_STORE = "~/.local/share/locret"
+StoreUrl = Annotated[str, typer.Option("--store", envvar="LOCRET_STORE", help=(
+    "Where sessions are kept: a folder, or a URL such as s3://bucket/memories."))]
+Key = Annotated[str | None, typer.Option(envvar="LOCRET_KEY", help=(
+    "64 hexadecimal digits under which sessions are encrypted; better given by the variable."))]
+
 MISTAKE, INTERRUPTED = 2, 130
 PIECE_BYTES = 1 << 16
 
@@ -56,6 +62,8 @@ class OneLineGroup(TyperGroup):
             if code == INTERRUPTED:  # before or after a verb's own `interruptible`
                 print("\nInterrupted.", file=sys.stderr)
         except typer.TyperException as error:
+            if not error.format_message():  # help was asked for by giving nothing
+                raise SystemExit(0) from None
             fail(error.format_message(), error.exit_code)
         except LocretError as error:
             fail(explain(error))

@@ -6,22 +6,25 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from locret_stream.cli.common import (
+    DEFAULT_STORE,
     Chunk,
     Device,
     Dtype,
     Heads,
     Held,
     Json,
+    Key,
     Model,
     Policy,
     Reader,
+    StoreUrl,
     Units,
     check_readable,
     describe,
@@ -35,7 +38,7 @@ from locret_stream.cli.common import (
 )
 from locret_stream.cli.display import Board, Row
 from locret_stream.config import Sampling
-from locret_stream.errors import ConfigError
+from locret_stream.errors import ConfigError, EmptySource
 
 if TYPE_CHECKING:
     from locret_stream.context import StreamingContext
@@ -54,6 +57,9 @@ Examples:
   journalctl | locret-stream run --ask "Which unit failed?" --ask "When?"
   # read two files, then chat
   locret-stream run part1.txt part2.txt
+  # a memory that goes on tomorrow
+  locret-stream run today.log --session builds
+  locret-stream run --session builds --ask "What broke on Monday?"
   # a model of your own, with its retaining heads
   locret-stream run big.txt --model ./llama --heads ./heads --budget 512MiB
   # or with a policy that needs no heads
@@ -71,6 +77,12 @@ def run(
     device: Device = None,
     dtype: Dtype = "auto",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    session: Annotated[str | None, typer.Option(help=(
+        "Name of a stored session: goes on where it stopped, and is saved at the end."))] = None,
+    store: StoreUrl = DEFAULT_STORE,
+    key: Key = None,
+    on_mismatch: Annotated[str, typer.Option(help=(
+        '"rebuild" reads a session\'s log again if its snapshot is damaged or of another model or budget.'))] = "raise",
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: for base models.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of one answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -83,7 +95,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     names = list(files or [])
-    if not names and not stdin_is_terminal():
+    piped = not names and not stdin_is_terminal()
+    if piped:
         names = ["-"]
     if names.count("-") > 1:
         raise ConfigError('"-" is given more than once; stdin can be read only once')
@@ -97,19 +110,25 @@ def run(
                         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed)
     held = Held()
     with interruptible(held):
-        runtime = make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype)
+        runtime = make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype,
+                               store=None if session is None else store, key=None if session is None else key)
 
-        async def session() -> None:
-            async with aclosing(runtime), runtime.open("run", system=system, raw=True if raw else None) as context:
+        async def talk() -> None:
+            async with aclosing(runtime), runtime.open(session, system=system, raw=True if raw else None,
+                                                       on_mismatch=on_mismatch) as context:
+                if session is not None and context.memory.tokens:
+                    err.print(f"Session {session}: {describe(context.memory)}.", soft_wrap=True)
                 with held.watching(lambda: context.memory):
-                    row = await read(names, context) if names else None
+                    row = None
+                    with suppress(EmptySource) if piped and session is not None else nullcontext():
+                        row = await read(names, context) if names else None
                     if questions is None:
                         await answer(list(ask or ()), context, sampling, row, as_json)
                     else:
                         await chat(questions, context, sampling)
                         err.print(f"Held at the end: {describe(context.memory)}.", soft_wrap=True)
 
-        asyncio.run(session())
+        asyncio.run(talk())
 
 
 def _questions(stdin_taken: bool) -> Reader:

@@ -8,8 +8,8 @@ manifest names is rubbish for the collector.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -110,12 +110,17 @@ class Branch:
     Attributes:
         head: the newest number this owner knows; the next save is head + 1 or `StaleOwner`.
         parent: digest of the manifest that the live context grew out of.
+        base: branch and number of the snapshot that names `pages` and `log`, None if there is none.
+        tried: digest of a manifest whose writing failed. It may be there all the same: an answer got lost, or its
+            folder could not be synced.
         spool: ids accepted since the last save, or None for a session without a log.
     """
 
     def __init__(self, vault: Vault, session: str, name: str, *, log: bool):
         self.vault, self.session, self.name, self.keeps_log = vault, session, name, log
         self.head, self.parent = 0, ""
+        self.base: tuple[str, int] | None = None
+        self.tried = ""
         self.pages: tuple[PageIndex, ...] = ()
         self.log: tuple[LogRef, ...] = ()
         self.spool: Spool | None = None
@@ -133,10 +138,27 @@ class Branch:
         Raises:
             SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: nothing changed.
         """
-        found, highest = self.vault.generations(self.name)
-        if not found:
-            raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.vault.files.url}")
-        number = found[-1] if generation is None else generation
+        while True:
+            found, highest = self.vault.generations(self.name)
+            if not found:
+                raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.vault.files.url}")
+            number = found[-1] if generation is None else generation
+            try:
+                restored, pages, own = self._read(number, identity, geometry, capacity)
+                break
+            except SnapshotError:
+                # Nothing holds collectors off while this reads. Was it deleted meanwhile, a newer one is there.
+                if generation is not None or number in self.vault.generations(self.name)[0]:
+                    raise
+        log = restored.manifest.log
+        spool = self._spool(log[-1].end if log else 0) if log is not None else None
+        self.close()
+        self.head, self.parent, self.base, self.tried = highest, own, (self.name, number), ""
+        self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
+        return restored
+
+    def _read(self, number: int, identity: Identity | None, geometry: Geometry,
+              capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
         manifest, sections, own = self.vault.read_manifest(self.name, number)
         what = f"snapshot {number} of {self.name!r}"
         if identity is not None:
@@ -153,17 +175,19 @@ class Branch:
         clash = sorted(state.keys() & assembly.units.keys())
         if clash:
             raise SnapshotCorrupt(f"{what}: its state holds a tensor {clash[0]!r}, which belongs to its pages")
-        restored = Restored(manifest, {**assembly.finish(), **state})
-        self.head, self.parent, self.pages, self.log = highest, own, tuple(pages), manifest.log or ()
-        self._begin_log(manifest)
-        return restored
+        return Restored(manifest, {**assembly.finish(), **state}), tuple(pages), own
 
-    def _begin_log(self, manifest: Manifest) -> None:
-        """Go on with the log that the snapshot has; one that was saved without keeps none."""
-        if self.spool is not None:
-            self.spool.close()
-        self.keeps_log = manifest.log is not None
-        self.spool = Spool(self.log[-1].end if self.log else 0) if self.keeps_log else None
+    def _spool(self, start: int) -> Spool:
+        with self._logging():
+            return Spool(start)
+
+    @contextmanager
+    def _logging(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"the log of {self.name!r} cannot be kept: {error}; expected room for temporary files, or "
+                             "a store with log=False") from error
 
     def _read_page(self, ref: PageRef, geometry: Geometry, what: str) -> tuple[PageIndex, dict[str, Tensor]]:
         page = f"{what}, page {ref.name}"
@@ -194,6 +218,8 @@ class Branch:
             SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer.
         """
         found, _ = self.vault.generations(self.name)
+        if not found:
+            raise SnapshotCorrupt(f"{self.name!r} has no snapshot in {self.vault.files.url}, so no log")
         try:
             manifest, sections, _ = self.vault.read_manifest(self.name, found[-1])
         except SnapshotError:
@@ -233,15 +259,17 @@ class Branch:
 
     def begin_anew(self) -> None:
         """Go on from a log that is fed again: it stays, every page is written anew."""
-        self.head, self.pages, self.log = self.vault.generations(self.name)[1], (), ()
-        self.spool = Spool(0) if self.keeps_log else None
+        spool = self._spool(0) if self.keeps_log else None
+        self.close()
+        self.head, self.base, self.tried = self.vault.generations(self.name)[1], None, ""
+        self.pages, self.log, self.spool = (), (), spool
 
     # -- writing ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """This owner starts a session from nothing."""
         if self.keeps_log:
-            self.spool = Spool(0)
+            self.spool = self._spool(0)
 
     def note(self, position: int, ids: Sequence[int]) -> None:
         """Ids about to be committed at `position`. The same again, or other ones after an undone turn, replace them.
@@ -250,11 +278,8 @@ class Branch:
             StoreError: the spool cannot be written.
         """
         if self.spool is not None:
-            try:
+            with self._logging():
                 self.spool.append(ids, position)
-            except OSError as error:
-                raise StoreError(f"the log of {self.name!r} cannot be written: {error}; expected room for temporary "
-                                 "files, or a store with log=False") from error
 
     def fork(self, name: str, seen: int) -> Branch:
         """A branch by another name that begins at the committed position `seen` of this one; unsaved ids are copied.
@@ -266,13 +291,14 @@ class Branch:
             raise ConfigError(f"fork {name!r}: the store has a session of that name; expected a new one, or `delete` "
                               "that first")
         twin = Branch(self.vault, self.session, name, log=self.keeps_log)
-        twin.parent = self.parent
+        twin.parent, twin.base = self.parent, self.base
         twin.head = self.vault.generations(name)[1]
         twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
         twin.log = self.log
         if self.spool is not None:
-            twin.spool = Spool(self.spool.start)
-            twin.spool.append(self.spool.read(seen))
+            with self._logging():
+                twin.spool = Spool(self.spool.start)
+                twin.spool.append(self.spool.read(seen))
         return twin
 
     def close(self) -> None:
@@ -302,15 +328,21 @@ class Save:
         self._stack = ExitStack()
 
     def __enter__(self) -> Save:
-        branch = self.branch
-        self._locked = self._stack.enter_context(branch.vault.files.lock(branch.vault.folder, shared=True))
+        branch, vault = self.branch, self.branch.vault
+        self._expect_newest()  # before the lock, which would make the folder of a forgotten session again
+        self._locked = self._stack.enter_context(vault.files.lock(vault.folder, shared=True))
         try:
-            self._expect_newest()
-            # What this owner knows may have been deleted since: by somebody else, or after a rewind.
-            stored = branch.vault.stored("pages")
-            pages = [page for page in branch.pages if page.ref.name in stored]
-            self.plan: Plan = plan(pages, self.moment.positions, self.moment.seen, self.geometry)
-            if branch.spool is not None and not {ref.name for ref in branch.log} <= branch.vault.stored("log"):
+            vault.refresh()
+            found = self._expect_newest()
+            # What this owner knows may have been deleted since: by somebody else, or after a rewind. Where collectors
+            # cannot be held off, what no snapshot names may go in any moment.
+            named = self._locked or branch.base is None or branch.base[1] in (
+                found if branch.base[0] == branch.name else vault.generations(branch.base[0])[0])
+            pages, log = ([*branch.pages], [*branch.log]) if named else ([], [])
+            stored = vault.stored("pages", [page.ref for page in pages])
+            self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
+                                   self.moment.seen, self.geometry)
+            if branch.spool is not None and len(vault.stored("log", log)) < len(branch.log):
                 branch.close()
                 branch.log = ()
         except BaseException:
@@ -321,13 +353,23 @@ class Save:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _expect_newest(self) -> None:
+    def _expect_newest(self) -> list[int]:
+        """The snapshots there are, if this owner is the one who saves next."""
         branch = self.branch
-        highest = branch.vault.generations(branch.name)[1]
+        found, highest = branch.vault.generations(branch.name)
+        if branch.tried and highest == branch.head + 1 and self._ours(highest):
+            branch.head, branch.parent, branch.tried = highest, branch.tried, ""
         if highest != branch.head:
             raise StaleOwner(f"{branch.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
-                             f"{highest}, this owner knows {branch.head}. Nothing was written; expected one owner: "
-                             "save under a new name, or open it again")
+                             f"{highest}, this owner knows {branch.head}. Nothing was acknowledged; expected one owner:"
+                             " save under a new name, or open it again")
+        return found
+
+    def _ours(self, number: int) -> bool:
+        """Whether that snapshot is what this owner tried to write."""
+        with suppress(SnapshotError):
+            return self.branch.vault.read_manifest(self.branch.name, number)[2] == self.branch.tried
+        return False
 
     def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
         """Write one of the ranges that `plan.write` asks for."""
@@ -349,38 +391,71 @@ class Save:
             created=time.time(), library=library, identity=self.identity, tokens=moment.tokens, seen=moment.seen,
             counts=moment.counts, pages=refs, log=log, frame=moment.frame)
         parts = pack(manifest, {"state": moment.state, "masks": pack_masks([mask for _, mask in pages])})
-        path = branch.vault.manifest_path(branch.name, manifest.generation)
-        if branch.name != branch.session and branch.head == 0:
-            branch.vault.write_alias(branch.name)
-        try:
-            branch.vault.write(path, parts, exclusive=True)
-        except Exists:
-            self._expect_newest()
-            raise
-        if not self._locked and not {ref.name for ref in refs} <= branch.vault.stored("pages"):
-            branch.vault.files.delete(f"{branch.vault.folder}/{path}")
-            raise StoreError(f"{branch.name!r}: pages of this snapshot were collected while it was saved; expected "
-                             "another try")
         own = parts[0][32:48].hex()
+        self._publish(manifest, parts, own)
         branch.head, branch.parent, branch.log = manifest.generation, own, log or ()
+        branch.base, branch.tried = (branch.name, manifest.generation), ""
         branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
                              for ref, (index, _) in zip(refs, pages, strict=True))
         if branch.spool is not None:
-            branch.spool.drop(log_end)
+            try:
+                branch.spool.drop(log_end)
+            except OSError:  # the snapshot is durable; of the log, what this one has is the end
+                branch.close()
         self.written += sum(map(len, parts))
         return describe(manifest, sum(map(len, parts)), branch.vault.encrypted, self.written)
+
+    def _publish(self, manifest: Manifest, parts: Sequence[bytes], own: str) -> None:
+        """Create the manifest under its number, which makes everything it names this branch's newest snapshot."""
+        branch, vault = self.branch, self.branch.vault
+        path = vault.manifest_path(branch.name, manifest.generation)
+        vault.claim(branch.name)
+        branch.tried = own
+        try:
+            vault.write(path, parts, exclusive=True)
+        except Exists:
+            if not self._ours(manifest.generation):  # else the place was asked twice by a layer below
+                branch.tried = ""
+                self._expect_newest()
+                raise StoreError(f"{vault.folder}/{path} is there and is no snapshot; expected nothing of that name"
+                                 ) from None
+        try:
+            vault.expect_claim(branch.name)
+            if not self._locked:
+                self._expect_undisturbed(manifest)
+        except BaseException:
+            with suppress(StoreError):  # that it failed matters more
+                vault.files.delete(f"{vault.folder}/{path}")
+            raise
+
+    def _expect_undisturbed(self, manifest: Manifest) -> None:
+        """Where nothing held others off: nobody saved, deleted, collected or forgot while this saved."""
+        branch, vault = self.branch, self.branch.vault
+        if (found := vault.generations(branch.name)) and (
+                found[1] != manifest.generation or vault.gone(branch.name, manifest.generation)):
+            raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
+                             "expected one owner: save under a new name, or open it again")
+        log = manifest.log or ()
+        if (len(vault.stored("pages", manifest.pages)) < len(manifest.pages)
+                or len(vault.stored("log", log)) < len(log) or not vault.key_stands):
+            raise StoreError(f"{branch.name!r}: files of this snapshot were deleted while it was saved; expected "
+                             "another try")
 
     def _log_parts(self, end: int) -> tuple[LogRef, ...]:
         """The log up to `end`, its newest parts put together with what the spool holds."""
         branch = self.branch
-        ids = branch.spool.read(end)
+        with branch._logging():
+            ids = branch.spool.read(end)
         if not len(ids):
             return branch.log
-        taken = absorbed(branch.log, len(ids))
-        stay, old = branch.log[:len(branch.log) - taken], branch.log[len(branch.log) - taken:]
-        for ref in reversed(old):
-            what = f"log part {ref.name} of {branch.name!r}"
-            ids = np.concatenate([read_part(*branch.vault.read_named("log", ref, what), what)[0], ids])
+        stay = branch.log
+        for _ in range(absorbed(branch.log, len(ids))):
+            what = f"log part {stay[-1].name} of {branch.name!r}"
+            try:
+                ids = np.concatenate([read_part(*branch.vault.read_named("log", stay[-1], what), what)[0], ids])
+            except SnapshotCorrupt:  # damage done to what was stored is no reason to refuse what is new
+                break
+            stay = stay[:-1]
         start = stay[-1].end if stay else 0
         body = LogPart(branch=branch.name, generation=branch.head + 1, tokenizer=self.identity.tokenizer, start=start,
                        end=start + len(ids), before=stay[-1].name if stay else "", frame=self.moment.frame)

@@ -10,7 +10,7 @@
     s-<hash of a fork's name>/branch                 the folder of the session that the fork is a branch of
 
 A page or log part is named by the digest of its header; in an encrypted store by a random number, and its place is
-sealed in.
+sealed in. A name leads to another session's folder only as long as that holds snapshots of it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew, StoreError
+from locret_stream.errors import (
+    ConfigError,
+    SnapshotCorrupt,
+    SnapshotNotFound,
+    SnapshotTooNew,
+    StaleOwner,
+    StoreError,
+)
 from locret_stream.snapshot import seal
 from locret_stream.snapshot.files import Exists, Files
 from locret_stream.snapshot.format import PREAMBLE, LogPart, LogRef, Manifest, Page, PageRef, unpack
 
 MANIFEST_LIMIT = 1 << 30  # bytes that a manifest may have
+FOLDER = re.compile(r"s-[0-9a-f]{32}")
 _GENERATION = re.compile(r"(\d{12})\.(snap|gone)")
 T = TypeVar("T")
 
@@ -52,25 +60,54 @@ def check_name(name: object) -> str:
     return name
 
 
+def folder_of(name: str) -> str:
+    """The folder that belongs to a name, whether it holds a session or leads to another."""
+    return "s-" + hashed(check_name(name))
+
+
+def alias(files: Files, folder: str) -> str | None:
+    """The session folder that a fork's folder points at; None if it points at none.
+
+    Raises:
+        SnapshotCorrupt: it points at nothing that can be.
+    """
+    if "branch" not in files.sizes(folder):
+        return None
+    try:
+        target = bytes(files.read(f"{folder}/branch", 64)).decode("ascii", "replace")
+    except SnapshotNotFound:  # deleted in this moment
+        return None
+    if not FOLDER.fullmatch(target) or target == folder:
+        raise SnapshotCorrupt(f"{folder}/branch names no session; expected the folder that the fork belongs to. Saving "
+                              "the fork where it is open writes it anew")
+    return target
+
+
+def leads(files: Files, folder: str) -> str | None:
+    """The session folder that holds a fork's snapshots; None if there are none: never saved, or deleted.
+
+    Raises:
+        SnapshotCorrupt.
+    """
+    target = alias(files, folder)
+    return target if target is not None and Vault(files, target, None).numbers(folder[2:])[0] else None
+
+
 class Vault:
     """Reads and writes the containers of one session. Holds no state but the key."""
 
     def __init__(self, files: Files, folder: str, key: bytes | None):
         self.files, self.folder = files, folder
         self._user_key, self._data_key = key, None
+        self._wrapped = b""  # the stored form of the data key that was last known to be durable
         self._plain = False  # known to be stored without encryption
-        self.locked = False  # whether a collector holds savers off
+        self.locked = False  # whether nobody else saves or collects here
 
     @classmethod
     def locate(cls, files: Files, name: str, key: bytes | None) -> Vault:
         """The folder that holds this name: a session's own, or the one that a fork is a branch of."""
-        folder = "s-" + hashed(check_name(name))
-        if "branch" in files.sizes(folder):
-            target = bytes(files.read(f"{folder}/branch", 64)).decode("ascii", "replace")
-            if not re.fullmatch(r"s-[0-9a-f]{32}", target):
-                raise SnapshotCorrupt(f"{folder}/branch names no session; expected the folder that the fork belongs to")
-            folder = target
-        return cls(files, folder, key)
+        folder = folder_of(name)
+        return cls(files, leads(files, folder) or folder, key)
 
     @property
     def exists(self) -> bool:
@@ -103,7 +140,7 @@ class Vault:
         Raises:
             Exists, StoreError.
         """
-        key = self._key(make=True)
+        key = self.ready()
         whole = f"{self.folder}/{path}"
         self.files.write(whole, seal.seal(parts, key, whole) if key else parts, exclusive=exclusive)
 
@@ -112,7 +149,7 @@ class Vault:
 
         A file that is there already is written all the same: it may be damaged.
         """
-        if self._key(make=True) is not None:
+        if self.ready() is not None:
             name = secrets.token_hex(16)
         else:
             name = PREAMBLE.unpack_from(parts[0])[-1].hex()
@@ -134,21 +171,31 @@ class Vault:
             raise SnapshotCorrupt(f"{what} is another file than the one of that name")
         return body, sections
 
-    def stored(self, folder: str) -> set[str]:
-        """Names of the pages or log parts there are."""
-        return set(self.files.sizes(f"{self.folder}/{folder}"))
+    def stored(self, folder: str, refs: Iterable[PageRef | LogRef]) -> set[str]:
+        """Names of those pages or log parts that are there, and not cut short."""
+        sizes, encrypted = self.files.sizes(f"{self.folder}/{folder}"), self.encrypted
+        return {ref.name for ref in refs
+                if (size := sizes.get(ref.name, -1)) == ref.size or (encrypted and size > ref.size)}
 
     # -- generations ------------------------------------------------------------------------------------------
 
     def generations(self, branch: str) -> tuple[list[int], int]:
         """Snapshots there are, ascending, and the highest number ever used (0: none)."""
+        return self.numbers(hashed(branch))
+
+    def numbers(self, branch: str) -> tuple[list[int], int]:
+        """The same for the hash of a branch's name."""
         found, highest = [], 0
-        for name in self.files.sizes(f"{self.folder}/m/{hashed(branch)}"):
+        for name in self.files.sizes(f"{self.folder}/m/{branch}"):
             if match := _GENERATION.fullmatch(name):
                 highest = max(highest, int(match[1]))
                 if match[2] == "snap":
                     found.append(int(match[1]))
         return sorted(found), highest
+
+    def gone(self, branch: str, generation: int) -> bool:
+        """Whether that number was deleted."""
+        return f"{generation:012d}.gone" in self.files.sizes(f"{self.folder}/m/{hashed(branch)}")
 
     def manifest_path(self, branch: str, generation: int) -> str:
         return f"m/{hashed(branch)}/{generation:012d}.snap"
@@ -164,18 +211,25 @@ class Vault:
             body, sections, own = self.read(self.manifest_path(branch, generation), Manifest, MANIFEST_LIMIT, what)
         except SnapshotNotFound:
             raise SnapshotNotFound(f"there is no {what} in {self.files.url}") from None
-        if body.branch != branch or body.generation != generation:
-            raise SnapshotCorrupt(f"{what} says that it is number {body.generation} of {body.branch!r}")
+        self._expect_place(body, self.manifest_path(branch, generation), what)
         return body, sections, own
 
-    def taken(self, branch: str) -> bool:
-        """Whether the store has a session of that name, or a fork of it somewhere."""
-        folder = "s-" + hashed(check_name(branch))
-        return folder == self.folder or bool(self.files.sizes(folder) or self.files.folders(folder))
+    def manifest_at(self, path: str) -> tuple[Manifest, int]:
+        """A verified manifest by its path, and its bytes.
 
-    def write_alias(self, branch: str) -> None:
-        """Let the branch's own name lead here."""
-        self.files.write(f"s-{hashed(branch)}/branch", [self.folder.encode()])
+        Raises:
+            SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
+        """
+        what = f"{self.folder}/{path}"
+        body, sections, _ = self.read(path, Manifest, MANIFEST_LIMIT, what)
+        self._expect_place(body, path, what)
+        return body, sum(map(len, sections.values()))
+
+    def _expect_place(self, body: Manifest, path: str, what: str) -> None:
+        """A sound manifest that somebody moved to another branch, number or session is none of this place."""
+        if path != self.manifest_path(body.branch, body.generation) or "s-" + hashed(body.session) != self.folder:
+            raise SnapshotCorrupt(f"{what} says that it is number {body.generation} of {body.branch!r}, session "
+                                  f"{body.session!r}: it was moved")
 
     def session_name(self) -> str:
         """The name of the session that this folder is of, as its manifests say.
@@ -184,22 +238,95 @@ class Vault:
             SnapshotCorrupt: none of them can be read.
         """
         for path, _ in self.manifests():
-            with suppress(SnapshotCorrupt, SnapshotTooNew):
-                body, _, _ = self.read(path, Manifest, MANIFEST_LIMIT, path)
-                if "s-" + hashed(body.session) == self.folder:
-                    return body.session
+            with suppress(SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
+                return self.manifest_at(path)[0].session
         raise SnapshotCorrupt(f"no manifest in {self.folder} can be read")
 
     def manifests(self) -> list[tuple[str, int]]:
-        """(path inside the session, generation) of every manifest of every branch."""
-        out = []
-        for branch in self.files.folders(f"{self.folder}/m"):
-            for name in self.files.sizes(f"{self.folder}/m/{branch}"):
-                if (match := _GENERATION.fullmatch(name)) and match[2] == "snap":
-                    out.append((f"m/{branch}/{name}", int(match[1])))
-        return out
+        """(path inside the session, generation) of every manifest, branch by branch, ascending."""
+        return [(f"m/{branch}/{number:012d}.snap", number) for branch in self.files.folders(f"{self.folder}/m")
+                for number in self.numbers(branch)[0]]
+
+    # -- names ------------------------------------------------------------------------------------------------
+
+    def taken(self, branch: str) -> bool:
+        """Whether the store has snapshots of that name, or it is this session's own."""
+        folder = folder_of(branch)
+        return folder == self.folder or bool(self.numbers(folder[2:])[0]) or leads(self.files, folder) is not None or (
+            bool(Vault(self.files, folder, None).numbers(folder[2:])[0]))
+
+    def claim(self, branch: str) -> None:
+        """Before a save: the branch's name leads here, durably, and to nothing else.
+
+        A session and a fork of one name may begin in the same moment, in folders that share no lock. So a fork points
+        its name here first and looks for the session then; the session saves first and looks for the fork then
+        (`expect_claim`). At least one of them sees the other.
+
+        Raises:
+            StaleOwner: the name is somebody else's by now. StoreError.
+        """
+        folder = folder_of(branch)
+        if folder == self.folder:
+            if leads(self.files, folder) is not None:
+                raise self._lost(branch)
+            return
+        path, made = f"{folder}/branch", True
+        try:
+            self.files.write(path, [self.folder.encode()], exclusive=True)
+        except Exists:
+            made = False
+            try:
+                there = alias(self.files, folder)
+            except SnapshotCorrupt:  # damaged: this owner knows where its name leads
+                self.files.write(path, [self.folder.encode()])
+                there = self.folder
+            if there != self.folder:
+                raise self._lost(branch) from None
+            self.files.settle(folder)
+        if Vault(self.files, folder, None).numbers(folder[2:])[0]:
+            if made:
+                self.files.delete(path)
+            raise self._lost(branch)
+
+    def expect_claim(self, branch: str) -> None:
+        """After a save: the name still is this branch's.
+
+        Raises:
+            StaleOwner.
+        """
+        folder = folder_of(branch)
+        if alias(self.files, folder) != (None if folder == self.folder else self.folder):
+            raise self._lost(branch)
+
+    @staticmethod
+    def _lost(branch: str) -> StaleOwner:
+        return StaleOwner(f"{branch!r} is meanwhile the name of another session or fork, or of one that somebody "
+                          "begins. Nothing was acknowledged; expected another name, or to open it again")
 
     # -- the key ----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Look again whether and how the session is encrypted: it may have been forgotten, and begun anew."""
+        self._data_key, self._plain = None, False
+
+    def ready(self) -> bytes | None:
+        """Before something is stored: the data key, durable; None in a store without one.
+
+        Raises:
+            StoreError: as `_key`.
+        """
+        return self._key(make=True)
+
+    def readable(self) -> None:
+        """Raises:
+            StoreError: the session is encrypted with another key than the store's, or the store has none.
+        """
+        self._key()
+
+    @property
+    def key_stands(self) -> bool:
+        """Whether the key in use is still the stored one: without a lock, `forget` may come in between."""
+        return self._data_key is None or bytes(self.files.read(f"{self.folder}/key", 1024)) == self._wrapped
 
     def _key(self, make: bool = False) -> bytes | None:
         """The session's data key; None in a store without one.
@@ -212,18 +339,23 @@ class Vault:
         if self.encrypted:
             if self._user_key is None:
                 raise StoreError("this session is encrypted; expected the store's key (`key=...`, or LOCRET_KEY)")
-            wrapped = self.files.read(f"{self.folder}/key", 1024)
-            self._data_key = seal.unwrap(wrapped, self._user_key, self.folder)
+            wrapped = bytes(self.files.read(f"{self.folder}/key", 1024))
+            key = seal.unwrap(wrapped, self._user_key, self.folder)
+            if make and wrapped != self._wrapped:
+                self.files.settle(self.folder)  # whoever wrote it may have died before it was durable
+                self._wrapped = wrapped
+            self._data_key = key
         elif self._user_key is not None and make:
             if self.exists:
                 raise StoreError("this session was stored without encryption and the store was given a key; expected "
                                  "no key, or a new session")
             fresh = seal.new_data_key()
+            wrapped = seal.wrap(fresh, self._user_key, self.folder)
             try:
-                self.files.write(f"{self.folder}/key", [seal.wrap(fresh, self._user_key, self.folder)], exclusive=True)
+                self.files.write(f"{self.folder}/key", [wrapped], exclusive=True)
             except Exists:  # another process began the same session in this moment
-                return self._key()
-            self._data_key = fresh
+                return self._key(make=True)
+            self._data_key, self._wrapped = fresh, wrapped
         else:
             self._plain = make or self.exists
         return self._data_key
