@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import threading
 import weakref
@@ -21,10 +22,10 @@ from asyncio_throttle import Throttler
 
 from locret_stream import __version__
 from locret_stream.config import Budget, StreamConfig, budget_from
-from locret_stream.context import StreamingContext
-from locret_stream.context.session import to_the_end
+from locret_stream.context import StreamingContext, saving
+from locret_stream.context.session import Session, to_the_end
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, NoSlot, UnsupportedModel
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, NoSlot, SnapshotError, UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, make_policy
@@ -33,6 +34,7 @@ from locret_stream.snapshot.identity import canonical, digest_tensors, digest_te
 from locret_stream.text import ChatFrame, TextCodec
 from locret_stream.worker import Worker, leave_worker, share_worker
 
+_log = logging.getLogger(__name__)
 BUNDLED = Path(__file__).parent / "assets" / "bundled"
 BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
 DEFAULT_BUDGET, DEFAULT_CHUNK = 6000, 1024
@@ -132,7 +134,8 @@ class Runtime:
             budget: units per KV head, mean over the layers; or bytes of one context ("512MiB"); or a Budget.
             chunk_size: tokens between two evictions.
             sinks, stabilizers: first and last units that always stay; defaults 4 and 32.
-            max_live, scratch: slots for open contexts, and for `ask` and undoable turns.
+            max_live, scratch: slots for open contexts, and for `ask` and undoable turns. With a store more contexts may
+                be open: idle ones with a name wait there.
             template: "auto" (the tokenizer's chat template; raw where it has none), or a Jinja chat template.
             attn: "auto", "sdpa" or "eager".
             ingest_rate: the most chunks per second that feeds commit, all contexts together.
@@ -399,7 +402,28 @@ class Runtime:
         """
         self._check_open()
         slots = self._scratch_slots if scratch else self._live_slots
+        if not scratch and self.store is not None:
+            await self._make_room()
         return await slots.acquire(self._timeout_s, "scratch (for ask and turn)" if scratch else "live")
+
+    async def _make_room(self) -> None:
+        """Without a free slot, let the stored context that was idle longest wait in the store."""
+        tried: set[StreamingContext] = set()
+        while not self._live_slots.free:
+            idle = [(since, context) for context in self._contexts
+                    if context not in tried and (since := context.idle_since) is not None]
+            if not idle:
+                return
+            context = min(idle, key=lambda pair: pair[0])[1]
+            tried.add(context)
+            try:
+                await context.spill()
+            except SnapshotError as error:
+                _log.warning("%r could not be put away and keeps its slot: %s", context.name, error)
+
+    async def bring_back(self, session: Session) -> None:
+        """A slot again for a session that waits in the store."""
+        await saving.bring_back(session)
 
     def release_slot(self, slot: int, *, scratch: bool) -> None:
         (self._scratch_slots if scratch else self._live_slots).give_back(slot)

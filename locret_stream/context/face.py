@@ -38,8 +38,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: accepted since the beginning. pending: of these, not committed yet. units: committed, per layer.
     capacity: the most that units and the tail may take, per layer. peak: the most they ever took.
-    bytes_resident: of this context's slot, as its tensors are. bytes_full_cache: K and V of all accepted tokens, what
-    a cache that never evicts would need.
+    bytes_resident: of this context's slot, as its tensors are; 0 while it waits in the store. bytes_full_cache: K and
+    V of all accepted tokens, what a cache that never evicts would need.
     """
 
     tokens: int
@@ -81,6 +81,7 @@ class StreamingContext:
         self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
         self.stored, self._on_mismatch = stored, on_mismatch
         self._session: Session | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- opening and closing ----------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class StreamingContext:
             self._host.drop(self)
             self._host.release_slot(slot, scratch=False)
             raise
-        self._session = session
+        self._session, self._loop = session, asyncio.get_running_loop()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -131,7 +132,8 @@ class StreamingContext:
         except ContextClosed:
             pass
         finally:
-            self._host.release_slot(session.state.store.slot, scratch=False)
+            if not session.away:
+                self._host.release_slot(session.state.store.slot, scratch=False)
             session.close_branch()
 
     async def _begin(self, slot: int) -> Session:
@@ -361,11 +363,14 @@ class StreamingContext:
 
     async def _save(self, session: Session) -> Snapshot:
         done = await saving.save(session)
+        await self._prune(session)
+        return done
+
+    async def _prune(self, session: Session) -> None:
         try:
             await saving.storing(self._host, self._host.store.prune, session.branch)
         except SnapshotError as error:  # the snapshot is durable all the same
             _log.warning("%r was saved, but older snapshots could not be cleared away: %s", self.name, error)
-        return done
 
     async def rewind(self, generation: int) -> None:
         """Go back to an earlier snapshot of this session; operations that are still around are dead.
@@ -398,6 +403,21 @@ class StreamingContext:
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
         return past
 
+    @property
+    def idle_since(self) -> float | None:
+        """When it was used last, if it could wait in the store now and holds a slot; for the loop it lives in."""
+        session = self._session
+        if session is None or session.branch is None or not session.idle or session.away:
+            return None
+        return session.used_at if self._loop is asyncio.get_running_loop() else None
+
+    async def spill(self) -> bool:
+        """Wait in the store: save, and give the slot away until the next use. False if it was used meanwhile."""
+        done = await saving.spill(self._live)
+        if done:
+            await self._prune(self._session)
+        return done
+
     def stored_in(self, session: str) -> bool:
         """Whether this open context is that stored session or a fork of it."""
         branch = self._session.branch if self._session is not None else None
@@ -421,7 +441,8 @@ class StreamingContext:
         return Memory(tokens=state.position, pending=len(state.pending), units=tuple(state.store.counts),
                       capacity=tuple(units + engine.chunk_size for units in engine.budgets),
                       peak=tuple(state.peaks),
-                      bytes_resident=engine.pool.slot_bytes, bytes_full_cache=state.position * per_token)
+                      bytes_resident=0 if session.away else engine.pool.slot_bytes,
+                      bytes_full_cache=state.position * per_token)
 
     async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:
         """Which of the tokens start .. end-1 are kept, per layer and KV head, and with which score."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from asyncio_throttle import Throttler
 
     from locret_stream.context.face import StreamingContext
+    from locret_stream.context.session import Session
     from locret_stream.engine import Engine
     from locret_stream.snapshot import Geometry, Identity, Store
     from locret_stream.text import ChatFrame, TextCodec
@@ -35,6 +36,10 @@ class Host(Protocol):
 
     async def acquire_slot(self, *, scratch: bool) -> int:
         """A slot, waiting in order; NoSlot after the deadline."""
+        ...
+
+    async def bring_back(self, session: Session) -> None:
+        """A slot for a session whose units are in the store; `saving.bring_back`."""
         ...
 
     def release_slot(self, slot: int, *, scratch: bool) -> None:

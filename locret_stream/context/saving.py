@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -73,6 +74,53 @@ async def _save(session: Session) -> Snapshot:
             await storing(host, save.__exit__)
     session.saved_at = (position, held.numpy().tobytes(), frame)
     return done
+
+
+async def spill(session: Session) -> bool:
+    """Save an idle session and give its slot to others; False if it was used meanwhile, and keeps it.
+
+    Raises:
+        StaleOwner, StoreError: it could not be saved, and keeps its slot.
+    """
+    if unsaved(session):
+        await save(session)
+    if not session.idle or session.away or unsaved(session):
+        return False
+    slot = session.host.engine.put_away(session.state)
+    session.away = True
+    session.host.release_slot(slot, scratch=False)
+    return True
+
+
+async def bring_back(session: Session) -> None:
+    """Give a session that was put away a slot again, and its units.
+
+    Raises:
+        NoSlot: none came free. StaleOwner, SnapshotCorrupt, StoreError: its snapshot is not there; it stays away.
+    """
+    host = session.host
+    while session.returning is not None:
+        await asyncio.shield(asyncio.wrap_future(session.returning))
+    if not session.away:
+        return
+    session.returning = gate = Future()
+    try:
+        slot = await host.acquire_slot(scratch=False)
+        try:
+            restored = await storing(host, lambda: session.branch.reload(host.identity, host.geometry,
+                                                                         host.engine.budgets))
+            tensors = {name: tensor for name, tensor in restored.tensors.items() if name != "held"}
+            session.check_open()
+            await asyncio.wrap_future(host.worker.submit(
+                ("restore", slot), lambda: host.engine.bring_back(session.state, tensors, slot)))
+            session.check_open()
+        except BaseException:
+            host.release_slot(slot, scratch=False)
+            raise
+        session.away = False
+    finally:
+        session.returning = None
+        gate.set_result(None)
 
 
 def unsaved(session: Session) -> bool:

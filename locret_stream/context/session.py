@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
@@ -66,6 +67,9 @@ class Session:
         self.branch: Branch | None = None  # where it is stored
         self.system = ""  # digest of the system text, "" without
         self.saved_at: object = None  # what the newest save saw
+        self.returning: Future[None] | None = None  # while a slot is found for it again
+        self.away = False  # its units are in the store, its slot is another's
+        self.steps, self.used_at = 0, time.monotonic()  # steps under way; when the last one was given
         self.stopped: Future[None] | None = None  # while a save or a fork needs the committed units to stay
         self.asks: set[Session] = set()  # scratch copies that run now; they end with this session
         self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
@@ -91,6 +95,11 @@ class Session:
         if self.closed:
             raise ContextClosed(self.closed)
 
+    @property
+    def idle(self) -> bool:
+        """Nothing runs in it and nothing waits for it."""
+        return not (self.busy or self.asks or self.before_commit or self.stopped or self.steps or self.closed)
+
     def close_branch(self) -> None:
         """Let go of what is stored; what was not saved of its log is gone."""
         if self.branch is not None:
@@ -109,8 +118,12 @@ class Session:
         Cancelling takes a queued step back; a running one is waited for, so that the engine rests on a boundary.
         """
         self.check_open()
+        if self.away:
+            await self.host.bring_back(self)
+        self.used_at = time.monotonic()
         future = self.host.worker.submit(id(self.state), work)
         waiting = asyncio.wrap_future(future)
+        self.steps += 1
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
@@ -123,6 +136,8 @@ class Session:
             if waiting.done() and not waiting.cancelled():
                 waiting.exception()  # retrieved: the cancellation is what the caller sees
             raise
+        finally:
+            self.steps -= 1
 
     def barrier(self) -> Future[None]:
         """Done when every step given so far is; also of a session that has ended."""

@@ -17,7 +17,7 @@ from locret_stream.cache import Pool, UnitStore
 from locret_stream.config import StreamConfig, check_window
 from locret_stream.engine.scorer import Scorer
 from locret_stream.engine.state import EngineState, Receipts, expect_loadable
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, SnapshotCorrupt
 from locret_stream.kernels import select_units
 from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
 from locret_stream.policies import Policy
@@ -127,6 +127,25 @@ class Engine:
         state.policy_state = {name: tensors[f"policy.{name}"].to(tensor.device, copy=True)
                               for name, tensor in state.policy_state.items()}
         return state
+
+    def put_away(self, state: EngineState) -> int:
+        """Let go of the slot; returns it. The units are elsewhere, and nothing but `bring_back` may use the state."""
+        self._check(state)
+        slot, state.provisional, state.tail_hidden = state.store.slot, 0, None
+        return slot
+
+    def bring_back(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
+        """Put the units of a state that was put away into a slot, out of its own snapshot.
+
+        Raises:
+            SnapshotCorrupt: not tensors of this state; nothing changed.
+        """
+        expect_loadable(self, tensors, self.open(slot))
+        if int(tensors["seen"]) != state.seen:
+            raise SnapshotCorrupt(f"found units of position {int(tensors['seen'])}; expected {state.seen}")
+        store = UnitStore(self.pool, slot)
+        store.load(tensors, self._rotate_keys)
+        state.store = store
 
     # -- tokens -----------------------------------------------------------------------------------------------
 

@@ -157,6 +157,17 @@ class Branch:
         self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
         return restored
 
+    def reload(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
+        """What this owner saved last, once more; nothing of the branch changes.
+
+        Raises:
+            StaleOwner: it is not there any more, or another one stands in its place. SnapshotCorrupt, StoreError.
+        """
+        restored, _, own = self._read(self.head, identity, geometry, capacity)
+        if own != self.parent:
+            raise StaleOwner(f"snapshot {self.head} of {self.name!r} is not the one that this owner saved")
+        return restored
+
     def _read(self, number: int, identity: Identity | None, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
         manifest, sections, own = self.vault.read_manifest(self.name, number)
@@ -424,6 +435,7 @@ class Save:
             if not self._locked:
                 self._expect_undisturbed(manifest)
         except BaseException:
+            branch.tried = ""
             with suppress(StoreError):  # that it failed matters more
                 vault.files.delete(f"{vault.folder}/{path}")
             raise
@@ -431,8 +443,7 @@ class Save:
     def _expect_undisturbed(self, manifest: Manifest) -> None:
         """Where nothing held others off: nobody saved, deleted, collected or forgot while this saved."""
         branch, vault = self.branch, self.branch.vault
-        if (found := vault.generations(branch.name)) and (
-                found[1] != manifest.generation or vault.gone(branch.name, manifest.generation)):
+        if vault.generations(branch.name)[1] != manifest.generation or vault.gone(branch.name, manifest.generation):
             raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
                              "expected one owner: save under a new name, or open it again")
         log = manifest.log or ()

@@ -29,6 +29,10 @@ class Exists(Exception):
     """An exclusive write found the file there already; inside the room only."""
 
 
+class Busy(Exception):
+    """A lock that somebody holds, and one was not to wait; inside the room only."""
+
+
 class Files(Protocol):
     """What the store needs of a place. Paths are relative, with "/"."""
 
@@ -79,8 +83,16 @@ class Files(Protocol):
         """Remove a folder with whatever is left in it."""
         ...
 
-    def lock(self, folder: str, *, shared: bool) -> contextlib.AbstractContextManager[bool]:
-        """Hold off other processes for the length of a block; gives whether the place can do that at all."""
+    def drop_folder(self, folder: str) -> None:
+        """Remove a folder if there is nothing in it (but a lock that nobody holds)."""
+        ...
+
+    def lock(self, folder: str, *, shared: bool, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+        """Hold off others, threads or processes, for the length of a block; gives whether the place can do that at all.
+
+        Raises:
+            Busy: not with `wait`, and others hold it.
+        """
         ...
 
 
@@ -236,27 +248,41 @@ class LocalFiles:
                 else:
                     with contextlib.suppress(FileNotFoundError):
                         self.posix.unlink(entry.path)
-            try:
-                self.posix.sync_folder(name)
-                self.posix.rmdir(name)
-                self.posix.sync_folder(os.path.dirname(name))
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process begins anew in it
-                    raise
+            self._rmdir(name)
+
+    def drop_folder(self, folder: str) -> None:
+        name = self._plain(folder)
+        if not os.path.isdir(name):
+            return
+        with contextlib.suppress(Busy), self.lock(folder, shared=False, wait=False), self._reported(folder):
+            if {entry.name for entry in self._entries(folder)} == {LOCK}:
+                self.posix.unlink(os.path.join(name, LOCK))
+                self._rmdir(name)
 
     @contextlib.contextmanager
-    def lock(self, folder: str, *, shared: bool) -> Iterator[bool]:
+    def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:
         with self._reported(folder):
-            handle = self._locked(folder, shared)
+            handle = self._locked(folder, shared, wait)
         try:
             yield True
         finally:
             os.close(handle)
 
-    def _locked(self, folder: str, shared: bool) -> int:
+    def _rmdir(self, name: str) -> None:
+        """Remove an emptied folder; it stays if somebody begins anew in it."""
+        try:
+            self.posix.sync_folder(name)
+            self.posix.rmdir(name)
+            self.posix.sync_folder(os.path.dirname(name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def _locked(self, folder: str, shared: bool, wait: bool) -> int:
         import fcntl
+        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         name = self._plain(f"{folder}/{LOCK}")
         while True:
             self._make(folder)
@@ -265,10 +291,13 @@ class LocalFiles:
             except FileNotFoundError:  # the folder was removed in this moment
                 continue
             try:
-                fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+                fcntl.flock(handle, kind)
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(handle), os.lstat(name)):
                         return handle
+            except BlockingIOError:
+                os.close(handle)
+                raise Busy(folder) from None
             except BaseException:
                 os.close(handle)
                 raise
@@ -421,8 +450,11 @@ class RemoteFiles:
             self.fs.invalidate_cache()
             self.fs.rm(self._path(folder), recursive=True)
 
+    def drop_folder(self, folder: str) -> None:
+        pass  # a folder is there as long as something is in it
+
     @contextlib.contextmanager
-    def lock(self, folder: str, *, shared: bool) -> Iterator[bool]:
+    def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:
         yield False  # there is none: what is young is never collected instead
 
     def _path(self, path: str) -> str:

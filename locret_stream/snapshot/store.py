@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotNotFound, StoreError
+from locret_stream.errors import (
+    ConfigError,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotNotFound,
+    SnapshotTooNew,
+    StoreError,
+)
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
-from locret_stream.snapshot.files import Files, open_files
-from locret_stream.snapshot.format import Manifest
+from locret_stream.snapshot.files import Busy, Files, open_files
 from locret_stream.snapshot.log import read_part
 from locret_stream.snapshot.pages import PageRef
 from locret_stream.snapshot.seal import user_key
-from locret_stream.snapshot.vault import MANIFEST_LIMIT, Vault, check_name, hashed
+from locret_stream.snapshot.vault import FOLDER, Vault, alias, folder_of, hashed, leads
 
 GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
 
@@ -62,10 +69,11 @@ class Store:
 
     def branch(self, name: str) -> Branch:
         """The branch of that name for a new owner: what is stored, or the beginning of a new session."""
+        self._tidy(folder_of(name))
         vault = Vault.locate(self.files, name, self._key)
         branch = Branch(vault, name, name, log=self._log)
         found, branch.head = vault.generations(name)
-        if found and vault.folder != "s-" + hashed(name):
+        if found and vault.folder != folder_of(name):
             branch.session = vault.session_name()
         return branch
 
@@ -81,13 +89,15 @@ class Store:
         Raises:
             SnapshotCorrupt, SnapshotTooNew, StoreError: one that cannot be read, by its file.
         """
-        out = []
+        found = []
         for vault in self._vaults():
-            newest: dict[str, str] = {}
-            for path, _ in vault.manifests():
-                newest[path.rpartition("/")[0]] = path
-            out += [self._describe(vault, path) for path in newest.values()]
-        return sorted(out, key=lambda snapshot: snapshot.name)
+            branches: dict[str, Snapshot] = {}
+            for path, _ in reversed(vault.manifests()):
+                if (branch := path.rpartition("/")[0]) not in branches:
+                    with suppress(SnapshotNotFound):  # deleted in this moment: then the one before
+                        branches[branch] = self._describe(vault, path)
+            found += branches.values()
+        return sorted(found, key=lambda snapshot: snapshot.name)
 
     def info(self, name: str) -> list[Snapshot]:
         """All snapshots of a session or fork, oldest first.
@@ -96,7 +106,11 @@ class Store:
             SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
         """
         vault, found = self._found(name)
-        return [self._describe(vault, vault.manifest_path(name, number)) for number in found]
+        out = []
+        for number in found:
+            with suppress(SnapshotNotFound):  # deleted in this moment
+                out.append(self._describe(vault, vault.manifest_path(name, number)))
+        return out
 
     def verify(self, name: str | None = None) -> list[Verified]:
         """Read every byte that the snapshots of a name (None: of all) need."""
@@ -105,19 +119,25 @@ class Store:
         for vault in vaults:
             own = None if name is None else f"m/{hashed(name)}/"
             good: set[str] = set()
-            out += [self._verify(vault, path, number, good) for path, number in vault.manifests()
-                    if own is None or path.startswith(own)]
+            for path, number in vault.manifests():
+                if own is None or path.startswith(own):
+                    found = self._verify(vault, path, number, good)
+                    if not found.problem or (path, number) in vault.manifests():  # else deleted while it was read
+                        out.append(found)
         return out
 
     def _verify(self, vault: Vault, path: str, number: int, good: set[str]) -> Verified:
         branch = path
         try:
-            manifest = self._manifest(vault, path)[0]
+            manifest = vault.manifest_at(path)[0]
             branch = manifest.branch
             for ref in (*manifest.pages, *(manifest.log or ())):
                 if ref.name not in good:
                     folder = "pages" if isinstance(ref, PageRef) else "log"
                     body, sections = vault.read_named(folder, ref, f"{folder} file {ref.name}")
+                    if (body.start, body.end) != (ref.start, ref.end):
+                        raise SnapshotCorrupt(f"{folder} file {ref.name} is of positions {body.start} to {body.end}; "
+                                              f"expected {ref.start} to {ref.end}")
                     if folder == "log":
                         read_part(body, sections, f"log part {ref.name}")
                     good.add(ref.name)
@@ -127,7 +147,7 @@ class Store:
 
     def _vaults(self) -> Iterator[Vault]:
         for folder in self.files.folders(""):
-            if folder.startswith("s-") and (vault := Vault(self.files, folder, self._key)).exists:
+            if FOLDER.fullmatch(folder) and (vault := Vault(self.files, folder, self._key)).exists:
                 yield vault
 
     def _found(self, name: str) -> tuple[Vault, list[int]]:
@@ -137,13 +157,8 @@ class Store:
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
         return vault, found
 
-    def _manifest(self, vault: Vault, path: str) -> tuple[Manifest, int]:
-        what = f"{vault.folder}/{path}"
-        body, sections, _ = vault.read(path, Manifest, MANIFEST_LIMIT, what)
-        return body, sum(map(len, sections.values()))
-
     def _describe(self, vault: Vault, path: str) -> Snapshot:
-        manifest, size = self._manifest(vault, path)
+        manifest, size = vault.manifest_at(path)
         return describe(manifest, size, vault.encrypted)
 
     # -- removing ---------------------------------------------------------------------------------------------
@@ -156,12 +171,16 @@ class Store:
         """
         vault, found = self._found(name)
         with self._alone(vault):
+            vault.readable()
             found, highest = vault.generations(name)
             gone = found if generation is None else [number for number in found if number == generation]
             if not gone:
                 raise SnapshotNotFound(f"{name!r} has no snapshot {generation}; expected one of {found}")
             self._remove(vault, name, gone, highest)
-            self._collect(vault, GRACE_S)
+            if len(gone) == len(found) and vault.folder != folder_of(name):
+                self._drop_alias(folder_of(name))
+            with suppress(SnapshotCorrupt, SnapshotTooNew):  # another one that cannot be read: `gc` tells which
+                self._collect(vault, GRACE_S)
         return gone
 
     def _remove(self, vault: Vault, name: str, numbers: list[int], highest: int) -> None:
@@ -172,83 +191,146 @@ class Store:
             self.files.delete(path)
 
     def forget(self, name: str) -> list[str]:
-        """Remove a session with all its forks: key first, then manifests, pages, log and temporary files.
+        """Remove a session with all its forks: manifests first, so that what is left of a forgetting that was cut short
+        is sound, then the key, then everything else.
 
         Returns:
             Paths of everything that was removed.
 
         Raises:
             SnapshotNotFound: nothing of that name. ConfigError: it is a fork: forget its session, or delete it.
+            StoreError: something could not be removed; whatever could be, was.
         """
-        vault = Vault.locate(self.files, name, self._key)
-        if vault.folder != "s-" + hashed(check_name(name)):
+        vault = Vault(self.files, folder_of(name), self._key)
+        away = None
+        with suppress(SnapshotCorrupt):  # a damaged alias is no reason to keep what is here
+            away = leads(self.files, vault.folder)
+        if away is not None:
             raise ConfigError(f"{name!r} is a fork; expected the name of its session (its forks go with it), or "
                               "`delete` for this one alone")
         if not self.files.sizes(vault.folder) and not self.files.folders(vault.folder):
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
-        removed = []
         with self._alone(vault):
-            aliases = [folder for folder in self.files.folders("") if folder != vault.folder
-                       and "branch" in self.files.sizes(folder)
-                       and bytes(self.files.read(f"{folder}/branch", 64)) == vault.folder.encode()]
-            if vault.encrypted:
-                self.files.delete(f"{vault.folder}/key")
-                removed.append(f"{vault.folder}/key")
-            removed += [f"{vault.folder}/{path}" for path in self._everything(vault)]
-            self.files.remove_folder(vault.folder)
+            manifests = [path for path, _ in vault.manifests()]
+            keys = ["key"] if "key" in self.files.sizes(vault.folder) else []
+            rest = [f"{folder}/{file}" for folder in
+                    ("pages", "log", *(f"m/{branch}" for branch in self.files.folders(f"{vault.folder}/m")))
+                    for file in self.files.sizes(f"{vault.folder}/{folder}") if f"{folder}/{file}" not in manifests]
+            failed = []
+            for path in (*manifests, *keys):
+                try:
+                    self.files.delete(f"{vault.folder}/{path}")
+                except StoreError as error:
+                    failed.append(error)
+            if failed:
+                raise failed[0]
+            aliases = [folder for folder in self.files.folders("")
+                       if FOLDER.fullmatch(folder) and self._points(folder) == vault.folder]
             for folder in aliases:
-                self.files.remove_folder(folder)
-                removed.append(f"{folder}/branch")
-        return removed
+                self._drop_alias(folder)
+            self.files.remove_folder(vault.folder)
+        return [*(f"{vault.folder}/{path}" for path in (*manifests, *keys, *rest)),
+                *(f"{folder}/branch" for folder in aliases)]
 
-    def _everything(self, vault: Vault) -> list[str]:
-        folders = ["pages", "log", *(f"m/{branch}" for branch in self.files.folders(f"{vault.folder}/m"))]
-        return [f"{folder}/{name}" for folder in folders for name in self.files.sizes(f"{vault.folder}/{folder}")]
+    def _points(self, folder: str) -> str | None:
+        """Where an alias points; None if it is none, or a damaged one, which points nowhere."""
+        with suppress(SnapshotCorrupt):
+            return alias(self.files, folder)
+        return None
+
+    def _drop_alias(self, folder: str) -> None:
+        self.files.delete(f"{folder}/branch")
+        self.files.drop_folder(folder)
+
+    def _tidy(self, folder: str, grace_s: float = GRACE_S) -> list[str]:
+        """Remove a name that leads nowhere: of a fork that was never saved whole, or deleted, or forgotten."""
+        target, path = self._points(folder), f"{folder}/branch"
+        if target is None or leads(self.files, folder) is not None:
+            return []
+        if self.files.sizes(target) or self.files.folders(target):
+            vault = Vault(self.files, target, None)
+            try:
+                with self._alone(vault, wait=False):
+                    if vault.numbers(folder[2:])[0] or (not vault.locked and self.files.age_s(path) < grace_s):
+                        return []
+            except Busy:  # somebody saves there, perhaps just this fork
+                return []
+        self._drop_alias(folder)
+        return [path]
 
     def prune(self, branch: Branch) -> Collected:
         """After a save: delete what `keep_last` and `max_bytes` leave over, and collect.
+
+        While others save in the session nothing is done: it does not wait for them, the next save does it too.
 
         Raises:
             SnapshotCorrupt, SnapshotTooNew: a snapshot whose needs cannot be read; nothing was collected.
         """
         vault = branch.vault
-        with self._alone(vault):
-            found, highest = vault.generations(branch.name)
-            self._remove(vault, branch.name, found[:-self.keep_last], highest)
-            kept = found[-self.keep_last:]
-            while self.max_bytes is not None and len(kept) > 1 and self._bytes(vault) > self.max_bytes:
-                self._remove(vault, branch.name, [kept.pop(0)], highest)
-            return self._collect(vault, GRACE_S)
+        try:
+            with self._alone(vault, wait=False):
+                found, highest = vault.generations(branch.name)
+                self._remove(vault, branch.name, found[:-self.keep_last], highest)
+                kept = found[-self.keep_last:]
+                while self.max_bytes is not None and len(kept) > 1 and self._bytes(vault) > self.max_bytes:
+                    self._remove(vault, branch.name, [kept.pop(0)], highest)
+                return self._collect(vault, GRACE_S)
+        except Busy:
+            return Collected(removed=(), bytes=0)
 
     def gc(self, name: str | None = None, *, grace_s: float = GRACE_S) -> Collected:
-        """Remove pages and log parts that no snapshot names, and temporary files of saves that died.
+        """Remove what no snapshot needs: pages and log parts that none names, temporary files of saves that died, names
+        of forks that are gone.
 
         Args:
             grace_s: where the place has no lock (object stores), younger files stay.
 
         Raises:
-            SnapshotCorrupt, SnapshotTooNew: a snapshot whose needs cannot be read; its session was left alone.
+            SnapshotCorrupt, SnapshotTooNew: a snapshot whose needs cannot be read; its session was left alone, the
+                others were collected.
         """
-        vaults = list(self._vaults()) if name is None else [self._found(name)[0]]
-        done = []
-        for vault in vaults:
-            with self._alone(vault):
-                done.append(self._collect(vault, grace_s))
-        return Collected(removed=tuple(path for one in done for path in one.removed), bytes=sum(d.bytes for d in done))
+        removed, size, failed = [], 0, []
+        folders = ([folder for folder in self.files.folders("") if FOLDER.fullmatch(folder)] if name is None
+                   else [self._found(name)[0].folder])
+        for folder in folders:
+            try:
+                if self.files.folders(folder):
+                    vault = Vault(self.files, folder, self._key)
+                    with self._alone(vault):
+                        done = self._collect(vault, grace_s)
+                    removed += done.removed
+                    size += done.bytes
+                removed += self._tidy(folder, grace_s)
+                removed += [f"{folder}/{file}" for file in self.files.sweep(folder, GRACE_S)]
+                self.files.drop_folder(folder)
+            except SnapshotError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        return Collected(removed=tuple(removed), bytes=size)
 
     @contextlib.contextmanager
-    def _alone(self, vault: Vault) -> Iterator[None]:
-        """No save runs in the session meanwhile, where the place can tell."""
-        with self.files.lock(vault.folder, shared=False) as locked:
+    def _alone(self, vault: Vault, wait: bool = True) -> Iterator[None]:
+        """No save runs in the session meanwhile, where the place can tell.
+
+        Raises:
+            Busy: not with `wait`, and one runs.
+        """
+        with self.files.lock(vault.folder, shared=False, wait=wait) as locked:
             vault.locked = locked
-            yield
+            try:
+                yield
+            finally:
+                vault.locked = False
 
     def _named(self, vault: Vault) -> dict[str, int]:
         """Paths inside the session that its manifests name, with sizes."""
         named = {}
         for path, _ in vault.manifests():
             try:
-                manifest = self._manifest(vault, path)[0]
+                manifest = vault.manifest_at(path)[0]
+            except SnapshotNotFound:  # deleted in this moment
+                continue
             except SnapshotCorrupt as error:
                 raise SnapshotCorrupt(f"{error}. What it needs is not known, so nothing was removed; delete it first"
                                       ) from error
@@ -257,22 +339,29 @@ class Store:
         return named
 
     def _bytes(self, vault: Vault) -> int:
-        named = self._named(vault)
-        return sum(named.values()) + sum(
-            self.files.sizes(f"{vault.folder}/{path.rpartition('/')[0]}")[path.rpartition("/")[2]]
-            for path, _ in vault.manifests())
+        sizes = {path: size for branch in self.files.folders(f"{vault.folder}/m")
+                 for path, size in self._sizes(vault, f"m/{branch}").items()}
+        return sum(self._named(vault).values()) + sum(sizes.get(path, 0) for path, _ in vault.manifests())
+
+    def _sizes(self, vault: Vault, folder: str) -> dict[str, int]:
+        return {f"{folder}/{name}": size for name, size in self.files.sizes(f"{vault.folder}/{folder}").items()}
 
     def _collect(self, vault: Vault, grace_s: float) -> Collected:
-        if not vault.manifests() and not vault.locked:
-            raise StoreError(f"{vault.folder} has no snapshot left and the place has no lock; expected `forget`")
         named, removed, size = self._named(vault), [], 0
-        for folder in ("pages", "log"):
-            for name, count in self.files.sizes(f"{vault.folder}/{folder}").items():
-                path = f"{vault.folder}/{folder}/{name}"
-                if f"{folder}/{name}" not in named and (vault.locked or self.files.age_s(path) >= grace_s):
-                    self.files.delete(path)
-                    removed.append(path)
-                    size += count
-        for folder in ("", "/pages", "/log", *(f"/m/{branch}" for branch in self.files.folders(f"{vault.folder}/m"))):
-            removed += self.files.sweep(vault.folder + folder, 0.0 if vault.locked else grace_s)
+        for path, count in (self._sizes(vault, "pages") | self._sizes(vault, "log")).items():
+            whole = f"{vault.folder}/{path}"
+            if path not in named and (vault.locked or self.files.age_s(whole) >= grace_s):
+                self.files.delete(whole)
+                removed.append(whole)
+                size += count
+        branches = self.files.folders(f"{vault.folder}/m")
+        for branch in branches:
+            highest = vault.numbers(branch)[1]
+            for path in self._sizes(vault, f"m/{branch}"):
+                if path.endswith(".gone") and path != f"m/{branch}/{highest:012d}.gone":  # a later number stands for it
+                    self.files.delete(f"{vault.folder}/{path}")
+                    removed.append(f"{vault.folder}/{path}")
+        for folder in (vault.folder, *(f"{vault.folder}/{inner}" for inner in
+                                       ("pages", "log", *(f"m/{branch}" for branch in branches)))):
+            removed += [f"{folder}/{name}" for name in self.files.sweep(folder, 0.0 if vault.locked else grace_s)]
         return Collected(removed=tuple(removed), bytes=size)

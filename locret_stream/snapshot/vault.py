@@ -270,19 +270,21 @@ class Vault:
             if leads(self.files, folder) is not None:
                 raise self._lost(branch)
             return
-        path, made = f"{folder}/branch", True
+        path, made = f"{folder}/branch", False
         try:
-            self.files.write(path, [self.folder.encode()], exclusive=True)
-        except Exists:
-            made = False
-            try:
-                there = alias(self.files, folder)
-            except SnapshotCorrupt:  # damaged: this owner knows where its name leads
-                self.files.write(path, [self.folder.encode()])
-                there = self.folder
-            if there != self.folder:
-                raise self._lost(branch) from None
-            self.files.settle(folder)
+            there = alias(self.files, folder)
+            if there is None:
+                self.files.write(path, [self.folder.encode()], exclusive=True)
+                there, made = self.folder, True
+            else:
+                self.files.settle(folder)  # whoever wrote it may have died before it was durable
+        except Exists:  # in this moment
+            there = alias(self.files, folder)
+        except SnapshotCorrupt:  # damaged: this owner knows where its name leads
+            self.files.write(path, [self.folder.encode()])
+            there = self.folder
+        if there != self.folder:
+            raise self._lost(branch)
         if Vault(self.files, folder, None).numbers(folder[2:])[0]:
             if made:
                 self.files.delete(path)
