@@ -7,38 +7,35 @@ import contextlib
 import functools
 import logging
 import math
-import threading
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
 import torch
-from asyncio_throttle import Throttler
 
 from locret_stream import __version__
 from locret_stream.config import Budget, StreamConfig, budget_from
 from locret_stream.context import StreamingContext, saving
 from locret_stream.context.session import Session, to_the_end
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, NoSlot, SnapshotError, UnsupportedModel
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, SnapshotError
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, make_policy
+from locret_stream.runtime.loading import BUNDLED, load_model, load_tokenizer
+from locret_stream.runtime.slots import CLOSED, Slots, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
 from locret_stream.worker import Worker, leave_worker, share_worker
 
 _log = logging.getLogger(__name__)
-BUNDLED = Path(__file__).parent / "assets" / "bundled"
 BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
 DEFAULT_BUDGET, DEFAULT_CHUNK = 6000, 1024
-_CLOSED = "this runtime is not running; expected a call inside `async with Runtime...`"
 
 
 class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,60 +49,6 @@ class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
     bytes_pool: int
     slots: int
     slot_bytes: int
-
-
-class _Slots:
-    """Slots handed out in the order of asking. Waiters are concurrent futures, so any event loop may wait."""
-
-    def __init__(self, free: list[int]):
-        self._free, self._waiting, self._lock = deque(free), deque[Future[int]](), threading.Lock()
-        self.size, self._closed = len(free), False
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def close(self) -> None:
-        """Nobody gets a slot any more; who waits for one is told so."""
-        with self._lock:
-            self._closed = True
-            waiting, self._waiting = self._waiting, deque()
-        for future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(ContextClosed(_CLOSED))
-
-    def request(self) -> Future[int]:
-        future: Future[int] = Future()
-        with self._lock:
-            if self._closed:
-                raise ContextClosed(_CLOSED)
-            if self._free:
-                future.set_result(self._free.popleft())
-            else:
-                self._waiting.append(future)
-        return future
-
-    def give_back(self, slot: int) -> None:
-        with self._lock:
-            while self._waiting:
-                future = self._waiting.popleft()
-                if future.set_running_or_notify_cancel():
-                    future.set_result(slot)
-                    return
-            self._free.append(slot)
-
-    async def acquire(self, timeout_s: float, what: str) -> int:
-        future = self.request()
-        waiting = asyncio.wrap_future(future)
-        try:
-            return await asyncio.wait_for(asyncio.shield(waiting), timeout_s)
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if not future.cancel() and future.exception() is None:  # it came in the very last moment
-                self.give_back(future.result())
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise NoSlot(f"no {what} slot of {self.size} came free within {timeout_s:g} s; expected a context to be "
-                         f"closed, or a Runtime with more of them") from None
 
 
 class Runtime:
@@ -168,7 +111,7 @@ class Runtime:
         self._budget, self._chunk_size, self._sinks, self._stabilizers = budget, chunk_size, sinks, stabilizers
         self._max_live, self.scratch = max_live, scratch
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
-        self.throttle = None if ingest_rate is None else _throttle(float(ingest_rate))
+        self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
         self._open = False
         self._names = 0
@@ -198,17 +141,7 @@ class Runtime:
         if dtype == "auto" and device == "cpu":
             dtype = torch.float32
 
-        def load_model() -> Any:
-            from transformers import AutoModelForCausalLM
-            with _readable(path), _no_bar() if path == BUNDLED else contextlib.nullcontext():
-                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-
-        def load_tokenizer() -> Any:
-            from transformers import AutoTokenizer
-            with _readable(path):
-                return AutoTokenizer.from_pretrained(path)
-
-        return cls(load_model, load_tokenizer, **options)
+        return cls(lambda: load_model(path, dtype, device), lambda: load_tokenizer(path), **options)
 
     # -- opening and closing ----------------------------------------------------------------------------------
 
@@ -268,7 +201,7 @@ class Runtime:
         shape = attachment.shape
         self.geometry = Geometry(shape.layers, shape.kv_heads, shape.head_dim, attachment.dtype)
         numbers = list(range(self._max_live + self.scratch))
-        self._live_slots, self._scratch_slots = _Slots(numbers[:self._max_live]), _Slots(numbers[self._max_live:])
+        self._live_slots, self._scratch_slots = Slots(numbers[:self._max_live]), Slots(numbers[self._max_live:])
         self._open = True
 
     def _engine(self, attachment: Attachment) -> Engine:
@@ -312,11 +245,11 @@ class Runtime:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise ContextClosed(_CLOSED)
+            raise ContextClosed(CLOSED)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("engine", "attachment", "model", "worker", "storing"):  # there only while it runs
-            raise ContextClosed(_CLOSED)
+            raise ContextClosed(CLOSED)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- contexts ---------------------------------------------------------------------------------------------
@@ -445,34 +378,3 @@ class Runtime:
 
     def drop(self, context: StreamingContext) -> None:
         self._contexts.discard(context)
-
-
-def _throttle(rate: float) -> Throttler:
-    """`rate` chunks per second; rates below 1 are one chunk per longer period, as the throttler counts whole calls."""
-    if rate >= 1 and rate == int(rate):
-        return Throttler(int(rate), period=1.0)
-    return Throttler(1, period=1.0 / rate)
-
-
-@contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """Without transformers' progress bar: for a model that loads in a blink."""
-    from transformers.utils import logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _readable(path: str | Path) -> Iterator[None]:
-    """Loading errors as UnsupportedModel, with what to do."""
-    try:
-        yield
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer: {error}; "
-                               'expected a folder with config.json, weights and tokenizer files, a hub id, or "bundled"'
-                               ) from error

@@ -1,0 +1,6 @@
+"""Runtime: `core` owns the engine and its contexts, `slots` says who waits for what, `loading` reads models."""
+
+from locret_stream.runtime.core import Runtime, RuntimeMemory
+from locret_stream.runtime.loading import BUNDLED
+
+__all__ = ["BUNDLED", "Runtime", "RuntimeMemory"]
