@@ -18,6 +18,7 @@ ELSEWHERE = {"train_bundled_model.py"}  # takes most of an hour; its parts have 
 RUNS = {
     "quickstart.py": (["3000"], "truth: "),
     "own_text.py": (["{text}", "What is the door code of falcon?", "Again?"], "after the talk: "),
+    "sessions.py": (["{store}"], "A new session."),
     "sync_notebook.py": ([], "the memory went from "),
 }
 
@@ -40,8 +41,14 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     text = tmp_path / "text.txt"
     text.write_text("The door code of falcon is 48213.\n" + "Nothing happened.\n" * 100)
     args, expected = RUNS[name]
-    run(monkeypatch, name, *(arg.format(text=text) for arg in args))
+    run(monkeypatch, name, *(arg.format(text=text, store=tmp_path / "store") for arg in args))
     assert expected in capsys.readouterr().out
+
+
+def test_a_session_is_there_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    for _ in range(2):
+        run(monkeypatch, "sessions.py", str(tmp_path))
+    assert "falcon: 48213\n" in (said := capsys.readouterr().out) and "otter: 3390\nRewound: " in said
 
 
 def test_own_text_explains_itself_and_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -116,7 +116,7 @@ def run(
         async def talk() -> None:
             async with aclosing(runtime), runtime.open(session, system=system, raw=True if raw else None,
                                                        on_mismatch=on_mismatch) as context:
-                if session is not None and context.memory.tokens:
+                if context.resumed:
                     err.print(f"Session {session}: {describe(context.memory)}.", soft_wrap=True)
                 with held.watching(lambda: context.memory):
                     row = None

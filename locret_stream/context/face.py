@@ -73,11 +73,15 @@ class StreamingContext:
 
     One feed or generation runs at a time (ContextBusy); `ask`, `fork` and `memory` may be used between the tokens of
     either. Cancelling any call waits for the step in flight, so the memory rests at a token.
+
+    Attributes:
+        name: of the session, or how it is called in messages.
+        resumed: it goes on from a stored session; False for one that begins.
     """
 
     def __init__(self, host: Host, name: str, *, system: str | None, raw: bool | None, trusted: bool,
                  stored: bool = False, on_mismatch: str = "raise", _fork_of: StreamingContext | None = None):
-        self.name = name
+        self.name, self.resumed = name, False
         self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
         self.stored, self._on_mismatch = stored, on_mismatch
         self._session: Session | None = None
@@ -171,6 +175,7 @@ class StreamingContext:
                 raise
             session = await saving.rebuild(self._host, branch, slot, error)
         saving.check_system(session, self.name, self._system, self._raw)
+        self.resumed = True
         return session
 
     async def _fork(self, slot: int) -> Session:

@@ -159,7 +159,10 @@ async def test_an_unchanged_session_is_not_saved_again_and_one_that_was_rewound_
             async with runtime.open("a") as ctx:
                 await ctx.ask("?", max_new_tokens=2)
         assert [one.generation for one in runtime.store.info("a")] == [1]
+        async with runtime.open("b") as ctx:
+            assert not ctx.resumed
         async with runtime.open("a") as ctx:
+            assert ctx.resumed
             await ctx.feed("more\n")
             await ctx.snapshot()
             await ctx.rewind(1)
