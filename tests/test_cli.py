@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 DEMO_KEYS = [
     "tokens_fed", "budget_units", "chunk_size", "peak_units", "bytes_resident", "bytes_full_cache", "recall",
-    "recall_recent", "tok_per_s", "answers",
+    "recall_recent", "tok_per_s", "answers", "restored",
 ]  # fmt: skip
 
 
@@ -155,16 +155,20 @@ def test_demo_json_is_the_contract(small: list[str]):
         assert list(answer) == ["question", "expected", "answer", "position"]
         assert 0 <= answer["position"] <= found["tokens_fed"]
     assert "facts and 110 decoys" in err
+    again = found["restored"]
+    assert again["answers"] == [one["answer"] for one in found["answers"]] and again["same"] == 12
+    assert again["snapshot_bytes"] > 2 * 2 * 2 * 96 * 8 * 4  # layers, K and V, KV heads, units, dimensions, fp32
 
 
 def test_demo_takes_own_facts_and_text(small: list[str], tmp_path: Path):
     facts, text = tmp_path / "facts.jsonl", tmp_path / "text.txt"
     facts.write_text('{"fact": "The moon is made of rock.", "question": "What is it made of?", "answer": "rock"}\n')
     text.write_text("Nothing to see here.\n" * 60)
-    code, out, err = invoke("demo", "--json", "--facts", facts, "--stream", text, "--no-compare", *small)
+    code, out, err = invoke("demo", "--json", "--facts", facts, "--stream", text, "--no-compare",
+                            "--no-restart", *small)
     assert code == 0, err
     found = json.loads(out)
-    assert found["recall_recent"] is None
+    assert found["recall_recent"] is None and found["restored"] is None
     assert [a["expected"] for a in found["answers"]] == ["rock"]
     assert found["tokens_fed"] > 60 * 21  # bytes are tokens here: the text, the fact and the decoys
 
@@ -173,6 +177,7 @@ def test_demo_prints_answers_beside_the_truth(small: list[str]):
     code, out, err = invoke("demo", "--tokens", 2000, *small)
     assert code == 0, err
     assert "truth" in out and "sinks + recent at the same budget" in out
+    assert "a new process opened it and gave 12 of 12 answers the same" in out
 
 
 def test_own_answers_count_as_words():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +50,7 @@ HELP = """Stream real text past a small memory, then ask what was in it.
 
 Twelve facts lie at random places in the standard library's sources, among 110 sentences of the same shape that are \
 never asked. Every question is asked on a scratch copy of the memory, and again of a memory that keeps the first and \
-the most recent tokens at the same budget.
+the most recent tokens at the same budget. Then the memory is saved, and a new process opens it and answers again.
 
 Examples:
 
@@ -89,6 +93,16 @@ class Asked:
     recent: str | None = None
 
 
+@dataclass(frozen=True)
+class Again:
+    """What a new process answered from the saved memory: its size, and the seconds both took."""
+
+    answers: list[str]
+    bytes: int
+    save_s: float
+    process_s: float
+
+
 def demo(
     tokens: Annotated[int | None, typer.Option(min=1_000, show_default="400000, or all of --stream",
                                                help="Tokens to stream.")] = None,
@@ -103,6 +117,8 @@ def demo(
     model: Model = "bundled",
     heads: Heads = None,
     compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Run sinks + recent beside it.")] = True,
+    restart: Annotated[bool, typer.Option("--restart/--no-restart", help=(
+        "Save the memory and let a new process answer from it."))] = True,
     as_json: Json = False,
 ) -> None:
     given = None if facts is None else read_facts(facts)
@@ -111,10 +127,11 @@ def demo(
     held = Held()
     names = [policy, "sinks + recent"] if compare else [policy]
 
-    with interruptible(held):
+    with interruptible(held), tempfile.TemporaryDirectory(prefix="locret-demo-") as folder:
         from locret_stream.evaluation import tasks
 
-        runtimes = [make_runtime(model, heads, policy, budget, chunk_size)]
+        store = {"store": folder, "autosave": False} if restart else {}
+        runtimes = [make_runtime(model, heads, policy, budget, chunk_size, **store)]
         if compare:
             runtimes.append(beside(runtimes[0], "streaming_llm"))
 
@@ -137,7 +154,12 @@ def demo(
                 with Board(title, names, size) as board:
                     asked = await feed(planted, contexts, board)
                     await ask(asked, contexts)
-                report(asked, board, budget, chunk_size, whole=given is None, as_json=as_json)
+                again = None
+                if restart:
+                    again = await ask_again(asked, contexts[0], folder, [
+                        "--model", model, "--policy", policy, "--budget", str(budget), "--chunk-size", str(chunk_size),
+                        *([] if heads is None else ["--heads", str(heads)])])
+                report(asked, board, budget, chunk_size, again, whole=given is None, as_json=as_json)
 
         asyncio.run(show())
 
@@ -228,6 +250,34 @@ async def ask(asked: list[Asked], contexts: list[StreamingContext]) -> None:
             one.recent = (await contexts[1].ask(one.question, max_new_tokens=ANSWER_TOKENS)).strip()
 
 
+async def ask_again(asked: list[Asked], context: StreamingContext, folder: str, options: list[str]) -> Again:
+    """Save the memory, and ask the same questions in a new process that opens it.
+
+    Raises:
+        InputError: that process failed; with its own last line.
+    """
+    began = time.perf_counter()
+    saved = await context.snapshot()
+    save_s = time.perf_counter() - began
+    questions = [word for one in asked for word in ("--ask", one.question)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "locret_stream", "run", "--session", context.name, "--store", folder, *options,
+        "--max-new-tokens", str(ANSWER_TOKENS), "--json", *questions, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+    try:
+        said, complaint = await process.communicate()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+        raise InputError(f"the new process could not go on from the saved memory: {last}")
+    answers = [one["answer"] for one in json.loads(said)["answers"]]
+    return Again(answers, saved.bytes, save_s, time.perf_counter() - began - save_s)
+
+
 def is_right(answer: str | None, expected: str, whole: bool = True) -> bool:
     """Whether the answer is the expected one, but for case, white space and a full stop at the end.
 
@@ -242,12 +292,18 @@ def is_right(answer: str | None, expected: str, whole: bool = True) -> bool:
     return re.search(rf"(?<!\w){re.escape(plain(expected))}(?!\w)", plain(answer)) is not None
 
 
+def same(one: Asked, answer: str) -> bool:
+    """Whether the new process said the very same."""
+    return one.answer == answer
+
+
 def _marked(answer: str | None, expected: str, whole: bool) -> Text:
     right = is_right(answer, expected, whole)
     return Text(("✓ " if right else "✗ ") + " ".join((answer or "").split()), style="green" if right else "red")
 
 
-def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, *, whole: bool, as_json: bool) -> None:
+def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, again: Again | None, *, whole: bool,
+           as_json: bool) -> None:
     """Print answers beside the truth, or the JSON object of the contract."""
     row = board.rows[0]
     memory = row.memory
@@ -267,6 +323,10 @@ def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, *, wh
             "tok_per_s": round(row.tok_per_s, 1),
             "answers": [{"question": one.question, "expected": one.expected, "answer": one.answer,
                          "position": one.position} for one in asked],
+            "restored": None if again is None else {
+                "answers": again.answers, "same": sum(map(same, asked, again.answers)),
+                "snapshot_bytes": again.bytes, "save_s": round(again.save_s, 3),
+                "process_s": round(again.process_s, 1)},
         })
         return
     table = Table(title=f"asked after {row.tokens:,} tokens", title_justify="left", pad_edge=False)
@@ -279,5 +339,9 @@ def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, *, wh
     out.print(table)
     out.print(f"{row.name}: {right} of {len(asked)} right, from {in_bytes(memory.bytes_resident)} where a full cache "
               f"would need {in_bytes(memory.bytes_full_cache)}; {row.tok_per_s:,.0f} tok/s", soft_wrap=True)
+    if again is not None:
+        out.print(f"saved in {again.save_s:.2f} s ({in_bytes(again.bytes)}); a new process opened it and gave "
+                  f"{sum(map(same, asked, again.answers))} of {len(asked)} answers the same, {again.process_s:.1f} s "
+                  "from its start on", soft_wrap=True)
     if compared:
         out.print(f"sinks + recent at the same budget: {recent} of {len(asked)} right", soft_wrap=True)

@@ -385,13 +385,16 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str, **options: Any):
-        import fsspec
+        import fsspec.asyn
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except Exception as error:  # whatever a third party's constructor raises
             raise StoreError(f"store {url!r}: {error}; expected a folder, or a URL that fsspec knows") from error
         self.url, self.root = url, root.rstrip("/")
-        own = getattr(type(self.fs), "_pipe_file" if self.fs.async_impl else "pipe_file")
+        inner = self.fs
+        while isinstance(deeper := getattr(inner, "fs", None), fsspec.AbstractFileSystem):
+            inner = deeper
+        own = getattr(type(inner), "_pipe_file" if inner.async_impl else "pipe_file")
         if own in (fsspec.AbstractFileSystem.pipe_file, fsspec.asyn.AsyncFileSystem._pipe_file):
             raise StoreError(f"store {url!r}: this place cannot create a file only if there is none, in one step, so "
                              "two owners could overwrite each other; expected a folder, or an object store")
@@ -479,7 +482,7 @@ class RemoteFiles:
         """Whatever a third party raises as StoreError: botocore's and aiohttp's errors are no OSErrors."""
         try:
             yield
-        except (LocretError, Exists):
+        except (LocretError, Exists, AssertionError):
             raise
         except Exception as error:
             raise StoreError(f"{self.url}/{path}: {error or type(error).__name__}; nothing was acknowledged") from error
