@@ -358,41 +358,42 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, ca
 
 # -- attaching --------------------------------------------------------------------------------------------------
 
-_attached: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Attachment]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], Attachment]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
-def attach(model: PreTrainedModel, attn: str = "auto") -> Attachment:
+def attach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> Attachment:
     """The attachment of this model object: made and self-tested once, then shared and counted.
 
     Args:
         model: a transformers causal LM; it is never changed. Move or cast it before attaching.
         attn: "auto" (what the model itself uses, sdpa or eager), "sdpa" or "eager".
+        number: one attachment belongs to one thread; another number gives another one over the same weights.
 
     Raises:
         UnsupportedModel: not such a model, or the self-test found logits that differ from the stock model's.
     """
     with _lock:
         made = _attached.setdefault(model, {}) if isinstance(model, PreTrainedModel) else {}
-        attachment = made.get(attn)
+        attachment = made.get((attn, number))
         if attachment is None:
             attachment = Attachment(model, attn)
             self_test(model, attachment)
-            made[attn] = attachment
+            made[attn, number] = attachment
         attachment.users += 1
         return attachment
 
 
-def detach(model: PreTrainedModel, attn: str = "auto") -> int:
+def detach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> int:
     """Give one use back; the last one forgets the shadow. Returns the uses that are left."""
     with _lock:
         made = _attached.get(model, {})
-        if attn not in made:
+        if (attn, number) not in made:
             return 0
-        made[attn].users -= 1
-        left = made[attn].users
+        made[attn, number].users -= 1
+        left = made[attn, number].users
         if left <= 0:
-            del made[attn]
+            del made[attn, number]
         return max(left, 0)
 
 

@@ -145,8 +145,11 @@ def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int 
 
 
 def beside(runtime: Runtime, policy: str) -> Runtime:
-    """A second running one: `Runtime.beside`, started."""
-    second = runtime.beside(policy)
+    """A second running one on a thread of its own: `Runtime.beside`, started. The two share the cores."""
+    import torch
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    second = runtime.beside(policy, own_thread=True)
     second.start()
     return second
 

@@ -40,7 +40,7 @@ from locret_stream.cli.display import Board
 from locret_stream.errors import InputError
 
 if TYPE_CHECKING:
-    from locret_stream.context import StreamingContext
+    from locret_stream.context import FeedReport, StreamingContext
 
 TOKENS, DECOYS = 400_000, 110
 BLOCK_CHARS = 16_384
@@ -152,7 +152,7 @@ def demo(
                 title = (f"{len(planted.facts)} facts and {DECOYS} decoys in {size:,} tokens; "
                          f"budget {budget:,} + chunk {chunk_size} units per KV head")
                 with Board(title, names, size) as board:
-                    asked = await feed(planted, contexts, board)
+                    asked = await feed_all(planted, contexts, board)
                     await ask(asked, contexts)
                 again = None
                 if restart:
@@ -229,14 +229,25 @@ def blocks(planted: Iterable[str], sentences: Sequence[str]) -> Iterator[tuple[s
         yield "".join(parts), begins
 
 
-async def feed(planted: Any, contexts: list[StreamingContext], board: Board) -> list[Asked]:
-    """Feed every context the same blocks in turn; note where each fact began."""
+async def feed_all(planted: Any, contexts: list[StreamingContext], board: Board) -> list[Asked]:
+    """Feed all contexts the same blocks, at the same time; note where each fact began."""
+
+    async def one(context: StreamingContext, text: str) -> FeedReport:
+        return await context.feed(text)
+
     asked = [Asked(fact.question, fact.answer) for fact in planted.facts]
     for text, begins in blocks(planted, [fact.sentence for fact in planted.facts]):
         if begins is not None:
             asked[begins].position = contexts[0].memory.tokens
-        for context, row in zip(contexts, board.rows, strict=True):
-            fed = await context.feed(text)
+        feeds = [asyncio.ensure_future(one(context, text)) for context in contexts]
+        try:
+            reports = await asyncio.gather(*feeds)
+        except BaseException:
+            for running in feeds:
+                running.cancel()
+            await asyncio.gather(*feeds, return_exceptions=True)
+            raise
+        for context, row, fed in zip(contexts, board.rows, reports, strict=True):
             row.add(fed.tokens, fed.seconds, context.memory)
         board.tick()
     return asked

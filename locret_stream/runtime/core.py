@@ -114,7 +114,7 @@ class Runtime:
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
         self._open = False
-        self._names = 0
+        self._names = self._number = 0
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, dtype: str | torch.dtype = "auto", device: str | None = None,
@@ -167,14 +167,20 @@ class Runtime:
         return (model() if callable(model) and not isinstance(model, torch.nn.Module) else model,
                 tokenizer() if callable(tokenizer) and not hasattr(tokenizer, "get_vocab") else tokenizer)
 
-    def beside(self, policy: str, **knobs: Any) -> Runtime:
+    def beside(self, policy: str, *, own_thread: bool = False, **knobs: Any) -> Runtime:
         """Another runtime, not running yet, over the same model object and heads, with the same budget in every layer
-        and the same chunk size: for a fair comparison of policies. They share one engine thread."""
+        and the same chunk size: for a fair comparison of policies.
+
+        Args:
+            own_thread: run it on an engine thread of its own, over the same weights; otherwise they take turns.
+        """
         self._check_open()
         config = self.engine.config
-        return Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
+        twin = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
                        chunk_size=config.chunk_size, max_live=self._max_live, scratch=self.scratch,
                        template=self._template, attn=self._attn, slot_timeout_s=self._timeout_s)
+        twin._number = self._number + own_thread
+        return twin
 
     def start(self) -> None:
         """Load, attach, self-test and allocate. `async with` does this, off the event loop.
@@ -185,14 +191,14 @@ class Runtime:
         if self._open:
             raise ConfigError("this runtime is running already; expected one `async with` per runtime")
         model, tokenizer = self.load()
-        attachment = attach(model, self._attn)
+        attachment = attach(model, self._attn, self._number)
         try:
             self.codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
             ends = getattr(model.generation_config, "eos_token_id", None)
             self.frames = ChatFrame(self.codec, tokenizer, template=self._template, eos=ends)
             self.engine = self._engine(attachment)
         except BaseException:
-            detach(model, self._attn)
+            detach(model, self._attn, self._number)
             raise
         self.model, self.tokenizer, self.attachment = model, tokenizer, attachment
         self.worker: Worker = share_worker(attachment)
@@ -239,7 +245,7 @@ class Runtime:
         self.tokenizing.shutdown()
         self.storing.shutdown()
         leave_worker(self.attachment)
-        detach(self.model, self._attn)
+        detach(self.model, self._attn, self._number)
         self.__dict__.pop("identity", None)
         del self.engine, self.attachment, self.model, self.tokenizer, self.worker
 

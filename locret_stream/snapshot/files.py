@@ -251,13 +251,15 @@ class LocalFiles:
             self._rmdir(name)
 
     def drop_folder(self, folder: str) -> None:
-        name = self._plain(folder)
-        if not os.path.isdir(name):
+        if not os.path.isdir(name := self._plain(folder)) or self._holds(folder):
             return
         with contextlib.suppress(Busy), self.lock(folder, shared=False, wait=False), self._reported(folder):
-            if {entry.name for entry in self._entries(folder)} == {LOCK}:
+            if not self._holds(folder):
                 self.posix.unlink(os.path.join(name, LOCK))
                 self._rmdir(name)
+
+    def _holds(self, folder: str) -> bool:
+        return any(entry.name != LOCK for entry in self._entries(folder))
 
     @contextlib.contextmanager
     def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:
