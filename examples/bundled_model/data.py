@@ -67,7 +67,6 @@ REQUEST_PARTS = (
     "|what the {A} of {E} was|what {E}'s {A} is|which {A} {E} has|the {A} belonging to {E}".split("|"),
     ".|.|?|?|, please.|, please?| now.| once more.|".split("|"),
 )
-TOOL_SHARE = 0.2  # of the turns: copying a word without its leading space means spelling it anew
 FEW_DIGITS = 0.3  # of the values in digits: two or three different ones, in which a digit's neighbours come again
 FIRST_TOKEN_WEIGHT = 5.0  # of an answer: the only one that nothing but the question points to
 
@@ -181,6 +180,7 @@ class Stage:
     advance_at: float = 0.9  # running accuracy of answer tokens at which the next stage begins
     head: bool = True  # whether the retaining head is trained on it
     variety: float = 1.0  # share of the usual rewording, few-digit values and tool calls
+    tools: float = 0.2  # share of the turns that are calls: a word without its leading space has to be spelled anew
     mined: int = 0  # tokens of plain text searched for units that the head would wrongly keep
 
 
@@ -393,7 +393,7 @@ class Writer:
             answers.extend([answer] * len(ids))
 
         while True:
-            tool = draw.random() < TOOL_SHARE * stage.variety
+            tool = draw.random() < stage.tools * stage.variety
             if local and draw.random() < 0.5:
                 number = local.pop()
             else:

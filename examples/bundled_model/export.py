@@ -73,7 +73,7 @@ def export(model: Recaller, head: RecallHead, tokenizer: Tokenizer, out: Path, c
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         save_file(llama_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
         save_tokenizer(tokenizer, folder, model.shape.window)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         retaining_heads(model, head, attach(loaded).fingerprint).save(folder, torch.bfloat16)
         if card:
             (folder / "README.md").write_text(card)

@@ -38,6 +38,7 @@ class Phase:
 PHASES = [
     Phase(CURRICULUM, 1200, 2.5e-3, 0.35),
     Phase([*CURRICULUM[:-1], CROWDED], 1400, 1.5e-3, 0.7, start=len(CURRICULUM) - 1),
+    Phase([replace(CROWDED, tools=0.6)], 240, 8e-4, 1.0),
 ]
 
 
