@@ -8,7 +8,9 @@ manifest names is rubbish for the collector.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -139,6 +141,7 @@ class Branch:
             SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: nothing changed.
         """
         while True:
+            self.vault.refresh()
             found, highest = self.vault.generations(self.name)
             if not found:
                 raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.vault.files.url}")
@@ -163,10 +166,13 @@ class Branch:
         Raises:
             StaleOwner: it is not there any more, or another one stands in its place. SnapshotCorrupt, StoreError.
         """
-        restored, _, own = self._read(self.head, identity, geometry, capacity)
-        if own != self.parent:
-            raise StaleOwner(f"snapshot {self.head} of {self.name!r} is not the one that this owner saved")
-        return restored
+        self.vault.refresh()
+        with suppress(SnapshotNotFound):
+            restored, _, own = self._read(self.head, identity, geometry, capacity)
+            if own == self.parent:
+                return restored
+        raise StaleOwner(f"snapshot {self.head} of {self.name!r} is not there any more, or not the one that this owner "
+                         "saved; expected one owner")
 
     def _read(self, number: int, identity: Identity | None, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
@@ -178,10 +184,14 @@ class Branch:
         assembly = Assembly(manifest.counts, geometry, what)
         masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)
         pages = []
-        for ref, mask in zip(manifest.pages, masks, strict=True):
-            index, units = self._read_page(ref, geometry, what)
-            assembly.add(index, units, mask)
-            pages.append(index)
+        with ThreadPoolExecutor(1, thread_name_prefix="locret-read") as reader:  # one page ahead of the assembly
+            coming = deque(reader.submit(self._read_page, ref, geometry, what) for ref in manifest.pages[:1])
+            for number, mask in enumerate(masks):
+                index, units = coming.popleft().result()
+                coming.extend(reader.submit(self._read_page, ref, geometry, what)
+                              for ref in manifest.pages[number + 1:number + 2])
+                assembly.add(index, units, mask)
+                pages.append(index)
         state = tensors(sections["state"], what)
         clash = sorted(state.keys() & assembly.units.keys())
         if clash:
@@ -228,13 +238,14 @@ class Branch:
         Raises:
             SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer.
         """
+        self.vault.refresh()
         found, _ = self.vault.generations(self.name)
         if not found:
             raise SnapshotCorrupt(f"{self.name!r} has no snapshot in {self.vault.files.url}, so no log")
         try:
             manifest, sections, _ = self.vault.read_manifest(self.name, found[-1])
         except SnapshotError:
-            return self._chain_of_parts(identity)
+            return self._chain_of_parts(identity, found[-1])
         if manifest.log is None:
             raise SnapshotCorrupt(f"{self.name!r} was stored without a log")
         _expect_tokenizer(manifest.identity.tokenizer, identity, self.name)
@@ -242,17 +253,20 @@ class Branch:
         self.log = manifest.log
         return Chain([*self.read_log(manifest.log), pending], manifest.frame)
 
-    def _chain_of_parts(self, identity: Identity) -> Chain:
+    def _chain_of_parts(self, identity: Identity, newest: int) -> Chain:
         parts = {}
         for name, size in self.vault.files.sizes(f"{self.vault.folder}/log").items():
             with suppress(SnapshotError):
                 ref = LogRef(name, 0, 0, size)
                 body, sections = self.vault.read_named("log", ref, name)
                 parts[name] = body, *read_part(body, sections, name)
-        own = [name for name, part in parts.items() if part[0].branch == self.name]
+        own = {name: part[0].generation for name, part in parts.items()
+               if part[0].branch == self.name and part[0].generation <= newest}
         if not own:
             raise SnapshotCorrupt(f"{self.name!r} has no log that can be read")
-        name = max(own, key=lambda name: parts[name][0].generation)
+        name, *others = [name for name in own if own[name] == max(own.values())]
+        if others:  # of saves that failed: those of other owners too
+            raise SnapshotCorrupt(f"{self.name!r} has two logs, and nothing that can be read tells which is its own")
         last, chain, refs = parts[name], [], []
         _expect_tokenizer(last[0].tokenizer, identity, self.name)
         at = last[0].end
@@ -337,6 +351,8 @@ class Save:
         self.written = 0
         self._new: list[PageIndex] = []
         self._stack = ExitStack()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="locret-page")
+        self._writing: Future[None] | None = None
 
     def __enter__(self) -> Save:
         branch, vault = self.branch, self.branch.vault
@@ -345,6 +361,7 @@ class Save:
         try:
             vault.refresh()
             found = self._expect_newest()
+            self._expect_not_anew(found)
             # What this owner knows may have been deleted since: by somebody else, or after a rewind. Where collectors
             # cannot be held off, what no snapshot names may go in any moment.
             named = self._locked or branch.base is None or branch.base[1] in (
@@ -362,36 +379,61 @@ class Save:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._writer.shutdown()
         self._stack.close()
 
     def _expect_newest(self) -> list[int]:
         """The snapshots there are, if this owner is the one who saves next."""
         branch = self.branch
         found, highest = branch.vault.generations(branch.name)
-        if branch.tried and highest == branch.head + 1 and self._ours(highest):
+        if branch.tried and highest == branch.head + 1 and self._digest(highest) == branch.tried:
             branch.head, branch.parent, branch.tried = highest, branch.tried, ""
+            branch.base = (branch.name, highest)
         if highest != branch.head:
             raise StaleOwner(f"{branch.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
                              f"{highest}, this owner knows {branch.head}. Nothing was acknowledged; expected one owner:"
                              " save under a new name, or open it again")
         return found
 
-    def _ours(self, number: int) -> bool:
-        """Whether that snapshot is what this owner tried to write."""
+    def _expect_not_anew(self, found: list[int]) -> None:
+        """A session that was forgotten and begun anew counts from 1 again: then numbers alone would let this one in."""
+        branch = self.branch
+        if branch.head and branch.base is not None and branch.base[0] == branch.name and branch.base[1] in found and (
+                self._digest(branch.base[1]) not in (branch.parent, None)):
+            raise StaleOwner(f"{branch.name!r} was forgotten since it was opened here, and begun anew by another. "
+                             "Nothing was written; expected one owner: save under a new name, or open it again")
+
+    def _digest(self, number: int) -> str | None:
+        """Of that snapshot; None if it cannot be read, and then it is no evidence of anything."""
         with suppress(SnapshotError):
-            return self.branch.vault.read_manifest(self.branch.name, number)[2] == self.branch.tried
-        return False
+            return self.branch.vault.read_manifest(self.branch.name, number)[2]
+        return None
 
     def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
-        """Write one of the ranges that `plan.write` asks for."""
+        """Write one of the ranges that `plan.write` asks for: after the one before is written, beside the caller.
+
+        Raises:
+            StoreError: the range before this one could not be written.
+        """
         parts, index = write_page(start, end, layers, self.geometry)
+        self._written()
+        self._writing = self._writer.submit(self._write, parts, index)
+
+    def _write(self, parts: Sequence[bytes], index: PageIndex) -> None:
         name = self.branch.vault.write_named("pages", parts)
         self.written += index.ref.size
         self._new.append(PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions))
 
+    def _written(self) -> None:
+        """Wait for the page under way, if there is one."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
     def finish(self, library: str, log_end: int) -> Snapshot:
         """Write the log part and the manifest; the snapshot is durable, and the branch's newest, on return."""
         branch, moment = self.branch, self.moment
+        self._written()
         pages = [(index, np.concatenate(masks)) for index, masks in self.plan.stay]
         pages = sorted([*pages, *((index, None) for index in self._new)], key=lambda item: item[0].ref.start)
         refs = tuple(msgspec.structs.replace(index.ref, live=index.ref.units if mask is None else int(mask.sum()))
@@ -425,13 +467,16 @@ class Save:
         try:
             vault.write(path, parts, exclusive=True)
         except Exists:
-            if not self._ours(manifest.generation):  # else the place was asked twice by a layer below
+            if self._digest(manifest.generation) != own:  # else the place was asked twice by a layer below
                 branch.tried = ""
                 self._expect_newest()
                 raise StoreError(f"{vault.folder}/{path} is there and is no snapshot; expected nothing of that name"
                                  ) from None
         try:
             vault.expect_claim(branch.name)
+            if not vault.key_stands:
+                raise StoreError(f"{branch.name!r}: meanwhile the session was begun anew, with another key or none; "
+                                 "expected one way to store it")
             if not self._locked:
                 self._expect_undisturbed(manifest)
         except BaseException:
@@ -447,8 +492,7 @@ class Save:
             raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
                              "expected one owner: save under a new name, or open it again")
         log = manifest.log or ()
-        if (len(vault.stored("pages", manifest.pages)) < len(manifest.pages)
-                or len(vault.stored("log", log)) < len(log) or not vault.key_stands):
+        if len(vault.stored("pages", manifest.pages)) < len(manifest.pages) or len(vault.stored("log", log)) < len(log):
             raise StoreError(f"{branch.name!r}: files of this snapshot were deleted while it was saved; expected "
                              "another try")
 

@@ -323,9 +323,9 @@ class Store:
             finally:
                 vault.locked = False
 
-    def _named(self, vault: Vault) -> dict[str, int]:
-        """Paths inside the session that its manifests name, with sizes."""
-        named = {}
+    def _named(self, vault: Vault) -> set[str]:
+        """Paths inside the session that its manifests name."""
+        named = set()
         for path, _ in vault.manifests():
             try:
                 manifest = vault.manifest_at(path)[0]
@@ -334,14 +334,16 @@ class Store:
             except SnapshotCorrupt as error:
                 raise SnapshotCorrupt(f"{error}. What it needs is not known, so nothing was removed; delete it first"
                                       ) from error
-            named |= {f"pages/{ref.name}": ref.size for ref in manifest.pages}
-            named |= {f"log/{ref.name}": ref.size for ref in manifest.log or ()}
+            named |= {f"pages/{ref.name}" for ref in manifest.pages}
+            named |= {f"log/{ref.name}" for ref in manifest.log or ()}
         return named
 
     def _bytes(self, vault: Vault) -> int:
-        sizes = {path: size for branch in self.files.folders(f"{vault.folder}/m")
-                 for path, size in self._sizes(vault, f"m/{branch}").items()}
-        return sum(self._named(vault).values()) + sum(sizes.get(path, 0) for path, _ in vault.manifests())
+        """What the session's snapshots take, as it is stored."""
+        named = self._named(vault) | {path for path, _ in vault.manifests()}
+        return sum(size for folder in ("pages", "log", *(f"m/{branch}" for branch in
+                                                         self.files.folders(f"{vault.folder}/m")))
+                   for path, size in self._sizes(vault, folder).items() if path in named)
 
     def _sizes(self, vault: Vault, folder: str) -> dict[str, int]:
         return {f"{folder}/{name}": size for name, size in self.files.sizes(f"{vault.folder}/{folder}").items()}

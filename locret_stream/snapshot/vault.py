@@ -99,7 +99,7 @@ class Vault:
     def __init__(self, files: Files, folder: str, key: bytes | None):
         self.files, self.folder = files, folder
         self._user_key, self._data_key = key, None
-        self._wrapped = b""  # the stored form of the data key that was last known to be durable
+        self._wrapped = self._durable = b""  # the stored form of the data key, and the one last known to be durable
         self._plain = False  # known to be stored without encryption
         self.locked = False  # whether nobody else saves or collects here
 
@@ -111,8 +111,8 @@ class Vault:
 
     @property
     def exists(self) -> bool:
-        """Whether anything was ever saved here."""
-        return bool(self.files.folders(f"{self.folder}/m"))
+        """Whether there is any snapshot here."""
+        return bool(self.manifests())
 
     @property
     def encrypted(self) -> bool:
@@ -127,12 +127,13 @@ class Vault:
         Raises:
             SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
         """
+        return unpack(self._container(path, most), kind, what)
+
+    def _container(self, path: str, most: int) -> bytearray:
         key = self._key()
         room = most + (most // seal.SEGMENT + 1) * seal.TAG + 64 if key else most
         data = self.files.read(f"{self.folder}/{path}", room)
-        if key:
-            data = seal.unseal(data, key, f"{self.folder}/{path}")
-        return unpack(data, kind, what)
+        return seal.unseal(data, key, f"{self.folder}/{path}") if key else data
 
     def write(self, path: str, parts: Sequence[bytes], *, exclusive: bool = False) -> None:
         """Durable on return.
@@ -221,9 +222,10 @@ class Vault:
             SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
         """
         what = f"{self.folder}/{path}"
-        body, sections, _ = self.read(path, Manifest, MANIFEST_LIMIT, what)
+        data = self._container(path, MANIFEST_LIMIT)
+        body = unpack(data, Manifest, what)[0]
         self._expect_place(body, path, what)
-        return body, sum(map(len, sections.values()))
+        return body, len(data)
 
     def _expect_place(self, body: Manifest, path: str, what: str) -> None:
         """A sound manifest that somebody moved to another branch, number or session is none of this place."""
@@ -327,8 +329,10 @@ class Vault:
 
     @property
     def key_stands(self) -> bool:
-        """Whether the key in use is still the stored one: without a lock, `forget` may come in between."""
-        return self._data_key is None or bytes(self.files.read(f"{self.folder}/key", 1024)) == self._wrapped
+        """Whether the session still is encrypted as what was written: with this key, or not at all."""
+        if "key" not in self.files.sizes(self.folder):
+            return self._data_key is None
+        return bytes(self.files.read(f"{self.folder}/key", 1024)) == self._wrapped
 
     def _key(self, make: bool = False) -> bytes | None:
         """The session's data key; None in a store without one.
@@ -336,17 +340,19 @@ class Vault:
         Raises:
             StoreError: the session is encrypted and the store was given no key, or the other way round.
         """
-        if self._data_key is not None:
-            return self._data_key
+        if self._data_key is None:
+            self._find_key(make)
+        if make and self._data_key is not None and self._wrapped != self._durable:
+            self.files.settle(self.folder)  # whoever wrote it may have died before it was durable
+            self._durable = self._wrapped
+        return self._data_key
+
+    def _find_key(self, make: bool) -> None:
         if self.encrypted:
             if self._user_key is None:
                 raise StoreError("this session is encrypted; expected the store's key (`key=...`, or LOCRET_KEY)")
             wrapped = bytes(self.files.read(f"{self.folder}/key", 1024))
-            key = seal.unwrap(wrapped, self._user_key, self.folder)
-            if make and wrapped != self._wrapped:
-                self.files.settle(self.folder)  # whoever wrote it may have died before it was durable
-                self._wrapped = wrapped
-            self._data_key = key
+            self._data_key, self._wrapped = seal.unwrap(wrapped, self._user_key, self.folder), wrapped
         elif self._user_key is not None and make:
             if self.exists:
                 raise StoreError("this session was stored without encryption and the store was given a key; expected "
@@ -356,8 +362,8 @@ class Vault:
             try:
                 self.files.write(f"{self.folder}/key", [wrapped], exclusive=True)
             except Exists:  # another process began the same session in this moment
-                return self._key(make=True)
-            self._data_key, self._wrapped = fresh, wrapped
+                self._find_key(make)
+            else:
+                self._data_key, self._wrapped, self._durable = fresh, wrapped, wrapped
         else:
             self._plain = make or self.exists
-        return self._data_key

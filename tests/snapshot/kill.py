@@ -1,0 +1,185 @@
+"""Processes that save, collect and die: `python -m tests.snapshot.kill` forks one for every line of JSON it reads.
+
+So torch is imported once for hundreds of processes. A child does what its line says and reports by lines of JSON; every
+line has its `pid`. {"wait": pid} reports how a child ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locret_stream.errors import SnapshotError, StaleOwner
+from locret_stream.snapshot import Store
+from tests.snapshot.support import BUDGETS, GEOMETRY, IDENTITY, Record, Toy, begin, loaded, resume, save
+
+STEP = 7  # tokens per generation
+
+
+def expected(generation: int, seed: int = 1) -> Record:
+    """What generation number so and so of `save_forever` holds."""
+    return Toy(seed).feed(STEP * generation).record()
+
+
+def tell(**what: Any) -> None:
+    """One line for the parent; short ones are written whole or not at all."""
+    os.write(1, (json.dumps({"pid": os.getpid(), **what}) + "\n").encode())
+
+
+def save_forever(root: str, key: str | None, name: str = "alice", seed: int = 1, keep_last: int = 3) -> None:
+    """Save, prune, tell, until killed."""
+    store = Store(root, key=key, keep_last=keep_last)
+    branch, toy = resume(store, name) if store.has(name) else begin(store, name, seed)
+    tell(began=branch.head)
+    while True:
+        done = save(branch, toy.feed(STEP, branch))
+        tell(saved=done.generation)
+        store.prune(branch)
+
+
+def contend(root: str, key: str | None, rounds: int, seed: int, at: float, name: str = "alice") -> None:
+    """Be one of many owners: open, feed, save, at the same moments as the others; tell who got which number."""
+    store = Store(root, key=key, keep_last=1_000)
+    time.sleep(max(0.0, at - time.time()))
+    for _ in range(rounds):
+        branch, toy = resume(store, name)
+        head = branch.head
+        try:
+            done = save(branch, toy.feed(STEP, branch))
+            tell(won=done.generation, digest=branch.parent)
+        except StaleOwner:
+            tell(stale=head + 1)
+    tell(ended=True)
+
+
+def churn(root: str, key: str | None, rounds: int, seed: int, at: float) -> None:
+    """Save sessions and forks of one's own inside one session's folder, delete and prune them again."""
+    store = Store(root, key=key, keep_last=2)
+    time.sleep(max(0.0, at - time.time()))
+    branch, toy = resume(store, "alice")
+    own = branch.fork(f"alice {seed}", toy.seen)
+    toy.seed = seed
+    for number in range(rounds):
+        done = save(own, toy.feed(STEP, own))
+        assert own.load(IDENTITY, GEOMETRY, BUDGETS).manifest.generation == done.generation
+        toy = Toy.of(loaded(store, own.name))
+        store.prune(own)
+        if number % 5 == 4 and len(found := store.info(own.name)) > 1:
+            store.delete(own.name, found[0].generation)
+    tell(ended=True, name=own.name, saved=done.generation, tokens=toy.seen + len(toy.pending))
+
+
+def collect(root: str, key: str | None, rounds: int, at: float) -> None:
+    """Collect, list and verify all the while."""
+    store = Store(root, key=key)
+    time.sleep(max(0.0, at - time.time()))
+    for _ in range(rounds):
+        store.gc()
+        store.list()
+        problems = [found for found in store.verify() if found.problem]
+        if problems:
+            tell(problem=str(problems[0]))
+    tell(ended=True)
+
+
+TASKS = {task.__name__: task for task in (save_forever, contend, churn, collect)}
+
+
+def main() -> None:
+    """Fork for every line."""
+    torch.set_num_threads(1)
+    tell(ready=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], 0)
+            tell(of=order["wait"], status=os.waitstatus_to_exitcode(status))
+            continue
+        child = os.fork()
+        if child == 0:
+            code = 0
+            try:
+                TASKS[order.pop("do")](**order)
+            except BaseException as error:
+                kind = "snapshot error" if isinstance(error, SnapshotError) else "failure"
+                tell(error=f"{kind}: {error}", trace=traceback.format_exc()[-3000:])
+                code = 1
+            os._exit(code)
+        tell(forked=child)
+
+
+class Hands:
+    """The parent's end: starts children, reads what they tell, kills them."""
+
+    def __init__(self) -> None:
+        here = Path(__file__).resolve().parents[2]
+        self.process = subprocess.Popen([sys.executable, "-m", "tests.snapshot.kill"], cwd=here, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self._read: list[dict[str, Any]] = []
+        self.of(self.process.pid, "ready")
+
+    def start(self, task: str, **arguments: Any) -> int:
+        """The process that does it."""
+        self._send({"do": task, **arguments})
+        return self.of(self.process.pid, "forked")["forked"]
+
+    def of(self, pid: int, key: str) -> dict[str, Any]:
+        """The next line of a process that has a key; an error it tells is raised here."""
+        while True:
+            for index, told in enumerate(self._read):
+                if told["pid"] == pid and (key in told or "error" in told):
+                    del self._read[index]
+                    if "error" in told:
+                        raise AssertionError(f"process {pid}: {told['error']}\n{told['trace']}")
+                    return told
+            line = self.process.stdout.readline()
+            if not line:
+                raise AssertionError("the forking process ended")
+            self._read.append(json.loads(line))
+
+    def kill(self, pid: int) -> list[dict[str, Any]]:
+        """SIGKILL, and everything the process told before that was not read yet."""
+        os.kill(pid, 9)
+        assert self.wait(pid) == -9
+        told = [one for one in self._read if one["pid"] == pid]
+        self._read = [one for one in self._read if one["pid"] != pid]
+        errors = [one["error"] for one in told if "error" in one]
+        assert not errors, errors
+        return told
+
+    def wait(self, pid: int) -> int:
+        """How a child ended."""
+        self._send({"wait": pid})
+        while True:
+            ended = self.of(self.process.pid, "status")
+            if ended["of"] == pid:
+                return ended["status"]
+
+    def told(self, pid: int) -> list[dict[str, Any]]:
+        """What was read of a process and not taken."""
+        told = [one for one in self._read if one["pid"] == pid]
+        self._read = [one for one in self._read if one["pid"] != pid]
+        return told
+
+    def close(self) -> None:
+        """End the forking process."""
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(30)
+
+    def _send(self, order: dict[str, Any]) -> None:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+
+if __name__ == "__main__":
+    main()

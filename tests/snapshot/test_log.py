@@ -1,0 +1,248 @@
+"""The log: ids wait in a spool, parts take them over and stay few, and a part that lies is refused."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from locret_stream.errors import SnapshotCorrupt
+from locret_stream.snapshot import log
+from locret_stream.snapshot.format import Frame, LogPart, LogRef, unpack
+from locret_stream.snapshot.log import PART_IDS, TAKEN_SHARE, Spool, absorbed, read_part, write_part
+from tests.snapshot.forge import parts_of, rebuilt, resaved, sound_log
+
+BODY = LogPart(branch="alice", generation=1, tokenizer="t", start=0, end=3)
+IDS = st.integers(-2**31, 2**31 - 1)
+
+
+@pytest.fixture
+def spool():
+    made = Spool(100)
+    yield made
+    made.close()
+
+
+# -- spool --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from(["append", "replace", "drop", "read"]), st.lists(IDS, max_size=9),
+                          st.floats(0, 1)), max_size=20), st.integers(0, 2**53))
+@settings(max_examples=60)
+def test_a_spool_holds_just_the_ids_appended_and_not_dropped(steps, start: int):
+    spool, held = Spool(start), []
+    try:
+        for step, ids, where in steps:
+            at = round(where * len(held))
+            if step == "append":
+                spool.append(ids)
+                held += ids
+            elif step == "replace":
+                spool.append(iter(ids), start + at)
+                held[at:] = ids
+            elif step == "drop":
+                spool.drop(start + at)
+                start += at
+                del held[:at]
+            assert (spool.start, spool.end) == (start, start + len(held))
+            some = at if step == "read" else len(held)
+            assert spool.read(start + some).tolist() == held[:some]
+        assert spool.read(spool.start).tolist() == []
+    finally:
+        spool.close()
+
+
+def test_appended_ids_are_on_the_disk_and_not_in_memory(spool: Spool):
+    spool.append([1, 2, 3])
+    assert os.fstat(spool._file.fileno()).st_size == 12
+
+
+def test_ids_come_out_of_a_spool_as_int32_that_may_be_kept(spool: Spool):
+    spool.append([5, 6])
+    found = spool.read(102)
+    spool.append([7, 8], 100)
+    assert found.dtype == np.int32 and found.tolist() == [5, 6]
+
+
+def test_an_emptied_spool_gives_its_room_back(spool: Spool):
+    for _ in range(5):
+        spool.append(range(1000))
+        spool.drop(spool.end)
+        assert spool._file.seek(0, 2) == 0
+    spool.append([1])
+    assert spool.read(spool.end).tolist() == [1] and spool._file.seek(0, 2) == 4
+
+
+@pytest.mark.parametrize("at", [99, 104, 0, -1])
+def test_a_gap_in_a_spool_is_a_mistake_of_ours(spool: Spool, at: int):
+    spool.append([1, 2, 3])
+    for use in (lambda: spool.append([4], at), lambda: spool.read(at), lambda: spool.drop(at)):
+        with pytest.raises(AssertionError):
+            use()
+    assert spool.read(103).tolist() == [1, 2, 3]
+
+
+class Full:
+    """A file on a disk that is full after so many bytes, or takes a few at a time."""
+
+    def __init__(self, file: Any, room: int, most: int = 10**9):
+        self.file, self.room, self.most = file, room, most
+
+    def write(self, data: bytes) -> int:
+        count = min(len(data), self.room, self.most)
+        if not count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= count
+        return self.file.write(data[:count])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 4, 7])
+def test_a_write_that_fails_leaves_what_came_before_and_the_next_takes_its_place(spool: Spool, room: int):
+    spool.append([1, 2, 3])
+    sound = spool._file
+    spool._file = Full(sound, room)
+    with pytest.raises(OSError, match="No space"):
+        spool.append([4, 5, 6])
+    assert spool.read(spool.end).tolist() == [1, 2, 3]
+    with pytest.raises(OSError, match="No space"):
+        spool.append(range(9), 101)  # in place of 2 and 3, which are forgotten whatever comes of it
+    assert spool.read(spool.end).tolist() == [1]
+    spool._file = sound
+    spool.append([7])
+    assert spool.read(spool.end).tolist() == [1, 7] and spool.end == 102
+
+
+def test_a_spool_is_written_whole_by_a_system_that_takes_a_few_bytes_at_a_time(spool: Spool):
+    sound = spool._file
+    spool._file = Full(sound, 10**9, 3)
+    spool.append(range(20))
+    spool._file = sound
+    assert spool.read(120).tolist() == list(range(20))
+
+
+def test_a_spool_leaves_no_name_in_the_folder_of_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(log.tempfile, "tempdir", str(tmp_path))
+    spool = Spool(0)
+    spool.append([1])
+    assert list(tmp_path.iterdir()) == []
+    spool.close()
+
+
+# -- parts --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(IDS, min_size=1, max_size=50), st.lists(IDS, max_size=9), st.integers(0, 2**53 - 50),
+       st.builds(Frame, text=st.text(max_size=20), tail=st.binary(max_size=4)), st.sampled_from([np.int32, np.int64]))
+@settings(max_examples=50)
+def test_a_part_is_read_back_as_it_was_written(ids, pending, start: int, frame: Frame, dtype):
+    body = LogPart(branch="é", generation=7, tokenizer="t", start=start, end=start + len(ids),
+                   before="a" * 32 if start else "", frame=frame)
+    data = b"".join(write_part(body, np.array(ids, dtype), np.array(pending, dtype)))
+    found, sections, _ = unpack(data, LogPart, "it")
+    assert found == body
+    back = read_part(found, sections, "it")
+    assert [part.dtype for part in back] == [np.int32, np.int32]
+    assert [part.tolist() for part in back] == [ids, pending]
+
+
+def test_the_same_ids_give_the_same_part():
+    ids, none = np.arange(3), np.zeros(0, np.int32)
+    assert write_part(BODY, ids, none) == write_part(BODY, ids.astype(np.int32), none)
+
+
+@pytest.mark.parametrize("changes, count", [({}, 2), ({}, 4), ({"end": 0}, 0), ({"start": 1}, 2),
+                                            ({"before": "a" * 32}, 3), ({"start": 3, "end": 0}, 0)])
+def test_a_part_that_would_be_refused_is_a_mistake_of_ours(changes: dict, count: int):
+    with pytest.raises(AssertionError):
+        write_part(msgspec.structs.replace(BODY, **changes), np.arange(count), np.zeros(0, np.int32))
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("body, change, says", [
+    ({"end": 12}, {}, "'ids'"), ({"end": 10}, {}, "'ids'"),
+    ({"start": 2**53 - 7, "end": 2**53}, {"ids": i32()}, "'ids'"),
+    ({"start": 1, "end": 2**53}, {}, "'ids'"), ({"start": 11, "end": 4}, {}, "ids 11 to 4"),
+    ({"end": 4}, {"ids": i32()}, "ids 4 to 4"), ({"start": 0}, {}, "ids 0 to 11 behind part a"),
+    ({"before": ""}, {}, "ids 4 to 11 behind part none"), ({}, {"ids": None}, "'ids' is missing"),
+    ({}, {"ids": torch.arange(7)}, "'ids'"), ({}, {"ids": i32(*range(7))[None]}, "'ids'"),
+    ({}, {"pending": None}, "'pending' is missing"), ({}, {"pending": torch.arange(2)}, "'pending'"),
+    ({}, {"pending": i32(1, 2)[None]}, "'pending'"), ({}, {"pending": i32(1)[0]}, "'pending'"),
+    ({}, {"pending": i32()[None]}, "'pending'"), ({}, {"more": i32()}, "'more'"),
+])
+def test_a_part_that_lies_is_refused(body: dict, change: dict, says: str):
+    def lie(found: dict, sections: dict) -> None:
+        found.update(body)
+        sections["ids"] = resaved(sections["ids"], **change)
+
+    found, sections, _ = unpack(sound_log(), LogPart, "it")
+    assert [part.tolist() for part in read_part(found, sections, "it")] == [list(range(100, 107)), [7, 8]]
+    found, sections, _ = unpack(rebuilt(LogPart, lie), LogPart, "it")
+    with pytest.raises(SnapshotCorrupt) as caught:
+        read_part(found, sections, "it")
+    assert str(caught.value).startswith("it: ") and says in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [[], ["id"], ["ids", "more"], ["more"]])
+def test_a_part_of_other_sections_is_refused(names: list[str]):
+    content = parts_of(sound_log())[1]["ids"]
+
+    def lie(_: dict, sections: dict) -> None:
+        sections.clear()
+        sections.update(dict.fromkeys(names, content))
+
+    found, sections, _ = unpack(rebuilt(LogPart, lie), LogPart, "it")
+    with pytest.raises(SnapshotCorrupt, match="expected section ids"):
+        read_part(found, sections, "it")
+
+
+# -- growing together ---------------------------------------------------------------------------------------------
+
+
+def refs_of(*sizes: int) -> tuple[LogRef, ...]:
+    out, at = [], 0
+    for size in sizes:
+        out.append(LogRef("a" * 32, at, at + size, 0))
+        at += size
+    return tuple(out)
+
+
+@pytest.mark.parametrize("sizes, count, taken", [
+    ((), 5, 0), ((60,), 40, 1), ((61,), 40, 0), ((151, 60), 40, 1), ((150, 60), 40, 2), ((1000, 150, 60), 40, 2),
+    ((1, 1000), 4, 0), ((1, 6), 4, 2), ((PART_IDS - 1,), PART_IDS, 0), ((PART_IDS - 1,), 1, 0),
+    ((PART_IDS // 2,), PART_IDS // 2, 1), ((PART_IDS // 2,), PART_IDS // 2 + 1, 0),
+    ((PART_IDS // 2, 5), PART_IDS // 2, 1), ((PART_IDS,), 2 * PART_IDS, 0),
+])
+def test_a_new_part_takes_in_the_parts_before_it_that_are_not_much_larger(sizes, count: int, taken: int):
+    assert absorbed(refs_of(*sizes), count) == taken and 4 * PART_IDS == 64 << 20
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=300) | st.integers(1, 300).map(
+    lambda most: list(range(most, 0, -1))))
+@settings(max_examples=100)
+def test_parts_stay_few_and_ids_are_written_few_times_whatever_each_save_brings(counts: list[int]):
+    sizes: list[int] = []
+    written = 0
+    for count in counts:
+        taken = absorbed(refs_of(*sizes), count)
+        whole = count + sum(sizes[len(sizes) - taken:])
+        sizes[len(sizes) - taken:] = [whole]
+        written += whole
+        assert all(before > TAKEN_SHARE * after for before, after in pairwise(sizes))
+    total = sum(counts)
+    assert sum(sizes) == total and len(sizes) <= 1 + math.log(total, TAKEN_SHARE)
+    assert written <= total * (1 + math.log(total, 1 + 1 / TAKEN_SHARE))
