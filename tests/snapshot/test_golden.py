@@ -1,0 +1,60 @@
+"""What an earlier library wrote opens for ever: the committed stores of every format version, value by value."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from locret_stream.errors import SnapshotTooNew
+from locret_stream.snapshot.format import VERSION
+from tests.snapshot.golden.make_golden import plain
+from tests.snapshot.support import KEY, load, local_store, resume, save
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = sorted(path.name for path in GOLDEN.glob("v*"))
+
+
+@pytest.fixture(params=VERSIONS)
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy: opening a store makes lock files."""
+    return shutil.copytree(GOLDEN / request.param, tmp_path / "golden")
+
+
+def test_the_current_version_has_its_golden_store():
+    assert VERSIONS[-1] == f"v{VERSION}"
+
+
+def test_every_session_of_it_opens_and_holds_what_it_held(golden: Path):
+    expected = json.loads((golden / "expected.json").read_text())
+    stores = {"plain": local_store(golden / "plain"), "sealed": local_store(golden / "sealed", key=KEY)}
+    for name, what in expected.items():
+        branch, record = load(stores["sealed" if name == "bob" else "plain"], name)
+        found = json.loads(json.dumps(plain(record)))
+        assert found == what
+        branch.close()
+    for store in stores.values():
+        assert [one.problem for one in store.verify()] == [""] * len(store.verify())
+
+
+def test_a_save_goes_on_from_it(golden: Path):
+    store = local_store(golden / "plain")
+    branch, toy = resume(store, "alice")
+    assert save(branch, toy.feed(13, branch)).generation == 4
+    branch.close()
+    again, record = load(store, "alice")
+    again.close()
+    assert plain(record) == plain(toy.record())
+
+
+def test_one_of_a_later_version_is_too_new(golden: Path):
+    manifest = max((golden / "plain").glob("s-*/m/*/*.snap"))
+    data = bytearray(manifest.read_bytes())
+    data[8:10] = (VERSION + 1).to_bytes(2, "little")
+    manifest.write_bytes(data)
+    store = local_store(golden / "plain")
+    with pytest.raises(SnapshotTooNew, match=f"version {VERSION + 1}"):
+        for name in ("alice", "alice/fork"):
+            load(store, name)[0].close()
