@@ -112,7 +112,7 @@ class Branch:
     Attributes:
         head: the newest number this owner knows; the next save is head + 1 or `StaleOwner`.
         parent: digest of the manifest that the live context grew out of.
-        base: branch and number of the snapshot that names `pages` and `log`, None if there is none.
+        base: branch, number and digest of the snapshot that names `pages` and `log`, None if there is none.
         tried: digest of a manifest whose writing failed. It may be there all the same: an answer got lost, or its
             folder could not be synced.
         spool: ids accepted since the last save, or None for a session without a log.
@@ -121,7 +121,7 @@ class Branch:
     def __init__(self, vault: Vault, session: str, name: str, *, log: bool):
         self.vault, self.session, self.name, self.keeps_log = vault, session, name, log
         self.head, self.parent = 0, ""
-        self.base: tuple[str, int] | None = None
+        self.base: tuple[str, int, str] | None = None
         self.tried = ""
         self.pages: tuple[PageIndex, ...] = ()
         self.log: tuple[LogRef, ...] = ()
@@ -156,7 +156,7 @@ class Branch:
         log = restored.manifest.log
         spool = self._spool(log[-1].end if log else 0) if log is not None else None
         self.close()
-        self.head, self.parent, self.base, self.tried = highest, own, (self.name, number), ""
+        self.head, self.parent, self.base, self.tried = highest, own, (self.name, number, own), ""
         self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
         return restored
 
@@ -388,7 +388,6 @@ class Save:
         found, highest = branch.vault.generations(branch.name)
         if branch.tried and highest == branch.head + 1 and self._digest(highest) == branch.tried:
             branch.head, branch.parent, branch.tried = highest, branch.tried, ""
-            branch.base = (branch.name, highest)
         if highest != branch.head:
             raise StaleOwner(f"{branch.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
                              f"{highest}, this owner knows {branch.head}. Nothing was acknowledged; expected one owner:"
@@ -398,8 +397,8 @@ class Save:
     def _expect_not_anew(self, found: list[int]) -> None:
         """A session that was forgotten and begun anew counts from 1 again: then numbers alone would let this one in."""
         branch = self.branch
-        if branch.head and branch.base is not None and branch.base[0] == branch.name and branch.base[1] in found and (
-                self._digest(branch.base[1]) not in (branch.parent, None)):
+        name, number, own = branch.base or ("", 0, "")
+        if branch.head and name == branch.name and number in found and self._digest(number) not in (own, None):
             raise StaleOwner(f"{branch.name!r} was forgotten since it was opened here, and begun anew by another. "
                              "Nothing was written; expected one owner: save under a new name, or open it again")
 
@@ -447,7 +446,7 @@ class Save:
         own = parts[0][32:48].hex()
         self._publish(manifest, parts, own)
         branch.head, branch.parent, branch.log = manifest.generation, own, log or ()
-        branch.base, branch.tried = (branch.name, manifest.generation), ""
+        branch.base, branch.tried = (branch.name, manifest.generation, own), ""
         branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
                              for ref, (index, _) in zip(refs, pages, strict=True))
         if branch.spool is not None:

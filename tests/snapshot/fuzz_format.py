@@ -84,11 +84,13 @@ def changed(tree: Any, rng: random.Random) -> Any:
                 tree = list(tree)
                 tree[at], tree[other] = tree[other], tree[at]
                 return tree
+            case 3:  # numbers that agree with each other and with nothing else
+                return tree[:at] + [rng.choice(NUMBERS_TO_TRY)] * (len(tree) - at)
             case _:
                 return [*tree[:at], changed(tree[at], rng), *tree[at + 1:]]
     if isinstance(tree, int) and rng.random() < 0.7:
         near = (tree + 1, tree - 1, 2 * tree, -tree, tree ^ 1 << rng.randrange(8))
-        return rng.choice((*near, rng.choice(NUMBERS_TO_TRY)))
+        return min(max(rng.choice((*near, rng.choice(NUMBERS_TO_TRY))), -2**63), 2**64 - 1)  # msgpack knows no others
     if isinstance(tree, str) and tree and rng.random() < 0.5:
         at = rng.randrange(len(tree))
         return tree[:at] + rng.choice(("", "\0", "g", "\n", tree)) + tree[at + 1:]

@@ -209,9 +209,9 @@ def test_a_page_stays_while_half_of_it_lives_and_is_written_anew_below(living: i
     assert found.write == (() if stays or not living else ((0, 8),))
 
 
-def pages_of(*units: int) -> list[PageIndex]:
-    """Pages one behind another in one layer and head, every position a unit."""
-    out, at = [], 0
+def pages_of(*units: int, at: int = 0) -> list[PageIndex]:
+    """Pages one behind another in one layer and head, every position from `at` on a unit."""
+    out = []
     for count in units:
         out.append(PageIndex(PageRef(BLANK, at, at + count, 0, count, count), np.array([[count]], np.int32),
                              (np.arange(at, at + count),)))
@@ -226,9 +226,12 @@ ONE = Geometry(1, 1, 2, torch.float32)  # 16 bytes a unit
     ((60,), 40, 0), ((61,), 40, 61), ((100, 60), 40, 0), ((151, 60), 40, 151), ((500, 100, 60), 40, 500),
     ((300, 100, 60), 40, 0), ((40, 61), 40, 101), ((1,), 1, 0), ((2,), 1, 2),
 ])
-def test_what_is_written_takes_in_pages_before_it_that_are_not_much_larger(before, new: int, first: int):
-    seen = sum(before) + new
-    assert plan(pages_of(*before), [torch.arange(seen)[None]], seen, ONE).write == ((first, seen),)
+@pytest.mark.parametrize("at", [0, 2**45])  # however late in a stream
+def test_what_is_written_takes_in_pages_before_it_that_are_not_much_larger(before, new: int, first: int, at: int):
+    seen = at + sum(before) + new
+    found = plan(pages_of(*before, at=at), [torch.arange(at, seen)[None]], seen, ONE)
+    assert found.write == ((at + first, seen),)
+    assert [page.ref.end - at <= first for page, _ in found.stay] == [True] * len(found.stay)
 
 
 @pytest.mark.parametrize("page_bytes, written", [(16 * 100, ((0, 100),)), (16 * 99, ((60, 100),)), (16 * 30, (
@@ -277,11 +280,13 @@ def test_a_range_longer_than_its_numbers_can_tell_apart_is_cut(start: int):
         back += read.positions[0].tolist()
         assert written.positions[0].tolist() == read.positions[0].tolist()
     assert back == positions[0].tolist()
+    assert PAGE_SPAN == 2**31 and PAGE_BYTES == 64 << 20
     # Nor do ranges grow over neighbours that far away.
     apart = PageIndex(PageRef(BLANK, 0, 10, 0, 1, 1), np.array([[1]], np.int32), (np.array([5]),))
     far = torch.tensor([[5, PAGE_SPAN + 1, PAGE_SPAN + 2, PAGE_SPAN + 3]])
     later = plan([apart], [far], PAGE_SPAN + 10, ONE)
     assert [page for page, _ in later.stay] == [apart] and later.write == ((10, PAGE_SPAN + 10),)
+    assert plan([apart], [far - 3], PAGE_SPAN, ONE).write == ((0, PAGE_SPAN),)
 
 
 def test_pages_out_of_order_or_behind_what_was_seen_are_a_mistake_of_ours():
