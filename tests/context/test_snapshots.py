@@ -24,7 +24,8 @@ from locret_stream import (
     StreamingContext,
 )
 from locret_stream.config import Budget
-from locret_stream.models import attach
+from locret_stream.heads import RetainingHeads
+from locret_stream.models import attach, detach
 from locret_stream.snapshot.files import LocalFiles
 from locret_stream.snapshot.identity import Identity
 from tests import tiny_tokenizers
@@ -34,11 +35,19 @@ from tests.kit import POLICIES, assert_same, random_heads
 LONG = TEXT * 3
 
 
+def heads_of(seed: int = 3) -> RetainingHeads:
+    """Random heads for the tiny model; no use of it is left behind."""
+    try:
+        return random_heads(attach(model()), seed=seed)
+    finally:
+        detach(model())
+
+
 def options(policy: str) -> dict:
     """A tiny runtime of that policy; the one that never evicts gets room."""
     more = {"policy": policy, "on": model()}
     if policy == "locret":
-        more["heads"] = random_heads(attach(model()))
+        more["heads"] = heads_of()
     if policy == "full":
         more["units"] = 1500
     return more
@@ -342,7 +351,7 @@ MISMATCHES = {
     "architecture": lambda: {"on": other_rope()},
     "tokenizer": lambda: {"reads": other_tokenizer()},
     "template": lambda: {"template": tiny_tokenizers.CHATML.replace("assistant", "helper")},
-    "heads": lambda: {"heads": random_heads(attach(model()), seed=4)},
+    "heads": lambda: {"heads": heads_of(4)},
     "policy": lambda: {"policy": "random"},
     "knobs": lambda: {"policy": "h2o", "knobs": {"recent": 0.25}},
     "budgets": lambda: {"budget": Budget(units=21, sinks=2, stabilizers=3)},

@@ -62,9 +62,9 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def changed(tree: Any, rng: random.Random) -> Any:
-    """A copy of a decoded tree with one leaf or branch changed."""
+    """A copy of a decoded tree with one leaf or branch changed; every leaf is as likely as another."""
     if isinstance(tree, dict) and tree and rng.random() < 0.9:
-        name = rng.choice(list(tree))
+        name = rng.choices(list(tree), [leaves(value) for value in tree.values()])[0]
         match rng.randrange(12):
             case 0:
                 return {key: value for key, value in tree.items() if key != name}
@@ -73,7 +73,7 @@ def changed(tree: Any, rng: random.Random) -> Any:
             case _:
                 return {**tree, name: changed(tree[name], rng)}
     if isinstance(tree, list) and tree and rng.random() < 0.9:
-        at = rng.randrange(len(tree))
+        at = rng.choices(range(len(tree)), [leaves(value) for value in tree])[0]
         match rng.randrange(12):
             case 0:
                 return tree[:at] + tree[at + 1:]
@@ -84,7 +84,7 @@ def changed(tree: Any, rng: random.Random) -> Any:
                 tree = list(tree)
                 tree[at], tree[other] = tree[other], tree[at]
                 return tree
-            case 3:  # numbers that agree with each other and with nothing else
+            case 3 | 4:  # numbers that agree with each other and with nothing else
                 return tree[:at] + [rng.choice(NUMBERS_TO_TRY)] * (len(tree) - at)
             case _:
                 return [*tree[:at], changed(tree[at], rng), *tree[at + 1:]]
@@ -95,6 +95,12 @@ def changed(tree: Any, rng: random.Random) -> Any:
         at = rng.randrange(len(tree))
         return tree[:at] + rng.choice(("", "\0", "g", "\n", tree)) + tree[at + 1:]
     return rng.choice((*VALUES, *NUMBERS_TO_TRY))
+
+
+def leaves(tree: Any) -> int:
+    """How many values a tree holds, itself counted where it is empty."""
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return sum(map(leaves, inner)) or 1
 
 
 def forged(kind: type, rng: random.Random) -> bytes:

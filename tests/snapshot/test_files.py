@@ -743,14 +743,23 @@ def test_a_folder_that_another_process_made_is_made_durable_before_it_is_used(tm
     assert files.posix.calls == ["create", "write", "fsync", "close", "rename", "sync_folder"]
 
 
-def test_a_folder_that_was_removed_and_made_again_is_made_durable_again(tmp_path):
+def test_a_folder_that_was_removed_and_made_again_is_made_durable_again(tmp_path, monkeypatch):
+    real = os.lstat
+
+    def lstat(path: str) -> os.stat_result:
+        """A disk that gives every folder the number of the one before."""
+        found = list(real(path))
+        found[1] = 7
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "lstat", lstat)
     files = LocalFiles(tmp_path / "store", Trace())
     for _ in range(3):
         files.posix.calls.clear()
         files.write("s/one", [b"1"])
         made = files.posix.calls.index("mkdir")
         assert "sync_folder" in files.posix.calls[made:files.posix.calls.index("create")]
-        files.remove_folder("s")  # its number is free for the next folder
+        files.remove_folder("s")
 
 
 def test_a_root_above_which_nothing_may_be_read_works(tmp_path, monkeypatch):
