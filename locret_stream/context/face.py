@@ -21,6 +21,7 @@ from locret_stream.errors import (
     ConfigError,
     ContextBusy,
     ContextClosed,
+    InputError,
     NoSlot,
     SnapshotCorrupt,
     SnapshotError,
@@ -265,6 +266,8 @@ class StreamingContext:
                 only one. Otherwise as `generate`.
         """
         session, settings = self._live, _sampling(sampling, options)
+        if isinstance(question, (str, bytes, list)) and not question:
+            raise InputError(f"ask() was called with {question!r}; expected a question")
         if session.holds_scratch and self._host.scratch == 1:
             raise NoSlot("the open turn() of this context holds the only scratch slot since its first commit; expected "
                          "the question after the turn, `generate` inside it, or Runtime(..., scratch=2)")

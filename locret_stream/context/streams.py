@@ -18,7 +18,7 @@ import msgspec
 from locret_stream.config import Sampling
 from locret_stream.context.session import Session
 from locret_stream.context.sources import Puller, Source, as_piece
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextBusy, EmptySource
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextBusy, EmptySource, InputError
 from locret_stream.sampling import processors, sample
 from locret_stream.text import Detokenizer, Segmenter
 
@@ -250,6 +250,8 @@ class Generation(_Operation):
         prompt, session = self._prompt, self._session
         if prompt is None:
             return []
+        if isinstance(prompt, int):  # one id of a stream, but no question
+            raise InputError(f"found {prompt!r} as a question or prompt; expected text or a list of token ids")
         piece = as_piece(prompt)
         if isinstance(piece, list):
             return session.host.codec.validate_ids(piece)

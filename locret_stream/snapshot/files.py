@@ -251,15 +251,12 @@ class LocalFiles:
             self._rmdir(name)
 
     def drop_folder(self, folder: str) -> None:
-        if not os.path.isdir(name := self._plain(folder)) or self._holds(folder):
+        name = self._plain(folder)
+        if not os.path.isdir(name) or any(entry.name != LOCK for entry in self._entries(folder)):
             return
         with contextlib.suppress(Busy), self.lock(folder, shared=False, wait=False), self._reported(folder):
-            if not self._holds(folder):
-                self.posix.unlink(os.path.join(name, LOCK))
-                self._rmdir(name)
-
-    def _holds(self, folder: str) -> bool:
-        return any(entry.name != LOCK for entry in self._entries(folder))
+            self.posix.unlink(os.path.join(name, LOCK))
+            self._rmdir(name)
 
     @contextlib.contextmanager
     def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:

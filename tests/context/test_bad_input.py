@@ -345,3 +345,13 @@ async def test_fed_text_never_yields_an_added_token(monkeypatch):
         async with runtime.open(trusted=True) as own:
             await own.feed("<tool_call>")
             assert found(own)[-1] == added["<tool_call>"]
+
+
+@pytest.mark.parametrize("question", ["", b"", [], 5, True])
+async def test_what_is_no_question_is_refused(question: object):
+    async with tiny() as runtime, runtime.open() as ctx:
+        await ctx.feed("The pass key of falcon is 48213.\n")
+        before = await snap(ctx)
+        with pytest.raises(InputError, match="question"):
+            await ctx.ask(question, max_new_tokens=2)
+        expect_same(await snap(ctx), before)

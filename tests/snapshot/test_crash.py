@@ -337,6 +337,24 @@ def test_a_power_cut_while_going_on_after_one_does_no_harm_either(scenario, key,
     print(f"{scenario.__name__}: {count} states")
 
 
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_nothing_that_was_forgotten_comes_back_after_a_power_cut(tmp_path, key):
+    base = tmp_path / "run"
+    base.mkdir()
+    posix = Recorder(str(base))
+    store = local_store(base / "store", posix, key=key)
+    branch, toy = begin(store, "alice", tokens=9)
+    save(branch, toy)
+    save(branch, toy.feed(40, branch))
+    save(branch.fork("bob", toy.seen), toy)
+    store.forget("alice")
+    disk = Disk()
+    for call in posix.calls:
+        disk.play(call)
+    found = [path for tree in disk.after_power_cut() for path in tree if path != "store"]
+    assert found == []
+
+
 # -- a process dies, another goes on, then the power goes -------------------------------------------------------------
 
 

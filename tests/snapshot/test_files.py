@@ -297,8 +297,10 @@ def folder(tmp_path: Path) -> LocalFiles:
 @pytest.mark.parametrize(("held", "wanted"), [(True, False), (False, True), (False, False)])
 def test_an_exclusive_lock_excludes_and_a_shared_one_does_not(folder, held, wanted):
     other = LocalFiles(folder.root)
+    before = len(os.listdir("/proc/self/fd"))
     with folder.lock("s", shared=held), pytest.raises(Busy), other.lock("s", shared=wanted, wait=False):
         pytest.fail("two have it")
+    assert len(os.listdir("/proc/self/fd")) == before
     with folder.lock("s", shared=True), other.lock("s", shared=True, wait=False), other.lock("t", shared=False):
         pass
     with other.lock("s", shared=wanted, wait=False) as free:
@@ -824,6 +826,45 @@ def test_a_place_that_lists_in_any_order_is_sorted(tmp_path):
         files.write(f"s/{name}", [b"1"])
     assert list(files.sizes("s")) == ["1", "2", "3"]
     assert files.folders("") == ["s"]
+
+
+class Remembering(Backwards):
+    """Answers from listings it has seen, as s3fs does, until it is told to forget them."""
+
+    protocol = "remembering"
+    seen: dict[str, list[Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.removeprefix("remembering://"))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        if path not in self.seen:
+            self.seen[path] = super().ls(path, True)
+        return self.seen[path]
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        above = path.rpartition("/")[0]
+        if above in self.seen:
+            for entry in self.seen[above]:
+                if entry["name"] == path:
+                    return entry
+            raise FileNotFoundError(path)
+        return super().info(path, **options)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.seen.clear()
+
+
+def test_a_listing_that_a_place_keeps_hides_nothing(tmp_path):
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    files = RemoteFiles(f"remembering://{tmp_path}")
+    files.write("s/one", [b"1"])
+    for name, content in (("two", b"22"), ("one", b"longer")):
+        assert files.sizes("s")["one"] == 1
+        files.fs.pipe_file(f"{files.root}/s/{name}", content)  # as another owner would: nobody tells this one
+        assert files.read(f"s/{name}", MOST) == content
+        assert files.sizes("s")[name] == len(content)
 
 
 class Odd(Exception):

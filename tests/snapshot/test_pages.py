@@ -234,6 +234,13 @@ def test_what_is_written_takes_in_pages_before_it_that_are_not_much_larger(befor
     assert [page.ref.end - at <= first for page, _ in found.stay] == [True] * len(found.stay)
 
 
+@pytest.mark.parametrize("before, first", [(60, 0), (61, 61)])
+def test_what_is_written_in_place_of_a_lost_page_takes_in_pages_by_its_own_units(before: int, first: int):
+    kept, _, behind = pages_of(before, 40, 500)
+    seen = before + 540
+    assert plan([kept, behind], [torch.arange(seen)[None]], seen, ONE).write == ((first, before + 40),)
+
+
 @pytest.mark.parametrize("page_bytes, written", [(16 * 100, ((0, 100),)), (16 * 99, ((60, 100),)), (16 * 30, (
     (60, 90), (90, 100)))])
 def test_pages_do_not_grow_together_beyond_what_a_page_should_hold(page_bytes: int, written: tuple):
