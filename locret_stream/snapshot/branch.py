@@ -264,6 +264,10 @@ class Branch:
                if part[0].branch == self.name and part[0].generation <= newest}
         if not own:
             raise SnapshotCorrupt(f"{self.name!r} has no log that can be read")
+        if max(own.values()) < newest:  # the last tokens stood in the manifest alone: never lose them unsaid
+            raise SnapshotCorrupt(f"snapshot {newest} of {self.name!r} cannot be read and its last tokens are in no log "
+                                  f"part; delete it to go on from an earlier one (`snapshots delete --generation "
+                                  f"{newest}`)")
         name, *others = [name for name in own if own[name] == max(own.values())]
         if others:  # of saves that failed: those of other owners too
             raise SnapshotCorrupt(f"{self.name!r} has two logs, and nothing that can be read tells which is its own")
