@@ -265,8 +265,8 @@ class Branch:
         if not own:
             raise SnapshotCorrupt(f"{self.name!r} has no log that can be read")
         if max(own.values()) < newest:  # the last tokens stood in the manifest alone: never lose them unsaid
-            raise SnapshotCorrupt(f"snapshot {newest} of {self.name!r} cannot be read and its last tokens are in no log "
-                                  f"part; delete it to go on from an earlier one (`snapshots delete --generation "
+            raise SnapshotCorrupt(f"snapshot {newest} of {self.name!r} cannot be read, and no log part holds its last "
+                                  "tokens; delete it to go on from an earlier one (`snapshots delete --generation "
                                   f"{newest}`)")
         name, *others = [name for name in own if own[name] == max(own.values())]
         if others:  # of saves that failed: those of other owners too
