@@ -103,11 +103,8 @@ class Engine:
         """Committed units of one layer whose source position lies in start .. end-1; on the CPU."""
         self._check(state)
         store, count = state.store, state.store.counts[layer]
-        positions = store.positions(layer)
-        inside = (positions >= start) & (positions < end)
-        keys, values = store.keys(layer, count)[0], store.values(layer, count)[0]
-        return LayerUnits(counts=inside.sum(-1).cpu(), positions=positions[inside].cpu(), keys=keys[inside].cpu(),
-                          values=values[inside].cpu())
+        return LayerUnits.between(start, end, store.positions(layer), store.keys(layer, count)[0],
+                                  store.values(layer, count)[0])
 
     def load(self, tensors: Mapping[str, Tensor], slot: int) -> EngineState:
         """A context from what `export` gave, or from a snapshot, of an engine of the same model and config.

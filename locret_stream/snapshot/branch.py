@@ -29,7 +29,7 @@ from locret_stream.errors import (
     StoreError,
 )
 from locret_stream.snapshot.files import Exists
-from locret_stream.snapshot.format import Frame, LogPart, LogRef, Manifest, PageRef, pack, tensors
+from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, PageRef, pack, tensors, total
 from locret_stream.snapshot.identity import Identity, expect_same
 from locret_stream.snapshot.log import Spool, absorbed, read_part, write_part
 from locret_stream.snapshot.pages import (
@@ -193,10 +193,11 @@ class Branch:
                 assembly.add(index, units, mask)
                 pages.append(index)
         state = tensors(sections["state"], what)
-        clash = sorted(state.keys() & assembly.units.keys())
+        units = assembly.finish()
+        clash = sorted(state.keys() & units.keys())
         if clash:
             raise SnapshotCorrupt(f"{what}: its state holds a tensor {clash[0]!r}, which belongs to its pages")
-        return Restored(manifest, {**assembly.finish(), **state}), tuple(pages), own
+        return Restored(manifest, {**units, **state}), tuple(pages), own
 
     def _spool(self, start: int) -> Spool:
         with self._logging():
@@ -422,7 +423,7 @@ class Save:
         self._written()
         self._writing = self._writer.submit(self._write, parts, index)
 
-    def _write(self, parts: Sequence[bytes], index: PageIndex) -> None:
+    def _write(self, parts: Sequence[Buffer], index: PageIndex) -> None:
         name = self.branch.vault.write_named("pages", parts)
         self.written += index.ref.size
         self._new.append(PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions))
@@ -458,10 +459,10 @@ class Save:
                 branch.spool.drop(log_end)
             except OSError:  # the snapshot is durable; of the log, what this one has is the end
                 branch.close()
-        self.written += sum(map(len, parts))
-        return describe(manifest, sum(map(len, parts)), branch.vault.encrypted, self.written)
+        self.written += total(parts)
+        return describe(manifest, total(parts), branch.vault.encrypted, self.written)
 
-    def _publish(self, manifest: Manifest, parts: Sequence[bytes], own: str) -> None:
+    def _publish(self, manifest: Manifest, parts: Sequence[Buffer], own: str) -> None:
         """Create the manifest under its number, which makes everything it names this branch's newest snapshot."""
         branch, vault = self.branch, self.branch.vault
         path = vault.manifest_path(branch.name, manifest.generation)
@@ -520,7 +521,7 @@ class Save:
         pending = self.moment.state.get("pending")
         parts = write_part(body, ids, np.zeros(0, np.int32) if pending is None else pending.numpy())
         name = branch.vault.write_named("log", parts)
-        size = sum(map(len, parts))
+        size = total(parts)
         self.written += size
         return (*stay, LogRef(name, start, start + len(ids), size))
 

@@ -31,10 +31,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
-import safetensors.torch
 import torch
 import xxhash
 from msgspec import Meta, Struct
@@ -51,12 +50,14 @@ ALIGN = 64
 MOST_ITEMS = 2**53  # of a tensor, dimensions of 0 not counted
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 MaybeDigest = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 T = TypeVar("T")
+Buffer = bytes | memoryview
 
 
 class Section(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -160,7 +161,7 @@ _NUMBERS = {kind: number for number, kind in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(_Header[kind]) for kind in KINDS.values()}
 
 
-def digest(*parts: bytes | bytearray | memoryview) -> str:
+def digest(*parts: Buffer) -> str:
     """xxh3-128 of the parts one after another, hexadecimal."""
     state = xxhash.xxh3_128()
     for part in parts:
@@ -168,42 +169,53 @@ def digest(*parts: bytes | bytearray | memoryview) -> str:
     return state.hexdigest()
 
 
-def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[bytes]:
+def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[Buffer]:
     """A container as buffers to be written one after another; the first holds preamble and header.
+
+    Tensors are not copied: the buffers are theirs, which must not change until they are written.
 
     Raises:
         SnapshotError: `unpack` or `tensors` would refuse it: values outside their limits, tensors of another dtype.
     """
-    contents = {name: safetensors.torch.save(_apart(tensors)) for name, tensors in sections.items()}
-    header = msgspec.msgpack.encode(_Header(body, tuple(
-        Section(name, len(data), digest(data)) for name, data in contents.items())))
     try:
+        contents = {name: _section(tensors, f"section {name!r}") for name, tensors in sections.items()}
+        header = msgspec.msgpack.encode(_Header(body, tuple(
+            Section(name, total(parts), digest(*parts)) for name, parts in contents.items())))
         _DECODERS[type(body)].decode(header)
-        for name, data in contents.items():
-            _entries(memoryview(data), f"section {name!r}")
         if len(header) > HEADER_LIMIT:
             raise SnapshotCorrupt(f"a header of {len(header)} bytes; expected at most {HEADER_LIMIT}")
     except (msgspec.MsgspecError, SnapshotCorrupt) as error:
         raise SnapshotError(f"this {type(body).__name__} cannot be stored, no reader would take it: {error}") from None
-    size = _end_of(PREAMBLE.size + len(header)) + sum(_end_of(len(data)) for data in contents.values())
+    size = _end_of(PREAMBLE.size + len(header)) + sum(_end_of(total(parts)) for parts in contents.values())
     fixed = PREAMBLE.pack(MAGIC, VERSION, _NUMBERS[type(body)], len(header), size, b"")
     fixed = fixed[:32] + bytes.fromhex(digest(fixed[:32], header))
-    out = [_padded(fixed + header)]
-    for data in contents.values():
-        out += [data, bytes(_end_of(len(data)) - len(data))]
+    out: list[Buffer] = [_padded(fixed + header)]
+    for parts in contents.values():
+        out += [*parts, bytes(-total(parts) % ALIGN)]
     return out
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each contiguous and in memory of its own, as safetensors wants them."""
-    out: dict[str, Tensor] = {}
-    places: set[int] = set()
-    for name, tensor in tensors.items():
-        own = tensor.detach().contiguous()
-        place = own.untyped_storage().data_ptr()
-        out[name] = own.clone() if place in places else own
-        places.add(place)
-    return out
+def _section(found: Mapping[str, Tensor], what: str) -> list[Buffer]:
+    """A safetensors file of these tensors: its head, then each tensor's bytes; wide items first, so all are aligned.
+
+    The `safetensors` package copies every tensor twice on this way, which takes longer than writing them.
+    """
+    order = sorted(found, key=lambda name: (-found[name].dtype.itemsize, name))
+    entries, buffers, at = {}, [], 0
+    for name in order:
+        tensor = found[name].detach().contiguous()
+        end = at + tensor.nbytes
+        if tensor.dtype not in DTYPE_NAMES:
+            raise SnapshotCorrupt(f"{what}: tensor {name!r} is {tensor.dtype}; expected one of {sorted(DTYPES)}")
+        entries[name] = _TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), (at, end))
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # of one item any stride counts as contiguous
+        buffers.append(memoryview(flat.view(torch.uint8).numpy()))
+        at = end
+    head = msgspec.json.encode(entries)
+    head += b" " * (-len(head) % 8)
+    parts = [len(head).to_bytes(8, "little") + head, *buffers]
+    _entries(memoryview(parts[0]), total(parts), what)
+    return parts
 
 
 def unpack(data: bytes | bytearray | memoryview, kind: type[T], what: str) -> tuple[T, dict[str, memoryview], str]:
@@ -272,37 +284,39 @@ def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
     Raises:
         SnapshotCorrupt: not a safetensors file of the dtypes above, without gaps and overlaps.
     """
-    entries, data = _entries(section, what)
+    entries, at = _entries(section, len(section), what)
+    data = section[at:]
     return {name: _view(data[slice(*entry.data_offsets)], DTYPES[entry.dtype]).view(entry.shape)
             for name, entry in entries}
 
 
-def _entries(section: memoryview, what: str) -> tuple[list[tuple[str, _TensorEntry]], memoryview]:
-    """Names and entries of a section in the order of their bytes, and those bytes."""
+def _entries(section: memoryview, size: int, what: str) -> tuple[list[tuple[str, _TensorEntry]], int]:
+    """Names and entries in the order of their bytes, and where these begin, of a section of that size; its beginning
+    is enough."""
     if len(section) < 8:
         raise SnapshotCorrupt(f"{what}: a section of {len(section)} bytes; expected a safetensors file")
     length = int.from_bytes(section[:8], "little")
     if length > min(len(section) - 8, HEADER_LIMIT):
-        raise SnapshotCorrupt(f"{what}: a tensor header of {length} bytes in a section of {len(section)}")
+        raise SnapshotCorrupt(f"{what}: a tensor header of {length} bytes in a section of {size}")
     try:
         found = _ENTRIES.decode(section[8:8 + length])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise SnapshotCorrupt(f"{what}: not a tensor header: {_brief(error)}") from None
-    entries, at, data = sorted(found.items(), key=lambda item: item[1].data_offsets), 0, section[8 + length:]
+    entries, at, room = sorted(found.items(), key=lambda item: item[1].data_offsets), 0, size - 8 - length
     for name, entry in entries:
         dtype = DTYPES.get(entry.dtype)
         start, end = entry.data_offsets
         # Beside a dimension of 0 any other fits the bytes; torch and numpy count the product of those all the same.
-        room = prod(size or 1 for size in entry.shape)
-        count = 0 if 0 in entry.shape else room
-        if (dtype is None or start != at or end > len(data) or count * dtype.itemsize != end - start
-                or room > MOST_ITEMS or (8 + length + start) % dtype.itemsize):
+        product = prod(axis or 1 for axis in entry.shape)
+        count = 0 if 0 in entry.shape else product
+        if (dtype is None or start != at or end > room or count * dtype.itemsize != end - start
+                or product > MOST_ITEMS or (8 + length + start) % dtype.itemsize):
             raise SnapshotCorrupt(f"{what}: tensor {name!r} is {entry.dtype} {entry.shape} in bytes {start} to {end} "
-                                  f"of {len(data)}; expected a known dtype, from byte {at} on, of just its size")
+                                  f"of {room}; expected a known dtype, from byte {at} on, of just its size")
         at = end
-    if at != len(data):
-        raise SnapshotCorrupt(f"{what}: {len(data) - at} bytes belong to no tensor")
-    return entries, data
+    if at != room:
+        raise SnapshotCorrupt(f"{what}: {room - at} bytes belong to no tensor")
+    return entries, 8 + length
 
 
 def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
@@ -342,6 +356,6 @@ def expect(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtype
                                   f"{shapes.get(name, 'none')}")
 
 
-def total(parts: Iterable[Any]) -> int:
+def total(parts: Iterable[Buffer]) -> int:
     """Bytes of the buffers that `pack` gave."""
     return sum(len(part) for part in parts)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from locret_stream.errors import SnapshotCorrupt
-from locret_stream.snapshot.format import LogPart, LogRef, expect, pack, tensors
+from locret_stream.snapshot.format import Buffer, LogPart, LogRef, expect, pack, tensors
 
 PART_IDS = 16 << 20  # parts do not grow together beyond so many ids: 64 MiB
 TAKEN_SHARE = 1.5  # a new part takes in those before it of up to so many times its ids
@@ -73,7 +73,7 @@ def absorbed(refs: Sequence[LogRef], count: int) -> int:
     return taken
 
 
-def write_part(body: LogPart, ids: np.ndarray, pending: np.ndarray) -> list[bytes]:
+def write_part(body: LogPart, ids: np.ndarray, pending: np.ndarray) -> list[Buffer]:
     """The container of ids from position `body.start` on, and of those that were pending behind them."""
     assert body.start < body.end == body.start + len(ids) and bool(body.start) == bool(body.before)
     return pack(body, {"ids": {"ids": torch.from_numpy(ids.astype(np.int32)),

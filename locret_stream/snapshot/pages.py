@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.errors import SnapshotCorrupt
-from locret_stream.snapshot.format import Page, PageRef, expect, pack, tensors
+from locret_stream.snapshot.format import Buffer, Page, PageRef, expect, pack, tensors, total
 
 PAGE_BYTES = 64 << 20  # the most a page should hold; larger ranges are cut
 PAGE_SPAN = 1 << 31  # positions that i32 can tell apart; longer ranges are cut
@@ -52,6 +52,19 @@ class LayerUnits:
     positions: Tensor
     keys: Tensor
     values: Tensor
+
+    @classmethod
+    def between(cls, start: int, end: int, positions: Tensor, keys: Tensor, values: Tensor) -> LayerUnits:
+        """Copies, on the CPU, of the units at positions start .. end-1.
+
+        Args:
+            positions: [H, n], ascending for every head. keys, values: [H, n, D].
+        """
+        ends = torch.tensor([start, end], device=positions.device).repeat(len(positions), 1)
+        bounds = torch.searchsorted(positions.contiguous(), ends).tolist()
+        own = [torch.cat([units[head, first:stop] for head, (first, stop) in enumerate(bounds)]).cpu()
+               for units in (positions, keys, values)]
+        return cls(torch.tensor([stop - first for first, stop in bounds]), *own)
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,8 @@ def _cut(live: Sequence[np.ndarray], start: int, end: int, most: int) -> Iterato
         start, at = stop, int(np.searchsorted(inside, stop))
 
 
-def write_page(start: int, end: int, layers: Sequence[LayerUnits], geometry: Geometry) -> tuple[list[bytes], PageIndex]:
+def write_page(start: int, end: int, layers: Sequence[LayerUnits],
+               geometry: Geometry) -> tuple[list[Buffer], PageIndex]:
     """The container of the living units of positions start .. end-1, and its index.
 
     The `ref` of the index has no name yet: the store gives it.
@@ -148,8 +162,8 @@ def write_page(start: int, end: int, layers: Sequence[LayerUnits], geometry: Geo
         content[f"{layer}.keys"], content[f"{layer}.values"] = units.keys, units.values
     parts = pack(Page(start=start, end=end), {"index": {"counts": counts, **index}, "units": content})
     own = tuple(units.positions.numpy().copy() for units in layers)
-    total = int(counts.sum())
-    ref = PageRef("0" * 32, start, end, sum(map(len, parts)), total, total)
+    held = int(counts.sum())
+    ref = PageRef("0" * 32, start, end, total(parts), held, held)
     return parts, PageIndex(ref, counts.numpy(), own)
 
 
@@ -234,11 +248,13 @@ class Assembly:
             raise SnapshotCorrupt(f"{what}: units of {len(self.counts)} layers; expected {geometry.layers}")
         self.end = 0
         self.filled = np.zeros((geometry.layers, heads), dtype=np.int64)
-        self.units: dict[str, Tensor] = {}
+        # Memory and copies are numpy's: its memory is not mapped in small pages, and torch would share every copy with
+        # a second thread, and wait for it while that one reads the next page.
+        self._bytes: dict[str, np.ndarray] = {}
         for layer, count in enumerate(self.counts):
-            self.units[f"{layer}.keys"] = torch.empty(heads, count, dim, dtype=geometry.dtype)
-            self.units[f"{layer}.values"] = torch.empty(heads, count, dim, dtype=geometry.dtype)
-            self.units[f"{layer}.positions"] = torch.empty(heads, count, dtype=torch.int64)
+            self._bytes[f"{layer}.positions"] = np.empty((heads, count), np.int64)
+            for part in ("keys", "values"):
+                self._bytes[f"{layer}.{part}"] = np.empty((heads, count, dim * geometry.dtype.itemsize), np.uint8)
 
     def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:
         """The next page, in the order of positions, as `read_page` gave it; which of its units live, None for all."""
@@ -247,6 +263,9 @@ class Assembly:
         self.end, first = page.ref.end, 0
         mask = np.ones(page.ref.units, dtype=bool) if mask is None else mask
         for layer in range(self.geometry.layers):
+            sources = {f"{layer}.{part}": units[f"{layer}.{part}"].view(torch.uint8).numpy()
+                       for part in ("keys", "values")}
+            sources[f"{layer}.positions"] = page.positions[layer]
             bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
             living = mask[first:first + bounds[-1]]
             first += bounds[-1]
@@ -256,18 +275,26 @@ class Assembly:
                 at, count = int(self.filled[layer, head]), int(chosen.sum())
                 if at + count > self.counts[layer]:
                     raise SnapshotCorrupt(f"{self.what}: layer {layer} has more than {self.counts[layer]} units")
-                where, index = slice(at, at + count), torch.from_numpy(chosen)
-                whole = count == len(chosen)
-                for part in ("keys", "values"):
-                    source = units[f"{layer}.{part}"][own]
-                    self.units[f"{layer}.{part}"][head, where] = source if whole else source[index]
-                self.units[f"{layer}.positions"][head, where] = torch.from_numpy(page.positions[layer][own][chosen])
+                for name, source in sources.items():
+                    target = self._bytes[name][head, at:at + count]
+                    if count == len(chosen):
+                        target[...] = source[own]
+                    else:
+                        np.compress(chosen, source[own], axis=0, out=target)
                 self.filled[layer, head] += count
 
     def finish(self) -> dict[str, Tensor]:
         """All units, `l.keys`, `l.values` and `l.positions`."""
+        dtype = self.geometry.dtype
         for layer, count in enumerate(self.counts):
             if (self.filled[layer] != count).any():
                 raise SnapshotCorrupt(f"{self.what}: layer {layer} has {self.filled[layer].tolist()} units per KV head;"
                                       f" expected {count}")
-        return self.units
+        return {name: _as(dtype, units) if units.dtype == np.uint8 else torch.from_numpy(units)
+                for name, units in self._bytes.items()}
+
+
+def _as(dtype: torch.dtype, data: np.ndarray) -> Tensor:
+    """The same memory [..., bytes] as a tensor [..., D] of a dtype that numpy may not know."""
+    shape = (*data.shape[:-1], data.shape[-1] // dtype.itemsize)
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data.size else torch.empty(shape, dtype=dtype)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotTooNew, StoreError
+from locret_stream.snapshot.format import Buffer
 
 MAGIC = b"\x89LOCSEA\n"
 VERSION = 1
@@ -73,7 +74,7 @@ def unwrap(wrapped: bytes, key: bytes, session: str) -> bytes:
                          ) from None
 
 
-def seal(parts: Iterable[bytes], data_key: bytes, where: str) -> Iterator[bytes]:
+def seal(parts: Iterable[Buffer], data_key: bytes, where: str) -> Iterator[bytes]:
     """The sealed file of a container that comes in parts."""
     salt = os.urandom(SALT)
     yield MAGIC + VERSION.to_bytes(2, "little") + salt
@@ -87,33 +88,33 @@ def seal(parts: Iterable[bytes], data_key: bytes, where: str) -> Iterator[bytes]
     yield aead.encrypt(_nonce(number, True), bytes(held), None)
 
 
-def unseal(data: bytearray, data_key: bytes, where: str) -> bytearray:
+def unseal(data: memoryview, data_key: bytes, where: str) -> memoryview:
     """The container in a sealed file.
 
     Raises:
         SnapshotTooNew: sealed as a later version does. SnapshotCorrupt: not sealed with this key for this place, or
             damaged.
     """
-    cipher, view = _cipher(), memoryview(data)
-    if bytes(view[:len(MAGIC)]) != MAGIC or len(view) < HEAD + SALT + TAG:
+    cipher = _cipher()
+    if bytes(data[:len(MAGIC)]) != MAGIC or len(data) < HEAD + SALT + TAG:
         raise SnapshotCorrupt(f"{where}: not an encrypted file of this store")
-    version = int.from_bytes(view[len(MAGIC):HEAD], "little")
+    version = int.from_bytes(data[len(MAGIC):HEAD], "little")
     if version > VERSION:
         raise SnapshotTooNew(f"{where}: encrypted as version {version}; this library reads up to {VERSION}; install a "
                              "newer one")
     if version != VERSION:
         raise SnapshotCorrupt(f"{where}: encrypted as version {version}; expected 1 to {VERSION}")
-    salt, at, number = bytes(view[HEAD:HEAD + SALT]), HEAD + SALT, 0
+    salt, at, number = bytes(data[HEAD:HEAD + SALT]), HEAD + SALT, 0
     aead, out = cipher.AESGCM(_file_key(data_key, salt, where)), bytearray()
-    while at < len(view):
-        end = min(at + SEGMENT + TAG, len(view))
+    while at < len(data):
+        end = min(at + SEGMENT + TAG, len(data))
         try:
-            out += aead.decrypt(_nonce(number, end == len(view)), bytes(view[at:end]), None)
+            out += aead.decrypt(_nonce(number, end == len(data)), data[at:end], None)
         except cipher.InvalidTag:
             raise SnapshotCorrupt(f"{where}: segment {number} does not open: damaged, moved, or of another session"
                                   ) from None
         at, number = end, number + 1
-    return out
+    return memoryview(out)
 
 
 def _nonce(number: int, last: bool) -> bytes:

@@ -32,7 +32,7 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot import seal
 from locret_stream.snapshot.files import Exists, Files
-from locret_stream.snapshot.format import PREAMBLE, LogPart, LogRef, Manifest, Page, PageRef, unpack
+from locret_stream.snapshot.format import PREAMBLE, Buffer, LogPart, LogRef, Manifest, Page, PageRef, unpack
 
 MANIFEST_LIMIT = 1 << 30  # bytes that a manifest may have
 FOLDER = re.compile(r"s-[0-9a-f]{32}")
@@ -129,13 +129,13 @@ class Vault:
         """
         return unpack(self._container(path, most), kind, what)
 
-    def _container(self, path: str, most: int) -> bytearray:
+    def _container(self, path: str, most: int) -> memoryview:
         key = self._key()
         room = most + (most // seal.SEGMENT + 1) * seal.TAG + 64 if key else most
         data = self.files.read(f"{self.folder}/{path}", room)
         return seal.unseal(data, key, f"{self.folder}/{path}") if key else data
 
-    def write(self, path: str, parts: Sequence[bytes], *, exclusive: bool = False) -> None:
+    def write(self, path: str, parts: Sequence[Buffer], *, exclusive: bool = False) -> None:
         """Durable on return.
 
         Raises:
@@ -145,7 +145,7 @@ class Vault:
         whole = f"{self.folder}/{path}"
         self.files.write(whole, seal.seal(parts, key, whole) if key else parts, exclusive=exclusive)
 
-    def write_named(self, folder: str, parts: Sequence[bytes]) -> str:
+    def write_named(self, folder: str, parts: Sequence[Buffer]) -> str:
         """Write a page or log part under a name of its own, and return that.
 
         A file that is there already is written all the same: it may be damaged.
