@@ -47,6 +47,7 @@ from locret_stream.snapshot.pages import (
 from locret_stream.snapshot.vault import Vault
 
 NO_FRAME = Frame()
+WRITERS = 2  # pages that are written at the same time
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,8 +357,9 @@ class Save:
         self.written = 0
         self._new: list[PageIndex] = []
         self._stack = ExitStack()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="locret-page")
-        self._writing: Future[None] | None = None
+        # One page on its way into the page cache while the disk takes the one before: a sync is half of a write.
+        self._writer = ThreadPoolExecutor(WRITERS, thread_name_prefix="locret-page")
+        self._writing: deque[Future[PageIndex]] = deque()
 
     def __enter__(self) -> Save:
         branch, vault = self.branch, self.branch.vault
@@ -414,25 +416,26 @@ class Save:
         return None
 
     def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
-        """Write one of the ranges that `plan.write` asks for: after the one before is written, beside the caller.
+        """Write one of the ranges that `plan.write` asks for, beside the caller, who waits while two are under way.
 
         Raises:
-            StoreError: the range before this one could not be written.
+            StoreError: a range before this one could not be written.
         """
         parts, index = write_page(start, end, layers, self.geometry)
-        self._written()
-        self._writing = self._writer.submit(self._write, parts, index)
+        self.branch.vault.ready()  # a key is made here, not by two threads at once
+        self._written(but=WRITERS - 1)
+        self._writing.append(self._writer.submit(self._write, parts, index))
 
-    def _write(self, parts: Sequence[Buffer], index: PageIndex) -> None:
+    def _write(self, parts: Sequence[Buffer], index: PageIndex) -> PageIndex:
         name = self.branch.vault.write_named("pages", parts)
-        self.written += index.ref.size
-        self._new.append(PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions))
+        return PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions)
 
-    def _written(self) -> None:
-        """Wait for the page under way, if there is one."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+    def _written(self, but: int = 0) -> None:
+        """Wait for the pages under way, but so many."""
+        while len(self._writing) > but:
+            index = self._writing.popleft().result()
+            self.written += index.ref.size
+            self._new.append(index)
 
     def finish(self, library: str, log_end: int) -> Snapshot:
         """Write the log part and the manifest; the snapshot is durable, and the branch's newest, on return."""

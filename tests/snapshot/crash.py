@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -38,6 +39,7 @@ class Recorder(Unsynced):
         self.base, self.calls = base, [] if calls is None else calls
         self._files: dict[int, int] = {}
         self._count = sum(call.kind == "create" for call in self.calls)
+        self._lock = threading.RLock()  # a save writes two pages at a time: what was done first stands first
 
     def mark(self, label: str) -> None:
         self.calls.append(Call("mark", label))
@@ -49,42 +51,51 @@ class Recorder(Unsynced):
         return os.path.relpath(path, self.base) if path else ""
 
     def mkdir(self, path: str) -> None:
-        super().mkdir(path)
-        self._add("mkdir", path)
+        with self._lock:
+            super().mkdir(path)
+            self._add("mkdir", path)
 
     def create(self, path: str) -> int:
-        handle = super().create(path)
-        self._files[handle] = self._count
-        self._add("create", path, handle=self._count)
-        self._count += 1
-        return handle
+        with self._lock:
+            handle = super().create(path)
+            self._files[handle] = self._count
+            self._add("create", path, handle=self._count)
+            self._count += 1
+            return handle
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
-        count = super().write(handle, data)
-        self._add("write", handle=self._files[handle], data=bytes(data[:count]))
-        return count
+        with self._lock:
+            count = super().write(handle, data)
+            self._add("write", handle=self._files[handle], data=bytes(data[:count]))
+            return count
 
     def fsync(self, handle: int) -> None:
-        self._add("fsync", handle=self._files[handle])
+        with self._lock:
+            self._add("fsync", handle=self._files[handle])
 
     def link(self, source: str, target: str) -> None:
-        super().link(source, target)
-        self._add("link", source, target)
+        with self._lock:
+            super().link(source, target)
+            self._add("link", source, target)
 
     def rename(self, source: str, target: str) -> None:
-        super().rename(source, target)
-        self._add("rename", source, target)
+        with self._lock:
+            super().rename(source, target)
+            self._add("rename", source, target)
 
     def unlink(self, path: str) -> None:
-        super().unlink(path)
-        self._add("unlink", path)
+        with self._lock:
+            super().unlink(path)
+            self._add("unlink", path)
 
     def rmdir(self, path: str) -> None:
-        super().rmdir(path)
-        self._add("rmdir", path)
+        with self._lock:
+            super().rmdir(path)
+            self._add("rmdir", path)
 
     def sync_folder(self, path: str) -> None:
-        self._add("sync_folder", path)
+        with self._lock:
+            self._add("sync_folder", path)
 
 
 @dataclass
