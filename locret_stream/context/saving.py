@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locret_stream.context.session import Session, to_the_end
+from locret_stream.context.session import Segment, Session, to_the_end
 from locret_stream.errors import (
     ConfigError,
     InputError,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from locret_stream.context.host import Host
 
 T = TypeVar("T")
-_HELD = msgspec.msgpack.Decoder(list[str | list[int]])
+_HELD, _NOTHING = msgspec.msgpack.Decoder(list[Segment]), msgspec.msgpack.encode([])
 
 
 async def storing(host: Host, work: Callable[..., T], *arguments: Any) -> T:
@@ -161,13 +161,7 @@ async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> S
         raise SnapshotCorrupt(f"{what}: no held text in its state")
     if int(tensors.get("seen", torch.tensor(-1)).sum()) != restored.manifest.seen:
         raise SnapshotCorrupt(f"{what}: its state is not that of position {restored.manifest.seen}")
-    try:
-        segments = [host.codec.validate_ids(segment) if isinstance(segment, list) else segment
-                    for segment in _HELD.decode(held.numpy().tobytes())]
-        segmenter = Segmenter(Held(frame.text, frame.tail))
-        turn = msgspec.convert({"turn": frame.turn, "has_content": frame.has_content, "first": frame.first}, FrameState)
-    except (msgspec.MsgspecError, InputError) as error:
-        raise SnapshotCorrupt(f"{what}: its frame or held text cannot be: {error}") from error
+    turn, segmenter, segments = _interrupted(host, frame, held.numpy(), what)
     pending = tensors.get("pending")
     tokens = restored.manifest.seen + (0 if pending is None else pending.numel())
     if tokens != restored.manifest.tokens:
@@ -185,6 +179,23 @@ async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> S
     return session
 
 
+def _interrupted(host: Host, frame: Frame, held: np.ndarray, what: str
+                 ) -> tuple[FrameState, Segmenter, list[Segment]]:
+    """The frame and what was held, as a session has them.
+
+    Raises:
+        SnapshotCorrupt: they cannot be.
+    """
+    try:
+        segments = [host.codec.validate_ids(segment) if isinstance(segment, list) else segment
+                    for segment in _HELD.decode(held.tobytes() or _NOTHING)]
+        segmenter = Segmenter(Held(frame.text, frame.tail))
+        turn = msgspec.convert({"turn": frame.turn, "has_content": frame.has_content, "first": frame.first}, FrameState)
+    except (msgspec.MsgspecError, InputError) as error:
+        raise SnapshotCorrupt(f"{what}: its frame or held text cannot be: {error}") from error
+    return turn, segmenter, segments
+
+
 async def rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Session:
     """The session that the stored log gives when it is fed again: for another model, policy, budget or grid.
 
@@ -193,6 +204,9 @@ async def rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Se
     """
     try:
         found = await storing(host, lambda: branch.read_chain(host.identity))
+        frame, segmenter, segments = _interrupted(host, found.frame, found.held, f"the log of {branch.name!r}")
+        if any(len(ids) and not 0 <= ids.min() <= ids.max() < host.engine.shape.vocab for ids in found.ids):
+            raise SnapshotCorrupt(f"the log of {branch.name!r} holds ids outside of the vocabulary")
     except (SnapshotCorrupt, SnapshotMismatch) as error:
         raise type(why)(*why.args, **({"field": why.field, "found": why.found, "expected": why.expected}
                                       if isinstance(why, SnapshotMismatch) else {})) from error
@@ -202,10 +216,8 @@ async def rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Se
     for ids in found.ids:
         for start in range(0, len(ids), host.engine.chunk_size):
             await session.take(ids[start:start + host.engine.chunk_size].tolist())
-    session.frame = msgspec.convert({"turn": found.frame.turn, "has_content": found.frame.has_content,
-                                     "first": found.frame.first}, FrameState)
-    session.segmenter = Segmenter(Held(found.frame.text, found.frame.tail))
-    session.left_by_break = found.frame.left_by_break
+    session.frame, session.segmenter, session.left_by_break = frame, segmenter, found.frame.left_by_break
+    session.segments.extend(segments)
     return session
 
 

@@ -31,7 +31,7 @@ from locret_stream.errors import (
 from locret_stream.snapshot.files import Exists
 from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, PageRef, pack, tensors, total
 from locret_stream.snapshot.identity import Identity, expect_same
-from locret_stream.snapshot.log import Spool, absorbed, read_part, write_part
+from locret_stream.snapshot.log import Part, Spool, absorbed, read_part, write_part
 from locret_stream.snapshot.pages import (
     Assembly,
     Geometry,
@@ -101,9 +101,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Chain:
-    """A whole log: ids in order, the pending ones last, and the frame behind them."""
+    """A whole log: ids in order, the pending ones last; what was held behind them, bytes [n] u8; and the frame."""
 
     ids: list[np.ndarray]
+    held: np.ndarray
     frame: Frame
 
 
@@ -229,7 +230,7 @@ class Branch:
             body, sections = self.vault.read_named("log", ref, what)
             if (body.start, body.end) != (ref.start, ref.end) or ref.start != at:
                 raise SnapshotCorrupt(f"{what}: ids {body.start} to {body.end}; expected {at} to {ref.end}")
-            out.append(read_part(body, sections, what)[0])
+            out.append(read_part(body, sections, what).ids)
             at = ref.end
         return out
 
@@ -251,9 +252,10 @@ class Branch:
         if manifest.log is None:
             raise SnapshotCorrupt(f"{self.name!r} was stored without a log")
         _expect_tokenizer(manifest.identity.tokenizer, identity, self.name)
-        pending = tensors(sections["state"], self.name).get("pending", torch.zeros(0)).numpy()
+        state, nothing = tensors(sections["state"], self.name), torch.zeros(0, dtype=torch.uint8)
         self.log = manifest.log
-        return Chain([*self.read_log(manifest.log), pending], manifest.frame)
+        return Chain([*self.read_log(manifest.log), state.get("pending", nothing).numpy()],
+                     state.get("held", nothing).numpy(), manifest.frame)
 
     def _chain_of_parts(self, identity: Identity, newest: int) -> Chain:
         parts = {}
@@ -261,32 +263,31 @@ class Branch:
             with suppress(SnapshotError):
                 ref = LogRef(name, 0, 0, size)
                 body, sections = self.vault.read_named("log", ref, name)
-                parts[name] = body, *read_part(body, sections, name)
+                parts[name] = body, read_part(body, sections, name)
         own = {name: part[0].generation for name, part in parts.items()
                if part[0].branch == self.name and part[0].generation <= newest}
         if not own:
             raise SnapshotCorrupt(f"{self.name!r} has no log that can be read")
-        if max(own.values()) < newest:  # the last tokens stood in the manifest alone: never lose them unsaid
-            raise SnapshotCorrupt(f"snapshot {newest} of {self.name!r} cannot be read, and no log part holds its last "
-                                  "tokens; delete it to go on from an earlier one (`snapshots delete --generation "
-                                  f"{newest}`)")
+        if max(own.values()) < newest:  # never lose the last tokens unsaid
+            raise SnapshotCorrupt(f"neither snapshot {newest} of {self.name!r} nor its log part can be read; delete it "
+                                  f"to go on from an earlier one (`snapshots delete --generation {newest}`)")
         name, *others = [name for name in own if own[name] == max(own.values())]
         if others:  # of saves that failed: those of other owners too
             raise SnapshotCorrupt(f"{self.name!r} has two logs, and nothing that can be read tells which is its own")
-        last, chain, refs = parts[name], [], []
-        _expect_tokenizer(last[0].tokenizer, identity, self.name)
-        at = last[0].end
+        (last, held), chain, refs = parts[name], [], []
+        _expect_tokenizer(last.tokenizer, identity, self.name)
+        at = last.end
         while name:
-            body, ids, _ = parts.get(name, (None, None, None))
+            body, part = parts.pop(name, (None, None))  # each once: parts without ids could go in a circle
             if body is None or body.end != at:
                 raise SnapshotCorrupt(f"the log of {self.name!r} has a gap before position {at}")
-            chain.append(ids)
+            chain.append(part.ids)
             refs.append(LogRef(name, body.start, body.end, self.vault.files.sizes(f"{self.vault.folder}/log")[name]))
             at, name = body.start, body.before
         if at:
             raise SnapshotCorrupt(f"the log of {self.name!r} begins at position {at}")
         self.log = tuple(reversed(refs))
-        return Chain([*reversed(chain), last[2]], last[0].frame)
+        return Chain([*reversed(chain), held.pending], held.held, last.frame)
 
     def begin_anew(self) -> None:
         """Go on from a log that is fed again: it stays, every page is written anew."""
@@ -438,7 +439,7 @@ class Save:
             self._new.append(index)
 
     def finish(self, library: str, log_end: int) -> Snapshot:
-        """Write the log part and the manifest; the snapshot is durable, and the branch's newest, on return."""
+        """Write a log part and the manifest; the snapshot is durable, and the branch's newest, on return."""
         branch, moment = self.branch, self.moment
         self._written()
         pages = [(index, np.concatenate(masks)) for index, masks in self.plan.stay]
@@ -508,21 +509,20 @@ class Save:
         branch = self.branch
         with branch._logging():
             ids = branch.spool.read(end)
-        if not len(ids):
-            return branch.log
         stay = branch.log
         for _ in range(absorbed(branch.log, len(ids))):
             what = f"log part {stay[-1].name} of {branch.name!r}"
             try:
-                ids = np.concatenate([read_part(*branch.vault.read_named("log", stay[-1], what), what)[0], ids])
+                if stay[-1].start < stay[-1].end:
+                    ids = np.concatenate([read_part(*branch.vault.read_named("log", stay[-1], what), what).ids, ids])
             except SnapshotCorrupt:  # damage done to what was stored is no reason to refuse what is new
                 break
             stay = stay[:-1]
         start = stay[-1].end if stay else 0
         body = LogPart(branch=branch.name, generation=branch.head + 1, tokenizer=self.identity.tokenizer, start=start,
                        end=start + len(ids), before=stay[-1].name if stay else "", frame=self.moment.frame)
-        pending = self.moment.state.get("pending")
-        parts = write_part(body, ids, np.zeros(0, np.int32) if pending is None else pending.numpy())
+        pending, held = (self.moment.state.get(part, torch.zeros(0)).numpy() for part in ("pending", "held"))
+        parts = write_part(body, Part(ids, pending, held))
         name = branch.vault.write_named("log", parts)
         size = total(parts)
         self.written += size

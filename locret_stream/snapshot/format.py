@@ -143,8 +143,9 @@ class Page(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LogPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Committed token ids start .. end-1 of a branch. Section "ids": ids [end - start] i32, and pending, the accepted
-    ids behind them. `before` is the part that ends at start, "" at 0; the rest is as of the save that wrote the part.
+    """Committed token ids start .. end-1 of a branch. Section "ids": ids [end - start] i32; pending [n] i32, the
+    accepted ids behind them; held [n] u8, what was pulled and not accepted. `before` is the part that ends at start, ""
+    at 0; the rest is as of the save that wrote the part.
     """
 
     branch: Name

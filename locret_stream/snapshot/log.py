@@ -1,14 +1,16 @@
 """The log of a session: every accepted token id and event, on disk. Memory holds none of it but the newest few.
 
 Between two snapshots ids wait in a spool, a temporary file without a name that a crash takes with it. A snapshot seals
-them in a *part*, an immutable container like a page; small parts grow together, so there are few. A part says which one
-comes before it and how the frame stood at its end: a chain can be read without any manifest.
+them in a *part*, an immutable container like a page; small parts grow together, so there are few. Every snapshot has a
+part of its own, of no ids if none were committed since. It says which part comes before it, what was pending and held,
+and how the frame stood: everything that was accepted can be read without any manifest.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,35 +64,47 @@ class Spool:
 
 
 def absorbed(refs: Sequence[LogRef], count: int) -> int:
-    """How many of the last parts a new part of `count` ids takes in; so sizes fall geometrically, and parts are few."""
+    """How many of the last parts a new part of `count` ids takes in: always those without ids; so sizes fall
+    geometrically, and parts are few."""
     taken = 0
     while taken < len(refs):
         before = refs[-1 - taken]
         size = before.end - before.start
-        if size > TAKEN_SHARE * count or size + count > PART_IDS:
+        if size and (size > TAKEN_SHARE * count or size + count > PART_IDS):
             break
         count, taken = count + size, taken + 1
     return taken
 
 
-def write_part(body: LogPart, ids: np.ndarray, pending: np.ndarray) -> list[Buffer]:
-    """The container of ids from position `body.start` on, and of those that were pending behind them."""
-    assert body.start < body.end == body.start + len(ids) and bool(body.start) == bool(body.before)
-    return pack(body, {"ids": {"ids": torch.from_numpy(ids.astype(np.int32)),
-                               "pending": torch.from_numpy(pending.astype(np.int32))}})
+@dataclass(frozen=True)
+class Part:
+    """What a log part holds: committed ids and the pending ones behind them, int32, and `held`, bytes [n] u8 of what
+    was pulled and not accepted (`context.saving`)."""
+
+    ids: np.ndarray
+    pending: np.ndarray
+    held: np.ndarray
 
 
-def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a verified part, and those that were pending, int32.
+def write_part(body: LogPart, part: Part) -> list[Buffer]:
+    """The container of a part whose ids begin at position `body.start`."""
+    assert body.start + len(part.ids) == body.end and bool(body.start) == bool(body.before)
+    return pack(body, {"ids": {"ids": torch.from_numpy(part.ids.astype(np.int32)),
+                               "pending": torch.from_numpy(part.pending.astype(np.int32)),
+                               "held": torch.from_numpy(part.held.astype(np.uint8))}})
+
+
+def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> Part:
+    """What a verified part holds.
 
     Raises:
         SnapshotCorrupt: not what its header says.
     """
-    if set(sections) != {"ids"} or body.end <= body.start or bool(body.start) != bool(body.before):
+    if set(sections) != {"ids"} or body.end < body.start or bool(body.start) != bool(body.before):
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}, ids {body.start} to {body.end} behind part "
-                              f"{body.before or 'none'}; expected section ids, some ids, a part before others than 0")
-    found = tensors(sections["ids"], what)
-    pending = found.get("pending")
-    expect(found, {"ids": (torch.int32, (body.end - body.start,)),
-                   "pending": (torch.int32, (0 if pending is None or not pending.dim() else len(pending),))}, what)
-    return found["ids"].numpy(), pending.numpy()
+                              f"{body.before or 'none'}; expected section ids, a part before others than 0")
+    found = {"held": torch.zeros(0, dtype=torch.uint8), **tensors(sections["ids"], what)}  # the first ones had no held
+    lengths = {name: len(found[name]) if name in found and found[name].dim() else 0 for name in ("pending", "held")}
+    expect(found, {"ids": (torch.int32, (body.end - body.start,)), "pending": (torch.int32, (lengths["pending"],)),
+                   "held": (torch.uint8, (lengths["held"],))}, what)
+    return Part(found["ids"].numpy(), found["pending"].numpy(), found["held"].numpy())

@@ -26,6 +26,7 @@ from locret_stream import (
 from locret_stream.config import Budget
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
+from locret_stream.snapshot.branch import Branch
 from locret_stream.snapshot.files import LocalFiles
 from locret_stream.snapshot.identity import Identity
 from tests import tiny_tokenizers
@@ -310,6 +311,57 @@ async def test_a_damaged_snapshot_is_refused_and_rebuilt_only_when_asked(tmp_pat
             assert rebuilt.frame == whole.frame and rebuilt.held[0] == whole.held[0]
         async with runtime.open("a", system="Note all.") as ctx:  # it was saved, sound again
             assert_same((await snap(ctx)).tensors, whole.tensors)
+
+
+@pytest.mark.parametrize("more", ["", "x", "one more line\n"], ids=["nothing", "held", "pending"])
+async def test_what_came_after_the_last_commit_is_rebuilt_too(tmp_path: Path, more: str):
+    """Each save has a log part of its own, even if nothing was committed since the one before."""
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(LONG * 2)
+            for _ in range(3):
+                await ctx.push(more or " ")
+                await ctx.snapshot()
+            feed = ctx.feed(["and pulled, but not taken\n" * 2])
+            async for _ in feed:
+                break
+            await feed.aclose()
+            whole = await snap(ctx)
+        damage(tmp_path, "m")
+        async with runtime.open("a", on_mismatch="rebuild") as ctx:
+            assert ctx._session.held > 0
+            expect_same(settled(await snap(ctx)), settled(whole))
+
+
+async def test_where_the_log_part_is_damaged_too_nothing_is_lost_unsaid(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(LONG)
+            await ctx.snapshot()
+            before = files_in(tmp_path)
+            await ctx.push("a few more words\n")
+        damage(tmp_path, "m")
+        for file in files_in(tmp_path):
+            if file not in before and file.parent.name == "log":
+                file.unlink()
+        with pytest.raises(SnapshotCorrupt) as caught:
+            await runtime.open("a", on_mismatch="rebuild").__aenter__()
+        assert "delete --generation 2" in str(caught.value.__cause__)
+        runtime.store.delete("a", 2)
+        async with runtime.open("a") as ctx:
+            assert ctx.resumed
+
+
+async def test_a_log_with_ids_that_the_model_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(LONG)
+        damage(tmp_path, "pages")
+        read = Branch.read_log
+        monkeypatch.setattr(Branch, "read_log", lambda *args: [ids + 2**20 for ids in read(*args)])
+        with pytest.raises(SnapshotCorrupt, match="damaged") as caught:
+            await runtime.open("a", on_mismatch="rebuild").__aenter__()
+        assert "vocabulary" in str(caught.value.__cause__)
 
 
 async def test_without_a_log_or_with_another_tokenizer_nothing_is_rebuilt(tmp_path: Path):

@@ -18,7 +18,7 @@ import xxhash
 
 from locret_stream.snapshot.format import Frame, LogPart, LogRef, Manifest, Page, PageRef, pack, tensors, unpack
 from locret_stream.snapshot.identity import Identity
-from locret_stream.snapshot.log import read_part, write_part
+from locret_stream.snapshot.log import Part, read_part, write_part
 from locret_stream.snapshot.pages import (
     Assembly,
     Geometry,
@@ -52,7 +52,7 @@ def sound_log() -> bytes:
     """Ids 4 to 10 behind another part, and two pending ones."""
     body = LogPart(branch="alice", generation=2, tokenizer="x", start=4, end=11, before="a" * 32,
                    frame=Frame(turn="user", text="é"))
-    return b"".join(write_part(body, np.arange(100, 107, dtype=np.int32), np.array([7, 8], dtype=np.int32)))
+    return b"".join(write_part(body, Part(np.arange(100, 107), np.array([7, 8]), np.frombuffer(b"\x90", np.uint8))))
 
 
 def sound_manifest() -> bytes:

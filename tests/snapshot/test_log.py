@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from locret_stream.errors import SnapshotCorrupt
 from locret_stream.snapshot import log
 from locret_stream.snapshot.format import Frame, LogPart, LogRef, unpack
-from locret_stream.snapshot.log import PART_IDS, TAKEN_SHARE, Spool, absorbed, read_part, write_part
+from locret_stream.snapshot.log import PART_IDS, TAKEN_SHARE, Part, Spool, absorbed, read_part, write_part
 from tests.snapshot.forge import parts_of, rebuilt, resaved, sound_log
 
 BODY = LogPart(branch="alice", generation=1, tokenizer="t", start=0, end=3)
@@ -143,30 +143,32 @@ def test_a_spool_leaves_no_name_in_the_folder_of_temporary_files(tmp_path, monke
 # -- parts --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(IDS, min_size=1, max_size=50), st.lists(IDS, max_size=9), st.integers(0, 2**53 - 50),
+@given(st.lists(IDS, max_size=50), st.lists(IDS, max_size=9), st.binary(max_size=9), st.integers(0, 2**53 - 50),
        st.builds(Frame, text=st.text(max_size=20), tail=st.binary(max_size=4)), st.sampled_from([np.int32, np.int64]))
 @settings(max_examples=50)
-def test_a_part_is_read_back_as_it_was_written(ids, pending, start: int, frame: Frame, dtype):
+def test_a_part_is_read_back_as_it_was_written(ids, pending, held: bytes, start: int, frame: Frame, dtype):
     body = LogPart(branch="é", generation=7, tokenizer="t", start=start, end=start + len(ids),
                    before="a" * 32 if start else "", frame=frame)
-    data = b"".join(write_part(body, np.array(ids, dtype), np.array(pending, dtype)))
+    given_part = Part(np.array(ids, dtype), np.array(pending, dtype), np.frombuffer(held, np.uint8))
+    data = b"".join(write_part(body, given_part))
     found, sections, _ = unpack(data, LogPart, "it")
     assert found == body
     back = read_part(found, sections, "it")
-    assert [part.dtype for part in back] == [np.int32, np.int32]
-    assert [part.tolist() for part in back] == [ids, pending]
+    assert [back.ids.dtype, back.pending.dtype, back.held.dtype] == [np.int32, np.int32, np.uint8]
+    assert [back.ids.tolist(), back.pending.tolist(), back.held.tobytes()] == [ids, pending, held]
 
 
 def test_the_same_ids_give_the_same_part():
     ids, none = np.arange(3), np.zeros(0, np.int32)
-    assert write_part(BODY, ids, none) == write_part(BODY, ids.astype(np.int32), none)
+    assert write_part(BODY, Part(ids, none, none)) == write_part(BODY, Part(ids.astype(np.int32), none, none))
 
 
-@pytest.mark.parametrize("changes, count", [({}, 2), ({}, 4), ({"end": 0}, 0), ({"start": 1}, 2),
+@pytest.mark.parametrize("changes, count", [({}, 2), ({}, 4), ({"end": 0}, 1), ({"start": 1}, 2),
                                             ({"before": "a" * 32}, 3), ({"start": 3, "end": 0}, 0)])
 def test_a_part_that_would_be_refused_is_a_mistake_of_ours(changes: dict, count: int):
     with pytest.raises(AssertionError):
-        write_part(msgspec.structs.replace(BODY, **changes), np.arange(count), np.zeros(0, np.int32))
+        none = np.zeros(0, np.int32)
+        write_part(msgspec.structs.replace(BODY, **changes), Part(np.arange(count), none, none))
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -177,12 +179,13 @@ def i32(*values: int) -> torch.Tensor:
     ({"end": 12}, {}, "'ids'"), ({"end": 10}, {}, "'ids'"),
     ({"start": 2**53 - 7, "end": 2**53}, {"ids": i32()}, "'ids'"),
     ({"start": 1, "end": 2**53}, {}, "'ids'"), ({"start": 11, "end": 4}, {}, "ids 11 to 4"),
-    ({"end": 4}, {"ids": i32()}, "ids 4 to 4"), ({"start": 0}, {}, "ids 0 to 11 behind part a"),
+    ({"end": 4}, {}, "'ids'"), ({"start": 0}, {}, "ids 0 to 11 behind part a"),
     ({"before": ""}, {}, "ids 4 to 11 behind part none"), ({}, {"ids": None}, "'ids' is missing"),
     ({}, {"ids": torch.arange(7)}, "'ids'"), ({}, {"ids": i32(*range(7))[None]}, "'ids'"),
     ({}, {"pending": None}, "'pending' is missing"), ({}, {"pending": torch.arange(2)}, "'pending'"),
     ({}, {"pending": i32(1, 2)[None]}, "'pending'"), ({}, {"pending": i32(1)[0]}, "'pending'"),
-    ({}, {"pending": i32()[None]}, "'pending'"), ({}, {"more": i32()}, "'more'"),
+    ({}, {"pending": i32()[None]}, "'pending'"), ({}, {"more": i32()}, "'more'"), ({}, {"held": i32(1)}, "'held'"),
+    ({}, {"held": torch.zeros((), dtype=torch.uint8)}, "'held'"),
 ])
 def test_a_part_that_lies_is_refused(body: dict, change: dict, says: str):
     def lie(found: dict, sections: dict) -> None:
@@ -190,7 +193,8 @@ def test_a_part_that_lies_is_refused(body: dict, change: dict, says: str):
         sections["ids"] = resaved(sections["ids"], **change)
 
     found, sections, _ = unpack(sound_log(), LogPart, "it")
-    assert [part.tolist() for part in read_part(found, sections, "it")] == [list(range(100, 107)), [7, 8]]
+    sound = read_part(found, sections, "it")
+    assert [sound.ids.tolist(), sound.pending.tolist()] == [list(range(100, 107)), [7, 8]]
     found, sections, _ = unpack(rebuilt(LogPart, lie), LogPart, "it")
     with pytest.raises(SnapshotCorrupt) as caught:
         read_part(found, sections, "it")
@@ -226,6 +230,7 @@ def refs_of(*sizes: int) -> tuple[LogRef, ...]:
     ((1, 1000), 4, 0), ((1, 6), 4, 2), ((PART_IDS - 1,), PART_IDS, 0), ((PART_IDS - 1,), 1, 0),
     ((PART_IDS // 2,), PART_IDS // 2, 1), ((PART_IDS // 2,), PART_IDS // 2 + 1, 0),
     ((PART_IDS // 2, 5), PART_IDS // 2, 1), ((PART_IDS,), 2 * PART_IDS, 0),
+    ((0,), 0, 1), ((1, 0), 0, 1), ((1, 0), 1, 2), ((9, 0), 2 * PART_IDS, 1), ((1,), 0, 0),
 ])
 def test_a_new_part_takes_in_the_parts_before_it_that_are_not_much_larger(sizes, count: int, taken: int):
     assert absorbed(refs_of(*sizes), count) == taken and 4 * PART_IDS == 64 << 20

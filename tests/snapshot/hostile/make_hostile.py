@@ -96,14 +96,10 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "log-fewer-ids": (lambda: body(LogPart, end=12), "tensor 'ids'"),
     "log-of-2-to-the-53-ids": (lambda: body(LogPart, start=1, end=2**53), "tensor 'ids'"),
     "log-backwards": (lambda: body(LogPart, start=11, end=4), "ids 11 to 4"),
-    "log-of-nothing": (lambda: rebuilt(LogPart, _empty), "ids 4 to 4"),
+    "log-held-is-one-number": (lambda: section(LogPart, "ids", held=torch.tensor(7, dtype=torch.uint8)),
+                               "tensor 'held'"),
     "log-behind-nothing": (lambda: body(LogPart, before=""), "behind part none"),
 }
-
-
-def _empty(found: dict[str, Any], sections: dict[str, bytes]) -> None:
-    found["end"] = found["start"]
-    sections["ids"] = resaved(sections["ids"], ids=i32())
 
 
 def main() -> None:
