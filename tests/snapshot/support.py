@@ -34,6 +34,7 @@ from locret_stream.snapshot import (
 from locret_stream.snapshot import branch as branch_module
 from locret_stream.snapshot.files import LocalFiles, Posix
 from locret_stream.snapshot.log import Spool
+from locret_stream.snapshot.pages import PAGE_BYTES
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 IDENTITY = Identity(**dict.fromkeys(Identity.__struct_fields__, "toy"))
@@ -232,10 +233,11 @@ def begin(store: Store, name: str, seed: int = 1, tokens: int = 0) -> tuple[Bran
     return branch, Toy(seed).feed(tokens, branch)
 
 
-def save(branch: Branch, toy: Toy, meanwhile: Callable[[], object] | None = None) -> Snapshot:
+def save(branch: Branch, toy: Toy, meanwhile: Callable[[], object] | None = None,
+         page_bytes: int = PAGE_BYTES) -> Snapshot:
     """One save; `meanwhile` runs when everything is written but the log part and the manifest."""
     moment = toy.moment()
-    with Save(branch, moment, IDENTITY, GEOMETRY) as saving:
+    with Save(branch, moment, IDENTITY, GEOMETRY, page_bytes) as saving:
         for start, end in saving.plan.write:
             saving.page(start, end, toy.between(start, end))
         if meanwhile is not None:

@@ -17,10 +17,12 @@ import pytest
 
 from locret_stream.errors import SnapshotNotFound, StoreError
 from locret_stream.snapshot import Branch, Store
+from locret_stream.snapshot.pages import PAGE_BYTES
 from locret_stream.snapshot.vault import folder_of
 from tests.snapshot.crash import Call, Disk, Recorder, Tree, materialise
 from tests.snapshot.kill import STEP, Hands, expected
 from tests.snapshot.support import (
+    GEOMETRY,
     KEY,
     Record,
     Toy,
@@ -64,10 +66,10 @@ class Story:
     def store(self) -> Store:
         return local_store(self.base / "store", self.posix, key=self.key, keep_last=2)
 
-    def save(self, branch: Branch, toy: Toy) -> int:
+    def save(self, branch: Branch, toy: Toy, page_bytes: int = PAGE_BYTES) -> int:
         """Save, and remember what the number holds, whether it comes to be acknowledged or not."""
         self.known.setdefault((branch.name, branch.head + 1), []).append(toy.record())
-        return save(branch, toy).generation
+        return save(branch, toy, page_bytes=page_bytes).generation
 
     def now(self, options: Options) -> None:
         """From here on just this may be found."""
@@ -104,6 +106,19 @@ def next_save(story: Story) -> None:
     story.now({"alice": [before]})
     story.until({"alice": [toy.record()]})
     story.save(branch, toy)
+    story.now({"alice": [toy.record()]})
+
+
+def in_pages(story: Story) -> None:
+    """A snapshot of several pages, which are written two at a time."""
+    branch, toy = begin(story.store, "alice", tokens=5)
+    story.save(branch, toy)
+    before = toy.record()
+    toy.feed(40, branch)
+    story.now({"alice": [before]})
+    story.until({"alice": [toy.record()]})
+    story.save(branch, toy, page_bytes=GEOMETRY.unit_bytes * 4)
+    assert sum(call.kind == "create" for call in story.posix.calls[story.begins:]) >= 5
     story.now({"alice": [toy.record()]})
 
 
@@ -209,7 +224,7 @@ def forgotten(story: Story) -> None:
     story.now({"alice": [toy.record()], "bob": [None], "dave": [kept]})
 
 
-SCENARIOS = [first_save, next_save, retired, deleted_head, deleted_all, forked, collected, forgotten]
+SCENARIOS = [first_save, next_save, in_pages, retired, deleted_head, deleted_all, forked, collected, forgotten]
 
 
 def record(scenario: Callable[[Story], None], base: Path, key: str | None) -> Story:

@@ -1,0 +1,241 @@
+"""Saving a branch: it grows out of what was stored before, and is fenced against other owners.
+
+A save is: claim (is this still the newest?), pages and log part (each durable before anything names them), and last the
+manifest, created exclusively under the next number. Cut anywhere, the store holds the snapshot before; a file that no
+manifest names is rubbish for the collector.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from locret_stream.errors import SnapshotCorrupt, SnapshotError, StaleOwner, StoreError
+from locret_stream.snapshot.branch import Branch, Snapshot, describe
+from locret_stream.snapshot.files import Exists
+from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, pack, total
+from locret_stream.snapshot.identity import Identity
+from locret_stream.snapshot.log import Part, absorbed, read_part, write_part
+from locret_stream.snapshot.pages import (
+    PAGE_BYTES,
+    Geometry,
+    LayerUnits,
+    PageIndex,
+    Plan,
+    pack_masks,
+    plan,
+    write_page,
+)
+
+NO_FRAME = Frame()
+WRITERS = 2  # pages that are written at the same time
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a save is of, beside the units' K and V: everything small.
+
+    state: tensors of the engine and the policy, `l.scores` among them. positions: for every layer [H, n].
+    tokens: accepted by then, the pending ones included.
+    """
+
+    seen: int
+    tokens: int
+    counts: tuple[int, ...]
+    positions: Sequence[Tensor]
+    state: Mapping[str, Tensor]
+    frame: Frame = NO_FRAME
+
+
+class Save:
+    """One save under way; `with` holds the collector off. Pages first, then `finish`.
+
+    Raises:
+        StaleOwner: on entering or in `finish`: another owner has saved meanwhile. StoreError. The branch is unchanged.
+    """
+
+    def __init__(self, branch: Branch, moment: Moment, identity: Identity, geometry: Geometry,
+                 page_bytes: int = PAGE_BYTES):
+        self.branch, self.moment, self.identity, self.geometry = branch, moment, identity, geometry
+        self.page_bytes = page_bytes
+        self.written = 0
+        self._new: list[PageIndex] = []
+        self._stack = ExitStack()
+        # One page on its way into the page cache while the disk takes the one before: a sync is half of a write.
+        self._writer = ThreadPoolExecutor(WRITERS, thread_name_prefix="locret-page")
+        self._writing: deque[Future[PageIndex]] = deque()
+
+    def __enter__(self) -> Save:
+        branch, vault = self.branch, self.branch.vault
+        self._expect_newest()  # before the lock, which would make the folder of a forgotten session again
+        self._locked = self._stack.enter_context(vault.files.lock(vault.folder, shared=True))
+        try:
+            vault.refresh()
+            found = self._expect_newest()
+            self._expect_not_anew(found)
+            # What this owner knows may have been deleted since: by somebody else, or after a rewind. Where collectors
+            # cannot be held off, what no snapshot names may go in any moment.
+            named = self._locked or branch.base is None or branch.base[1] in (
+                found if branch.base[0] == branch.name else vault.generations(branch.base[0])[0])
+            pages, log = ([*branch.pages], [*branch.log]) if named else ([], [])
+            stored = vault.stored("pages", [page.ref for page in pages])
+            self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
+                                   self.moment.seen, self.geometry, self.page_bytes)
+            if branch.spool is not None and len(vault.stored("log", log)) < len(branch.log):
+                branch.close()
+                branch.log = ()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.shutdown()
+        self._stack.close()
+
+    def _expect_newest(self) -> list[int]:
+        """The snapshots there are, if this owner is the one who saves next."""
+        branch = self.branch
+        found, highest = branch.vault.generations(branch.name)
+        if branch.tried and highest == branch.head + 1 and self._digest(highest) == branch.tried:
+            branch.head, branch.parent, branch.tried = highest, branch.tried, ""
+        if highest != branch.head:
+            raise StaleOwner(f"{branch.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
+                             f"{highest}, this owner knows {branch.head}. Nothing was acknowledged; expected one owner:"
+                             " save under a new name, or open it again")
+        return found
+
+    def _expect_not_anew(self, found: list[int]) -> None:
+        """A session that was forgotten and begun anew counts from 1 again: then numbers alone would let this one in."""
+        branch = self.branch
+        name, number, own = branch.base or ("", 0, "")
+        if branch.head and name == branch.name and number in found and self._digest(number) not in (own, None):
+            raise StaleOwner(f"{branch.name!r} was forgotten since it was opened here, and begun anew by another. "
+                             "Nothing was written; expected one owner: save under a new name, or open it again")
+
+    def _digest(self, number: int) -> str | None:
+        """Of that snapshot; None if it cannot be read, and then it is no evidence of anything."""
+        with suppress(SnapshotError):
+            return self.branch.vault.read_manifest(self.branch.name, number)[2]
+        return None
+
+    def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
+        """Write one of the ranges that `plan.write` asks for, beside the caller, who waits while two are under way.
+
+        Raises:
+            StoreError: a range before this one could not be written.
+        """
+        parts, index = write_page(start, end, layers, self.geometry)
+        self.branch.vault.ready()  # a key is made here, not by two threads at once
+        self._written(but=WRITERS - 1)
+        self._writing.append(self._writer.submit(self._write, parts, index))
+
+    def _write(self, parts: Sequence[Buffer], index: PageIndex) -> PageIndex:
+        name = self.branch.vault.write_named("pages", parts)
+        return PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions)
+
+    def _written(self, but: int = 0) -> None:
+        """Wait for the pages under way, but so many."""
+        while len(self._writing) > but:
+            index = self._writing.popleft().result()
+            self.written += index.ref.size
+            self._new.append(index)
+
+    def finish(self, library: str, log_end: int) -> Snapshot:
+        """Write a log part and the manifest; the snapshot is durable, and the branch's newest, on return."""
+        branch, moment = self.branch, self.moment
+        self._written()
+        pages = [(index, np.concatenate(masks)) for index, masks in self.plan.stay]
+        pages = sorted([*pages, *((index, None) for index in self._new)], key=lambda item: item[0].ref.start)
+        refs = tuple(msgspec.structs.replace(index.ref, live=index.ref.units if mask is None else int(mask.sum()))
+                     for index, mask in pages)
+        log = self._log_parts(log_end) if branch.spool is not None else None
+        manifest = Manifest(
+            session=branch.session, branch=branch.name, generation=branch.head + 1, parent=branch.parent,
+            created=time.time(), library=library, identity=self.identity, tokens=moment.tokens, seen=moment.seen,
+            counts=moment.counts, pages=refs, log=log, frame=moment.frame)
+        parts = pack(manifest, {"state": moment.state, "masks": pack_masks([mask for _, mask in pages])})
+        own = parts[0][32:48].hex()
+        self._publish(manifest, parts, own)
+        branch.head, branch.parent, branch.log = manifest.generation, own, log or ()
+        branch.base, branch.tried = (branch.name, manifest.generation, own), ""
+        branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
+                             for ref, (index, _) in zip(refs, pages, strict=True))
+        if branch.spool is not None:
+            try:
+                branch.spool.drop(log_end)
+            except OSError:  # the snapshot is durable; of the log, what this one has is the end
+                branch.close()
+        self.written += total(parts)
+        return describe(manifest, total(parts), branch.vault.encrypted, self.written)
+
+    def _publish(self, manifest: Manifest, parts: Sequence[Buffer], own: str) -> None:
+        """Create the manifest under its number, which makes everything it names this branch's newest snapshot."""
+        branch, vault = self.branch, self.branch.vault
+        path = vault.manifest_path(branch.name, manifest.generation)
+        vault.claim(branch.name)
+        branch.tried = own
+        try:
+            vault.write(path, parts, exclusive=True)
+        except Exists:
+            if self._digest(manifest.generation) != own:  # else the place was asked twice by a layer below
+                branch.tried = ""
+                self._expect_newest()
+                raise StoreError(f"{vault.folder}/{path} is there and is no snapshot; expected nothing of that name"
+                                 ) from None
+        try:
+            vault.expect_claim(branch.name)
+            if not vault.key_stands:
+                raise StoreError(f"{branch.name!r}: meanwhile the session was begun anew, with another key or none; "
+                                 "expected one way to store it")
+            if not self._locked:
+                self._expect_undisturbed(manifest)
+        except BaseException:
+            branch.tried = ""
+            with suppress(StoreError):  # that it failed matters more
+                vault.files.delete(f"{vault.folder}/{path}")
+            raise
+
+    def _expect_undisturbed(self, manifest: Manifest) -> None:
+        """Where nothing held others off: nobody saved, deleted, collected or forgot while this saved."""
+        branch, vault = self.branch, self.branch.vault
+        if vault.generations(branch.name)[1] != manifest.generation or vault.gone(branch.name, manifest.generation):
+            raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
+                             "expected one owner: save under a new name, or open it again")
+        log = manifest.log or ()
+        if len(vault.stored("pages", manifest.pages)) < len(manifest.pages) or len(vault.stored("log", log)) < len(log):
+            raise StoreError(f"{branch.name!r}: files of this snapshot were deleted while it was saved; expected "
+                             "another try")
+
+    def _log_parts(self, end: int) -> tuple[LogRef, ...]:
+        """The log up to `end`, its newest parts put together with what the spool holds."""
+        branch = self.branch
+        with branch.logging():
+            ids = branch.spool.read(end)
+        stay = branch.log
+        for _ in range(absorbed(branch.log, len(ids))):
+            what = f"log part {stay[-1].name} of {branch.name!r}"
+            try:
+                if stay[-1].start < stay[-1].end:
+                    ids = np.concatenate([read_part(*branch.vault.read_named("log", stay[-1], what), what).ids, ids])
+            except SnapshotCorrupt:  # damage done to what was stored is no reason to refuse what is new
+                break
+            stay = stay[:-1]
+        start = stay[-1].end if stay else 0
+        body = LogPart(branch=branch.name, generation=branch.head + 1, tokenizer=self.identity.tokenizer, start=start,
+                       end=start + len(ids), before=stay[-1].name if stay else "", frame=self.moment.frame)
+        pending, held = (self.moment.state.get(part, torch.zeros(0)).numpy() for part in ("pending", "held"))
+        parts = write_part(body, Part(ids, pending, held))
+        name = branch.vault.write_named("log", parts)
+        size = total(parts)
+        self.written += size
+        return (*stay, LogRef(name, start, start + len(ids), size))
