@@ -99,11 +99,12 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             units[i] += 1
         capped = tuple(min(u, w) if w else u for u, w in zip(units, shape.sliding, strict=True))
         protected = self.sinks + self.stabilizers
+        least = math.ceil((protected + 1) * weight / (min(allocation) * shape.layers))
         full = [u for u, w in zip(capped, shape.sliding, strict=True) if not w] or list(capped)
         if protected >= min(full):
-            raise ConfigError(f"budget: sinks + stabilizers = {self.sinks} + {self.stabilizers} = {protected} units "
-                              f"are protected, but the smallest layer holds {min(full)}; expected fewer than that: "
-                              "raise the budget or lower the two")
+            raise ConfigError(f"budget: of {self.units} units the smallest layer gets {min(full)}, and {self.sinks} "
+                              f"sinks + {self.stabilizers} stabilizers always stay; expected at least {least} units at "
+                              "these settings")
         return capped
 
 
@@ -162,11 +163,12 @@ def unit_bytes(shape: ModelShape, planes: int = 1) -> int:
     return 3 * shape.head_dim * shape.item_bytes + 4 * planes + 8
 
 
-def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *,
-                sinks: int | None = None, stabilizers: int | None = None) -> Budget:
+def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
+                stabilizers: int | None = None, shares: tuple[float, ...] | None = None) -> Budget:
     """A Budget from what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
 
-    Without explicit values 4 sinks and 32 stabilizers are protected; small budgets protect an eighth instead.
+    Without explicit values 4 sinks and 32 stabilizers are protected; small budgets protect an eighth of each instead,
+    and never more than a part of the smallest layer that the heads' `shares` leave.
 
     Raises:
         ConfigError: neither of these, or a size too small for a single unit per head.
@@ -187,8 +189,9 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
                               f"{chunk_size}; expected a larger size or a smaller chunk_size")
     if not _is_whole(value):
         raise ConfigError(f"budget is {value!r}; expected units per KV head (6000), a size ('512MiB') or a Budget")
-    return Budget(units=value, sinks=min(4, value // 8) if sinks is None else sinks,
-                  stabilizers=min(32, value // 8) if stabilizers is None else stabilizers)
+    smallest = math.floor(value * min(shares) * len(shares) / sum(shares)) if shares else value
+    return Budget(units=value, sinks=min(4, value // 8, smallest // 4) if sinks is None else sinks,
+                  stabilizers=min(32, value // 8, smallest // 3) if stabilizers is None else stabilizers)
 
 
 def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -> None:

@@ -21,6 +21,7 @@ from locret_stream.cli import app
 from locret_stream.cli.common import Reader, file_text
 from locret_stream.cli.demo import blocks, count, cut_lines, is_right, read_facts
 from locret_stream.errors import InputError, InvalidText
+from locret_stream.snapshot import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -69,7 +70,7 @@ def mistake(*args: object, text: str | None = None) -> str:
     code, out, err = invoke(*args, text=text)
     assert (code, out) == (2, ""), (code, out, err)
     *before, line = err.splitlines()
-    assert all(progress.startswith(("reading ", "training heads ")) for progress in before), err
+    assert all(progress.startswith(("reading ", "training heads ", "Session ")) for progress in before), err
     assert line.startswith("locret-stream: "), err
     return line
 
@@ -355,7 +356,7 @@ def test_a_session_goes_on_in_the_next_run_and_is_looked_after(small: list[str],
     code, out, err = invoke(*here, text="")  # nothing piped in: only the question
     again = json.loads(out)
     assert code == 0 and again["tokens_fed"] == 0 and again["answers"] == first["answers"]
-    assert "Session builds:" in err
+    assert "Session 'builds' goes on:" in err
 
     code, out, _ = invoke("snapshots", "list", *store, "--json")
     [one] = json.loads(out)["snapshots"]
@@ -377,8 +378,8 @@ def test_a_session_of_another_budget_is_refused_or_read_again(small: list[str], 
     other = [{"96": "80"}.get(word, word) for word in here]
     assert "other budgets" in mistake(*other, text="")
     code, _, err = invoke(*other, "--on-mismatch", "rebuild", text="")
-    assert code == 0 and "Session a:" in err
-    assert "expected 'raise' or 'rebuild'" in mistake(*here, "--on-mismatch", "maybe", text="")
+    assert code == 0 and "Session 'a' goes on:" in err
+    assert "expected raise or rebuild" in mistake(*here, "--on-mismatch", "maybe", text="")
 
 
 @pytest.mark.parametrize("words", [["info", "nobody"], ["verify", "nobody"], ["delete", "nobody"],
@@ -386,3 +387,94 @@ def test_a_session_of_another_budget_is_refused_or_read_again(small: list[str], 
 def test_mistakes_about_sessions_are_one_line(tmp_path: Path, words: list[str]):
     assert mistake("snapshots", *words, "--store", str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_session_that_was_never_told_anything_is_a_mistyped_name(small: list[str], tmp_path: Path):
+    store, ask = ["--store", str(tmp_path / "store")], ["--ask", "What?", "--max-new-tokens", "2"]
+    code, _, err = invoke("run", "--session", "builds", *store, *small, *ask, text="Some text.\n" * 9)
+    assert code == 0 and "Session 'builds' is new." in err
+    complaint = mistake("run", "--session", "bulids", *store, *small, *ask, text="")
+    assert "without a single token" in complaint
+    code, _, err = invoke("run", "--session", "bulids", *store, *small, *ask, text="Some text.\n" * 9)
+    assert code == 0 and "Session 'bulids' is new; stored there is 'builds'." in err
+    code, out, _ = invoke("snapshots", "list", *store, "--json")
+    assert [one["name"] for one in json.loads(out)["snapshots"]] == ["builds", "bulids"]
+
+
+def test_what_cannot_be_saved_is_said_before_anything_is_read(small: list[str], tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    complaint = mistake("run", "--session", "a", "--store", tmp_path / "file", *small, "--ask", "What?",
+                        text="Some text.\n" * 9)
+    assert str(tmp_path / "file") in complaint and "reading" not in complaint
+    assert "expected a folder or a URL" in mistake("snapshots", "list", "--store", " ")
+
+
+def test_one_damaged_snapshot_hides_no_other(small: list[str], tmp_path: Path):
+    store = ["--store", str(tmp_path / "store")]
+    for name in ("a", "b\nc"):
+        invoke("run", "--session", name, *store, *small, "--ask", "What?", "--max-new-tokens", "2", text="Text.\n" * 9)
+    code, out, err = invoke("snapshots", "list", *store)
+    assert code == 0 and "b\\nc" in out and err == ""
+    manifest = min((tmp_path / "store").glob("s-*/m/*/*.snap"), key=lambda path: path.stat().st_mtime_ns)
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    code, out, err = invoke("snapshots", "list", *store)
+    assert code == 1 and "b\\nc" in out and "--on-mismatch rebuild" in err and "found" in err
+    code, out, err = invoke("snapshots", "info", "a", *store)
+    assert code == 1 and "a" in err
+
+
+@pytest.mark.parametrize("number, status, word", [
+    (signal.SIGTERM, 143, "Terminated"), (signal.SIGINT, 130, "Interrupted")])
+def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path, number: int, status: int, word: str):
+    process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", *small, stdin=subprocess.PIPE)
+    try:
+        wait_for(process, "reading stdin")
+        process.stdin.write("All work and no play.\n" * 200)
+        process.stdin.flush()
+        time.sleep(2)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status and f"{word}: " in err and "Traceback" not in err, err
+    [one] = Store(tmp_path).list()
+    assert one.name == "a" and one.tokens > 200 * 20
+
+
+def test_a_session_is_saved_while_it_reads(small: list[str], tmp_path: Path):
+    """What a kill leaves is what the last of these saves held."""
+    process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", "--save-every", "0.2", *small,
+                    stdin=subprocess.PIPE)
+    store, deadline = Store(tmp_path), time.monotonic() + 60
+    try:
+        wait_for(process, "reading stdin")
+        while time.monotonic() < deadline and not (store.has("a") and store.info("a")[-1].tokens > 2000):
+            process.stdin.write("All work and no play.\n" * 50)
+            process.stdin.flush()
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.communicate()
+    assert store.info("a")[-1].tokens > 2000 and len(store.info("a")) > 1
+    assert not [one.problem for one in store.verify() if one.problem]
+
+
+def test_reading_ends_when_another_owner_takes_the_session(small: list[str], tmp_path: Path):
+    arguments = ["run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", "--save-every", "0.2", *small]
+    process, store = start(*arguments, stdin=subprocess.PIPE), Store(tmp_path)
+    try:
+        wait_for(process, "reading stdin")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            if store.has("a") and store.info("a")[-1].generation < 1000:
+                vault = store.branch("a").vault
+                Path(store.url, vault.folder, vault.manifest_path("a", 1000)).touch()  # another owner's
+            process.stdin.write("All work and no play.\n")
+            process.stdin.flush()
+            time.sleep(0.1)
+    except BrokenPipeError:
+        pass
+    finally:
+        process.kill()
+        _, err = process.communicate()
+    assert process.returncode == 2 and "was saved elsewhere" in err and "Traceback" not in err, err

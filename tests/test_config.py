@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,15 +34,29 @@ def test_budget_refuses(knobs):
 
 @pytest.mark.parametrize(("units", "sinks", "stabilizers"), [(36, 4, 32), (10, 10, 0), (10, 0, 10), (10, 6, 5)])
 def test_protection_must_leave_room_to_compete(units: int, sinks: int, stabilizers: int):
-    with pytest.raises(ConfigError, match=rf"{sinks} \+ {stabilizers} = .*the smallest layer holds {units}"):
+    least = sinks + stabilizers + 1
+    with pytest.raises(ConfigError, match=rf"of {units} units the smallest layer gets {units}, and {sinks} sinks \+ "
+                                          rf"{stabilizers} stabilizers .* at least {least} units"):
         Budget(units=units, sinks=sinks, stabilizers=stabilizers).per_layer(shape_of())
+    assert Budget(units=least, sinks=sinks, stabilizers=stabilizers).per_layer(shape_of())
     assert Budget(units=units, sinks=sinks - (sinks > 0), stabilizers=max(0, units - sinks - 1)).per_layer(shape_of())
 
 
 def test_protection_is_checked_against_the_smallest_layer():
     budget = Budget(units=20, sinks=4, stabilizers=8, allocation=(0.5, 1.0, 1.5))
-    with pytest.raises(ConfigError, match="smallest layer holds 10"):
+    with pytest.raises(ConfigError, match=r"smallest layer gets 10, .* at least 26 units"):
         budget.per_layer(shape_of())
+    assert min(msgspec.structs.replace(budget, units=26).per_layer(shape_of())) == 13
+
+
+@given(st.integers(8, 9000), st.lists(st.floats(0.05, 20), min_size=1, max_size=8).map(tuple))
+def test_without_explicit_protection_no_layer_is_protected_whole(units: int, shares: tuple[float, ...]):
+    shape = shape_of(layers=len(shares))
+    budget = budget_from(units, shape, 16, shares=shares)
+    assert budget.sinks <= 4 and budget.stabilizers <= 32
+    smallest = units * len(shares) * min(shares) / sum(shares)
+    if smallest >= 1:
+        assert min(budget.per_layer(shape, shares)) > budget.sinks + budget.stabilizers
 
 
 def test_wrong_number_of_shares():

@@ -73,6 +73,7 @@ def folder(tmp_path_factory) -> str:
         ("ingest_rate", 0), ("ingest_rate", -1), ("ingest_rate", float("nan")), ("ingest_rate", float("inf")),
         ("ingest_rate", "fast"), ("ingest_rate", True), ("slot_timeout_s", 0), ("slot_timeout_s", "1"),
         ("max_live", 0), ("max_live", 1.5), ("max_live", True), ("scratch", 0))],
+    *[({"store": value}, ConfigError, f"store is {value!r}; expected a folder or a URL") for value in (5, "", b"x")],
 ])
 def test_values_that_cannot_work_are_refused_before_anything_is_loaded(options: dict, error: type, says: str):
     def loads() -> None:
@@ -84,8 +85,10 @@ def test_values_that_cannot_work_are_refused_before_anything_is_loaded(options: 
 
 
 @pytest.mark.parametrize(("options", "error", "says"), [
-    ({"budget": 20, "sinks": 10, "stabilizers": 10}, ConfigError, "10 + 10 = 20 units are protected"),
-    ({"budget": Budget(units=10, sinks=0, stabilizers=10)}, ConfigError, "smallest layer holds 10"),
+    ({"budget": 20, "sinks": 10, "stabilizers": 10}, ConfigError, "10 sinks + 10 stabilizers always stay; expected "
+                                                               "at least 21 units"),
+    ({"budget": Budget(units=10, sinks=0, stabilizers=10)}, ConfigError, "of 10 units the smallest layer gets 10"),
+    ({"budget": Budget(units=2, sinks=0, stabilizers=0, allocation=(1.0, 9.0))}, ConfigError, "at least 5 units"),
     ({"budget": 20, "sinks": -1}, ConfigError, "sinks is -1"),
     ({"budget": Budget(units=20, sinks=1, stabilizers=1), "sinks": 2}, ConfigError, "beside a Budget"),
     ({"budget": 0}, ConfigError, "units is 0"),
@@ -110,6 +113,44 @@ async def test_what_is_found_out_on_entering_leaves_nothing(options: dict, error
     assert not our_threads() and detach(model()) == 0, "no thread, no use of the model"
     with pytest.raises(ContextClosed):
         runtime.open()
+
+
+async def test_slots_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch):
+    zeros = torch.zeros
+
+    def full(*shape: int, **more: object) -> torch.Tensor:
+        if len(shape) == 4 and shape[0] > 1000:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return zeros(*shape, **more)
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(ConfigError, match=r"no room for 2001 slots \(max_live 2000 \+ scratch 1\) of about \d+ MiB"):
+        await unstarted(max_live=2000).__aenter__()
+    assert not our_threads() and detach(model()) == 0
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"device": "tpu"}, "device is 'tpu'"), ({"device": "meta:x"}, "device is 'meta:x'"),
+    ({"dtype": "int8"}, "dtype is 'int8'"),
+    ({"dtype": "float"}, "dtype is 'float'"), ({"dtype": torch.int64}, "dtype is torch.int64"),
+    *([] if torch.cuda.is_available() else [({"device": "cuda"}, "torch finds no CUDA")]),
+])
+def test_devices_and_dtypes_that_cannot_be_used_are_refused_at_once(options: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        Runtime.from_pretrained("bundled", **options)
+
+
+async def test_defaults_of_the_bundled_model_also_stand_for_none():
+    async with Runtime.from_pretrained("bundled", budget=None, chunk_size=None, heads=None, max_live=1) as runtime:
+        assert runtime.engine.chunk_size == 256 and sum(runtime.engine.budgets) == 4 * 768
+        assert set(runtime.engine.protection) == {(4, 32)}
+
+
+async def test_what_never_evicts_holds_the_same_in_every_layer():
+    async with Runtime.from_pretrained("bundled", policy="full", max_live=1) as runtime:
+        assert set(runtime.engine.budgets) == {768}
+    async with Runtime.from_pretrained("bundled", budget=40, max_live=1) as runtime:  # small layers: little protected
+        assert min(runtime.engine.budgets) == 5 and set(runtime.engine.protection) == {(1, 1)}
 
 
 def test_the_largest_window_fits_exactly():

@@ -8,11 +8,13 @@ import functools
 import io
 import json
 import os
+import signal
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -43,7 +45,7 @@ StoreUrl = Annotated[str, typer.Option("--store", envvar="LOCRET_STORE", help=(
 Key = Annotated[str | None, typer.Option(envvar="LOCRET_KEY", help=(
     "64 hexadecimal digits under which sessions are encrypted; better given by the variable."))]
 
-MISTAKE, INTERRUPTED = 2, 130
+MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
 PIECE_BYTES = 1 << 16
 
 # Nothing printed is markup: file names, questions and answers are data.
@@ -116,12 +118,23 @@ class Held:
 
 @contextmanager
 def interruptible(held: Held) -> Iterator[None]:
-    """Ctrl-C inside ends the verb with a summary and its own exit status. Imports of what is slow belong inside."""
+    """Ctrl-C inside ends the verb with a summary and its own exit status; so does SIGTERM, which `kill` and service
+    managers send. Imports of what is slow belong inside."""
+    terminated = False
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal terminated
+        terminated = True
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\nInterrupted: {held}.", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        print(f"\n{'Terminated' if terminated else 'Interrupted'}: {held}.", file=sys.stderr)
+        raise SystemExit(TERMINATED if terminated else INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int | None, chunk_size: int | None,
@@ -137,6 +150,8 @@ def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int 
     disable_progress_bar()
     if isinstance(budget, str) and budget.strip().isdecimal():
         budget = int(budget)
+    if model != "bundled" and not Path(model).exists() and model.count("/") < 2:
+        err.print(f"{model} is no folder here: asking the Hugging Face hub.", soft_wrap=True)
     given = {"heads": heads, "budget": budget, "chunk_size": chunk_size, **options}
     runtime = Runtime.from_pretrained(model, policy=policy, max_live=1,
                                       **{name: value for name, value in given.items() if value is not None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -38,12 +39,13 @@ from locret_stream.cli.common import (
 )
 from locret_stream.cli.display import Board, Row
 from locret_stream.config import Sampling
-from locret_stream.errors import ConfigError, EmptySource
+from locret_stream.errors import ConfigError, EmptySource, StoreError
 
 if TYPE_CHECKING:
     from locret_stream.context import StreamingContext
+    from locret_stream.snapshot import Store
 
-LOOK_EVERY_S = 0.1
+LOOK_EVERY_S, SAVE_EVERY_S = 0.1, 60.0
 HELP = """Read text into a bounded memory, then ask about it.
 
 Files are read in the order given, "-" is stdin; without files and with something piped in, stdin is read. Every \
@@ -81,6 +83,8 @@ def run(
         "Name of a stored session: goes on where it stopped, and is saved at the end."))] = None,
     store: StoreUrl = DEFAULT_STORE,
     key: Key = None,
+    save_every: Annotated[float, typer.Option(min=0, help=(
+        "Seconds between two saves of a session while it reads; 0: only at the end."))] = SAVE_EVERY_S,
     on_mismatch: Annotated[str, typer.Option(help=(
         '"rebuild" reads a session\'s log again if its snapshot is damaged or of another model or budget.'))] = "raise",
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: for base models.")] = False,
@@ -95,6 +99,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     names = list(files or [])
+    if on_mismatch not in ("raise", "rebuild"):
+        raise ConfigError(f"--on-mismatch is {on_mismatch!r}; expected raise or rebuild")
     piped = not names and not stdin_is_terminal()
     if piped:
         names = ["-"]
@@ -116,12 +122,12 @@ def run(
         async def talk() -> None:
             async with aclosing(runtime), runtime.open(session, system=system, raw=True if raw else None,
                                                        on_mismatch=on_mismatch) as context:
-                if context.resumed:
-                    err.print(f"Session {session}: {describe(context.memory)}.", soft_wrap=True)
+                if session is not None:
+                    greet(session, context, runtime.store, told=bool(names) or questions is not None)
                 with held.watching(lambda: context.memory):
                     row = None
-                    with suppress(EmptySource) if piped and session is not None else nullcontext():
-                        row = await read(names, context) if names else None
+                    with suppress(EmptySource) if piped and context.resumed else nullcontext():
+                        row = await read(names, context, save_every if session else 0) if names else None
                     if questions is None:
                         await answer(list(ask or ()), context, sampling, row, as_json)
                     else:
@@ -129,6 +135,28 @@ def run(
                         err.print(f"Held at the end: {describe(context.memory)}.", soft_wrap=True)
 
         asyncio.run(talk())
+
+
+def greet(session: str, context: StreamingContext, store: Store, *, told: bool) -> None:
+    """Say whether the session goes on or begins.
+
+    Args:
+        told: whether anything will be read or said; asking a session that was never told anything is a mistyped name.
+
+    Raises:
+        StoreError: it cannot be saved. ConfigError: it is new and only asked.
+    """
+    if told:
+        store.probe()
+    if context.resumed:
+        err.print(f"Session {session!r} goes on: {describe(context.memory)}.", soft_wrap=True)
+        return
+    known = difflib.get_close_matches(session, [one.name for one in store.list()], n=3, cutoff=0.5)
+    similar = f"; stored there is {', '.join(map(repr, known))}" if known else ""
+    if not told:
+        raise ConfigError(f"session {session!r} is not in {store.url}{similar}; expected its name, or text to begin it "
+                          "with")
+    err.print(f"Session {session!r} is new{similar}.", soft_wrap=True)
 
 
 def _questions(stdin_taken: bool) -> Reader:
@@ -152,8 +180,8 @@ async def pieces(names: list[str]) -> AsyncIterator[str]:
                 yield piece
 
 
-async def read(names: list[str], context: StreamingContext) -> Row:
-    """Feed the texts while a board shows the way; its row."""
+async def read(names: list[str], context: StreamingContext, save_every: float) -> Row:
+    """Feed the texts while a board shows the way, and save every so many seconds (0: never); the board's row."""
     before, start = context.memory.tokens, time.perf_counter()
 
     def look() -> None:
@@ -166,14 +194,27 @@ async def read(names: list[str], context: StreamingContext) -> Row:
             await asyncio.sleep(LOOK_EVERY_S)
             look()
 
+    async def keep_saving() -> None:
+        while True:
+            await asyncio.sleep(save_every)
+            try:
+                await context.snapshot()
+            except StoreError as error:  # the save at the end tells whether it stays so
+                err.print(f"not saved: {error}", soft_wrap=True)
+
     with Board(f"reading {', '.join('stdin' if name == '-' else name for name in names)}", ["memory"]) as board:
         row = board.rows[0]
-        looking = asyncio.create_task(keep_looking())
         try:
-            report = await context.feed(pieces(names))
-            row.set(report.tokens, report.seconds, context.memory)
-        finally:
-            looking.cancel()
+            async with asyncio.TaskGroup() as group:  # a save that another owner fences off ends the reading
+                beside = [group.create_task(keep_looking())]
+                if save_every:
+                    beside.append(group.create_task(keep_saving()))
+                report = await context.feed(pieces(names))
+                row.set(report.tokens, report.seconds, context.memory)
+                for task in beside:
+                    task.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
     return row
 
 

@@ -123,7 +123,22 @@ def _show(found: list[Snapshot], as_json: bool, nothing: str) -> None:
     for heading in ("name", "number", "saved", "tokens", "units", "size", "log", "encrypted"):
         table.add_column(heading, justify="right" if heading in ("number", "tokens", "units", "size") else "left")
     for one in found:
+        if one.problem:
+            continue
         saved = datetime.datetime.fromtimestamp(one.created).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(one.name, str(one.generation), saved, f"{one.tokens:,}", f"{one.units:,}", in_bytes(one.bytes),
-                      "yes" if one.log else "no", "yes" if one.encrypted else "no")
-    out.print(table)
+        table.add_row(_line(one.name), str(one.generation), saved, f"{one.tokens:,}", f"{one.units:,}",
+                      in_bytes(one.bytes), "yes" if one.log else "no", "yes" if one.encrypted else "no")
+    if table.row_count:
+        out.print(table)
+    damaged = [one for one in found if one.problem]
+    for one in damaged:
+        err.print(f"{_line(one.name)}, number {one.generation}: {one.problem}", soft_wrap=True)
+    if damaged:
+        err.print("Of a damaged one: `run --session NAME --on-mismatch rebuild` reads its log again; `snapshots delete "
+                  "NAME --generation NUMBER` goes back to the one before.", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _line(name: str) -> str:
+    """A name as it fits on a line: control characters written out."""
+    return name if name.isprintable() else ascii(name)[1:-1]

@@ -13,9 +13,10 @@ import msgspec
 from locret_stream.config import Sampling
 from locret_stream.context import saving
 from locret_stream.context.host import Host
-from locret_stream.context.session import CLOSED, UNDONE, Mark, Session, to_the_end
+from locret_stream.context.session import CLOSED, UNDONE, Session, to_the_end
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
+from locret_stream.context.turns import Turn
 from locret_stream.engine import Receipts
 from locret_stream.errors import (
     ConfigError,
@@ -23,13 +24,9 @@ from locret_stream.errors import (
     ContextClosed,
     InputError,
     NoSlot,
-    SnapshotCorrupt,
     SnapshotError,
-    SnapshotMismatch,
 )
 from locret_stream.snapshot import Branch, Restored, Snapshot
-from locret_stream.snapshot.identity import digest_text
-from locret_stream.text import FrameState
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +34,8 @@ _log = logging.getLogger(__name__)
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """What a context holds. Units are per KV head and layer.
 
-    tokens: accepted since the beginning. pending: of these, not committed yet. units: committed, per layer.
+    tokens: accepted since the beginning. pending: of these, not committed yet. held: token ids and characters that were
+    pulled from a source and not accepted yet; the next feed takes them first. units: committed, per layer.
     capacity: the most that units and the tail may take, per layer. peak: the most they ever took.
     bytes_resident: of this context's slot, as its tensors are; 0 while it waits in the store. bytes_full_cache: K and
     V of all accepted tokens, what a cache that never evicts would need.
@@ -45,6 +43,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int
     pending: int
+    held: int
     units: tuple[int, ...]
     capacity: tuple[int, ...]
     peak: tuple[int, ...]
@@ -97,7 +96,7 @@ class StreamingContext:
         slot = await self._host.acquire_slot(scratch=False)
         try:
             self._host.adopt(self)
-            session = await (self._begin(slot) if self._origin is None else self._fork(slot))
+            session = await self._enter(slot)
         except BaseException:
             self._host.drop(self)
             self._host.release_slot(slot, scratch=False)
@@ -141,52 +140,23 @@ class StreamingContext:
                 self._host.release_slot(session.state.store.slot, scratch=False)
             session.close_branch()
 
-    async def _begin(self, slot: int) -> Session:
-        host, branch = self._host, None
+    async def _enter(self, slot: int) -> Session:
+        """The session that this context is of, in that slot."""
+        if self._origin is not None:
+            return await saving.fork(self._origin._live, slot, self.name if self.stored else None)
+        branch = None
         if self.stored:
-            branch = await saving.storing(host, host.store.branch, self.name)
-            if await saving.storing(host, host.store.has, self.name):
+            branch = await saving.storing(self._host, self._host.store.branch, self.name)
+            if await saving.storing(self._host, self._host.store.has, self.name):
                 try:
-                    return await self._resume(branch, slot)
+                    session = await saving.resume(self._host, branch, slot, rebuild=self._on_mismatch == "rebuild")
+                    saving.check_system(session, self.name, self._system, self._raw)
                 except BaseException:
                     branch.close()
                     raise
-        raw = host.frames.raw if self._raw is None else self._raw
-        if raw and self._system is not None:
-            raise ConfigError("a raw context has no frame, so no place for a system message; expected none: feed it")
-        ids, frame = ([], FrameState()) if raw else host.frames.begin(self._system, trusted=self._trusted)
-        session = Session(host, host.engine.open(slot), frame, raw=raw, trusted=self._trusted)
-        session.system = "" if self._system is None else digest_text(self._system)
-        if branch is not None:
-            branch.begin()
-            session.branch = branch
-        try:
-            await session.take(ids)
-        except BaseException:
-            session.close_branch()
-            raise
-        return session
-
-    async def _resume(self, branch: Branch, slot: int) -> Session:
-        """The stored session, as it was; or out of its log, if that was asked for."""
-        try:
-            session = await saving.restore(self._host, branch, slot)
-        except (SnapshotMismatch, SnapshotCorrupt) as error:
-            if self._on_mismatch != "rebuild":
-                raise
-            session = await saving.rebuild(self._host, branch, slot, error)
-        saving.check_system(session, self.name, self._system, self._raw)
-        self.resumed = True
-        return session
-
-    async def _fork(self, slot: int) -> Session:
-        origin = self._origin._live
-        if not self.stored or origin.branch is None:
-            return await origin.fork(slot)
-        async with origin.still():  # its log and pages are copied too
-            session = await origin.fork(slot)
-            session.branch = await saving.storing(self._host, origin.branch.fork, self.name, session.state.seen)
-        return session
+                self.resumed = True
+                return session
+        return await saving.begin(self._host, branch, slot, self._system, raw=self._raw, trusted=self._trusted)
 
     @property
     def _live(self) -> Session:
@@ -203,6 +173,8 @@ class StreamingContext:
         `async for tok in ctx.feed(s)` gives each token once it is accepted; `await ctx.feed(s)` drains it and returns
         a FeedReport. The source is pulled only as fast as the memory takes it in, and never closed. After a `break`
         what was pulled and not accepted stays held for the next feed.
+
+        Cancelled, the same; `memory.held` tells how much, `discard()` drops it.
 
         Raises (while it runs; accepted tokens stay):
             SourceError: the source raised. InvalidText, InvalidTokens, InputError: a piece that cannot be read; it
@@ -238,6 +210,21 @@ class StreamingContext:
             await session.tokenize()
             session.left_by_break = False
             return await session.drain(paced=True)
+        finally:
+            session.release(owner)
+
+    async def discard(self) -> int:
+        """Drop what was pulled and not accepted: the rest of a feed that was left or cancelled, a line without its
+        newline. Returns how many token ids and characters that were.
+
+        Raises:
+            ContextBusy: a feed or a generation is running.
+        """
+        session = self._live
+        owner = object()
+        session.claim("discard", owner)
+        try:
+            return session.discard()
         finally:
             session.release(owner)
 
@@ -303,52 +290,17 @@ class StreamingContext:
         Raises:
             ContextBusy: a feed or generation is running, or another turn is open.
         """
-        session = self._live
-        if session.busy is not None or session.before_commit is not None:
-            raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this context; "
-                              "expected it to be finished first")
-        await session.until_free()
-        mark = session.mark()
-        backup: Session | None = None
-
-        async def keep_copy() -> None:
-            nonlocal backup
-            if backup is None:
-                slot = await self._host.acquire_slot(scratch=True)
-                try:
-                    copy = await session.fork(slot)
-                except BaseException:
-                    self._host.release_slot(slot, scratch=True)
-                    raise
-                if session.before_commit is keep_copy:
-                    backup, session.holds_scratch = copy, True
-                else:  # the block ended meanwhile, in another task
-                    self._host.release_slot(slot, scratch=True)
-
-        session.before_commit = keep_copy
+        turn = Turn(self._live)
+        await turn.begin()
         try:
             yield self
         except BaseException:
-            session.before_commit = None
-            if not session.closed:
-                await to_the_end(self._go_back(session, mark, backup))
+            if turn.undoable:
+                settled, self._session = turn.session.barrier(), turn.back()
+                await to_the_end(turn.settle(settled))
             raise
         finally:
-            session.before_commit, session.holds_scratch = None, False
-            if backup is not None:
-                self._host.release_slot(backup.state.store.slot, scratch=True)
-
-    async def _go_back(self, session: Session, mark: Mark, backup: Session | None) -> None:
-        settled, self._session = session.barrier(), session.back_at(mark, backup)
-        past, engine = self._session, self._host.engine
-        assert past.state.seen == mark.seen
-        past.claim("undo", mark)
-        if backup is not None:  # its slot is this context's now, and the other one is spare
-            backup.state = session.state
-        with contextlib.suppress(ContextClosed):  # closed meanwhile
-            await asyncio.wrap_future(settled)
-            await past.step(lambda: engine.truncate(past.state, mark.pending))
-        past.release(mark)
+            turn.end()
 
     # -- on disk ----------------------------------------------------------------------------------------------
 
@@ -380,16 +332,21 @@ class StreamingContext:
         except SnapshotError as error:  # the snapshot is durable all the same
             _log.warning("%r was saved, but older snapshots could not be cleared away: %s", self.name, error)
 
-    async def rewind(self, generation: int) -> None:
-        """Go back to an earlier snapshot of this session; operations that are still around are dead.
+    async def rewind(self, generation: int | Snapshot) -> None:
+        """Go back to an earlier snapshot of this session, by its number; operations that are still around are dead.
 
         The next save goes on from there under a new number, and the snapshots in between stay (see `keep_last`).
 
         Raises:
-            SnapshotNotFound, SnapshotCorrupt, SnapshotMismatch, StoreError: memory is as it was.
+            SnapshotNotFound, SnapshotCorrupt, SnapshotMismatch, StoreError, ConfigError: memory is as it was.
             ContextBusy: a feed, a generation or a turn is running.
         """
         session = self._stored_session("rewind")
+        if isinstance(generation, Snapshot) and generation.name == self.name:
+            generation = generation.generation
+        if not isinstance(generation, int) or isinstance(generation, bool):
+            raise ConfigError(f"rewind() was given {generation!r}; expected the number of a snapshot of {self.name!r}, "
+                              "or what snapshot() returned")
         if session.busy is not None or session.before_commit is not None:
             raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
                               "expected it to be finished first")
@@ -446,7 +403,8 @@ class StreamingContext:
         session, engine = self._live, self._host.engine
         shape, state = engine.shape, session.state
         per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.item_bytes
-        return Memory(tokens=state.position, pending=len(state.pending), units=tuple(state.store.counts),
+        return Memory(tokens=state.position, pending=len(state.pending), held=session.held,
+                      units=tuple(state.store.counts),
                       capacity=tuple(units + engine.chunk_size for units in engine.budgets),
                       peak=tuple(state.peaks),
                       bytes_resident=0 if session.away else engine.pool.slot_bytes,

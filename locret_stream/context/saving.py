@@ -82,7 +82,7 @@ async def spill(session: Session) -> bool:
     Raises:
         StaleOwner, StoreError: it could not be saved, and keeps its slot.
     """
-    if unsaved(session):
+    if unsaved(session) or session.branch.base is None:  # told nothing: no snapshot to come back from yet
         await save(session)
     if not session.idle or session.away or unsaved(session):
         return False
@@ -124,8 +124,12 @@ async def bring_back(session: Session) -> None:
 
 
 def unsaved(session: Session) -> bool:
-    """Whether anything was accepted or held since the last save."""
-    return session.saved_at != (session.state.position, held_of(session).numpy().tobytes(), frame_of(session))
+    """Whether anything was accepted or held since the last save, or since it was begun."""
+    return session.saved_at != _told(session)
+
+
+def _told(session: Session) -> tuple[int, bytes, Frame]:
+    return session.state.position, held_of(session).numpy().tobytes(), frame_of(session)
 
 
 def frame_of(session: Session) -> Frame:
@@ -140,6 +144,47 @@ def held_of(session: Session) -> Tensor:
     """Cut segments and token ids that were pulled and not accepted, as bytes [n] u8 of msgpack."""
     segments = [*([list(session.ids)] if session.ids else []), *session.segments]
     return torch.from_numpy(np.frombuffer(msgspec.msgpack.encode(segments), dtype=np.uint8).copy())
+
+
+async def begin(host: Host, branch: Branch | None, slot: int, system: str | None, *, raw: bool | None,
+                trusted: bool) -> Session:
+    """A session from nothing; as long as it is told nothing it counts as saved, and leaves nothing behind."""
+    raw = host.frames.raw if raw is None else raw
+    if raw and system is not None:
+        raise ConfigError("a raw context has no frame, so no place for a system message; expected none: feed it")
+    ids, frame = ([], FrameState()) if raw else host.frames.begin(system, trusted=trusted)
+    session = Session(host, host.engine.open(slot), frame, raw=raw, trusted=trusted)
+    session.system = "" if system is None else digest_text(system)
+    if branch is not None:
+        branch.begin()
+        session.branch = branch
+    try:
+        await session.take(ids)
+    except BaseException:
+        session.close_branch()
+        raise
+    session.saved_at = _told(session)
+    return session
+
+
+async def resume(host: Host, branch: Branch, slot: int, *, rebuild: bool) -> Session:
+    """The stored session, as it was; with `rebuild` out of its log where that cannot be."""
+    try:
+        return await restore(host, branch, slot)
+    except (SnapshotMismatch, SnapshotCorrupt) as error:
+        if not rebuild:
+            raise _saying(error, 'on_mismatch="rebuild" (--on-mismatch rebuild) feeds its log again') from None
+        return await _rebuild(host, branch, slot, error)
+
+
+async def fork(origin: Session, slot: int, name: str | None) -> Session:
+    """A copy of a session in another slot; with a name it is stored too, as a branch."""
+    if name is None or origin.branch is None:
+        return await origin.fork(slot)
+    async with origin.still():  # its log and pages are copied too
+        session = await origin.fork(slot)
+        session.branch = await storing(origin.host, origin.branch.fork, name, session.state.seen)
+    return session
 
 
 async def restore(host: Host, branch: Branch, slot: int, generation: int | None = None) -> Session:
@@ -175,7 +220,7 @@ async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> S
     session.segmenter, session.left_by_break = segmenter, frame.left_by_break
     session.segments.extend(segments)
     session.branch, session.system = branch, frame.system
-    session.saved_at = (state.position, held_of(session).numpy().tobytes(), frame_of(session))
+    session.saved_at = _told(session)
     return session
 
 
@@ -196,7 +241,7 @@ def _interrupted(host: Host, frame: Frame, held: np.ndarray, what: str
     return turn, segmenter, segments
 
 
-async def rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Session:
+async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Session:
     """The session that the stored log gives when it is fed again: for another model, policy, budget or grid.
 
     Raises:
@@ -208,8 +253,7 @@ async def rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Se
         if any(len(ids) and not 0 <= ids.min() <= ids.max() < host.engine.shape.vocab for ids in found.ids):
             raise SnapshotCorrupt(f"the log of {branch.name!r} holds ids outside of the vocabulary")
     except (SnapshotCorrupt, SnapshotMismatch) as error:
-        raise type(why)(*why.args, **({"field": why.field, "found": why.found, "expected": why.expected}
-                                      if isinstance(why, SnapshotMismatch) else {})) from error
+        raise _saying(why, f"it cannot be rebuilt: {error}") from error
     session = Session(host, host.engine.open(slot), FrameState(), raw=found.frame.raw, trusted=found.frame.trusted)
     session.branch, session.system = branch, found.frame.system
     await storing(host, branch.begin_anew)
@@ -219,6 +263,13 @@ async def rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Se
     session.frame, session.segmenter, session.left_by_break = frame, segmenter, found.frame.left_by_break
     session.segments.extend(segments)
     return session
+
+
+def _saying(error: SnapshotCorrupt | SnapshotMismatch, more: str) -> SnapshotCorrupt | SnapshotMismatch:
+    """The same error with more to say."""
+    fields = {name: getattr(error, name) for name in ("field", "found", "expected")} if isinstance(
+        error, SnapshotMismatch) else {}
+    return type(error)(f"{error}; {more}", **fields)
 
 
 def check_system(session: Session, name: str, system: str | None, raw: bool | None) -> None:

@@ -205,6 +205,14 @@ class Session:
         """Token ids plus characters pulled and not yet accepted."""
         return len(self.ids) + sum(map(len, self.segments)) + len(self.segmenter.held.text)
 
+    def discard(self) -> int:
+        """Drop all of that; returns how much it was."""
+        count = self.held
+        self.segments.clear()
+        self.ids.clear()
+        self.segmenter, self.left_by_break = Segmenter(), False
+        return count
+
     async def encode(self, segments: list[Segment]) -> list[int]:
         """Token ids of whole segments; off the event loop unless they are short."""
         self.check_open()

@@ -8,10 +8,11 @@ task waits for, cancel that task.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Generator
-from typing import Literal
+from collections.abc import AsyncIterator, Coroutine, Generator
+from typing import Any, Literal
 
 import msgspec
 
@@ -86,8 +87,11 @@ class _Operation(AsyncIterator[Token]):
         """Give the session back. Idempotent; runs nothing, so that a finaliser may call it."""
 
 
-class Feed(_Operation):
-    """A running feed. `async for` gives each token once it is accepted; `await` drains it and gives a FeedReport."""
+class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
+    """A running feed. `async for` gives each token once it is accepted; `await` drains it and gives a FeedReport.
+
+    It is a coroutine too, so that `asyncio.create_task(ctx.feed(source))` drains it beside what the caller does.
+    """
 
     def __init__(self, session: Session, source: Source):
         self._session, self._key = session, object()  # the key, not this object: a dropped iterator must be collected
@@ -127,6 +131,22 @@ class Feed(_Operation):
 
     def __await__(self) -> Generator[object, None, FeedReport]:
         return self._drain().__await__()
+
+    def send(self, value: object) -> object:
+        """Of the coroutine protocol, for tasks."""
+        return self._running.send(value)
+
+    def throw(self, *error: Any) -> object:
+        """Of the coroutine protocol, for tasks."""
+        return self._running.throw(*error)
+
+    def close(self) -> None:
+        """Of the coroutine protocol, for tasks; end a feed with `aclose`."""
+        self._running.close()
+
+    @functools.cached_property
+    def _running(self) -> Coroutine[object, object, FeedReport]:
+        return self._drain()
 
     async def _drain(self) -> FeedReport:
         if self._state == "ended":

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from locret_stream import __version__
-from locret_stream.config import Budget, StreamConfig, budget_from
+from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
 from locret_stream.context import StreamingContext, saving
 from locret_stream.context.session import Session, to_the_end
 from locret_stream.engine import Engine
@@ -26,7 +26,7 @@ from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, Snapsh
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, make_policy
-from locret_stream.runtime.loading import BUNDLED, load_model, load_tokenizer
+from locret_stream.runtime.loading import BUNDLED, check_device, check_dtype, load_model, load_tokenizer
 from locret_stream.runtime.slots import CLOSED, Slots, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
@@ -129,18 +129,13 @@ class Runtime:
         path: str | Path = model
         if str(model) == "bundled":
             path = BUNDLED
-            options.setdefault("budget", BUNDLED_BUDGET)
-            options.setdefault("chunk_size", BUNDLED_CHUNK)
-            if options.get("heads") is None:
-                options["heads"] = BUNDLED
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if isinstance(dtype, str) and dtype != "auto":
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ConfigError(f"dtype is {dtype!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'")
-            dtype = getattr(torch, dtype)
+            for name, value in (("budget", BUNDLED_BUDGET), ("chunk_size", BUNDLED_CHUNK), ("heads", BUNDLED)):
+                if options.get(name) is None:
+                    options[name] = value
+        device = check_device(device)
+        dtype = check_dtype(dtype)
         if dtype == "auto" and device == "cpu":
             dtype = torch.float32
-
         return cls(lambda: load_model(path, dtype, device), lambda: load_tokenizer(path), **options)
 
     # -- opening and closing ----------------------------------------------------------------------------------
@@ -212,13 +207,22 @@ class Runtime:
 
     def _engine(self, attachment: Attachment) -> Engine:
         heads = self._load_heads(attachment)
+        policy = make_policy(self._policy, self._knobs, heads)
+        # What never evicts is full as soon as its smallest layer is.
+        shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         chunk_size = DEFAULT_CHUNK if self._chunk_size is None else self._chunk_size
         budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
-                             sinks=self._sinks, stabilizers=self._stabilizers)
+                             sinks=self._sinks, stabilizers=self._stabilizers, shares=shares)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=self._policy, knobs=self._knobs)
-        policy = make_policy(self._policy, self._knobs, heads)
-        return Engine(attachment, config, policy, self._max_live + self.scratch,
-                      shares=heads.config.budget_shares if heads is not None else None)
+        slots = self._max_live + self.scratch
+        try:
+            return Engine(attachment, config, policy, slots, shares=shares)
+        except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
+            size = slots * (budget.units + chunk_size) * attachment.shape.layers * attachment.shape.kv_heads * (
+                unit_bytes(attachment.shape, policy.planes))
+            raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self._max_live} + scratch "
+                              f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
+                              "smaller budget") from error
 
     def _load_heads(self, attachment: Attachment) -> RetainingHeads | None:
         if self._heads is None:

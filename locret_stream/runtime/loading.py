@@ -9,9 +9,41 @@ from typing import Any
 
 import torch
 
-from locret_stream.errors import UnsupportedModel
+from locret_stream.errors import ConfigError, UnsupportedModel
 
 BUNDLED = Path(__file__).parents[1] / "assets" / "bundled"
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_device(device: str | None) -> str:
+    """A device that can be used here; None: CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    if device is None:
+        return best
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise ConfigError(f"device is {device!r}, which cannot be used here; expected {best!r}"
+                          f"{' or cpu' if best != 'cpu' else ' (torch finds no CUDA)'}") from error
+    return device
+
+
+def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """A dtype of weights by its name, or "auto".
+
+    Raises:
+        ConfigError: no such dtype.
+    """
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found != "auto" and found not in DTYPES.values():
+        raise ConfigError(f"dtype is {dtype!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'")
+    return found
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype, device: str) -> Any:

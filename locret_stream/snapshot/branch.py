@@ -44,6 +44,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         created: seconds since 1970. tokens: accepted. units: held, over all layers and KV heads.
         log: whether its token ids are stored too, so that it could be rebuilt.
         bytes: all files it needs. bytes_written: of these, by this save; 0 for one that was only looked at.
+        problem: why it cannot be read; the rest is then what its place tells.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool
     log: bool
     bytes_written: int = 0
+    problem: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +62,8 @@ class Store:
         for name, value in (("keep_last", keep_last), ("max_bytes", max_bytes)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1")
+        if not isinstance(url, (str, Path)) or not str(url).strip():
+            raise ConfigError(f"store is {url!r}; expected a folder or a URL such as s3://bucket/memories")
         self.files = files or open_files(url)
         self.url, self._key = self.files.url, user_key(key)
         self.keep_last, self.max_bytes, self._log = keep_last, max_bytes, log
@@ -81,13 +84,23 @@ class Store:
         """Whether there is a snapshot of that name."""
         return bool(Vault.locate(self.files, name, self._key).generations(name)[0])
 
+    def probe(self) -> None:
+        """Write a small file and remove it: to know before long work whether it can be saved.
+
+        Raises:
+            StoreError: nothing can be written.
+        """
+        path = f"probe-{secrets.token_hex(8)}"
+        self.files.write(path, [b""])
+        self.files.delete(path)
+
     # -- looking ----------------------------------------------------------------------------------------------
 
     def list(self) -> list[Snapshot]:
-        """The newest snapshot of every session and fork, by name.
+        """The newest snapshot of every session and fork, by name; one that cannot be read has a `problem`.
 
         Raises:
-            SnapshotCorrupt, SnapshotTooNew, StoreError: one that cannot be read, by its file.
+            StoreError: the place cannot be read.
         """
         found = []
         for vault in self._vaults():
@@ -100,10 +113,10 @@ class Store:
         return sorted(found, key=lambda snapshot: snapshot.name)
 
     def info(self, name: str) -> list[Snapshot]:
-        """All snapshots of a session or fork, oldest first.
+        """All snapshots of a session or fork, oldest first; one that cannot be read has a `problem`.
 
         Raises:
-            SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
+            SnapshotNotFound, StoreError.
         """
         vault, found = self._found(name)
         out = []
@@ -158,8 +171,28 @@ class Store:
         return vault, found
 
     def _describe(self, vault: Vault, path: str) -> Snapshot:
-        manifest, size = vault.manifest_at(path)
+        """Raises:
+            SnapshotNotFound: it was deleted meanwhile.
+        """
+        try:
+            manifest, size = vault.manifest_at(path)
+        except SnapshotNotFound:
+            raise
+        except SnapshotError as error:
+            folder, _, file = path.rpartition("/")
+            name = self._name_of(vault, folder) or f"{vault.folder}/{path}"
+            return Snapshot(name=name, session="", generation=int(file.removesuffix(".snap")), parent="", created=0.0,
+                            tokens=0, units=0, bytes=0, library="", encrypted=vault.encrypted, log=False,
+                            problem=str(error))
         return describe(manifest, size, vault.encrypted)
+
+    def _name_of(self, vault: Vault, folder: str) -> str | None:
+        """Of the branch whose manifests are in that folder, if one of them can be read."""
+        for path, _ in vault.manifests():
+            if path.startswith(f"{folder}/"):
+                with suppress(SnapshotError):
+                    return vault.manifest_at(path)[0].branch
+        return None
 
     # -- removing ---------------------------------------------------------------------------------------------
 

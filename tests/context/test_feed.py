@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from locret_stream import ContextBusy, FeedReport, SourceError
+from locret_stream import ContextBusy, EmptySource, FeedReport, SourceError
 from tests.context.support import (
     CHUNK,
     TEXT,
@@ -439,3 +439,48 @@ async def test_the_report_of_an_awaited_feed_moves_while_it_runs():
             seen.add(feed.report.tokens)
             await asyncio.sleep(0)
         assert task.result().tokens == 6 * CHUNK and len(seen) > 3
+
+
+async def test_a_feed_is_a_coroutine_for_a_task():
+    async with tiny() as runtime, runtime.open() as ctx, runtime.open() as other:
+        task = asyncio.create_task(ctx.feed(TEXT))
+        report = await other.feed(TEXT)
+        done = await asyncio.wait_for(task, 30)
+        assert (done.tokens, done.position) == (report.tokens, report.position)
+        expect_same(await snap(ctx), await snap(other))
+        failing = asyncio.create_task(ctx.feed([]))
+        with pytest.raises(EmptySource):
+            await failing
+
+        async def endless():
+            while True:
+                yield "more and more\n"
+
+        task = asyncio.create_task(ctx.feed(endless()))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await ctx.feed("it goes on\n")
+
+
+async def test_what_is_held_is_shown_and_can_be_dropped():
+    async with tiny() as runtime, runtime.open() as ctx, runtime.open() as plain:
+        assert ctx.memory.held == 0 and await ctx.discard() == 0
+        async for _ in ctx.feed([TEXT]):
+            break
+        assert ctx.memory.held > 0
+        feed = ctx.feed(TEXT)
+        async for _ in feed:
+            with pytest.raises(ContextBusy):
+                await ctx.discard()
+            break
+        await feed.aclose()
+        assert await ctx.discard() > 0 and ctx.memory.held == 0
+        first = ctx.memory.tokens
+        await ctx.feed("A new text.\n")
+        ids = ctx._session.state.history
+        await plain.feed([*ids[-(ctx.memory.tokens - first):]])
+        assert plain._session.state.history[-5:] == ids[-5:]
+        await ctx.push("half a li")
+        assert await ctx.discard() == 9 and ctx.memory.held == 0

@@ -104,8 +104,18 @@ async def act(ctx: StreamingContext, step: tuple) -> None:
 @given(steps=st.lists(STEPS, min_size=3, max_size=9))
 def test_resume_equals_never_stopped(tmp_path_factory, policy: str, steps: list):
     """Units, logits and the evictions of 20 more chunks, wherever it was saved and however often."""
-    folder = tmp_path_factory.mktemp("store")
+    resume_and_compare(policy, steps, tmp_path_factory.mktemp("store"))
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(STEPS, min_size=3, max_size=20))
+def test_resume_equals_never_stopped_at_length(tmp_path_factory, policy: str, steps: list):
+    resume_and_compare(policy, steps, tmp_path_factory.mktemp("store"))
+
+
+def resume_and_compare(policy: str, steps: list, folder: Path) -> None:
     async def tail(step: tuple, ctx: StreamingContext) -> None:
         if ctx._session.segmenter.held.tail and step[0] != "save":
             ctx._session.segmenter.drop_partial()
@@ -350,6 +360,33 @@ async def test_where_the_log_part_is_damaged_too_nothing_is_lost_unsaid(tmp_path
         runtime.store.delete("a", 2)
         async with runtime.open("a") as ctx:
             assert ctx.resumed
+
+
+async def test_a_session_that_was_told_nothing_leaves_nothing(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", system="Note all."):
+            pass
+        assert runtime.store.list() == []
+        async with runtime.open("a", system="Note all.") as ctx:
+            await ctx.push("he")  # held is told, too
+        assert [one.name for one in runtime.store.list()] == ["a"]
+        async with runtime.open("b") as ctx:
+            await ctx.snapshot()
+        assert [one.name for one in runtime.store.list()] == ["a", "b"]
+
+
+async def test_rewind_takes_a_number_or_a_snapshot_of_this_session(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a") as ctx, runtime.open("b") as other:
+        await ctx.feed(LONG)
+        first = await ctx.snapshot()
+        foreign = await other.snapshot()
+        before = await snap(ctx)
+        await ctx.feed(LONG)
+        for wrong in ("1", 1.0, True, None, foreign):
+            with pytest.raises(ConfigError, match="number of a snapshot of 'a'"):
+                await ctx.rewind(wrong)
+        await ctx.rewind(first)
+        expect_same(settled(await snap(ctx)), settled(before))
 
 
 async def test_a_log_with_ids_that_the_model_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

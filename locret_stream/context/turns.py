@@ -1,0 +1,80 @@
+"""A block that can be undone: where it began, and a copy of the units from its first commit on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import Future
+
+from locret_stream.context.session import Session
+from locret_stream.errors import ContextBusy, ContextClosed
+
+
+class Turn:
+    """One block over a session. `begin`, then either `back` and `settle`, or nothing; `end` in any case.
+
+    Attributes:
+        session: the one it began in. past: after `back`, the one at the mark, which takes its place.
+    """
+
+    def __init__(self, session: Session):
+        self.session, self.past = session, session
+        self._backup: Session | None = None
+
+    async def begin(self) -> None:
+        """Raises:
+            ContextBusy: a feed or generation is running, or another turn is open.
+        """
+        session = self.session
+        if session.busy is not None or session.before_commit is not None:
+            raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this context; "
+                              "expected it to be finished first")
+        await session.until_free()
+        self._mark = session.mark()
+        self._hook = self._keep_copy  # one object: a bound method is made anew at every look
+        session.before_commit = self._hook
+
+    async def _keep_copy(self) -> None:
+        """Before the first commit: until then the engine itself can take everything back."""
+        if self._backup is not None:
+            return
+        session, host = self.session, self.session.host
+        slot = await host.acquire_slot(scratch=True)
+        try:
+            copy = await session.fork(slot)
+        except BaseException:
+            host.release_slot(slot, scratch=True)
+            raise
+        if session.before_commit is self._hook:
+            self._backup, session.holds_scratch = copy, True
+        else:  # the block ended meanwhile, in another task
+            host.release_slot(slot, scratch=True)
+
+    @property
+    def undoable(self) -> bool:
+        """Whether there is anything to go back in."""
+        return not self.session.closed
+
+    def back(self) -> Session:
+        """The session as it was when the block began; it stays busy until `settle` has run."""
+        self.session.before_commit = None
+        self.past = self.session.back_at(self._mark, self._backup)
+        assert self.past.state.seen == self._mark.seen
+        self.past.claim("undo", self)
+        return self.past
+
+    async def settle(self, settled: Future[None]) -> None:
+        """Wait for the steps that ran for the block, then let the engine forget what they left."""
+        past, engine = self.past, self.past.host.engine
+        if self._backup is not None:  # its slot is this context's now, and the other one is spare
+            self._backup.state = self.session.state
+        with contextlib.suppress(ContextClosed):  # closed meanwhile
+            await asyncio.wrap_future(settled)
+            await past.step(lambda: engine.truncate(past.state, self._mark.pending))
+        past.release(self)
+
+    def end(self) -> None:
+        """Give the slot back."""
+        self.session.before_commit, self.session.holds_scratch = None, False
+        if self._backup is not None:
+            self.session.host.release_slot(self._backup.state.store.slot, scratch=True)
