@@ -320,7 +320,7 @@ def test_after_a_power_cut_at_any_call_the_store_holds_old_or_new_and_goes_on(sc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", [one for one in SCENARIOS if one is not in_pages])  # that: 50,000 states
 def test_a_power_cut_while_going_on_after_one_does_no_harm_either(scenario, key, tmp_path, spools):
     """The first save and collection on each state are recorded, and cut at each of their calls."""
     story, count = record(scenario, tmp_path / "run", key), 0
