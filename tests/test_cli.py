@@ -394,7 +394,7 @@ def test_a_session_that_was_never_told_anything_is_a_mistyped_name(small: list[s
     code, _, err = invoke("run", "--session", "builds", *store, *small, *ask, text="Some text.\n" * 9)
     assert code == 0 and "Session 'builds' is new." in err
     complaint = mistake("run", "--session", "bulids", *store, *small, *ask, text="")
-    assert "without a single token" in complaint
+    assert f"session 'bulids' is not in {tmp_path / 'store'}; stored there is 'builds'; expected" in complaint
     code, _, err = invoke("run", "--session", "bulids", *store, *small, *ask, text="Some text.\n" * 9)
     assert code == 0 and "Session 'bulids' is new; stored there is 'builds'." in err
     code, out, _ = invoke("snapshots", "list", *store, "--json")

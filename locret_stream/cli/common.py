@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import errno
 import functools
 import io
 import json
@@ -73,9 +74,11 @@ class OneLineGroup(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is silent
             raise SystemExit(1) from None
         except OSError as error:
-            if error.filename is None:
+            if error.filename is None and error.errno not in (errno.ENOSPC, errno.EIO, errno.EFBIG):
                 raise
-            fail(f"{error.filename}: {error.strerror or error}")
+            if error.filename is None:  # of stdout or stderr: of files the store and the readers tell themselves
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            fail(f"{error.filename or 'the output cannot be written'}: {error.strerror or error}")
         except typer.Abort:
             fail("aborted", 1)
         if standalone_mode:
@@ -201,8 +204,9 @@ def mean(values: Any) -> float:
 
 def describe(memory: Memory) -> str:
     """What a context holds, in one sentence."""
-    return (f"{memory.tokens:,} tokens read, {mean(memory.units):,.0f} units per KV head held (mean over layers) in "
-            f"{in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}")
+    waiting = f" and the newest {memory.pending:,} tokens" if memory.pending else ""
+    return (f"{memory.tokens:,} tokens read, {mean(memory.units):,.0f} units per KV head (mean over layers){waiting} "
+            f"held in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}")
 
 
 # -- text from files and stdin ------------------------------------------------------------------------------------

@@ -78,7 +78,8 @@ class Board:
     def _say(self) -> None:
         row = self.rows[0]
         if row.memory:
-            err.print(f"{row.name}: {describe(row.memory)} ({row.tok_per_s:,.0f} tok/s)", soft_wrap=True)
+            speed = f" ({row.tok_per_s:,.0f} tok/s)" if sum(row.memory.units) else ""  # nothing computed
+            err.print(f"{row.name}: {describe(row.memory)}{speed}", soft_wrap=True)
 
     def _render(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, header_style="dim")

@@ -7,7 +7,7 @@ import difflib
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,8 +126,13 @@ def run(
                     greet(session, context, runtime.store, told=bool(names) or questions is not None)
                 with held.watching(lambda: context.memory):
                     row = None
-                    with suppress(EmptySource) if piped and context.resumed else nullcontext():
+                    try:
                         row = await read(names, context, save_every if session else 0) if names else None
+                    except EmptySource:  # nothing was piped in: only questions to what is stored
+                        if not (piped and session is not None):
+                            raise
+                        if not context.resumed:
+                            raise not_there(session, runtime.store) from None
                     if questions is None:
                         await answer(list(ask or ()), context, sampling, row, as_json)
                     else:
@@ -151,12 +156,21 @@ def greet(session: str, context: StreamingContext, store: Store, *, told: bool) 
     if context.resumed:
         err.print(f"Session {session!r} goes on: {describe(context.memory)}.", soft_wrap=True)
         return
-    known = difflib.get_close_matches(session, [one.name for one in store.list()], n=3, cutoff=0.5)
-    similar = f"; stored there is {', '.join(map(repr, known))}" if known else ""
     if not told:
-        raise ConfigError(f"session {session!r} is not in {store.url}{similar}; expected its name, or text to begin it "
-                          "with")
-    err.print(f"Session {session!r} is new{similar}.", soft_wrap=True)
+        raise not_there(session, store)
+    err.print(f"Session {session!r} is new{similar(session, store)}.", soft_wrap=True)
+
+
+def not_there(session: str, store: Store) -> ConfigError:
+    """What to say of a question to a session that is not stored."""
+    return ConfigError(f"session {session!r} is not in {store.url}{similar(session, store)}; expected its name, or "
+                       "text to begin it with")
+
+
+def similar(session: str, store: Store) -> str:
+    """Names like this one that are stored, in words."""
+    known = difflib.get_close_matches(session, [one.name for one in store.list()], n=3, cutoff=0.5)
+    return f"; stored there is {', '.join(map(repr, known))}" if known else ""
 
 
 def _questions(stdin_taken: bool) -> Reader:
