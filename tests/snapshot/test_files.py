@@ -34,10 +34,13 @@ MAKES = ["folder", "file URL", "memory", *(["s3"] if find_spec("s3fs") and find_
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """Where a server listens that plays S3."""
+    import boto3
     from moto.server import ThreadedMotoServer
     running = ThreadedMotoServer(port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1", aws_access_key_id="k",
+                 aws_secret_access_key="s").create_bucket(Bucket="bucket")
     yield f"http://{host}:{port}"
     running.stop()
 
