@@ -67,7 +67,7 @@ def verify(name: Annotated[str | None, typer.Argument(help="Of a session or a fo
         print_json({"snapshots": [_plain(one) for one in found], "sound": len(found) - len(bad)})
     else:
         for one in bad:
-            out.print(f"{one.name} {one.generation}: {one.problem}", soft_wrap=True)
+            out.print(f"{_line(one.name)} {one.generation}: {one.problem}", soft_wrap=True)
         out.print(f"{len(found) - len(bad)} of {len(found)} snapshots are sound")
     if bad:
         raise typer.Exit(1)
@@ -77,7 +77,7 @@ def verify(name: Annotated[str | None, typer.Argument(help="Of a session or a fo
 def delete(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the one to delete.")] = None,
            store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
     gone = open_store(store, key).delete(name, generation)
-    _say({"deleted": gone}, f"deleted {len(gone)} of {name}", as_json)
+    _say({"deleted": gone}, f"deleted {len(gone)} of {_line(name)}", as_json)
 
 
 @app.command("gc", help="Remove what no snapshot needs: rests of saves that died.")
@@ -96,7 +96,7 @@ def forget(name: Name, yes: Annotated[bool, typer.Option("--yes", help="Do not a
             raise ConfigError("forgetting cannot be undone; expected --yes beside --json")
         typer.confirm(f"Forget {name!r} in {opened.url}, with its forks, for ever?", abort=True, err=True)
     gone = opened.forget(name)
-    _say({"removed": gone}, f"removed {len(gone)} files of {name}", as_json)
+    _say({"removed": gone}, f"removed {len(gone)} files of {_line(name)}", as_json)
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import msgspec
 from locret_stream.config import Sampling
 from locret_stream.context import saving
 from locret_stream.context.host import Host
-from locret_stream.context.session import CLOSED, UNDONE, Session, to_the_end
+from locret_stream.context.session import CLOSED, REWOUND, Session, to_the_end
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
 from locret_stream.context.turns import Turn
@@ -315,11 +315,7 @@ class StreamingContext:
             ContextBusy: inside a `turn()`, which may still be undone.
             StaleOwner: another owner saved this session meanwhile. StoreError. Nothing was acknowledged then.
         """
-        session = self._stored_session("snapshot")
-        if session.before_commit is not None:
-            raise ContextBusy("snapshot() was called inside a turn(), which may still be undone; expected it after the "
-                              "turn")
-        return await self._save(session)
+        return await self._save(self._stored_session("snapshot"))
 
     async def _save(self, session: Session) -> Snapshot:
         done = await saving.save(session)
@@ -339,6 +335,7 @@ class StreamingContext:
 
         Raises:
             SnapshotNotFound, SnapshotCorrupt, SnapshotMismatch, StoreError, ConfigError: memory is as it was.
+            StaleOwner: another owner saved this session meanwhile.
             ContextBusy: a feed, a generation or a turn is running.
         """
         session = self._stored_session("rewind")
@@ -352,27 +349,34 @@ class StreamingContext:
                               "expected it to be finished first")
         branch = await saving.storing(self._host, self._host.store.branch, self.name)
         async with session.still():
+            await session.step(lambda: None)  # one that waits in the store has no slot to be restored into
+            await saving.storing(self._host, session.branch.expect_newest)
             restored = await saving.storing(self._host, lambda: branch.load(
                 self._host.identity, self._host.geometry, self._host.engine.budgets, generation))
             try:
-                self._session = await to_the_end(self._replace(session, branch, restored))
+                await to_the_end(self._replace(session, branch, restored))
             finally:
                 if self._session is session:
                     branch.close()
 
-    async def _replace(self, session: Session, branch: Branch, restored: Restored) -> Session:
+    async def _replace(self, session: Session, branch: Branch, restored: Restored) -> None:
         """The restored session in the slot of this one, which ends once nothing can fail any more."""
         past = await saving.revive(self._host, branch, restored, session.state.store.slot)
-        session.end(UNDONE)
+        session.end(REWOUND)
         session.close_branch()
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
-        return past
+        self._session = past  # here, as a cancellation comes after this has run
+
+    @property
+    def away(self) -> bool:
+        """Whether it waits in the store, without a slot."""
+        return self._session is not None and self._session.away
 
     @property
     def idle_since(self) -> float | None:
         """When it was used last, if it could wait in the store now and holds a slot; for the loop it lives in."""
         session = self._session
-        if session is None or session.branch is None or not session.idle or session.away:
+        if session is None or session.branch is None or not session.idle or session.away or session.state.broken:
             return None
         return session.used_at if self._loop is asyncio.get_running_loop() else None
 

@@ -34,8 +34,8 @@ class Host(Protocol):
     library: str  # version
     autosave: bool
 
-    async def acquire_slot(self, *, scratch: bool) -> int:
-        """A slot, waiting in order; NoSlot after the deadline."""
+    async def acquire_slot(self, *, scratch: bool, again: bool = False) -> int:
+        """A slot, waiting in order; NoSlot after the deadline. `again`: even while the runtime closes."""
         ...
 
     async def bring_back(self, session: Session) -> None:

@@ -1,7 +1,7 @@
 """A context's part in snapshots: what is saved beside the units, saving while others go on, restoring, rebuilding.
 
 While a save runs, its own context commits nothing; the engine's thread is borrowed for one layer of one page at a time,
-so other contexts wait for no more than a copy of that. Files are written on a thread of their own.
+so other contexts wait for no more than a copy of that. Files are written on threads of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from locret_stream.context.session import Segment, Session, to_the_end
 from locret_stream.errors import (
     ConfigError,
+    ContextBusy,
     InputError,
     LocretError,
     SnapshotCorrupt,
@@ -48,7 +49,8 @@ async def save(session: Session) -> Snapshot:
     Cancelled, it still runs to its end first.
 
     Raises:
-        StaleOwner, StoreError: nothing was acknowledged; the session is intact.
+        ContextBusy: a `turn()` is open, which may still be undone. NoSlot, SnapshotCorrupt: the session waits in the
+            store, and cannot be brought back. StaleOwner, StoreError. Nothing was acknowledged; the session is intact.
     """
     return await to_the_end(_save(session))
 
@@ -56,6 +58,9 @@ async def save(session: Session) -> Snapshot:
 async def _save(session: Session) -> Snapshot:
     host, branch, engine, state = session.host, session.branch, session.host.engine, session.state
     async with session.still():
+        if session.before_commit is not None:  # looked at here: a turn may have begun while this waited
+            raise ContextBusy("snapshot() was called inside a turn(), which may still be undone; expected it after the "
+                              "turn")
         position, frame, held = state.position, frame_of(session), held_of(session)
         moment = await session.step(lambda: engine.moment(state, position))
         moment = dataclasses.replace(moment, frame=frame, state={**moment.state, "held": held})
@@ -105,7 +110,7 @@ async def bring_back(session: Session) -> None:
         return
     session.returning = gate = Future()
     try:
-        slot = await host.acquire_slot(scratch=False)
+        slot = await host.acquire_slot(scratch=False, again=True)
         try:
             restored = await storing(host, lambda: session.branch.reload(host.identity, host.geometry,
                                                                          host.engine.budgets))
@@ -204,9 +209,10 @@ async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> S
     held, frame = tensors.pop("held", None), restored.manifest.frame
     if held is None or held.dtype != torch.uint8 or held.dim() != 1:
         raise SnapshotCorrupt(f"{what}: no held text in its state")
-    if int(tensors.get("seen", torch.tensor(-1)).sum()) != restored.manifest.seen:
+    seen = tensors.get("seen")
+    if seen is None or seen.dtype != torch.int64 or seen.dim() or int(seen) != restored.manifest.seen:
         raise SnapshotCorrupt(f"{what}: its state is not that of position {restored.manifest.seen}")
-    turn, segmenter, segments = _interrupted(host, frame, held.numpy(), what)
+    turn, segmenter, segments = _unfinished(host, frame, held.numpy(), what)
     pending = tensors.get("pending")
     tokens = restored.manifest.seen + (0 if pending is None else pending.numel())
     if tokens != restored.manifest.tokens:
@@ -224,9 +230,9 @@ async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> S
     return session
 
 
-def _interrupted(host: Host, frame: Frame, held: np.ndarray, what: str
+def _unfinished(host: Host, frame: Frame, held: np.ndarray, what: str
                  ) -> tuple[FrameState, Segmenter, list[Segment]]:
-    """The frame and what was held, as a session has them.
+    """The open frame, and the text and segments that were held, as a session has them.
 
     Raises:
         SnapshotCorrupt: they cannot be.
@@ -249,15 +255,16 @@ async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> S
     """
     try:
         found = await storing(host, lambda: branch.read_chain(host.identity))
-        frame, segmenter, segments = _interrupted(host, found.frame, found.held, f"the log of {branch.name!r}")
-        if any(len(ids) and not 0 <= ids.min() <= ids.max() < host.engine.shape.vocab for ids in found.ids):
-            raise SnapshotCorrupt(f"the log of {branch.name!r} holds ids outside of the vocabulary")
+        frame, segmenter, segments = _unfinished(host, found.frame, found.held, f"the log of {branch.name!r}")
     except (SnapshotCorrupt, SnapshotMismatch) as error:
         raise _saying(why, f"it cannot be rebuilt: {error}") from error
     session = Session(host, host.engine.open(slot), FrameState(), raw=found.frame.raw, trusted=found.frame.trusted)
     session.branch, session.system = branch, found.frame.system
     await storing(host, branch.begin_anew)
-    for ids in found.ids:
+    parts = found.ids()
+    while (ids := await storing(host, next, parts, None)) is not None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < host.engine.shape.vocab:
+            raise _saying(why, "it cannot be rebuilt: its log holds ids that the model does not have")
         for start in range(0, len(ids), host.engine.chunk_size):
             await session.take(ids[start:start + host.engine.chunk_size].tolist())
     session.frame, session.segmenter, session.left_by_break = frame, segmenter, found.frame.left_by_break

@@ -30,6 +30,7 @@ Segment = str | list[int]
 _INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
 
 CLOSED = "this context is closed; expected a call inside its `async with`"
+REWOUND = "the context was rewound since this began; expected a new call on the context"
 UNDONE = "this was undone together with the turn it began in; expected a new call on the context"
 
 
@@ -359,6 +360,7 @@ class Session:
         past.branch, past.system, past.saved_at = self.branch, self.system, self.saved_at
         past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
         past.left_by_break = mark.left_by_break
+        past.away = self.away and backup is None  # then its slot is another's
         return past
 
 

@@ -22,7 +22,7 @@ from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
 from locret_stream.context import StreamingContext, saving
 from locret_stream.context.session import Session, to_the_end
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, SnapshotError
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, LocretError
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, make_policy
@@ -113,7 +113,7 @@ class Runtime:
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
-        self._open = False
+        self._open = self._closing = False
         self._names = self._number = 0
 
     @classmethod
@@ -232,18 +232,33 @@ class Runtime:
         return heads.to(attachment.device)
 
     async def aclose(self) -> None:
-        """Close all open contexts, let the running step finish, free the memory. Idempotent."""
-        if not self._open:
+        """Close all open contexts, which saves stored ones; let the running step finish, free the memory. Idempotent.
+
+        Raises:
+            StaleOwner, StoreError: a context could not be saved, the first of them; all are closed, and all that could
+                be saved are.
+        """
+        if not self._open or self._closing:
             return
-        self._open = False
-        self._live_slots.close()
-        self._scratch_slots.close()
+        self._closing = True
+        self._live_slots.dismiss()
+        self._scratch_slots.dismiss()
         await to_the_end(self._close())
 
     async def _close(self) -> None:
-        for context in list(self._contexts):
-            await context.aclose()
+        failed: list[LocretError] = []
+        # Those that wait in the store come last: to be saved they need a slot.
+        for context in sorted(self._contexts, key=lambda context: context.away):
+            try:
+                await context.aclose()
+            except LocretError as error:
+                failed.append(error)
+        self._open = self._closing = False
         await asyncio.to_thread(self._stop)
+        if failed:
+            for other in failed[1:]:
+                failed[0].add_note(f"and so was another: {other}")
+            raise failed[0]
 
     def _stop(self) -> None:
         self.tokenizing.shutdown()
@@ -253,8 +268,8 @@ class Runtime:
         self.__dict__.pop("identity", None)
         del self.engine, self.attachment, self.model, self.tokenizer, self.worker
 
-    def _check_open(self) -> None:
-        if not self._open:
+    def _check_open(self, but_closing: bool = False) -> None:
+        if not self._open or (self._closing and not but_closing):
             raise ContextClosed(CLOSED)
 
     def __getattr__(self, name: str) -> Any:
@@ -310,7 +325,7 @@ class Runtime:
     @functools.cached_property
     def identity(self) -> Identity:
         """What snapshots of this runtime belong to, by content; hashing all weights takes a moment, once."""
-        self._check_open()
+        self._check_open(but_closing=True)
         engine, heads = self.engine, getattr(self.engine.policy, "heads", None)
         return Identity(
             weights=digest_tensors(self.model.state_dict().items()),
@@ -337,13 +352,16 @@ class Runtime:
         self._check_open()
         return len(self.codec.encode_text(text))
 
-    async def acquire_slot(self, *, scratch: bool) -> int:
+    async def acquire_slot(self, *, scratch: bool, again: bool = False) -> int:
         """A free slot, waiting in order until the deadline; for contexts.
+
+        Args:
+            again: for one that was open before: to be saved it gets one even while the runtime closes.
 
         Raises:
             NoSlot, ContextClosed.
         """
-        self._check_open()
+        self._check_open(but_closing=again)
         slots = self._scratch_slots if scratch else self._live_slots
         if not scratch and self.store is not None:
             await self._make_room()
@@ -361,7 +379,7 @@ class Runtime:
             tried.add(context)
             try:
                 await context.spill()
-            except SnapshotError as error:
+            except LocretError as error:
                 _log.warning("%r could not be put away and keeps its slot: %s", context.name, error)
 
     async def bring_back(self, session: Session) -> None:

@@ -19,16 +19,15 @@ class Slots:
 
     def __init__(self, free: list[int]):
         self._free, self._waiting, self._lock = deque(free), deque[Future[int]](), threading.Lock()
-        self.size, self._closed = len(free), False
+        self.size = len(free)
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def close(self) -> None:
-        """Nobody gets a slot any more; who waits for one is told so."""
+    def dismiss(self) -> None:
+        """Who waits for a slot is told that the runtime closes."""
         with self._lock:
-            self._closed = True
             waiting, self._waiting = self._waiting, deque()
         for future in waiting:
             if future.set_running_or_notify_cancel():
@@ -37,8 +36,6 @@ class Slots:
     def request(self) -> Future[int]:
         future: Future[int] = Future()
         with self._lock:
-            if self._closed:
-                raise ContextClosed(CLOSED)
             if self._free:
                 future.set_result(self._free.popleft())
             else:

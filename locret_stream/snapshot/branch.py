@@ -9,22 +9,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
-import torch
 from torch import Tensor
 
 from locret_stream.errors import (
     ConfigError,
     SnapshotCorrupt,
     SnapshotError,
-    SnapshotMismatch,
     SnapshotNotFound,
     StaleOwner,
     StoreError,
 )
-from locret_stream.snapshot.format import Frame, LogRef, Manifest, PageRef, tensors
+from locret_stream.snapshot.chain import Chain, read_chain
+from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
-from locret_stream.snapshot.log import Spool, read_part
+from locret_stream.snapshot.log import Spool
 from locret_stream.snapshot.pages import (
     Assembly,
     Geometry,
@@ -70,20 +68,12 @@ class Restored:
     tensors: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Chain:
-    """A whole log: ids in order, the pending ones last; what was held behind them, bytes [n] u8; and the frame."""
-
-    ids: list[np.ndarray]
-    held: np.ndarray
-    frame: Frame
-
-
 class Branch:
     """One owner's view of a branch. One thread at a time.
 
     Attributes:
-        head: the newest number this owner knows; the next save is head + 1 or `StaleOwner`.
+        head: the newest number this owner knows; the next save is head + 1 or `StaleOwner`. newest: digest of that
+            snapshot, "" if it was not there or could not be read.
         parent: digest of the manifest that the live context grew out of.
         base: branch, number and digest of the snapshot that names `pages` and `log`, None if there is none.
         tried: digest of a manifest whose writing failed. It may be there all the same: an answer got lost, or its
@@ -93,7 +83,7 @@ class Branch:
 
     def __init__(self, vault: Vault, session: str, name: str, *, log: bool):
         self.vault, self.session, self.name, self.keeps_log = vault, session, name, log
-        self.head, self.parent = 0, ""
+        self.head, self.newest, self.parent = 0, "", ""
         self.base: tuple[str, int, str] | None = None
         self.tried = ""
         self.pages: tuple[PageIndex, ...] = ()
@@ -129,23 +119,25 @@ class Branch:
         log = restored.manifest.log
         spool = self._spool(log[-1].end if log else 0) if log is not None else None
         self.close()
-        self.head, self.parent, self.base, self.tried = highest, own, (self.name, number, own), ""
+        self.head, self.newest = highest, own if number == highest else self.digest(highest) or ""
+        self.parent, self.base, self.tried = own, (self.name, number, own), ""
         self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
         return restored
 
     def reload(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
-        """What this owner saved last, once more; nothing of the branch changes.
+        """What this owner saved or loaded last, once more; nothing of the branch changes.
 
         Raises:
             StaleOwner: it is not there any more, or another one stands in its place. SnapshotCorrupt, StoreError.
         """
         self.vault.refresh()
+        name, number, digest = self.base
         with suppress(SnapshotNotFound):
-            restored, _, own = self._read(self.head, identity, geometry, capacity)
-            if own == self.parent:
+            restored, _, own = self._read(number, identity, geometry, capacity)
+            if own == digest:
                 return restored
-        raise StaleOwner(f"snapshot {self.head} of {self.name!r} is not there any more, or not the one that this owner "
-                         "saved; expected one owner")
+        raise StaleOwner(f"snapshot {number} of {name!r}, where this context waits, is not there any more, or another "
+                         "one stands in its place; expected nobody to delete it while the context is open")
 
     def _read(self, number: int, identity: Identity | None, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
@@ -159,10 +151,10 @@ class Branch:
         pages = []
         with ThreadPoolExecutor(1, thread_name_prefix="locret-read") as reader:  # one page ahead of the assembly
             coming = deque(reader.submit(self._read_page, ref, geometry, what) for ref in manifest.pages[:1])
-            for number, mask in enumerate(masks):
+            for at, mask in enumerate(masks):
                 index, units = coming.popleft().result()
                 coming.extend(reader.submit(self._read_page, ref, geometry, what)
-                              for ref in manifest.pages[number + 1:number + 2])
+                              for ref in manifest.pages[at + 1:at + 2])
                 assembly.add(index, units, mask)
                 pages.append(index)
         state = tensors(sections["state"], what)
@@ -174,7 +166,7 @@ class Branch:
 
     def _spool(self, start: int) -> Spool:
         with self.logging():
-            return Spool(start)
+            return Spool(start, hidden=self.vault.hides)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -189,83 +181,55 @@ class Branch:
         body, sections = self.vault.read_named("pages", ref, page)
         return read_page(ref, body, sections, geometry, page)
 
-    def read_log(self, refs: Sequence[LogRef]) -> list[np.ndarray]:
-        """The ids of log parts, in order.
-
-        Raises:
-            SnapshotCorrupt: a part that is missing, damaged, or does not follow the one before.
-        """
-        out, at = [], 0
-        for ref in refs:
-            what = f"log part {ref.name} of {self.name!r}"
-            body, sections = self.vault.read_named("log", ref, what)
-            if (body.start, body.end) != (ref.start, ref.end) or ref.start != at:
-                raise SnapshotCorrupt(f"{what}: ids {body.start} to {body.end}; expected {at} to {ref.end}")
-            out.append(read_part(body, sections, what).ids)
-            at = ref.end
-        return out
-
     def read_chain(self, identity: Identity) -> Chain:
-        """Everything that was accepted, from the log of the newest snapshot, or, if that cannot be read, from the
-        newest log part of this branch and those before it.
+        """The whole log, sound, to be fed again; the next save of this owner stands against what was newest then.
 
         Raises:
-            SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer.
+            SnapshotCorrupt: there is none. SnapshotMismatch: its ids are of another tokenizer. StoreError.
         """
-        self.vault.refresh()
-        found, _ = self.vault.generations(self.name)
-        if not found:
-            raise SnapshotCorrupt(f"{self.name!r} has no snapshot in {self.vault.files.url}, so no log")
-        try:
-            manifest, sections, _ = self.vault.read_manifest(self.name, found[-1])
-        except SnapshotError:
-            return self._chain_of_parts(identity, found[-1])
-        if manifest.log is None:
-            raise SnapshotCorrupt(f"{self.name!r} was stored without a log")
-        _expect_tokenizer(manifest.identity.tokenizer, identity, self.name)
-        state, nothing = tensors(sections["state"], self.name), torch.zeros(0, dtype=torch.uint8)
-        self.log = manifest.log
-        return Chain([*self.read_log(manifest.log), state.get("pending", nothing).numpy()],
-                     state.get("held", nothing).numpy(), manifest.frame)
-
-    def _chain_of_parts(self, identity: Identity, newest: int) -> Chain:
-        parts = {}
-        for name, size in self.vault.files.sizes(f"{self.vault.folder}/log").items():
-            with suppress(SnapshotError):
-                ref = LogRef(name, 0, 0, size)
-                body, sections = self.vault.read_named("log", ref, name)
-                parts[name] = body, read_part(body, sections, name)
-        own = {name: part[0].generation for name, part in parts.items()
-               if part[0].branch == self.name and part[0].generation <= newest}
-        if not own:
-            raise SnapshotCorrupt(f"{self.name!r} has no log that can be read")
-        if max(own.values()) < newest:  # never lose the last tokens unsaid
-            raise SnapshotCorrupt(f"neither snapshot {newest} of {self.name!r} nor its log part can be read; delete it "
-                                  f"to go on from an earlier one (`snapshots delete --generation {newest}`)")
-        name, *others = [name for name in own if own[name] == max(own.values())]
-        if others:  # of saves that failed: those of other owners too
-            raise SnapshotCorrupt(f"{self.name!r} has two logs, and nothing that can be read tells which is its own")
-        (last, held), chain, refs = parts[name], [], []
-        _expect_tokenizer(last.tokenizer, identity, self.name)
-        at = last.end
-        while name:
-            body, part = parts.pop(name, (None, None))  # each once: parts without ids could go in a circle
-            if body is None or body.end != at:
-                raise SnapshotCorrupt(f"the log of {self.name!r} has a gap before position {at}")
-            chain.append(part.ids)
-            refs.append(LogRef(name, body.start, body.end, self.vault.files.sizes(f"{self.vault.folder}/log")[name]))
-            at, name = body.start, body.before
-        if at:
-            raise SnapshotCorrupt(f"the log of {self.name!r} begins at position {at}")
-        self.log = tuple(reversed(refs))
-        return Chain([*reversed(chain), held.pending], held.held, last.frame)
+        chain = read_chain(self.vault, self.name, identity)
+        self.head, self.newest, self.keeps_log = chain.highest, chain.digest, True
+        return chain
 
     def begin_anew(self) -> None:
-        """Go on from a log that is fed again: it stays, every page is written anew."""
-        spool = self._spool(0) if self.keeps_log else None
+        """Go on from a log that `read_chain` gave and that is fed again: pages and log are written anew."""
+        spool = self._spool(0)
         self.close()
-        self.head, self.base, self.tried = self.vault.generations(self.name)[1], None, ""
+        self.base, self.tried = None, ""
         self.pages, self.log, self.spool = (), (), spool
+
+    # -- fencing ----------------------------------------------------------------------------------------------
+
+    def expect_newest(self) -> list[int]:
+        """The snapshots there are, if this owner is the one who saves next.
+
+        Raises:
+            StaleOwner: another one has saved meanwhile.
+        """
+        found, highest = self.vault.generations(self.name)
+        if self.tried and highest == self.head + 1 and self.digest(highest) == self.tried:
+            self.head, self.newest, self.parent, self.tried = highest, self.tried, self.tried, ""
+        if highest != self.head:
+            raise StaleOwner(f"{self.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
+                             f"{highest}, this owner knows {self.head}. Nothing was acknowledged; expected one owner:"
+                             " save under a new name, or open it again")
+        return found
+
+    def expect_not_anew(self, found: Sequence[int]) -> None:
+        """A session that was forgotten and begun anew counts from 1 again: then numbers alone would let this one in.
+
+        Raises:
+            StaleOwner.
+        """
+        if self.head in found and self.newest and self.digest(self.head) not in (self.newest, None):
+            raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, and begun anew by another. "
+                             "Nothing was written; expected one owner: save under a new name, or open it again")
+
+    def digest(self, number: int) -> str | None:
+        """Of that snapshot; None if it cannot be read, and then it is no evidence of anything."""
+        with suppress(SnapshotError):
+            return self.vault.read_manifest(self.name, number)[2]
+        return None
 
     # -- writing ----------------------------------------------------------------------------------------------
 
@@ -293,14 +257,14 @@ class Branch:
         if self.vault.taken(name):
             raise ConfigError(f"fork {name!r}: the store has a session of that name; expected a new one, or `delete` "
                               "that first")
-        twin = Branch(self.vault, self.session, name, log=self.keeps_log)
+        twin = Branch(self.vault.twin(), self.session, name, log=self.keeps_log)
         twin.parent, twin.base = self.parent, self.base
         twin.head = self.vault.generations(name)[1]
         twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
         twin.log = self.log
         if self.spool is not None:
             with self.logging():
-                twin.spool = Spool(self.spool.start)
+                twin.spool = twin._spool(self.spool.start)
                 twin.spool.append(self.spool.read(seen))
         return twin
 
@@ -309,12 +273,6 @@ class Branch:
         if self.spool is not None:
             self.spool.close()
             self.spool = None
-
-
-def _expect_tokenizer(found: str, identity: Identity, name: str) -> None:
-    if found != identity.tokenizer:
-        raise SnapshotMismatch(f"the log of {name!r} holds ids of another tokenizer: found {found}, expected "
-                               f"{identity.tokenizer}", field="tokenizer", found=found, expected=identity.tokenizer)
 
 
 def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:

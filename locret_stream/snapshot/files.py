@@ -163,7 +163,10 @@ class LocalFiles:
                 if found.st_size > most:
                     raise SnapshotCorrupt(f"{name} has {found.st_size} bytes; expected at most {most}")
                 # numpy's memory is neither zeroed first nor mapped in small pages: half of the time of a large read.
-                data, at = memoryview(np.empty(found.st_size, np.uint8)), 0
+                try:
+                    data, at = memoryview(np.empty(found.st_size, np.uint8)), 0
+                except MemoryError:
+                    raise SnapshotCorrupt(f"{name} has {found.st_size} bytes, more than there is memory") from None
                 while at < len(data):
                     count = os.readv(handle, [data[at:at + READ_BYTES]])
                     if not count:

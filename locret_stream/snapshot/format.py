@@ -113,7 +113,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Args:
         session, branch: what it is of; a fork is a branch of the session it came from.
-        generation: counts up over all branches of a session, never used twice.
+        generation: counts up in its branch, never used twice.
         parent: digest of the manifest it grew out of, "" for a first one.
         created: seconds since 1970. library: the version that wrote it.
         tokens: accepted. seen: of these, committed. counts: units per layer.
@@ -253,7 +253,7 @@ def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], tup
     magic, version, number, length, size, own = PREAMBLE.unpack_from(view)
     if magic != MAGIC:
         raise SnapshotCorrupt(f"{what}: not a snapshot file, it begins with {bytes(magic)!r}; expected {MAGIC!r}")
-    if version > VERSION:
+    if version > VERSION and not _is_damaged_version(view, length, own):
         raise SnapshotTooNew(f"{what}: format version {version}; this library reads up to {VERSION}; install a newer "
                              "one")
     if version < 1 or number != _NUMBERS[kind]:
@@ -268,6 +268,12 @@ def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], tup
         return _DECODERS[kind].decode(content), (own.hex(), length)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise SnapshotCorrupt(f"{what}: the header is not one of this format: {_brief(error)}") from None
+
+
+def _is_damaged_version(view: memoryview, length: int, own: bytes) -> bool:
+    """Whether the header is a sound one of this version but for the number: then that is damage, not a later one."""
+    fixed = bytes(view[:8]) + VERSION.to_bytes(2, "little") + bytes(view[10:32])
+    return bytes.fromhex(digest(fixed, view[PREAMBLE.size:PREAMBLE.size + min(length, HEADER_LIMIT)])) == own
 
 
 class _TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):

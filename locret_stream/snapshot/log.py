@@ -3,7 +3,7 @@
 Between two snapshots ids wait in a spool, a temporary file without a name that a crash takes with it. A snapshot seals
 them in a *part*, an immutable container like a page; small parts grow together, so there are few. Every snapshot has a
 part of its own, of no ids if none were committed since. It says which part comes before it, what was pending and held,
-and how the frame stood: everything that was accepted can be read without any manifest.
+and how the frame stood: all that was accepted until the last save can be read even if its manifest cannot.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from locret_stream.errors import SnapshotCorrupt
 from locret_stream.snapshot.format import Buffer, LogPart, LogRef, expect, pack, tensors
+from locret_stream.snapshot.seal import Scrambler
 
 PART_IDS = 16 << 20  # parts do not grow together beyond so many ids: 64 MiB
 TAKEN_SHARE = 1.5  # a new part takes in those before it of up to so many times its ids
@@ -26,29 +27,55 @@ class Spool:
     """Ids accepted since the last snapshot; position `start` on. One thread at a time.
 
     A write that fails (OSError) leaves what came before it, and the next one takes its place.
+
+    Args:
+        hidden: of an encrypted session: the file is of no use without this process's memory.
     """
 
-    def __init__(self, start: int):
+    def __init__(self, start: int, *, hidden: bool = False):
         self.start = self.end = start
-        self._origin = start  # position of the file's first id
+        self._hidden = hidden
+        self._begin(start)
+
+    def _begin(self, origin: int) -> None:
+        self._origin = self._written = origin  # position of the file's first id; behind the last one ever written to it
         self._file = tempfile.TemporaryFile(prefix="locret-log-", buffering=0)
+        self._scrambler = Scrambler() if self._hidden else None
 
     def append(self, ids: Iterable[int], at: int | None = None) -> None:
         """Ids of the stream from position `at` on (None: where the last ones ended); what was there is forgotten."""
         at = self.end if at is None else at
         assert self.start <= at <= self.end, "the log has a gap"
         data = np.fromiter(ids, dtype="<i4").tobytes()
-        self.end, done = at, 0
+        if self._scrambler is not None:
+            if at < self._written:
+                self._begin_again(at)
+            data = self._scrambler.at(4 * (at - self._origin), data)
+        self.end, done, self._written = at, 0, at + len(data) // 4
         self._file.seek(4 * (at - self._origin))
         while done < len(data):
             done += self._file.write(data[done:])
         self.end = at + len(data) // 4
 
+    def _begin_again(self, end: int) -> None:
+        """The ids before `end` in a file and under a key of their own: no place is written twice under one."""
+        ids, old = self.read(end), self._file
+        self._begin(self.start)
+        self.end = self.start
+        try:
+            self.append(ids)
+        finally:
+            old.close()
+
     def read(self, end: int) -> np.ndarray:
         """Ids start .. end-1, int32."""
         assert self.start <= end <= self.end
-        self._file.seek(4 * (self.start - self._origin))
-        return np.fromfile(self._file, dtype="<i4", count=end - self.start)
+        offset = 4 * (self.start - self._origin)
+        self._file.seek(offset)
+        if self._scrambler is None:
+            return np.fromfile(self._file, dtype="<i4", count=end - self.start)
+        data = np.fromfile(self._file, dtype=np.uint8, count=4 * (end - self.start))
+        return np.frombuffer(self._scrambler.at(offset, data.tobytes()), dtype="<i4")
 
     def drop(self, end: int) -> None:
         """Forget ids before `end`: a part holds them now. Their room is given back once nothing is left."""
@@ -56,7 +83,8 @@ class Spool:
         self.start = end
         if end == self.end:
             self._file.truncate(0)
-            self._origin = end
+            self._origin = self._written = end
+            self._scrambler = Scrambler() if self._hidden else None
 
     def close(self) -> None:
         """Delete the spool."""

@@ -126,8 +126,15 @@ def _masks(page: PageIndex, live: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     for layer, found in enumerate(live):
         bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
         own = page.positions[layer]
-        yield np.concatenate([np.isin(own[bounds[head]:bounds[head + 1]], found[head], assume_unique=True)
+        yield np.concatenate([_among(own[bounds[head]:bounds[head + 1]], found[head])
                               for head in range(len(bounds) - 1)])
+
+
+def _among(own: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Which numbers are among the others, bool; both ascend."""
+    if not len(found):
+        return np.zeros(len(own), dtype=bool)
+    return found[np.minimum(np.searchsorted(found, own), len(found) - 1)] == own
 
 
 def _count(live: Sequence[np.ndarray], start: int, end: int) -> int:
@@ -148,8 +155,7 @@ def _cut(live: Sequence[np.ndarray], start: int, end: int, most: int) -> Iterato
         start, at = stop, int(np.searchsorted(inside, stop))
 
 
-def write_page(start: int, end: int, layers: Sequence[LayerUnits],
-               geometry: Geometry) -> tuple[list[Buffer], PageIndex]:
+def write_page(start: int, end: int, layers: Sequence[LayerUnits]) -> tuple[list[Buffer], PageIndex]:
     """The container of the living units of positions start .. end-1, and its index.
 
     The `ref` of the index has no name yet: the store gives it.

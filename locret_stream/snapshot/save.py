@@ -1,8 +1,8 @@
 """Saving a branch: it grows out of what was stored before, and is fenced against other owners.
 
-A save is: claim (is this still the newest?), pages and log part (each durable before anything names them), and last the
-manifest, created exclusively under the next number. Cut anywhere, the store holds the snapshot before; a file that no
-manifest names is rubbish for the collector.
+A save is: is this owner's still the newest? Then pages and log part, each durable before anything names them, the
+claim of the branch's name, and last the manifest, created exclusively under the next number. Cut anywhere, the store
+holds the snapshot before; a file that no manifest names is rubbish for the collector.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locret_stream.errors import SnapshotCorrupt, SnapshotError, StaleOwner, StoreError
+from locret_stream.errors import SnapshotError, StaleOwner, StoreError
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.files import Exists
 from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, pack, total
@@ -60,7 +60,8 @@ class Save:
     """One save under way; `with` holds the collector off. Pages first, then `finish`.
 
     Raises:
-        StaleOwner: on entering or in `finish`: another owner has saved meanwhile. StoreError. The branch is unchanged.
+        StaleOwner: on entering or in `finish`: another owner has saved meanwhile. StoreError. Nothing was acknowledged,
+            and the branch can be saved again.
     """
 
     def __init__(self, branch: Branch, moment: Moment, identity: Identity, geometry: Geometry,
@@ -76,16 +77,17 @@ class Save:
 
     def __enter__(self) -> Save:
         branch, vault = self.branch, self.branch.vault
-        self._expect_newest()  # before the lock, which would make the folder of a forgotten session again
+        branch.expect_newest()  # before the lock, which would make the folder of a forgotten session again
         self._locked = self._stack.enter_context(vault.files.lock(vault.folder, shared=True))
         try:
             vault.refresh()
-            found = self._expect_newest()
-            self._expect_not_anew(found)
+            found = branch.expect_newest()
+            branch.expect_not_anew(found)
             # What this owner knows may have been deleted since: by somebody else, or after a rewind. Where collectors
             # cannot be held off, what no snapshot names may go in any moment.
             named = self._locked or branch.base is None or branch.base[1] in (
                 found if branch.base[0] == branch.name else vault.generations(branch.base[0])[0])
+            self._rests_on = branch.base if named else None
             pages, log = ([*branch.pages], [*branch.log]) if named else ([], [])
             stored = vault.stored("pages", [page.ref for page in pages])
             self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
@@ -102,39 +104,13 @@ class Save:
         self._writer.shutdown()
         self._stack.close()
 
-    def _expect_newest(self) -> list[int]:
-        """The snapshots there are, if this owner is the one who saves next."""
-        branch = self.branch
-        found, highest = branch.vault.generations(branch.name)
-        if branch.tried and highest == branch.head + 1 and self._digest(highest) == branch.tried:
-            branch.head, branch.parent, branch.tried = highest, branch.tried, ""
-        if highest != branch.head:
-            raise StaleOwner(f"{branch.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
-                             f"{highest}, this owner knows {branch.head}. Nothing was acknowledged; expected one owner:"
-                             " save under a new name, or open it again")
-        return found
-
-    def _expect_not_anew(self, found: list[int]) -> None:
-        """A session that was forgotten and begun anew counts from 1 again: then numbers alone would let this one in."""
-        branch = self.branch
-        name, number, own = branch.base or ("", 0, "")
-        if branch.head and name == branch.name and number in found and self._digest(number) not in (own, None):
-            raise StaleOwner(f"{branch.name!r} was forgotten since it was opened here, and begun anew by another. "
-                             "Nothing was written; expected one owner: save under a new name, or open it again")
-
-    def _digest(self, number: int) -> str | None:
-        """Of that snapshot; None if it cannot be read, and then it is no evidence of anything."""
-        with suppress(SnapshotError):
-            return self.branch.vault.read_manifest(self.branch.name, number)[2]
-        return None
-
     def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
         """Write one of the ranges that `plan.write` asks for, beside the caller, who waits while two are under way.
 
         Raises:
             StoreError: a range before this one could not be written.
         """
-        parts, index = write_page(start, end, layers, self.geometry)
+        parts, index = write_page(start, end, layers)
         self.branch.vault.ready()  # a key is made here, not by two threads at once
         self._written(but=WRITERS - 1)
         self._writing.append(self._writer.submit(self._write, parts, index))
@@ -166,7 +142,7 @@ class Save:
         parts = pack(manifest, {"state": moment.state, "masks": pack_masks([mask for _, mask in pages])})
         own = parts[0][32:48].hex()
         self._publish(manifest, parts, own)
-        branch.head, branch.parent, branch.log = manifest.generation, own, log or ()
+        branch.head, branch.newest, branch.parent, branch.log = manifest.generation, own, own, log or ()
         branch.base, branch.tried = (branch.name, manifest.generation, own), ""
         branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
                              for ref, (index, _) in zip(refs, pages, strict=True))
@@ -187,9 +163,9 @@ class Save:
         try:
             vault.write(path, parts, exclusive=True)
         except Exists:
-            if self._digest(manifest.generation) != own:  # else the place was asked twice by a layer below
+            if branch.digest(manifest.generation) != own:  # else the place was asked twice by a layer below
                 branch.tried = ""
-                self._expect_newest()
+                branch.expect_newest()
                 raise StoreError(f"{vault.folder}/{path} is there and is no snapshot; expected nothing of that name"
                                  ) from None
         try:
@@ -211,8 +187,11 @@ class Save:
         if vault.generations(branch.name)[1] != manifest.generation or vault.gone(branch.name, manifest.generation):
             raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
                              "expected one owner: save under a new name, or open it again")
-        log = manifest.log or ()
-        if len(vault.stored("pages", manifest.pages)) < len(manifest.pages) or len(vault.stored("log", log)) < len(log):
+        log, base = manifest.log or (), self._rests_on
+        # A collector deletes a snapshot before it looks which files nobody names: is it there, its files stay.
+        if (base is not None and base[1] not in vault.generations(base[0])[0]) or (
+                len(vault.stored("pages", manifest.pages)) < len(manifest.pages)
+                or len(vault.stored("log", log)) < len(log)):
             raise StoreError(f"{branch.name!r}: files of this snapshot were deleted while it was saved; expected "
                              "another try")
 
@@ -227,7 +206,7 @@ class Save:
             try:
                 if stay[-1].start < stay[-1].end:
                     ids = np.concatenate([read_part(*branch.vault.read_named("log", stay[-1], what), what).ids, ids])
-            except SnapshotCorrupt:  # damage done to what was stored is no reason to refuse what is new
+            except SnapshotError:  # damage done to what was stored is no reason to refuse what is new
                 break
             stay = stay[:-1]
         start = stay[-1].end if stay else 0

@@ -54,24 +54,29 @@ def new_data_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def wrap(data_key: bytes, key: bytes, session: str) -> bytes:
-    """The data key, to be stored."""
+def wrap(data_key: bytes, key: bytes, folder: str) -> bytes:
+    """The data key, to be stored in a session's folder, and opened only there."""
     nonce = os.urandom(12)
-    return nonce + _cipher().AESGCM(key).encrypt(nonce, data_key, session.encode())
+    return nonce + _cipher().AESGCM(key).encrypt(nonce, data_key, folder.encode())
 
 
-def unwrap(wrapped: bytes, key: bytes, session: str) -> bytes:
-    """The data key of a session.
+def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
+    """The data key of the session in a folder.
 
     Raises:
         StoreError: another user's key, or a damaged file.
     """
     cipher = _cipher()
     try:
-        return cipher.AESGCM(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), session.encode())
+        return cipher.AESGCM(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), folder.encode())
     except (cipher.InvalidTag, ValueError):
         raise StoreError("the session's key does not open with the key given; expected the one it was made with"
                          ) from None
+
+
+def sealed_size(size: int) -> int:
+    """Bytes of the sealed file of a container of so many."""
+    return HEAD + SALT + size + TAG * max(1, -(-size // SEGMENT))
 
 
 def seal(parts: Iterable[Buffer], data_key: bytes, where: str) -> Iterator[bytes]:
@@ -117,6 +122,23 @@ def unseal(data: memoryview, data_key: bytes, where: str) -> memoryview:
     return memoryview(out)
 
 
+class Scrambler:
+    """Hides what waits in a temporary file (AES-256-CTR by offset), under a key that is nowhere but in memory.
+
+    The same offset is to be written once: what takes its place needs a scrambler of its own.
+    """
+
+    def __init__(self):
+        self._cipher, self._key, self._nonce = _cipher(), secrets.token_bytes(KEY_BYTES), secrets.token_bytes(8)
+
+    def at(self, offset: int, data: bytes) -> bytes:
+        """The bytes hidden, or, hidden ones, as they were."""
+        block, skip = divmod(offset, 16)
+        mode = self._cipher.CTR(self._nonce + block.to_bytes(8, "big"))
+        stream = self._cipher.Cipher(self._cipher.AES(self._key), mode).encryptor()
+        return stream.update(bytes(skip) + data)[skip:]
+
+
 def _nonce(number: int, last: bool) -> bytes:
     return number.to_bytes(8, "little") + int(last).to_bytes(4, "little")
 
@@ -134,10 +156,14 @@ def _cipher() -> SimpleNamespace:
     """
     try:
         from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import CTR
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError:
         raise ConfigError("a store with a key needs the package cryptography: pip install 'locret-stream[encryption]'"
                           ) from None
-    return SimpleNamespace(AESGCM=AESGCM, HKDF=HKDF, InvalidTag=InvalidTag, SHA256=SHA256)
+    return SimpleNamespace(AES=AES, AESGCM=AESGCM, CTR=CTR, Cipher=Cipher, HKDF=HKDF, InvalidTag=InvalidTag,
+                           SHA256=SHA256)

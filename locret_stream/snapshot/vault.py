@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -94,7 +95,10 @@ def leads(files: Files, folder: str) -> str | None:
 
 
 class Vault:
-    """Reads and writes the containers of one session. Holds no state but the key."""
+    """Reads and writes the containers of one session. Several threads may write at a time.
+
+    Holds no state but what it knows of the key, until `refresh`, and `locked`.
+    """
 
     def __init__(self, files: Files, folder: str, key: bytes | None):
         self.files, self.folder = files, folder
@@ -102,6 +106,11 @@ class Vault:
         self._wrapped = self._durable = b""  # the stored form of the data key, and the one last known to be durable
         self._plain = False  # known to be stored without encryption
         self.locked = False  # whether nobody else saves or collects here
+        self._looking = threading.RLock()
+
+    def twin(self) -> Vault:
+        """Another one of the same session, for another owner."""
+        return Vault(self.files, self.folder, self._user_key)
 
     @classmethod
     def locate(cls, files: Files, name: str, key: bytes | None) -> Vault:
@@ -119,6 +128,11 @@ class Vault:
         """Whether the session has a key of its own."""
         return not self._plain and (self._data_key is not None or "key" in self.files.sizes(self.folder))
 
+    @property
+    def hides(self) -> bool:
+        """Whether what is saved here is, or will be, encrypted."""
+        return self.encrypted or (self._user_key is not None and not self.exists)
+
     # -- containers -------------------------------------------------------------------------------------------
 
     def read(self, path: str, kind: type[T], most: int, what: str) -> tuple[T, dict[str, memoryview], str]:
@@ -131,8 +145,7 @@ class Vault:
 
     def _container(self, path: str, most: int) -> memoryview:
         key = self._key()
-        room = most + (most // seal.SEGMENT + 1) * seal.TAG + 64 if key else most
-        data = self.files.read(f"{self.folder}/{path}", room)
+        data = self.files.read(f"{self.folder}/{path}", seal.sealed_size(most) if key else most)
         return seal.unseal(data, key, f"{self.folder}/{path}") if key else data
 
     def write(self, path: str, parts: Sequence[Buffer], *, exclusive: bool = False) -> None:
@@ -173,10 +186,10 @@ class Vault:
         return body, sections
 
     def stored(self, folder: str, refs: Iterable[PageRef | LogRef]) -> set[str]:
-        """Names of those pages or log parts that are there, and not cut short."""
+        """Names of those pages or log parts that are there, in their full length."""
         sizes, encrypted = self.files.sizes(f"{self.folder}/{folder}"), self.encrypted
         return {ref.name for ref in refs
-                if (size := sizes.get(ref.name, -1)) == ref.size or (encrypted and size > ref.size)}
+                if sizes.get(ref.name) == (seal.sealed_size(ref.size) if encrypted else ref.size)}
 
     # -- generations ------------------------------------------------------------------------------------------
 
@@ -311,7 +324,8 @@ class Vault:
 
     def refresh(self) -> None:
         """Look again whether and how the session is encrypted: it may have been forgotten, and begun anew."""
-        self._data_key, self._plain = None, False
+        with self._looking:
+            self._data_key, self._plain = None, False
 
     def ready(self) -> bytes | None:
         """Before something is stored: the data key, durable; None in a store without one.
@@ -340,12 +354,13 @@ class Vault:
         Raises:
             StoreError: the session is encrypted and the store was given no key, or the other way round.
         """
-        if self._data_key is None:
-            self._find_key(make)
-        if make and self._data_key is not None and self._wrapped != self._durable:
-            self.files.settle(self.folder)  # whoever wrote it may have died before it was durable
-            self._durable = self._wrapped
-        return self._data_key
+        with self._looking:
+            if self._data_key is None:
+                self._find_key(make)
+            if make and self._data_key is not None and self._wrapped != self._durable:
+                self.files.settle(self.folder)  # whoever wrote it may have died before it was durable
+                self._durable = self._wrapped
+            return self._data_key
 
     def _find_key(self, make: bool) -> None:
         if self.encrypted:

@@ -45,7 +45,7 @@ def layer_units(start: int, counts: Sequence[int], seed: int, geometry: Geometry
 
 def sound_page() -> bytes:
     """12 units of positions 10 to 29 in two layers and two heads."""
-    return b"".join(write_page(10, 30, [layer_units(10, (3, 4), 1), layer_units(12, (3, 2), 2)], GEOMETRY)[0])
+    return b"".join(write_page(10, 30, [layer_units(10, (3, 4), 1), layer_units(12, (3, 2), 2)])[0])
 
 
 def sound_log() -> bytes:

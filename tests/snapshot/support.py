@@ -32,7 +32,9 @@ from locret_stream.snapshot import (
     Store,
 )
 from locret_stream.snapshot import branch as branch_module
+from locret_stream.snapshot.chain import read_log
 from locret_stream.snapshot.files import LocalFiles, Posix
+from locret_stream.snapshot.format import digest
 from locret_stream.snapshot.log import Spool
 from locret_stream.snapshot.pages import PAGE_BYTES
 
@@ -89,14 +91,14 @@ def closed_spools(threads: bool = True) -> Iterator[Callable[[], None]]:
     """Close the spool of every owner that a test left open, at the end and whenever what this gives is called.
 
     Args:
-        threads: whether pages are read and written on threads, as they are; without them the order of all calls is
-            always the same, and a busy machine takes no time to switch.
+        threads: whether pages are read on a thread, as they are; without it a busy machine takes no time to switch.
+            They are always written on threads.
     """
     opened: list[Spool] = []
 
     class Kept(Spool):
-        def __init__(self, start: int):
-            super().__init__(start)
+        def __init__(self, start: int, **more: object):
+            super().__init__(start, **more)
             opened.append(self)
 
     def close() -> None:
@@ -249,7 +251,7 @@ def save(branch: Branch, toy: Toy, meanwhile: Callable[[], object] | None = None
 def record_of(restored: Restored, branch: Branch) -> Record:
     """What was loaded, its log read through."""
     ids = None if restored.manifest.log is None else tuple(
-        int(number) for part in branch.read_log(branch.log) for number in part)
+        int(number) for part in read_log(branch.vault, branch.name, branch.log) for number in part)
     return Record(restored.tensors, restored.manifest.frame, restored.manifest.tokens, restored.manifest.seen, ids)
 
 
@@ -275,6 +277,12 @@ def loaded(store: Store, name: str, generation: int | None = None) -> Record:
     branch, record = load(store, name, generation)
     branch.close()
     return record
+
+
+def of_version(data: bytes, version: int) -> bytes:
+    """The container as a library of another format version would have written it."""
+    fixed = data[:8] + version.to_bytes(2, "little") + data[10:32]
+    return fixed + bytes.fromhex(digest(fixed, data[48:48 + int.from_bytes(data[12:16], "little")])) + data[48:]
 
 
 def everything(root: Path | str) -> dict[str, bytes | None]:

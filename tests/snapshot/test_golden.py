@@ -11,7 +11,7 @@ import pytest
 from locret_stream.errors import SnapshotTooNew
 from locret_stream.snapshot.format import VERSION
 from tests.snapshot.golden.make_golden import plain
-from tests.snapshot.support import KEY, load, local_store, resume, save
+from tests.snapshot.support import KEY, load, local_store, of_version, resume, save
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.glob("v*"))
@@ -51,9 +51,7 @@ def test_a_save_goes_on_from_it(golden: Path):
 
 def test_one_of_a_later_version_is_too_new(golden: Path):
     manifest = max((golden / "plain").glob("s-*/m/*/*.snap"))
-    data = bytearray(manifest.read_bytes())
-    data[8:10] = (VERSION + 1).to_bytes(2, "little")
-    manifest.write_bytes(data)
+    manifest.write_bytes(of_version(manifest.read_bytes(), VERSION + 1))
     store = local_store(golden / "plain")
     with pytest.raises(SnapshotTooNew, match=f"version {VERSION + 1}"):
         for name in ("alice", "alice/fork"):

@@ -106,7 +106,7 @@ class Life:
             name = f"{self.number:032x}"
             if self.contents:
                 layers = [self.units(layer, start, end) for layer in range(self.geometry.layers)]
-                parts, index = write_page(start, end, layers, self.geometry)
+                parts, index = write_page(start, end, layers)
                 self.files[name] = b"".join(parts)
                 assert index.ref.size == len(self.files[name])
             else:
@@ -281,7 +281,7 @@ def test_a_range_longer_than_its_numbers_can_tell_apart_is_cut(start: int):
         assert end - first <= PAGE_SPAN
         inside = positions[0][(positions[0] >= first) & (positions[0] < end)]
         empty = torch.zeros(len(inside), 2)
-        parts, written = write_page(first, end, [LayerUnits(torch.tensor([len(inside)]), inside, empty, empty)], ONE)
+        parts, written = write_page(first, end, [LayerUnits(torch.tensor([len(inside)]), inside, empty, empty)])
         body, sections, _ = unpack(b"".join(parts), Page, "it")
         read, _ = read_page(written.ref, body, sections, ONE, "it")
         back += read.positions[0].tolist()
@@ -351,7 +351,7 @@ def test_small_pages_stay_within_their_size_after_many_saves(page_bytes: int):
 def test_a_page_is_read_back_as_it_was_written(counts: list[list[int]], start: int, dtype: torch.dtype):
     geometry = Geometry(2, 2, 3, dtype)
     layers = [layer_units(start, count, seed, geometry) for seed, count in enumerate(counts)]
-    parts, written = write_page(start, start + 20, layers, geometry)
+    parts, written = write_page(start, start + 20, layers)
     body, sections, _ = unpack(bytearray(b"".join(parts)), Page, "it")
     index, units = read_page(written.ref, body, sections, geometry, "it")
     total = sum(map(sum, counts))
@@ -374,7 +374,7 @@ def test_an_index_holds_no_page_in_memory_and_nothing_of_the_cache():
     assert index.counts.sum() == 12 and index.positions[1].tolist() == [12, 14, 16, 12, 14]
     slot = torch.arange(10, 40)
     layers = [LayerUnits(torch.tensor([3, 2]), slot[:5], torch.zeros(5, 2), torch.zeros(5, 2))] * 2
-    _, index = write_page(10, 40, layers, GEOMETRY)
+    _, index = write_page(10, 40, layers)
     slot.zero_()
     assert index.positions[0].tolist() == [10, 11, 12, 13, 14]
 
@@ -551,7 +551,7 @@ def test_a_manifest_that_claims_endless_units_takes_no_memory():
 
 def page_at(start: int, counts: list[list[int]]) -> tuple[PageIndex, dict[str, Tensor]]:
     layers = [layer_units(start, count, start + layer) for layer, count in enumerate(counts)]
-    parts, written = write_page(start, start + 20, layers, GEOMETRY)
+    parts, written = write_page(start, start + 20, layers)
     body, sections, _ = unpack(b"".join(parts), Page, "it")
     return read_page(written.ref, body, sections, GEOMETRY, "it")
 

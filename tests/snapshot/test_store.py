@@ -28,6 +28,7 @@ from locret_stream.errors import (
     StoreError,
 )
 from locret_stream.snapshot import Branch, Store
+from locret_stream.snapshot.chain import read_log
 from locret_stream.snapshot.files import LocalFiles, RemoteFiles
 from locret_stream.snapshot.vault import folder_of, hashed
 from tests.snapshot.support import (
@@ -49,6 +50,7 @@ from tests.snapshot.support import (
     loaded,
     local_store,
     needed,
+    of_version,
     resume,
     same,
     save,
@@ -648,7 +650,7 @@ def test_an_owner_of_a_forgotten_session_that_was_begun_anew_reads_the_new_one(s
     assert same(loaded(again(store), "bob"), without_log(toy)) and holds(store, "alice", another.record())
     restored = branch.load(IDENTITY, GEOMETRY, BUDGETS)
     assert restored.manifest.seen == 40 and save(branch, another).generation == 2
-    assert ids_of(branch.read_chain(IDENTITY).ids) == another.ids
+    assert ids_of(branch.read_chain(IDENTITY).ids()) == another.ids
 
 
 def test_a_save_that_failed_before_its_session_was_forgotten_is_whole_when_repeated(local):
@@ -790,8 +792,6 @@ def test_the_owner_who_is_open_writes_anew_what_went_missing(local, kind, damage
     save(branch, toy)
     for path in _paths(local, kind):
         DAMAGE[damage](path)
-    if damage == "grown" and local._key is not None:
-        pytest.skip("what is sealed is larger than what is in it; how much so, only reading tells")
     done = save(branch, toy.feed(3, branch))
     assert done.log is (kind == "pages")
     if kind == "log":
@@ -808,7 +808,7 @@ def test_a_save_does_not_fail_over_an_old_log_part_that_is_damaged(local):
     assert same(Record(found.load(IDENTITY, GEOMETRY, BUDGETS).tensors, toy.frame, 48, 48, None),
                 Record(toy.record().tensors, toy.frame, 48, 48, None))
     with pytest.raises(SnapshotCorrupt):
-        found.read_log(found.log)
+        list(read_log(found.vault, found.name, found.log))
     assert done.log and len(problems(local)) == 2
 
 
@@ -910,9 +910,7 @@ def test_a_snapshot_of_a_later_format_is_told_as_such_and_nothing_is_collected(t
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
     path = _paths(store, "m")[0]
-    data = bytearray(path.read_bytes())
-    data[8] = 2
-    path.write_bytes(data)
+    path.write_bytes(of_version(path.read_bytes(), 2))
     (Path(store.url) / folder_of("alice") / "pages" / ("0" * 32)).write_bytes(b"rubbish")
     before = everything(store.url)
     assert ["version 2" in one.problem for one in (*store.list(), *store.info("alice"))] == [True, True]

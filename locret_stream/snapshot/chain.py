@@ -1,0 +1,142 @@
+"""The whole log of a branch, read to feed a session again: through its newest manifest, or, if that cannot be read,
+part by part from the newest one back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from locret_stream.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound, SnapshotTooNew
+from locret_stream.snapshot.format import Frame, LogPart, LogRef, Manifest, tensors
+from locret_stream.snapshot.identity import Identity
+from locret_stream.snapshot.log import Part, read_part
+from locret_stream.snapshot.vault import MANIFEST_LIMIT, Vault
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A log that was read through and is sound.
+
+    Args:
+        refs: its parts in order, without gaps from position 0 on. pending: ids behind them. held: bytes [n] u8 of what
+            was pulled and not accepted. highest, digest: of the newest snapshot as it was when this was read.
+    """
+
+    vault: Vault
+    name: str
+    refs: tuple[LogRef, ...]
+    pending: np.ndarray
+    held: np.ndarray
+    frame: Frame
+    highest: int
+    digest: str
+
+    def ids(self) -> Iterator[np.ndarray]:
+        """All ids, part by part, the pending ones last; each part is read when it is asked for.
+
+        Raises:
+            SnapshotCorrupt, StoreError: a part was changed or removed meanwhile.
+        """
+        yield from read_log(self.vault, self.name, self.refs)
+        yield self.pending
+
+
+def read_log(vault: Vault, name: str, refs: Sequence[LogRef]) -> Iterator[np.ndarray]:
+    """The ids of log parts, in order.
+
+    Raises:
+        SnapshotCorrupt: a part that is missing, damaged, or does not follow the one before.
+    """
+    at = 0
+    for ref in refs:
+        what = f"log part {ref.name} of {name!r}"
+        body, sections = vault.read_named("log", ref, what)
+        if (body.start, body.end) != (ref.start, ref.end) or ref.start != at:
+            raise SnapshotCorrupt(f"{what}: ids {body.start} to {body.end}; expected {at} to {ref.end}")
+        yield read_part(body, sections, what).ids
+        at = ref.end
+
+
+def read_chain(vault: Vault, name: str, identity: Identity) -> Chain:
+    """Everything that was accepted by the newest snapshot of a branch.
+
+    Raises:
+        SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer. StoreError.
+    """
+    vault.refresh()
+    found, highest = vault.generations(name)
+    if not found:
+        raise SnapshotCorrupt(f"{name!r} has no snapshot in {vault.files.url}, so no log")
+    try:
+        manifest, sections, digest = vault.read_manifest(name, found[-1])
+    except (SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
+        refs, body, last = _parts(vault, name, found[-1])
+        _expect_tokenizer(body.tokenizer, identity, name)
+        chain = Chain(vault, name, refs, last.pending, last.held, body.frame, highest, "")
+    else:
+        _expect_tokenizer(manifest.identity.tokenizer, identity, name)
+        chain = _of_manifest(vault, manifest, sections, highest, digest if found[-1] == highest else "")
+    for _ in read_log(vault, name, chain.refs):  # better now than after hours of feeding
+        pass
+    return chain
+
+
+def _of_manifest(vault: Vault, manifest: Manifest, sections: dict[str, memoryview], highest: int, digest: str) -> Chain:
+    name = manifest.branch
+    if manifest.log is None:
+        raise SnapshotCorrupt(f"{name!r} was stored without a log")
+    state = tensors(sections["state"], name) if "state" in sections else {}
+    pending, held = state.get("pending"), state.get("held", torch.zeros(0, dtype=torch.uint8))
+    if pending is None or any(tensor.dtype not in kinds or tensor.dim() != 1 for tensor, kinds in (
+            (pending, (torch.int64, torch.int32)), (held, (torch.uint8,)))):
+        raise SnapshotCorrupt(f"snapshot {manifest.generation} of {name!r}: its state holds no pending ids, or strange "
+                              "ones")
+    return Chain(vault, name, manifest.log, pending.numpy(), held.numpy(), manifest.frame, highest, digest)
+
+
+def _parts(vault: Vault, name: str, newest: int) -> tuple[tuple[LogRef, ...], LogPart, Part]:
+    """The parts from the newest snapshot's own back to position 0; of that one header and content.
+
+    One that cannot be read might be just that one, beside another of a save that failed: then there is no telling.
+    """
+    sizes = {file: size for file, size in vault.files.sizes(f"{vault.folder}/log").items() if _NAME.fullmatch(file)}
+    bodies: dict[str, LogPart] = {}
+    for file, size in sizes.items():
+        with suppress(SnapshotCorrupt, SnapshotTooNew):
+            body, sections = vault.read_named("log", LogRef(file, 0, 0, min(size, MANIFEST_LIMIT)), file)
+            read_part(body, sections, file)
+            bodies[file] = body
+    own = {file: body.generation for file, body in bodies.items() if body.branch == name and body.generation <= newest}
+    delete = f"`snapshots delete --generation {newest}` goes back to the snapshot before"
+    if not own or max(own.values()) < newest:  # never lose the last tokens unsaid
+        raise SnapshotCorrupt(f"neither snapshot {newest} of {name!r} nor its log part can be read; {delete}")
+    last, *others = [file for file in own if own[file] == newest]
+    damaged = sorted(sizes.keys() - bodies.keys())
+    if others or damaged:
+        raise SnapshotCorrupt(f"of {name!r} {', '.join(['log part ' + last, *others, *damaged])} may be the newest log "
+                              f"part, and nothing that can be read tells which; {delete}")
+    refs: list[LogRef] = []
+    file, at = last, bodies[last].end
+    while file:
+        body = bodies.pop(file, None)  # each once: parts without ids could go in a circle
+        if body is None or body.end != at:
+            raise SnapshotCorrupt(f"the log of {name!r} has a gap before position {at}")
+        refs.append(LogRef(file, body.start, body.end, sizes[file]))
+        at, file = body.start, body.before
+    if at:
+        raise SnapshotCorrupt(f"the log of {name!r} begins at position {at}")
+    body, sections = vault.read_named("log", refs[0], last)
+    return tuple(reversed(refs)), body, read_part(body, sections, last)
+
+
+def _expect_tokenizer(found: str, identity: Identity, name: str) -> None:
+    if found != identity.tokenizer:
+        raise SnapshotMismatch(f"the log of {name!r} holds ids of another tokenizer: found {found}, expected "
+                               f"{identity.tokenizer}", field="tokenizer", found=found, expected=identity.tokenizer)
