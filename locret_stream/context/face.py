@@ -348,16 +348,16 @@ class StreamingContext:
             raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
                               "expected it to be finished first")
         branch = await saving.storing(self._host, self._host.store.branch, self.name)
-        async with session.still():
-            await session.step(lambda: None)  # one that waits in the store has no slot to be restored into
-            await saving.storing(self._host, session.branch.expect_newest)
-            restored = await saving.storing(self._host, lambda: branch.load(
-                self._host.identity, self._host.geometry, self._host.engine.budgets, generation))
-            try:
+        try:
+            async with session.still():
+                await session.step(lambda: None)  # one that waits in the store has no slot to be restored into
+                await saving.storing(self._host, session.branch.expect_newest)
+                restored = await saving.storing(self._host, lambda: branch.load(
+                    self._host.identity, self._host.geometry, self._host.engine.budgets, generation))
                 await to_the_end(self._replace(session, branch, restored))
-            finally:
-                if self._session is session:
-                    branch.close()
+        finally:
+            if self._session is session:
+                branch.close()
 
     async def _replace(self, session: Session, branch: Branch, restored: Restored) -> None:
         """The restored session in the slot of this one, which ends once nothing can fail any more."""

@@ -188,7 +188,15 @@ async def fork(origin: Session, slot: int, name: str | None) -> Session:
         return await origin.fork(slot)
     async with origin.still():  # its log and pages are copied too
         session = await origin.fork(slot)
-        session.branch = await storing(origin.host, origin.branch.fork, name, session.state.seen)
+
+        def fork_branch() -> None:
+            session.branch = origin.branch.fork(name, session.state.seen)
+
+        try:
+            await storing(origin.host, fork_branch)
+        except BaseException:  # also cancelled, after it was made
+            session.close_branch()
+            raise
     return session
 
 

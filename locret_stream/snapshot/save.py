@@ -7,6 +7,7 @@ holds the snapshot before; a file that no manifest names is rubbish for the coll
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from locret_stream.snapshot.pages import (
 )
 
 NO_FRAME = Frame()
+_log = logging.getLogger(__name__)
 WRITERS = 2  # pages that are written at the same time
 
 
@@ -93,6 +95,8 @@ class Save:
             self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
                                    self.moment.seen, self.geometry, self.page_bytes)
             if branch.spool is not None and len(vault.stored("log", log)) < len(branch.log):
+                _log.warning("parts of the log of %r are gone: it goes on without one, and could not be rebuilt",
+                             branch.name)
                 branch.close()
                 branch.log = ()
         except BaseException:

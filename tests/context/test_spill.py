@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from locret_stream import NoSlot, SnapshotError, Store
-from tests.context.support import CHUNK, TEXT, Counted, cut_at_every_await, expect_free, expect_same, snap, tiny
+from locret_stream import ContextBusy, NoSlot, Runtime, SnapshotError, StaleOwner, Store, StreamingContext
+from tests.context.support import (
+    CHUNK,
+    TEXT,
+    Counted,
+    cut_at_every_await,
+    expect_free,
+    expect_same,
+    snap,
+    tiny,
+    unstarted,
+)
 from tests.context.test_snapshots import damage, replies, settled
 
 NAMES = [f"context {n}" for n in range(5)]
@@ -120,3 +131,169 @@ async def test_closing_a_context_that_is_away_keeps_what_it_accepted_since(tmp_p
                 tokens = ctx.memory.tokens
         async with runtime.open("a") as ctx:
             assert ctx.memory.tokens == tokens
+
+
+# -- what is away is nobody's slot ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def one_away(folder: Path) -> AsyncIterator[tuple[Runtime, StreamingContext, StreamingContext]]:
+    """Two contexts in one slot; the first waits in the store, with a snapshot of its own under number 1."""
+    async with tiny(store=folder, max_live=1) as runtime, runtime.open("a") as away:
+        await away.feed(TEXT)
+        await away.snapshot()
+        async with runtime.open("b") as here:
+            await here.feed(TEXT[::-1])
+            assert away._session.away and not here._session.away
+            yield runtime, away, here
+
+
+async def test_one_that_is_away_is_rewound_in_a_slot_of_its_own(tmp_path: Path):
+    async with tiny() as plain, plain.open() as twin:
+        await twin.feed(TEXT)
+        expected = await snap(twin)
+    async with one_away(tmp_path) as (_, away, here):
+        before = await snap(here)
+        assert here._session.away is False
+        await away.rewind(1)
+        expect_same(settled(await snap(away)), settled(expected))
+        expect_same(await snap(here), before)
+
+
+async def test_a_turn_that_is_undone_while_it_is_away_touches_nobody(tmp_path: Path):
+    async with one_away(tmp_path) as (_, away, here):
+        before, tokens = await snap(here), away.memory.tokens
+        assert away._session.away
+        with pytest.raises(KeyError):
+            async with away.turn():
+                raise KeyError
+        assert away.memory.tokens == tokens
+        expect_same(await snap(here), before)
+        await away.feed(TEXT)
+        assert (await away.snapshot()).tokens == away.memory.tokens
+    async with tiny(store=tmp_path) as runtime, runtime.open("a") as again, tiny() as plain, plain.open() as twin:
+        await twin.feed(TEXT)
+        await twin.feed(TEXT)
+        expect_same(settled(await snap(again)), settled(await snap(twin)))
+
+
+async def test_one_that_is_away_comes_back_from_what_it_was_opened_from(tmp_path: Path):
+    """Its number is not the highest ever used: that one was deleted."""
+    async with tiny(store=tmp_path, max_live=1) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(TEXT)
+            await ctx.snapshot()
+            await ctx.feed(TEXT)
+        runtime.store.delete("a", 2)
+        async with runtime.open("a") as ctx:
+            before = settled(await snap(ctx))
+            async with runtime.open("b"):
+                assert ctx._session.away
+            expect_same(settled(await snap(ctx)), before)
+            await ctx.feed(TEXT)
+
+
+async def test_a_context_that_is_lost_keeps_nobody_from_opening_another(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=2, autosave=False) as runtime:
+        async with runtime.open("a") as lost, runtime.open("b") as idle:
+            await lost.feed(TEXT)
+            lost._session.state.broken = True  # what a commit leaves that failed while units were moved
+            await idle.feed(TEXT)
+            lost._session.used_at = 0.0  # the one that was idle longest
+            async with runtime.open("c") as third:
+                await third.feed(TEXT)
+                assert idle._session.away and not lost._session.away
+
+
+# -- closing a runtime ------------------------------------------------------------------------------------------------
+
+
+async def test_closing_a_runtime_saves_every_context_also_those_that_wait(tmp_path: Path):
+    runtime = await unstarted(store=tmp_path, max_live=2).__aenter__()
+    contexts = [await runtime.open(name).__aenter__() for name in "abcd"]
+    tokens = {}
+    for context in contexts:
+        await context.feed(TEXT)
+    for context in contexts:
+        if context._session.away:
+            await context.push("x\n")  # accepted, and not yet in any snapshot
+    for context in contexts:
+        tokens[context.name] = context.memory.tokens
+    assert sum(context._session.away for context in contexts) == 2
+    await runtime.aclose()
+    assert {one.name: one.tokens for one in Store(tmp_path).list()} == tokens
+    assert not runtime._open and "worker" not in runtime.__dict__
+
+
+async def test_one_that_cannot_be_saved_keeps_no_other_from_it(tmp_path: Path):
+    runtime = await unstarted(store=tmp_path, max_live=3).__aenter__()
+    contexts = [await runtime.open(name).__aenter__() for name in "abc"]
+    for context in contexts:
+        await context.feed(TEXT)
+        await context.snapshot()
+        await context.feed(TEXT)
+    Store(tmp_path).forget("b")
+    with pytest.raises(StaleOwner):
+        await runtime.aclose()
+    assert {one.name: one.tokens for one in Store(tmp_path).list()} == dict.fromkeys(
+        "ac", len(contexts[0]._session.state.pending) + contexts[0]._session.state.seen)
+    assert "worker" not in runtime.__dict__ and all(context._session.closed for context in contexts)
+    await runtime.aclose()
+
+
+# -- snapshots beside turns and cancellations -------------------------------------------------------------------------
+
+
+async def test_a_save_that_waited_does_not_save_a_turn_that_began_meanwhile(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a") as ctx:
+        await ctx.feed(TEXT)
+        tokens, done = ctx.memory.tokens, asyncio.Event()
+
+        async def turn() -> None:
+            async with ctx.turn():
+                await ctx.push("xy\n")
+                await done.wait()
+                raise KeyError
+
+        first = asyncio.create_task(ctx.snapshot())
+        for _ in range(100):
+            await asyncio.sleep(0)
+            if ctx._session.stopped is not None:
+                break
+        undone = asyncio.create_task(turn())
+        await asyncio.sleep(0)
+        second = asyncio.create_task(ctx.snapshot())
+        with pytest.raises(ContextBusy, match="may still be undone"):
+            await second
+        done.set()
+        with pytest.raises(KeyError):
+            await undone
+        assert (await first).tokens == ctx.memory.tokens == tokens
+
+
+async def test_a_rewind_cancelled_anywhere_leaves_a_context_that_goes_on(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+
+        async def run(cut) -> None:
+            async with runtime.open("a") as ctx:
+                await ctx.feed(TEXT)
+                await ctx.snapshot()
+                await ctx.feed(TEXT)
+                try:
+                    await cut(ctx.rewind(1))
+                finally:
+                    await ctx.feed(TEXT)  # it is where it was, or where it was to go
+            runtime.store.forget("a")
+
+        assert await cut_at_every_await(run) > 3
+
+
+async def test_a_rewind_does_not_bring_a_stale_owner_to_the_front(tmp_path: Path):
+    async with tiny(store=tmp_path, autosave=False) as runtime, runtime.open("a") as stale:
+        await stale.feed(TEXT)
+        await stale.snapshot()
+        async with tiny(store=tmp_path) as other, other.open("a") as owner:
+            await owner.feed(TEXT)
+        with pytest.raises(StaleOwner):
+            await stale.rewind(1)
+        assert (await snap(stale)).tensors

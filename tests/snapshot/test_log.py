@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import random
 from itertools import pairwise
 from typing import Any
 
@@ -137,6 +138,39 @@ def test_a_spool_leaves_no_name_in_the_folder_of_temporary_files(tmp_path, monke
     spool = Spool(0)
     spool.append([1])
     assert list(tmp_path.iterdir()) == []
+    spool.close()
+
+
+def test_the_spool_of_an_encrypted_session_hides_its_ids_and_never_reuses_a_stream():
+    """Whatever is appended, undone, read and dropped: as the plain one, and no id is in the file."""
+    plain, hidden, written = Spool(3), Spool(3, hidden=True), []
+    random_ids = random.Random(0)
+    try:
+        for step in range(200):
+            at = random_ids.randint(plain.start, plain.end) if step % 3 == 0 else plain.end
+            ids = [random_ids.randrange(1 << 30) for _ in range(random_ids.randint(1, 9))]
+            for spool in (plain, hidden):
+                spool.append(ids, at)
+            hidden._file.seek(0)
+            written.append(hidden._file.read())
+            assert all(number.to_bytes(4, "little") not in written[-1] for number in ids)
+            end = random_ids.randint(plain.start, plain.end)
+            assert hidden.read(end).tolist() == plain.read(end).tolist()
+            if step % 7 == 0:
+                for spool in (plain, hidden):
+                    spool.drop(end)
+            assert (hidden.start, hidden.end) == (plain.start, plain.end)
+    finally:
+        plain.close()
+        hidden.close()
+
+
+def test_another_stream_hides_what_takes_the_place_of_an_undone_id():
+    spool = Spool(0, hidden=True)
+    spool.append([7] * 8)
+    first = spool._scrambler
+    spool.append([9], 4)
+    assert spool._scrambler is not first and spool.read(5).tolist() == [7, 7, 7, 7, 9]
     spool.close()
 
 

@@ -20,12 +20,13 @@ from locret_stream.errors import (
     StaleOwner,
     StoreError,
 )
-from locret_stream.snapshot import Store
+from locret_stream.snapshot import Save, Store
 from locret_stream.snapshot.branch import Branch
 from locret_stream.snapshot.files import LocalFiles
 from locret_stream.snapshot.vault import folder_of, hashed
 from tests.snapshot.kill import STEP, Hands, expected
 from tests.snapshot.support import (
+    GEOMETRY,
     IDENTITY,
     KEY,
     Toy,
@@ -38,6 +39,7 @@ from tests.snapshot.support import (
     loaded,
     local_store,
     needed,
+    of_version,
     resume,
     same,
     save,
@@ -646,6 +648,140 @@ def test_a_session_fed_again_from_its_log_goes_on(local):
     assert save(fresh, rebuilt.feed(9, fresh)).generation == 2
     assert same(loaded(again(local), "alice"), rebuilt.record())
     assert np.array_equal(rebuilt.ids[:28], toy.ids)
+
+
+def test_who_rebuilds_is_fenced_by_a_save_since_the_log_was_read(store):
+    branch, toy = begin(store, "alice", tokens=20)
+    save(branch, toy)
+    late = again(store).branch("alice")
+    ids = ids_of(late.read_chain(IDENTITY).ids())
+    save(branch, toy.feed(8, branch))
+    late.begin_anew()
+    with pytest.raises(StaleOwner):
+        save(late, Toy(1).feed(len(ids), late))
+    assert same(loaded(again(store), "alice"), toy.record())
+
+
+@pytest.mark.parametrize("how", ["rebuilt", "rewound"])
+def test_a_session_begun_anew_is_told_from_the_one_of_before_without_a_base_too(store, how: str):
+    branch, toy = begin(store, "alice", tokens=4)
+    save(branch, toy)
+    if how == "rewound":
+        save(branch, toy.feed(4, branch))
+        old, before = resume(again(store), "alice", 1)
+    else:
+        old, before = again(store).branch("alice"), Toy(1)
+        old.read_chain(IDENTITY)
+        old.begin_anew()
+    store.forget("alice")
+    fresh, other = begin(store, "alice", seed=9, tokens=4)
+    for _ in range(2 if how == "rewound" else 1):
+        save(fresh, other.feed(4, fresh))
+    if how == "rewound":
+        store.delete("alice", 1)
+    with pytest.raises(StaleOwner, match="begun anew"):
+        save(old, before.feed(4, old))
+    assert same(loaded(again(store), "alice"), other.record())
+
+
+def test_a_rebuilt_session_keeps_its_log_in_a_store_that_begins_none(tmp_path: Path):
+    branch, toy = begin(local_store(tmp_path / "store"), "alice", tokens=8)
+    save(branch, toy)
+    fresh = local_store(tmp_path / "store", log=False).branch("alice")
+    fresh.read_chain(IDENTITY)
+    fresh.begin_anew()
+    assert save(fresh, Toy(1).feed(8, fresh)).log
+
+
+def test_a_log_part_of_a_later_format_or_a_bad_sector_is_no_reason_to_refuse_what_is_new(tmp_path: Path):
+    class Bad(LocalFiles):
+        bad = False
+
+        def read(self, path: str, most: int) -> memoryview:
+            if self.bad and "/log/" in path:
+                raise StoreError("a bad sector")
+            return super().read(path, most)
+
+    files = Bad(tmp_path / "store", Unsynced())
+    store = Store(tmp_path / "store", files=files)
+    branch, toy = begin(store, "alice", tokens=20)
+    save(branch, toy)
+    files.bad = True
+    save(branch, toy.feed(20, branch))
+    files.bad = False
+    assert same(loaded(store, "alice"), toy.record())
+    for path in (tmp_path / "store").glob("s-*/log/*"):
+        path.write_bytes(of_version(path.read_bytes(), 2))
+    assert save(branch, toy.feed(20, branch)).generation == 3
+
+
+def test_a_fork_saved_beside_its_origin_is_encrypted_whoever_looks_for_the_key(tmp_path: Path):
+    """Owners have a vault each: one that looks again for the key takes it from nobody."""
+    store = local_store(tmp_path / "store", key=KEY)
+    branch, toy = begin(store, "alice", tokens=8)
+    save(branch, toy)
+    twin = branch.fork("bob", toy.seen)
+    assert twin.vault is not branch.vault
+    stop = threading.Event()
+
+    def refresh() -> None:
+        while not stop.is_set():
+            branch.vault.refresh()
+
+    looking = threading.Thread(target=refresh)
+    looking.start()
+    try:
+        for vault in [branch.vault] * 200:
+            assert vault.ready() is not None
+    finally:
+        stop.set()
+        looking.join()
+    save(twin, toy)
+    assert all(path.read_bytes()[:8] == b"\x89LOCSEA\n" for path in (tmp_path / "store").glob("s-*/m/*/*.snap"))
+
+
+def test_a_collection_that_deletes_what_a_save_rests_on_is_noticed(remote):
+    """Nothing holds it off: the snapshot that the fork grew out of goes, then its files, while the fork is saved."""
+    store = Store(remote.url, key=remote._key, keep_last=1)
+    store.files.age_s = lambda path: 1e6
+    branch, toy = begin(store, "alice", tokens=8)
+    save(branch, toy)
+    fork, other = branch.fork("bob", toy.seen), toy.twin(2)
+    save(branch, toy.feed(200, branch))
+    moment, real, done = other.moment(), store.files.delete, []
+    with Save(fork, moment, IDENTITY, GEOMETRY) as saving:
+        for start, end in saving.plan.write:
+            saving.page(start, end, other.between(start, end))
+
+        def delete(path: str) -> None:
+            if "/pages/" in path and not done:
+                done.append(path)
+                with pytest.raises(StoreError, match="expected another try"):
+                    saving.finish("toy", moment.seen)
+            real(path)
+
+        store.files.delete = delete
+        store.prune(branch)
+    assert done and not store.has("bob")
+    store.files.delete = real
+    save(fork, other)
+    other.ids = None  # what the log rested on is gone, and it says so
+    assert same(loaded(store, "bob"), other.record())
+
+
+def test_a_stray_file_among_the_log_parts_is_not_read(tmp_path: Path):
+    store = local_store(tmp_path / "store")
+    branch, toy = begin(store, "alice", tokens=20)
+    save(branch, toy)
+    [manifest] = (tmp_path / "store").glob("s-*/m/*/*.snap")
+    manifest.write_bytes(b"damaged")
+    with open(next((tmp_path / "store").glob("s-*/log")) / "core", "wb") as core:
+        core.truncate(1 << 43)
+    assert chain(store, "alice") == [*toy.ids, *toy.pending]
+    with open(next((tmp_path / "store").glob("s-*/log")) / ("0" * 32), "wb") as part:
+        part.truncate(1 << 43)
+    with pytest.raises(SnapshotCorrupt, match="tells which"):
+        chain(store, "alice")
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
