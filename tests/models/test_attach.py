@@ -13,9 +13,8 @@ import torch
 import transformers as tf
 from torch import nn
 
-from locret_stream import models
 from locret_stream.errors import UnsupportedModel
-from locret_stream.models import attach, detach
+from locret_stream.models import Attachment, attach, attaching, detach
 from tests.architectures import BASE, make
 from tests.kit import build, feed, ids_of, logits_at_each
 
@@ -56,10 +55,10 @@ def test_auto_takes_what_the_model_uses():
 
 def test_attach_is_locked_per_model(stock, monkeypatch):
     """Eight threads at once: one self-test, one attachment, eight uses."""
-    tested, barrier, real = [], threading.Barrier(8), models.self_test
-    monkeypatch.setattr(models, "self_test", lambda *args: (tested.append(1), real(*args)))
+    tested, barrier, real = [], threading.Barrier(8), attaching.self_test
+    monkeypatch.setattr(attaching, "self_test", lambda *args: (tested.append(1), real(*args)))
 
-    def attach_together(_: int) -> models.Attachment:
+    def attach_together(_: int) -> Attachment:
         barrier.wait(60)
         return attach(stock)
 
@@ -136,7 +135,7 @@ def test_refuses_tampered_logits_and_says_by_how_much(kind):
     tampered = kind(tf.LlamaConfig(**BASE)).eval()
     with pytest.raises(UnsupportedModel, match=rf"{kind.__name__}: with a full budget its logits differ .* by \d"):
         attach(tampered)
-    assert tampered not in models._attached or not models._attached[tampered]
+    assert tampered not in attaching._attached or not attaching._attached[tampered]
 
 
 def test_refuses_attention_that_looks_at_absolute_positions(stock):

@@ -1,0 +1,6 @@
+"""Models, the only room that knows transformers' internals: `attaching` proves one, `attachment` runs it."""
+
+from locret_stream.models.attaching import attach, detach, self_test
+from locret_stream.models.attachment import Attachment, Attended, LayerCall, RopeTables, additive_mask
+
+__all__ = ["Attachment", "Attended", "LayerCall", "RopeTables", "additive_mask", "attach", "detach", "self_test"]
