@@ -19,9 +19,11 @@ from locret_stream.errors import (
     StoreError,
 )
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
-from locret_stream.snapshot.files import Busy, Files, open_files
+from locret_stream.snapshot.files import Busy, Files
+from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.log import read_part
 from locret_stream.snapshot.pages import PageRef
+from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.seal import user_key
 from locret_stream.snapshot.vault import FOLDER, Vault, alias, folder_of, hashed, leads
 
@@ -400,3 +402,12 @@ class Store:
                                        ("pages", "log", *(f"m/{branch}" for branch in branches)))):
             removed += [f"{folder}/{name}" for name in self.files.sweep(folder, 0.0 if vault.locked else grace_s)]
         return Collected(removed=tuple(removed), bytes=size)
+
+
+def open_files(url: str | Path) -> Files:
+    """The folder or place that a user named: a path, `file://…`, or the URL of an object store that fsspec knows."""
+    text = str(url)
+    for scheme in ("file://", "local://"):
+        if text.startswith(scheme):
+            return LocalFiles(text.removeprefix(scheme))
+    return RemoteFiles(text) if "://" in text else LocalFiles(text)

@@ -27,8 +27,8 @@ from locret_stream.config import Budget
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
 from locret_stream.snapshot.chain import Chain
-from locret_stream.snapshot.files import LocalFiles
 from locret_stream.snapshot.identity import Identity
+from locret_stream.snapshot.local import LocalFiles
 from tests import tiny_tokenizers
 from tests.context.support import CHUNK, TEXT, Snap, cut_at_every_await, expect_same, model, snap, tiny
 from tests.kit import POLICIES, assert_same, random_heads

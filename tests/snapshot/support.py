@@ -33,8 +33,8 @@ from locret_stream.snapshot import (
 )
 from locret_stream.snapshot import branch as branch_module
 from locret_stream.snapshot.chain import read_log
-from locret_stream.snapshot.files import LocalFiles, Posix
 from locret_stream.snapshot.format import digest
+from locret_stream.snapshot.local import LocalFiles, Posix
 from locret_stream.snapshot.log import Spool
 from locret_stream.snapshot.pages import PAGE_BYTES
 

@@ -22,7 +22,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotError, SnapshotNotFound, StoreError
-from locret_stream.snapshot.files import Busy, Exists, Files, LocalFiles, Posix, RemoteFiles, open_files
+from locret_stream.snapshot.files import Busy, Exists, Files
+from locret_stream.snapshot.local import LocalFiles, Posix
+from locret_stream.snapshot.remote import RemoteFiles
+from locret_stream.snapshot.store import open_files
 from tests.snapshot.support import Unsynced, everything
 
 MOST = 1 << 20

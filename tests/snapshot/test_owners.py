@@ -22,7 +22,7 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot import Save, Store
 from locret_stream.snapshot.branch import Branch
-from locret_stream.snapshot.files import LocalFiles
+from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.vault import folder_of, hashed
 from tests.snapshot.kill import STEP, Hands, expected
 from tests.snapshot.support import (
@@ -208,7 +208,7 @@ def test_pages_that_others_collected_are_written_again(store, fork, monkeypatch)
         branch = branch.fork("bob", toy.seen)
     other = again(store)
     other.delete("alice")
-    monkeypatch.setattr("locret_stream.snapshot.files.RemoteFiles.age_s", lambda self, path: 1e6)
+    monkeypatch.setattr("locret_stream.snapshot.remote.RemoteFiles.age_s", lambda self, path: 1e6)
     other.gc()
     assert stored(other, "alice") == set()
     monkeypatch.undo()
@@ -332,7 +332,7 @@ def test_pages_that_are_collected_during_a_save_fail_it_and_the_next_one_is_whol
 
     def meanwhile() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("locret_stream.snapshot.files.RemoteFiles.age_s", lambda self, path: 1e6)
+            patch.setattr("locret_stream.snapshot.remote.RemoteFiles.age_s", lambda self, path: 1e6)
             again(remote).delete("alice")
             again(remote).gc()
 

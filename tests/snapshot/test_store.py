@@ -29,7 +29,8 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot import Branch, Store
 from locret_stream.snapshot.chain import read_log
-from locret_stream.snapshot.files import LocalFiles, RemoteFiles
+from locret_stream.snapshot.local import LocalFiles
+from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.vault import folder_of, hashed
 from tests.snapshot.support import (
     BUDGETS,

@@ -1,0 +1,304 @@
+"""A folder as the place of a store: durable, locked, and below its root no link is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from locret_stream.errors import SnapshotCorrupt, SnapshotNotFound, StoreError
+from locret_stream.snapshot.files import TEMPORARY, Busy, Exists
+from locret_stream.snapshot.format import Buffer
+
+LOCK = "lock"
+READ_BYTES = 16 << 20
+NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, something below a file, a socket
+
+
+class Posix:
+    """The system calls that change a disk, one method each, so that a test can record and cut them."""
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path, 0o700)
+
+    def create(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        return os.write(handle, data)
+
+    def fsync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target, follow_symlinks=False)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    def sync_folder(self, path: str) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class LocalFiles:
+    """A folder on a POSIX file system: tmp + fsync + rename (or link) + fsync of the folder; 0600 and 0700."""
+
+    def __init__(self, root: str | Path, posix: Posix | None = None):
+        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self.url, self.posix = self.root, posix or Posix()
+        self._durable: set[tuple[str, int]] = set()  # folders (path, inode) whose place above was synced from here
+
+    def read(self, path: str, most: int) -> memoryview:
+        name = self._plain(path)
+        with self._reported(path, "expected a file that may be read"):
+            try:
+                handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:
+                raise SnapshotNotFound(f"no {path} in {self.root}") from None
+            except OSError as error:
+                if error.errno in NO_FILE:
+                    raise SnapshotCorrupt(f"{name} is a link or no plain file; it is not read") from None
+                raise
+            try:
+                found = os.fstat(handle)
+                if not stat.S_ISREG(found.st_mode):
+                    raise SnapshotCorrupt(f"{name} is not a plain file; it is not read")
+                if found.st_size > most:
+                    raise SnapshotCorrupt(f"{name} has {found.st_size} bytes; expected at most {most}")
+                # numpy's memory is neither zeroed first nor mapped in small pages: half of the time of a large read.
+                try:
+                    data, at = memoryview(np.empty(found.st_size, np.uint8)), 0
+                except MemoryError:
+                    raise SnapshotCorrupt(f"{name} has {found.st_size} bytes, more than there is memory") from None
+                while at < len(data):
+                    count = os.readv(handle, [data[at:at + READ_BYTES]])
+                    if not count:
+                        raise SnapshotCorrupt(f"{name} became shorter while it was read")
+                    at += count
+            finally:
+                os.close(handle)
+        return data
+
+    def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
+        posix, target = self.posix, self._plain(path)
+        folder = os.path.dirname(target)
+        temporary = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
+        with self._reported(path):
+            self._make(path.rpartition("/")[0])
+            handle = posix.create(temporary)
+            try:
+                try:
+                    for part in parts:
+                        view = memoryview(part)
+                        while len(view):
+                            view = view[posix.write(handle, view):]
+                    posix.fsync(handle)  # failed once, it is never tried again: the kernel may have dropped the pages
+                finally:
+                    posix.close(handle)
+                if exclusive:
+                    try:
+                        posix.link(temporary, target)
+                    except FileExistsError:
+                        raise Exists(path) from None
+                    posix.unlink(temporary)
+                else:
+                    posix.rename(temporary, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    posix.unlink(temporary)
+                raise
+            posix.sync_folder(folder)
+
+    def settle(self, folder: str) -> None:
+        with self._reported(folder):
+            self._make(folder)
+            self.posix.sync_folder(self._path(folder))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = {}
+        for entry in self._entries(folder):
+            # Another process may have deleted it since the folder was read.
+            with self._reported(folder), contextlib.suppress(FileNotFoundError):
+                if not entry.name.startswith(TEMPORARY) and not entry.is_dir(follow_symlinks=False):
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
+
+    def folders(self, folder: str) -> list[str]:
+        return [entry.name for entry in self._entries(folder) if entry.is_dir(follow_symlinks=False)]
+
+    def delete(self, path: str) -> None:
+        target = self._plain(path)
+        with self._reported(path):
+            with contextlib.suppress(FileNotFoundError):
+                self.posix.unlink(target)
+            with contextlib.suppress(FileNotFoundError):  # also what was gone: whoever deleted it may have died
+                self.posix.sync_folder(os.path.dirname(target))
+
+    def sweep(self, folder: str, older_s: float) -> list[str]:
+        old = [entry.name for entry in self._entries(folder) if entry.name.startswith(TEMPORARY)
+               and (older_s <= 0 or self.age_s(f"{folder}/{entry.name}") >= older_s)]
+        for name in old:
+            self.delete(f"{folder}/{name}")
+        return old
+
+    def age_s(self, path: str) -> float:
+        try:
+            return time.time() - os.lstat(self._path(path)).st_mtime
+        except OSError:
+            return 0.0
+
+    def remove_folder(self, folder: str) -> None:
+        name = self._plain(folder)
+        with self._reported(folder):
+            # The lock goes last: without it another process could begin in a folder that is on its way out.
+            for entry in sorted(self._entries(folder), key=lambda entry: entry.name == LOCK):
+                if entry.is_dir(follow_symlinks=False):
+                    self.remove_folder(f"{folder}/{entry.name}")
+                else:
+                    with contextlib.suppress(FileNotFoundError):
+                        self.posix.unlink(entry.path)
+            self._rmdir(name)
+
+    def drop_folder(self, folder: str) -> None:
+        name = self._plain(folder)
+        if not os.path.isdir(name) or any(entry.name != LOCK for entry in self._entries(folder)):
+            return
+        with contextlib.suppress(Busy), self.lock(folder, shared=False, wait=False), self._reported(folder):
+            self.posix.unlink(os.path.join(name, LOCK))
+            self._rmdir(name)
+
+    @contextlib.contextmanager
+    def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:
+        with self._reported(folder):
+            handle = self._locked(folder, shared, wait)
+        try:
+            yield True
+        finally:
+            os.close(handle)
+
+    def _rmdir(self, name: str) -> None:
+        """Remove an emptied folder; it stays if somebody begins anew in it."""
+        try:
+            self.posix.sync_folder(name)
+            self.posix.rmdir(name)
+            self.posix.sync_folder(os.path.dirname(name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def _locked(self, folder: str, shared: bool, wait: bool) -> int:
+        import fcntl
+        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        name = self._plain(f"{folder}/{LOCK}")
+        while True:
+            self._make(folder)
+            try:
+                handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:  # the folder was removed in this moment
+                continue
+            try:
+                fcntl.flock(handle, kind)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(handle), os.lstat(name)):
+                        return handle
+            except BlockingIOError:
+                os.close(handle)
+                raise Busy(folder) from None
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)  # removed while this waited for it: a lock that nobody else would see
+
+    def _path(self, path: str) -> str:
+        assert path and not path.startswith("/") and ".." not in path.split("/"), "paths are chosen by the store"
+        return os.path.join(self.root, path)
+
+    def _plain(self, path: str) -> str:
+        """The whole path of a file, after a look at every folder on the way to it.
+
+        Raises:
+            SnapshotCorrupt: one is a link.
+        """
+        whole = self._path(path)
+        at = self.root
+        for part in path.split("/")[:-1]:
+            at = os.path.join(at, part)
+            if os.path.islink(at):
+                raise SnapshotCorrupt(f"{at} is a link; it is not followed. Expected a folder that this store made")
+        return whole
+
+    def _make(self, folder: str) -> None:
+        """Make a folder, and those between it and the root, each durable in the one above.
+
+        That also holds for one that is there already: whoever made it may have died before it was durable.
+        """
+        self._make_root(self.root)
+        at = self.root
+        for part in folder.split("/"):
+            above, at = at, os.path.join(at, part)
+            made = False
+            try:
+                found = os.lstat(at)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    self.posix.mkdir(at)
+                found, made = os.lstat(at), True
+            if not stat.S_ISDIR(found.st_mode):
+                raise StoreError(f"{at} is not a folder; expected one, or nothing")
+            if made or (at, found.st_ino) not in self._durable:
+                self.posix.sync_folder(above)
+                self._durable.add((at, found.st_ino))
+
+    def _make_root(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            if folder == self.root and (folder, 0) not in self._durable:
+                with contextlib.suppress(PermissionError):  # of the folder above, which is the user's
+                    self.posix.sync_folder(os.path.dirname(folder))
+                self._durable.add((folder, 0))
+            return
+        above = os.path.dirname(folder)
+        self._make_root(above)
+        with contextlib.suppress(FileExistsError):
+            self.posix.mkdir(folder)
+        self.posix.sync_folder(above)
+        self._durable.add((folder, 0))
+
+    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+        name = self._plain(f"{folder}/x").rpartition("/")[0] if folder else self.root
+        with self._reported(folder or "store", "expected a folder that may be read"):
+            try:
+                with os.scandir(name) as found:
+                    return sorted(found, key=lambda entry: entry.name)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    @contextlib.contextmanager
+    def _reported(self, path: str, hint: str = "nothing was acknowledged. Check that the folder may be written and the "
+                                               "disk has room") -> Iterator[None]:
+        """System errors as StoreError, with the path and what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"{os.path.join(self.root, path)}: {error.strerror or error}; {hint}") from error

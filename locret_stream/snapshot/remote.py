@@ -1,0 +1,123 @@
+"""An object store as the place of a store: `s3://…`, `memory://…`, whatever fsspec reaches and can be fenced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from locret_stream.errors import LocretError, SnapshotCorrupt, SnapshotNotFound, StoreError
+from locret_stream.snapshot.files import TEMPORARY, Exists
+from locret_stream.snapshot.format import Buffer
+
+
+class RemoteFiles:
+    """An object store that fsspec reaches: it acknowledges a whole object or none, so `write` is one request.
+
+    Raises:
+        StoreError: no such place, or one that cannot refuse to create a file that is there, in one step. All fencing
+            of owners rests on that; fsspec's stand-in for it (look, then write) lets two owners pass.
+    """
+
+    def __init__(self, url: str, **options: Any):
+        import fsspec.asyn
+        try:
+            self.fs, root = fsspec.core.url_to_fs(url, **options)
+        except Exception as error:  # whatever a third party's constructor raises
+            raise StoreError(f"store {url!r}: {error}; expected a folder, or a URL that fsspec knows") from error
+        self.url, self.root = url, root.rstrip("/")
+        inner = self.fs
+        while isinstance(deeper := getattr(inner, "fs", None), fsspec.AbstractFileSystem):
+            inner = deeper
+        own = getattr(type(inner), "_pipe_file" if inner.async_impl else "pipe_file")
+        if own in (fsspec.AbstractFileSystem.pipe_file, fsspec.asyn.AsyncFileSystem._pipe_file):
+            raise StoreError(f"store {url!r}: this place cannot create a file only if there is none, in one step, so "
+                             "two owners could overwrite each other; expected a folder, or an object store")
+
+    def read(self, path: str, most: int) -> memoryview:
+        with self._reported(path):
+            try:
+                self.fs.invalidate_cache()  # a listing that was kept knows nothing of other owners
+                found = self.fs.info(self._path(path))
+                if found["type"] != "file":
+                    raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read")
+                if found["size"] > most:
+                    raise SnapshotCorrupt(f"{self.url}/{path} has {found['size']} bytes; expected at most {most}")
+                return memoryview(bytearray(self.fs.cat_file(self._path(path))))
+            except FileNotFoundError:
+                raise SnapshotNotFound(f"no {path} in {self.url}") from None
+
+    def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
+        with self._reported(path):
+            target = self._path(path)
+            self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            try:
+                self.fs.pipe_file(target, b"".join(parts), mode="create" if exclusive else "overwrite")
+            except FileExistsError:
+                if not exclusive:
+                    raise
+                raise Exists(path) from None
+
+    def settle(self, folder: str) -> None:
+        pass  # what is seen was acknowledged
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return {name: entry["size"] for name, entry in self._entries(folder)
+                if entry["type"] == "file" and not name.startswith(TEMPORARY)}
+
+    def folders(self, folder: str) -> list[str]:
+        return [name for name, entry in self._entries(folder) if entry["type"] == "directory"]
+
+    def delete(self, path: str) -> None:
+        with self._reported(path), contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(self._path(path))
+
+    def sweep(self, folder: str, older_s: float) -> list[str]:
+        return []  # an object that was not acknowledged is not there
+
+    def age_s(self, path: str) -> float:
+        import datetime
+        try:
+            changed = self.fs.modified(self._path(path))
+            return (datetime.datetime.now(changed.tzinfo) - changed).total_seconds()
+        except Exception:  # a place that cannot tell says so in many ways
+            return 0.0
+
+    def remove_folder(self, folder: str) -> None:
+        with self._reported(folder), contextlib.suppress(FileNotFoundError):
+            self.fs.invalidate_cache()
+            self.fs.rm(self._path(folder), recursive=True)
+
+    def drop_folder(self, folder: str) -> None:
+        pass  # a folder is there as long as something is in it
+
+    @contextlib.contextmanager
+    def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:
+        yield False  # there is none: what is young is never collected instead
+
+    def _path(self, path: str) -> str:
+        assert path and not path.startswith("/") and ".." not in path.split("/"), "paths are chosen by the store"
+        return f"{self.root}/{path}"
+
+    def _entries(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        """Names in a folder, sorted, with what the place says about each."""
+        with self._reported(folder or "store"):
+            self.fs.invalidate_cache()
+            place = self._path(folder) if folder else self.root
+            try:
+                found = self.fs.ls(place, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        # An object store lists the marker of a folder, or a file of that name, as if it were inside.
+        return sorted(((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found
+                       if entry["name"].strip("/") != place.strip("/")), key=lambda item: item[0])
+
+    @contextlib.contextmanager
+    def _reported(self, path: str) -> Iterator[None]:
+        """Whatever a third party raises as StoreError: botocore's and aiohttp's errors are no OSErrors."""
+        try:
+            yield
+        except (LocretError, Exists, AssertionError):
+            raise
+        except Exception as error:
+            raise StoreError(f"{self.url}/{path}: {error or type(error).__name__}; nothing was acknowledged") from error
