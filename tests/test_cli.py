@@ -395,6 +395,7 @@ def test_a_session_that_was_never_told_anything_is_a_mistyped_name(small: list[s
     assert code == 0 and "Session 'builds' is new." in err
     complaint = mistake("run", "--session", "bulids", *store, *small, *ask, text="")
     assert f"session 'bulids' is not in {tmp_path / 'store'}; stored there is 'builds'; expected" in complaint
+    assert "'builds'" in mistake("run", "--session", "nothing like it", *store, *small, *ask, text="")
     code, _, err = invoke("run", "--session", "bulids", *store, *small, *ask, text="Some text.\n" * 9)
     assert code == 0 and "Session 'bulids' is new; stored there is 'builds'." in err
     code, out, _ = invoke("snapshots", "list", *store, "--json")
@@ -478,3 +479,39 @@ def test_reading_ends_when_another_owner_takes_the_session(small: list[str], tmp
         process.kill()
         _, err = process.communicate()
     assert process.returncode == 2 and "was saved elsewhere" in err and "Traceback" not in err, err
+    rescued = re.search(r"kept as session 'a \(2\)', ([\d,]+) tokens", err)
+    assert rescued and store.info("a (2)")[0].tokens == int(rescued[1].replace(",", "")) > 0
+
+
+def test_only_asking_saves_nothing_and_needs_nothing_to_write_to(small: list[str], tmp_path: Path):
+    store = ["--store", str(tmp_path / "store")]
+    here = ["run", "--session", "a", *store, *small, "--ask", "What?", "--max-new-tokens", "2"]
+    invoke(*here, text="Some text without an end\n" * 9 + "and held")
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    code, _, err = invoke(*here, text="")
+    assert code == 0 and "goes on" in err and "reading" not in err
+    assert {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()} == before
+
+
+def test_a_store_whose_sessions_are_locked_is_not_called_damaged(small: list[str], tmp_path: Path):
+    store, ask = ["--store", str(tmp_path)], ["--ask", "What?", "--max-new-tokens", "2"]
+    invoke("run", "--session", "plain", *store, *small, *ask, text="Some text.\n" * 9)
+    invoke("run", "--session", "secret", "--key", "5a" * 32, *store, *small, *ask, text="Some text.\n" * 9)
+    code, out, _ = invoke("snapshots", "verify", *store)
+    assert code == 0 and "1 of 2 snapshots are sound, 1 not checked" in out
+    code, out, err = invoke("snapshots", "list", *store)
+    assert code == 0 and "plain" in out and "is encrypted" in err and "delete" not in err
+    complaint = mistake("run", "--session", "plain", "--key", "5a" * 32, *store, *small, *ask, text="More.\n")
+    assert "stored without encryption" in complaint  # before anything was read
+    assert [one.generation for one in Store(tmp_path).info("plain")] == [1]
+    code, _, err = invoke("snapshots", "verify", "--store", tmp_path / "nothere")
+    assert code == 1 and "nothing is stored" in err
+    assert "no folder" in mistake("snapshots", "list", "--store", next(tmp_path.rglob("*.snap")))
+
+
+def test_deleting_all_of_a_name_is_asked_about(small: list[str], tmp_path: Path):
+    store = ["--store", str(tmp_path)]
+    invoke("run", "--session", "a", *store, *small, "--ask", "What?", "--max-new-tokens", "2", text="Some text.\n" * 9)
+    for verb in ("delete", "forget"):
+        assert "expected --yes" in mistake("snapshots", verb, "a", *store)
+    assert invoke("snapshots", "delete", "a", "--yes", *store)[0] == 0 and Store(tmp_path).list() == []

@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -46,7 +46,8 @@ StoreUrl = Annotated[str, typer.Option("--store", envvar="LOCRET_STORE", help=(
 Key = Annotated[str | None, typer.Option(envvar="LOCRET_KEY", help=(
     "64 hexadecimal digits under which sessions are encrypted; better given by the variable."))]
 
-MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
+MISTAKE, INTERRUPTED = 2, 130
+STOPPED = {"SIGTERM": 143, "SIGHUP": 129}  # what `kill`, service managers and closed terminals send, and exit statuses
 PIECE_BYTES = 1 << 16
 
 # Nothing printed is markup: file names, questions and answers are data.
@@ -121,23 +122,27 @@ class Held:
 
 @contextmanager
 def interruptible(held: Held) -> Iterator[None]:
-    """Ctrl-C inside ends the verb with a summary and its own exit status; so does SIGTERM, which `kill` and service
-    managers send. Imports of what is slow belong inside."""
-    terminated = False
+    """Ctrl-C inside ends the verb with a summary and its own exit status; so do the signals of `STOPPED`. Imports of
+    what is slow belong inside."""
+    status = INTERRUPTED
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        nonlocal terminated
-        terminated = True
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal status
+        status = STOPPED[signal.Signals(number).name]
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    numbers = [getattr(signal, name) for name in STOPPED if hasattr(signal, name)]
+    before = {number: signal.signal(number, stop) for number in numbers
+              if signal.getsignal(number) is not signal.SIG_IGN}  # as nohup has it
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\n{'Terminated' if terminated else 'Interrupted'}: {held}.", file=sys.stderr)
-        raise SystemExit(TERMINATED if terminated else INTERRUPTED) from None
+        with suppress(OSError):  # the terminal may be gone
+            print(f"\n{'Interrupted' if status == INTERRUPTED else 'Terminated'}: {held}.", file=sys.stderr)
+        raise SystemExit(status) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int | None, chunk_size: int | None,
@@ -205,8 +210,10 @@ def mean(values: Any) -> float:
 def describe(memory: Memory) -> str:
     """What a context holds, in one sentence."""
     waiting = f" and the newest {memory.pending:,} tokens" if memory.pending else ""
+    rest = f"; {memory.held:,} ids and characters more were pulled and are read next" if memory.held else ""
     return (f"{memory.tokens:,} tokens read, {mean(memory.units):,.0f} units per KV head (mean over layers){waiting} "
-            f"held in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}")
+            f"held in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}"
+            f"{rest}")
 
 
 # -- text from files and stdin ------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from locret_stream.cli.common import (
 )
 from locret_stream.cli.display import Board, Row
 from locret_stream.config import Sampling
-from locret_stream.errors import ConfigError, EmptySource, StoreError
+from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
 if TYPE_CHECKING:
     from locret_stream.context import StreamingContext
@@ -122,24 +122,46 @@ def run(
         async def talk() -> None:
             async with aclosing(runtime), runtime.open(session, system=system, raw=True if raw else None,
                                                        on_mismatch=on_mismatch) as context:
+                text = pieces(names) if names else None
+                if piped and session is not None:
+                    text = await if_any(text)
                 if session is not None:
-                    greet(session, context, runtime.store, told=bool(names) or questions is not None)
+                    greet(session, context, runtime.store, told=text is not None or questions is not None)
                 with held.watching(lambda: context.memory):
-                    row = None
                     try:
-                        row = await read(names, context, save_every if session else 0) if names else None
-                    except EmptySource:  # nothing was piped in: only questions to what is stored
-                        if not (piped and session is not None):
-                            raise
-                        if not context.resumed:
-                            raise not_there(session, runtime.store) from None
-                    if questions is None:
-                        await answer(list(ask or ()), context, sampling, row, as_json)
-                    else:
-                        await chat(questions, context, sampling)
-                        err.print(f"Held at the end: {describe(context.memory)}.", soft_wrap=True)
+                        row = await read(names, text, context, save_every if session else 0) if text else None
+                        if questions is None:
+                            await answer(list(ask or ()), context, sampling, row, as_json)
+                        else:
+                            await chat(questions, context, sampling)
+                            err.print(f"Held at the end: {describe(context.memory)}.", soft_wrap=True)
+                        if context.unsaved:
+                            await context.snapshot()
+                    except StaleOwner as error:
+                        raise StaleOwner(f"{error}. {await rescue(session, context, runtime.store)}") from None
 
         asyncio.run(talk())
+
+
+async def if_any(text: AsyncIterator[str]) -> AsyncIterator[str] | None:
+    """The same text, once there is some; None if it ends first: then there are only questions to what is stored."""
+    first = await anext(text, None)
+
+    async def whole() -> AsyncIterator[str]:
+        yield first
+        async for piece in text:
+            yield piece
+
+    return None if first is None else whole()
+
+
+async def rescue(session: str, context: StreamingContext, store: Store) -> str:
+    """Keep what another owner's save fenced off, under a name of its own; says which."""
+    number = 2
+    while store.has(f"{session} ({number})"):
+        number += 1
+    saved = await context.save_as(f"{session} ({number})")
+    return f"What was read here is kept as session {saved.name!r}, {saved.tokens:,} tokens"
 
 
 def greet(session: str, context: StreamingContext, store: Store, *, told: bool) -> None:
@@ -153,24 +175,27 @@ def greet(session: str, context: StreamingContext, store: Store, *, told: bool) 
     """
     if told:
         store.probe()
+    if context.rebuilt:
+        err.print(f"Session {session!r} was rebuilt from its log, and is saved so: {context.rebuilt}", soft_wrap=True)
     if context.resumed:
         err.print(f"Session {session!r} goes on: {describe(context.memory)}.", soft_wrap=True)
         return
     if not told:
         raise not_there(session, store)
-    err.print(f"Session {session!r} is new{similar(session, store)}.", soft_wrap=True)
+    known = similar(session, store)
+    err.print(f"Session {session!r} is new{f'; stored there is {known}' if known else ''}.", soft_wrap=True)
 
 
 def not_there(session: str, store: Store) -> ConfigError:
     """What to say of a question to a session that is not stored."""
-    return ConfigError(f"session {session!r} is not in {store.url}{similar(session, store)}; expected its name, or "
+    known = similar(session, store) or ", ".join(repr(one.name) for one in store.list()[:5]) or "nothing"
+    return ConfigError(f"session {session!r} is not in {store.url}; stored there is {known}; expected its name, or "
                        "text to begin it with")
 
 
 def similar(session: str, store: Store) -> str:
     """Names like this one that are stored, in words."""
-    known = difflib.get_close_matches(session, [one.name for one in store.list()], n=3, cutoff=0.5)
-    return f"; stored there is {', '.join(map(repr, known))}" if known else ""
+    return ", ".join(map(repr, difflib.get_close_matches(session, [one.name for one in store.list()], n=3, cutoff=0.5)))
 
 
 def _questions(stdin_taken: bool) -> Reader:
@@ -194,8 +219,12 @@ async def pieces(names: list[str]) -> AsyncIterator[str]:
                 yield piece
 
 
-async def read(names: list[str], context: StreamingContext, save_every: float) -> Row:
-    """Feed the texts while a board shows the way, and save every so many seconds (0: never); the board's row."""
+async def read(names: list[str], text: AsyncIterator[str], context: StreamingContext, save_every: float) -> Row:
+    """Feed the text of these files while a board shows the way; its row.
+
+    Args:
+        save_every: seconds between two saves; 0: none.
+    """
     before, start = context.memory.tokens, time.perf_counter()
 
     def look() -> None:
@@ -223,7 +252,7 @@ async def read(names: list[str], context: StreamingContext, save_every: float) -
                 beside = [group.create_task(keep_looking())]
                 if save_every:
                     beside.append(group.create_task(keep_saving()))
-                report = await context.feed(pieces(names))
+                report = await context.feed(text)
                 row.set(report.tokens, report.seconds, context.memory)
                 for task in beside:
                     task.cancel()

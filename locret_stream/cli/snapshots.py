@@ -17,6 +17,7 @@ from locret_stream.cli.common import (
     in_bytes,
     out,
     print_json,
+    stdin_is_terminal,
 )
 from locret_stream.errors import ConfigError
 
@@ -37,6 +38,9 @@ Examples:
   # the session with its forks, its log and its key
   locret-stream snapshots forget alice"""
 
+ADVICE = ("Of a damaged one: `run --session NAME --on-mismatch rebuild` reads its log again; `snapshots delete NAME "
+          "--generation NUMBER` goes back to the one before.")
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Name = Annotated[str, typer.Argument(help="Of a session or a fork.")]
 app = typer.Typer(help=HELP, rich_markup_mode="rich", no_args_is_help=True)
 
@@ -62,21 +66,32 @@ def info(name: Name, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: 
 def verify(name: Annotated[str | None, typer.Argument(help="Of a session or a fork; all without.")] = None,
            store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
     found = open_store(store, key).verify(name)
-    bad = [one for one in found if one.problem]
+    bad = [one for one in found if one.problem and not one.locked]
+    locked = [one for one in found if one.locked]
     if as_json:
-        print_json({"snapshots": [_plain(one) for one in found], "sound": len(found) - len(bad)})
+        print_json({"snapshots": [_plain(one) for one in found], "sound": len(found) - len(bad) - len(locked)})
+    elif not found:
+        err.print(f"nothing is stored in {store}", soft_wrap=True)
     else:
         for one in bad:
             out.print(f"{_line(one.name)} {one.generation}: {one.problem}", soft_wrap=True)
-        out.print(f"{len(found) - len(bad)} of {len(found)} snapshots are sound")
-    if bad:
+        unchecked = f", {len(locked)} not checked for want of their key" if locked else ""
+        sound = len(found) - len(bad) - len(locked)
+        out.print(f"{sound} of {len(found)} snapshots are sound{unchecked}", soft_wrap=True)
+        if bad:
+            err.print(ADVICE, soft_wrap=True)
+    if bad or not found:
         raise typer.Exit(1)
 
 
 @app.command("delete", help="Delete one snapshot, or all of a name; forks keep theirs.")
 def delete(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the one to delete.")] = None,
-           store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
-    gone = open_store(store, key).delete(name, generation)
+           yes: Yes = False, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
+    opened = open_store(store, key)
+    if generation is None:
+        opened.info(name)  # raises where there is nothing of that name
+        confirm(f"Delete all snapshots of {name!r} in {opened.url}?", yes)
+    gone = opened.delete(name, generation)
     _say({"deleted": gone}, f"deleted {len(gone)} of {_line(name)}", as_json)
 
 
@@ -88,15 +103,26 @@ def gc(name: Annotated[str | None, typer.Argument(help="Of a session; all withou
 
 
 @app.command("forget", help="Remove a session whole: snapshots, forks, log, key.")
-def forget(name: Name, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-           store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
+def forget(name: Name, yes: Yes = False, store: StoreUrl = DEFAULT_STORE, key: Key = None,
+           as_json: Json = False) -> None:
     opened = open_store(store, key)
-    if not yes:
-        if as_json:
-            raise ConfigError("forgetting cannot be undone; expected --yes beside --json")
-        typer.confirm(f"Forget {name!r} in {opened.url}, with its forks, for ever?", abort=True, err=True)
+    if as_json and not yes:
+        raise ConfigError("forgetting cannot be undone; expected --yes beside --json")
+    confirm(f"Forget {name!r} in {opened.url}, with its forks, for ever?", yes)
     gone = opened.forget(name)
     _say({"removed": gone}, f"removed {len(gone)} files of {_line(name)}", as_json)
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask, unless that was answered beforehand.
+
+    Raises:
+        ConfigError: there is nobody to ask.
+    """
+    if not yes:
+        if not stdin_is_terminal():
+            raise ConfigError(f"{question} Nobody is there to say so; expected --yes")
+        typer.confirm(question, abort=True, err=True)
 
 
 def _plain(value: Any) -> Any:
@@ -130,12 +156,11 @@ def _show(found: list[Snapshot], as_json: bool, nothing: str) -> None:
                       in_bytes(one.bytes), "yes" if one.log else "no", "yes" if one.encrypted else "no")
     if table.row_count:
         out.print(table)
-    damaged = [one for one in found if one.problem]
-    for one in damaged:
-        err.print(f"{_line(one.name)}, number {one.generation}: {one.problem}", soft_wrap=True)
-    if damaged:
-        err.print("Of a damaged one: `run --session NAME --on-mismatch rebuild` reads its log again; `snapshots delete "
-                  "NAME --generation NUMBER` goes back to the one before.", soft_wrap=True)
+    for one in found:
+        if one.problem:
+            err.print(f"{_line(one.name)}, number {one.generation}: {one.problem}", soft_wrap=True)
+    if any(one.problem and not one.locked for one in found):
+        err.print(ADVICE, soft_wrap=True)
         raise typer.Exit(1)
 
 

@@ -26,7 +26,7 @@ from locret_stream.errors import (
     NoSlot,
     SnapshotError,
 )
-from locret_stream.snapshot import Branch, Restored, Snapshot
+from locret_stream.snapshot import Branch, Restored, Snapshot, check_name
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +77,12 @@ class StreamingContext:
     Attributes:
         name: of the session, or how it is called in messages.
         resumed: it goes on from a stored session; False for one that begins.
+        rebuilt: why it was fed again from its log (`on_mismatch="rebuild"`), "" if it was not.
     """
 
     def __init__(self, host: Host, name: str, *, system: str | None, raw: bool | None, trusted: bool,
                  stored: bool = False, on_mismatch: str = "raise", _fork_of: StreamingContext | None = None):
-        self.name, self.resumed = name, False
+        self.name, self.resumed, self.rebuilt = name, False, ""
         self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
         self.stored, self._on_mismatch = stored, on_mismatch
         self._session: Session | None = None
@@ -154,7 +155,7 @@ class StreamingContext:
                 except BaseException:
                     branch.close()
                     raise
-                self.resumed = True
+                self.resumed, self.rebuilt = True, session.rebuilt
                 return session
         return await saving.begin(self._host, branch, slot, self._system, raw=self._raw, trusted=self._trusted)
 
@@ -316,6 +317,25 @@ class StreamingContext:
             StaleOwner: another owner saved this session meanwhile. StoreError. Nothing was acknowledged then.
         """
         return await self._save(self._stored_session("snapshot"))
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether anything was accepted or held since the last save; False for a context that is not stored."""
+        session = self._live
+        return session.branch is not None and saving.unsaved(session)
+
+    async def save_as(self, name: str) -> Snapshot:
+        """Save under a new name, and go on under it: as a fork of that name would, in this context's place.
+
+        What is left for a stale owner, who cannot save under the old name any more and has all it knows.
+
+        Raises:
+            ConfigError: the store has something of that name. Otherwise as `snapshot`.
+        """
+        session = self._stored_session("save_as")
+        await to_the_end(saving.move(session, check_name(name)))
+        self.name = name
+        return await self._save(session)
 
     async def _save(self, session: Session) -> Snapshot:
         done = await saving.save(session)

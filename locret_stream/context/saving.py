@@ -200,6 +200,19 @@ async def fork(origin: Session, slot: int, name: str | None) -> Session:
     return session
 
 
+async def move(session: Session, name: str) -> None:
+    """Let a stored session go on under a new name, where nothing is saved yet.
+
+    Raises:
+        ConfigError: the store has something of that name. ContextBusy: a `turn()` is open.
+    """
+    async with session.still():
+        old = session.branch
+        session.branch = await storing(session.host, old.fork, name, session.state.seen)
+        session.saved_at = None
+        old.close()
+
+
 async def restore(host: Host, branch: Branch, slot: int, generation: int | None = None) -> Session:
     """The session of a snapshot in a slot of its own.
 
@@ -277,6 +290,7 @@ async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> S
             await session.take(ids[start:start + host.engine.chunk_size].tolist())
     session.frame, session.segmenter, session.left_by_break = frame, segmenter, found.frame.left_by_break
     session.segments.extend(segments)
+    session.rebuilt = str(why)
     return session
 
 

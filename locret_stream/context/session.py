@@ -68,6 +68,7 @@ class Session:
         self.branch: Branch | None = None  # where it is stored
         self.system = ""  # digest of the system text, "" without
         self.saved_at: object = None  # what the newest save saw
+        self.rebuilt = ""  # why it was fed again from its log
         self.returning: Future[None] | None = None  # while a slot is found for it again
         self.away = False  # its units are in the store, its slot is another's
         self.steps, self.used_at = 0, time.monotonic()  # steps under way; when the last one was given

@@ -42,7 +42,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         created: seconds since 1970. tokens: accepted. units: held, over all layers and KV heads.
         log: whether its token ids are stored too, so that it could be rebuilt.
         bytes: all files it needs. bytes_written: of these, by this save; 0 for one that was only looked at.
-        problem: why it cannot be read; the rest is then what its place tells.
+        problem: why it cannot be read; the rest is then what its place tells. locked: for want of its key.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     log: bool
     bytes_written: int = 0
     problem: str = ""
+    locked: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,11 @@ class Branch:
             found, highest = self.vault.generations(self.name)
             if not found:
                 raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.vault.files.url}")
+            self.vault.expect_one_way()  # now, not after a day of reading
             number = found[-1] if generation is None else generation
+            if number not in found:
+                raise SnapshotNotFound(f"there is no snapshot {number} of {self.name!r}; expected one of {found}: "
+                                       "`Store(keep_last=...)` says how many stay")
             try:
                 restored, pages, own = self._read(number, identity, geometry, capacity)
                 break

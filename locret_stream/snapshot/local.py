@@ -65,6 +65,8 @@ class LocalFiles:
 
     def __init__(self, root: str | Path, posix: Posix | None = None):
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        if os.path.exists(self.root) and not os.path.isdir(self.root):
+            raise StoreError(f"{self.root} is no folder; expected one, or nothing yet")
         self.url, self.posix = self.root, posix or Posix()
         self._durable: set[tuple[str, int]] = set()  # folders (path, inode) whose place above was synced from here
 

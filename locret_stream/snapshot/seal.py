@@ -30,6 +30,10 @@ SALT, TAG, SEGMENT = 32, 16, 1 << 20
 KEY_BYTES = 32
 
 
+class Locked(StoreError):
+    """A session whose key was not given, or another; inside the room only."""
+
+
 def user_key(key: bytes | str | None) -> bytes | None:
     """The key that a user gave: 32 bytes, or 64 hexadecimal digits.
 
@@ -64,14 +68,14 @@ def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
     """The data key of the session in a folder.
 
     Raises:
-        StoreError: another user's key, or a damaged file.
+        Locked: another user's key, or a damaged file.
     """
     cipher = _cipher()
     try:
         return cipher.AESGCM(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), folder.encode())
     except (cipher.InvalidTag, ValueError):
-        raise StoreError("the session's key does not open with the key given; expected the one it was made with"
-                         ) from None
+        raise Locked(f"{folder} is encrypted, and its key does not open with the one given; expected the one it was "
+                     "made with") from None
 
 
 def sealed_size(size: int) -> int:

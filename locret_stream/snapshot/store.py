@@ -24,7 +24,7 @@ from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.log import read_part
 from locret_stream.snapshot.pages import PageRef
 from locret_stream.snapshot.remote import RemoteFiles
-from locret_stream.snapshot.seal import user_key
+from locret_stream.snapshot.seal import Locked, user_key
 from locret_stream.snapshot.vault import FOLDER, Vault, alias, folder_of, hashed, leads
 
 GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
@@ -38,11 +38,12 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that was read whole: what is wrong with it, or "" for nothing."""
+    """A snapshot that was read whole: what is wrong with it, or "" for nothing; `locked` if its key was not given."""
 
     name: str
     generation: int
     problem: str = ""
+    locked: bool = False
 
 
 class Store:
@@ -157,7 +158,7 @@ class Store:
                         read_part(body, sections, f"log part {ref.name}")
                     good.add(ref.name)
         except SnapshotError as error:
-            return Verified(name=branch, generation=number, problem=str(error))
+            return Verified(name=branch, generation=number, problem=str(error), locked=isinstance(error, Locked))
         return Verified(name=branch, generation=number)
 
     def _vaults(self) -> Iterator[Vault]:
@@ -185,7 +186,7 @@ class Store:
             name = self._name_of(vault, folder) or f"{vault.folder}/{path}"
             return Snapshot(name=name, session="", generation=int(file.removesuffix(".snap")), parent="", created=0.0,
                             tokens=0, units=0, bytes=0, library="", encrypted=vault.encrypted, log=False,
-                            problem=str(error))
+                            problem=str(error), locked=isinstance(error, Locked))
         return describe(manifest, size, vault.encrypted)
 
     def _name_of(self, vault: Vault, folder: str) -> str | None:

@@ -341,6 +341,14 @@ class Vault:
         """
         self._key()
 
+    def expect_one_way(self) -> None:
+        """Raises:
+            StoreError: the store was given a key, and what is here was stored without one.
+        """
+        if self._user_key is not None and self.exists and not self.encrypted:
+            raise StoreError("this session was stored without encryption and the store was given a key; expected no "
+                             "key, or a new session")
+
     @property
     def key_stands(self) -> bool:
         """Whether the session still is encrypted as what was written: with this key, or not at all."""
@@ -365,13 +373,11 @@ class Vault:
     def _find_key(self, make: bool) -> None:
         if self.encrypted:
             if self._user_key is None:
-                raise StoreError("this session is encrypted; expected the store's key (`key=...`, or LOCRET_KEY)")
+                raise seal.Locked(f"{self.folder} is encrypted; expected the store's key (`key=...`, or LOCRET_KEY)")
             wrapped = bytes(self.files.read(f"{self.folder}/key", 1024))
             self._data_key, self._wrapped = seal.unwrap(wrapped, self._user_key, self.folder), wrapped
         elif self._user_key is not None and make:
-            if self.exists:
-                raise StoreError("this session was stored without encryption and the store was given a key; expected "
-                                 "no key, or a new session")
+            self.expect_one_way()
             fresh = seal.new_data_key()
             wrapped = seal.wrap(fresh, self._user_key, self.folder)
             try:

@@ -375,6 +375,37 @@ async def test_a_session_that_was_told_nothing_leaves_nothing(tmp_path: Path):
         assert [one.name for one in runtime.store.list()] == ["a", "b"]
 
 
+async def test_a_stale_owner_goes_on_under_a_new_name_with_all_it_has(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a") as stale:
+            await stale.feed(LONG)
+            await stale.snapshot()
+            async with tiny(store=tmp_path) as other, other.open("a") as owner:
+                await owner.feed("what the other one says\n")
+            await stale.feed(LONG)
+            before = settled(await snap(stale))
+            with pytest.raises(StaleOwner):
+                await stale.snapshot()
+            assert stale.unsaved
+            with pytest.raises(ConfigError, match="has a session of that name"):
+                await stale.save_as("a")
+            saved = await stale.save_as("a, too")
+            assert (saved.name, stale.name, stale.unsaved) == ("a, too", "a, too", False)
+            await stale.feed(LONG)
+        async with runtime.open("a, too") as again:
+            await again.rewind(1)
+            expect_same(settled(await snap(again)), before)
+        assert {one.name for one in runtime.store.list()} == {"a", "a, too"}
+
+
+async def test_a_key_for_a_session_without_one_is_refused_at_once(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a") as ctx:
+        await ctx.feed(LONG)
+    async with tiny(store=tmp_path, key="5a" * 32) as runtime:
+        with pytest.raises(StoreError, match="without encryption"):
+            await runtime.open("a").__aenter__()
+
+
 async def test_rewind_takes_a_number_or_a_snapshot_of_this_session(tmp_path: Path):
     async with tiny(store=tmp_path) as runtime, runtime.open("a") as ctx, runtime.open("b") as other:
         await ctx.feed(LONG)

@@ -211,7 +211,7 @@ def test_a_wrapped_key_opens_with_the_key_and_for_the_session_it_was_wrapped_for
     assert OTHER not in wrapped and len(wrapped) == 12 + 32 + 16
     assert wrap(OTHER, KEY, "s-1") != wrapped  # a nonce is never used twice
     for key, session in ((OTHER, "s-1"), (KEY, "s-2"), (KEY, "")):
-        with pytest.raises(StoreError, match="does not open with the key given"):
+        with pytest.raises(StoreError, match="does not open with the one given"):
             unwrap(wrapped, key, session)
 
 

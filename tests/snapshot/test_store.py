@@ -703,9 +703,13 @@ def test_a_plain_session_is_not_continued_in_an_encrypted_store(tmp_path):
     save(branch, toy)
     before = everything(store.url)
     keyed = again(store, key=KEY)
-    branch, toy = resume(keyed, "alice")
+    with pytest.raises(StoreError, match="was stored without encryption"):  # before any work is done
+        resume(keyed, "alice")
+    late = keyed.branch("alice")
+    late.begin()
+    late.head = 1
     with pytest.raises(StoreError, match="was stored without encryption"):
-        save(branch, toy.feed(9, branch))
+        save(late, Toy(1).feed(9, late))
     assert everything(store.url) == before
     fresh, other = begin(keyed, "bob", tokens=30)
     assert save(fresh, other).encrypted and holds(keyed, "bob", other.record())
