@@ -58,9 +58,7 @@ async def save(session: Session) -> Snapshot:
 async def _save(session: Session) -> Snapshot:
     host, branch, engine, state = session.host, session.branch, session.host.engine, session.state
     async with session.still():
-        if session.before_commit is not None:  # looked at here: a turn may have begun while this waited
-            raise ContextBusy("snapshot() was called inside a turn(), which may still be undone; expected it after the "
-                              "turn")
+        _expect_no_turn(session, "snapshot")
         position, frame, held = state.position, frame_of(session), held_of(session)
         moment = await session.step(lambda: engine.moment(state, position))
         moment = dataclasses.replace(moment, frame=frame, state={**moment.state, "held": held})
@@ -79,6 +77,16 @@ async def _save(session: Session) -> Snapshot:
             await storing(host, save.__exit__)
     session.saved_at = (position, held.numpy().tobytes(), frame)
     return done
+
+
+def _expect_no_turn(session: Session, what: str) -> None:
+    """Looked at once `still` was entered: a turn may have begun while that waited.
+
+    Raises:
+        ContextBusy.
+    """
+    if session.before_commit is not None:
+        raise ContextBusy(f"{what}() was called inside a turn(), which may still be undone; expected it after the turn")
 
 
 async def spill(session: Session) -> bool:
@@ -207,6 +215,7 @@ async def move(session: Session, name: str) -> None:
         ConfigError: the store has something of that name. ContextBusy: a `turn()` is open.
     """
     async with session.still():
+        _expect_no_turn(session, "save_as")
         old = session.branch
         session.branch = await storing(session.host, old.fork, name, session.state.seen)
         session.saved_at = None

@@ -115,7 +115,7 @@ class Branch:
                 raise SnapshotNotFound(f"there is no snapshot {number} of {self.name!r}; expected one of {found}: "
                                        "`Store(keep_last=...)` says how many stay")
             try:
-                restored, pages, own = self._read(number, identity, geometry, capacity)
+                restored, pages, own = self._read(self.name, number, identity, geometry, capacity)
                 break
             except SnapshotError:
                 # Nothing holds collectors off while this reads. Was it deleted meanwhile, a newer one is there.
@@ -138,16 +138,16 @@ class Branch:
         self.vault.refresh()
         name, number, digest = self.base
         with suppress(SnapshotNotFound):
-            restored, _, own = self._read(number, identity, geometry, capacity)
+            restored, _, own = self._read(name, number, identity, geometry, capacity)
             if own == digest:
                 return restored
         raise StaleOwner(f"snapshot {number} of {name!r}, where this context waits, is not there any more, or another "
                          "one stands in its place; expected nobody to delete it while the context is open")
 
-    def _read(self, number: int, identity: Identity | None, geometry: Geometry,
+    def _read(self, name: str, number: int, identity: Identity | None, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
-        manifest, sections, own = self.vault.read_manifest(self.name, number)
-        what = f"snapshot {number} of {self.name!r}"
+        manifest, sections, own = self.vault.read_manifest(name, number)
+        what = f"snapshot {number} of {name!r}"
         if identity is not None:
             expect_same(manifest.identity, identity, what)
         check_manifest(manifest, sections, capacity, what)
@@ -170,11 +170,12 @@ class Branch:
         return Restored(manifest, {**units, **state}), tuple(pages), own
 
     def _spool(self, start: int) -> Spool:
-        with self.logging():
+        with self.keeping_log():
             return Spool(start, hidden=self.vault.hides)
 
     @contextmanager
-    def logging(self) -> Iterator[None]:
+    def keeping_log(self) -> Iterator[None]:
+        """System errors of the spool as StoreError, saying what is needed."""
         try:
             yield
         except OSError as error:
@@ -250,7 +251,7 @@ class Branch:
             StoreError: the spool cannot be written.
         """
         if self.spool is not None:
-            with self.logging():
+            with self.keeping_log():
                 self.spool.append(ids, position)
 
     def fork(self, name: str, seen: int) -> Branch:
@@ -268,7 +269,7 @@ class Branch:
         twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
         twin.log = self.log
         if self.spool is not None:
-            with self.logging():
+            with self.keeping_log():
                 twin.spool = twin._spool(self.spool.start)
                 twin.spool.append(self.spool.read(seen))
         return twin

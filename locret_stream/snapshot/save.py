@@ -202,7 +202,7 @@ class Save:
     def _log_parts(self, end: int) -> tuple[LogRef, ...]:
         """The log up to `end`, its newest parts put together with what the spool holds."""
         branch = self.branch
-        with branch.logging():
+        with branch.keeping_log():
             ids = branch.spool.read(end)
         stay = branch.log
         for _ in range(absorbed(branch.log, len(ids))):

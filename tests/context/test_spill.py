@@ -205,6 +205,27 @@ async def test_a_context_that_is_lost_keeps_nobody_from_opening_another(tmp_path
                 assert idle._session.away and not lost._session.away
 
 
+async def test_one_that_is_away_can_be_saved_under_a_new_name(tmp_path: Path):
+    async with one_away(tmp_path) as (runtime, away, _):
+        tokens = away.memory.tokens
+        saved = await away.save_as("a, too")
+        assert (saved.name, saved.tokens) == ("a, too", tokens)
+        await away.feed(TEXT)
+    async with tiny(store=tmp_path) as runtime, runtime.open("a, too") as again, tiny() as plain, plain.open() as twin:
+        await twin.feed(TEXT)
+        await twin.feed(TEXT)
+        expect_same(settled(await snap(again)), settled(await snap(twin)))
+
+
+async def test_a_turn_that_may_be_undone_keeps_its_session_where_it_is(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a") as ctx:
+        await ctx.feed(TEXT)
+        async with ctx.turn():
+            with pytest.raises(ContextBusy, match="save_as"):
+                await ctx.save_as("b")
+        assert ctx.name == "a" and ctx._session.branch.name == "a"
+
+
 # -- closing a runtime ------------------------------------------------------------------------------------------------
 
 
