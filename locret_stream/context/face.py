@@ -8,8 +8,6 @@ import logging
 from collections.abc import AsyncIterator
 from types import TracebackType
 
-import msgspec
-
 from locret_stream.config import Sampling
 from locret_stream.context import saving
 from locret_stream.context.host import Host
@@ -17,6 +15,7 @@ from locret_stream.context.session import CLOSED, REWOUND, Session, to_the_end
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
 from locret_stream.context.turns import Turn
+from locret_stream.context.values import Memory, generation_of, sampling_of
 from locret_stream.engine import Receipts
 from locret_stream.errors import (
     ConfigError,
@@ -26,42 +25,10 @@ from locret_stream.errors import (
     NoSlot,
     SnapshotError,
 )
-from locret_stream.snapshot import Branch, Restored, Snapshot, check_name
+from locret_stream.snapshot import NOTE_LIMIT, Branch, Restored, Snapshot, check_name
+from locret_stream.snapshot.identity import digest_text
 
 _log = logging.getLogger(__name__)
-
-
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a context holds. Units are per KV head and layer.
-
-    tokens: accepted since the beginning. pending: of these, not committed yet. held: token ids and characters that were
-    pulled from a source and not accepted yet; the next feed takes them first. units: committed, per layer.
-    capacity: the most that units and the tail may take, per layer. peak: the most they ever took.
-    bytes_resident: of this context's slot, as its tensors are; 0 while it waits in the store. bytes_full_cache: K and
-    V of all accepted tokens, what a cache that never evicts would need.
-    """
-
-    tokens: int
-    pending: int
-    held: int
-    units: tuple[int, ...]
-    capacity: tuple[int, ...]
-    peak: tuple[int, ...]
-    bytes_resident: int
-    bytes_full_cache: int
-
-
-def _sampling(base: Sampling | None, options: dict[str, object]) -> Sampling:
-    """Settings of one generation; `stop` may be a single string."""
-    if base is not None and not isinstance(base, Sampling):
-        raise ConfigError(f"sampling is a {type(base).__name__}; expected a Sampling, or its fields as options")
-    stop = options.get("stop", ())
-    if isinstance(stop, (str, list)) or stop is None:
-        options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    unknown = sorted(set(options) - set(Sampling.__struct_fields__))
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(Sampling.__struct_fields__)}")
-    return msgspec.structs.replace(base, **options) if base is not None else Sampling(**options)
 
 
 class StreamingContext:
@@ -78,13 +45,16 @@ class StreamingContext:
         name: of the session, or how it is called in messages.
         resumed: it goes on from a stored session; False for one that begins.
         rebuilt: why it was fed again from its log (`on_mismatch="rebuild"`), "" if it was not.
+        expendable: without a store: whether it may be closed, while nothing runs in it, when its slot is needed.
     """
 
     def __init__(self, host: Host, name: str, *, system: str | None, raw: bool | None, trusted: bool,
-                 stored: bool = False, on_mismatch: str = "raise", _fork_of: StreamingContext | None = None):
+                 stored: bool = False, on_mismatch: str = "raise", at: int | None = None,
+                 _fork_of: StreamingContext | None = None):
         self.name, self.resumed, self.rebuilt = name, False, ""
         self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
-        self.stored, self._on_mismatch = stored, on_mismatch
+        self.stored, self._on_mismatch, self._at = stored, on_mismatch, at
+        self.expendable = False
         self._session: Session | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -109,10 +79,11 @@ class StreamingContext:
                         trace: TracebackType | None) -> None:
         await self.aclose()
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, save: bool = True) -> None:
         """Give the slot back; a stored context is saved first (`autosave`). Idempotent.
 
-        Running operations end as if cancelled.
+        Running operations end as if cancelled. With save=False what was not saved is dropped: the session then rests
+        at its newest snapshot.
 
         Raises:
             StaleOwner, StoreError: it could not be saved; it is closed all the same.
@@ -121,7 +92,7 @@ class StreamingContext:
         if session is None or session.closed:
             return
         try:
-            if session.branch is not None and self._host.autosave and session.before_commit is None:
+            if save and session.branch is not None and self._host.autosave and session.before_commit is None:
                 if saving.unsaved(session):
                     await self._save(session)
         finally:
@@ -148,9 +119,10 @@ class StreamingContext:
         branch = None
         if self.stored:
             branch = await saving.storing(self._host, self._host.store.branch, self.name)
-            if await saving.storing(self._host, self._host.store.has, self.name):
+            if self._at != 0 and (self._at or await saving.storing(self._host, self._host.store.has, self.name)):
                 try:
-                    session = await saving.resume(self._host, branch, slot, rebuild=self._on_mismatch == "rebuild")
+                    session = await saving.resume(self._host, branch, slot, self._at,
+                                                  rebuild=self._on_mismatch == "rebuild")
                     saving.check_system(session, self.name, self._system, self._raw)
                 except BaseException:
                     branch.close()
@@ -232,16 +204,18 @@ class StreamingContext:
     # -- giving out -------------------------------------------------------------------------------------------
 
     def generate(self, prompt: str | list[int] | None = None, *, sampling: Sampling | None = None,
-                 **options: object) -> Generation:
+                 skip_special: bool = True, **options: object) -> Generation:
         """Reply to what was fed, and to `prompt` if there is one; memory then holds prompt and reply.
 
         With a template the open user turn is closed, the reply gets a turn of its own, and that is closed however
         the generation ends. Options are those of `Sampling` (max_new_tokens, temperature, top_p, stop, seed, ...).
+        `skip_special=False` shows special tokens in the text too; the end marker never.
 
         Raises:
             ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to.
         """
-        return Generation(self._live, prompt, _sampling(sampling, options), name="generate")
+        return Generation(self._live, prompt, sampling_of(sampling, options), name="generate",
+                          skip_special=skip_special)
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
                   **options: object) -> str:
@@ -253,7 +227,7 @@ class StreamingContext:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
                 only one. Otherwise as `generate`.
         """
-        session, settings = self._live, _sampling(sampling, options)
+        session, settings = self._live, sampling_of(sampling, options)
         if isinstance(question, (str, bytes, list)) and not question:
             raise InputError(f"ask() was called with {question!r}; expected a question")
         if session.holds_scratch and self._host.scratch == 1:
@@ -324,6 +298,19 @@ class StreamingContext:
         session = self._live
         return session.branch is not None and saving.unsaved(session)
 
+    @property
+    def note(self) -> bytes:
+        """The caller's own, up to 64 KiB: every save writes it beside the rest (`Snapshot.note`), and opening or
+        rewinding brings it back. Forks begin with it; what is never set is b""."""
+        return self._live.note
+
+    @note.setter
+    def note(self, note: bytes) -> None:
+        if not isinstance(note, bytes) or len(note) > NOTE_LIMIT:
+            found = f"{len(note):,} bytes" if isinstance(note, bytes) else type(note).__name__
+            raise ConfigError(f"note is {found}; expected at most {NOTE_LIMIT:,} bytes")
+        self._live.note = note
+
     async def save_as(self, name: str) -> Snapshot:
         """Save under a new name, and go on under it: as a fork of that name would, in this context's place.
 
@@ -349,7 +336,9 @@ class StreamingContext:
             _log.warning("%r was saved, but older snapshots could not be cleared away: %s", self.name, error)
 
     async def rewind(self, generation: int | Snapshot) -> None:
-        """Go back to an earlier snapshot of this session, by its number; operations that are still around are dead.
+        """Go to another snapshot of this session, by its number; operations that are still around are dead.
+
+        0 is the beginning, before anything was told; a system text given to `open` is there again.
 
         The next save goes on from there under a new number, and the snapshots in between stay (see `keep_last`).
 
@@ -359,11 +348,10 @@ class StreamingContext:
             ContextBusy: a feed, a generation or a turn is running.
         """
         session = self._stored_session("rewind")
-        if isinstance(generation, Snapshot) and generation.name == self.name:
-            generation = generation.generation
-        if not isinstance(generation, int) or isinstance(generation, bool):
-            raise ConfigError(f"rewind() was given {generation!r}; expected the number of a snapshot of {self.name!r}, "
-                              "or what snapshot() returned")
+        number = generation_of(generation, self.name)
+        if number == 0 and session.system and digest_text(self._system or "") != session.system:
+            raise ConfigError(f"{self.name!r} was begun with a system text, which is not known here; expected "
+                              "open(name, system=...) before rewind(0), or a new session")
         if session.busy is not None or session.before_commit is not None:
             raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
                               "expected it to be finished first")
@@ -372,20 +360,31 @@ class StreamingContext:
             async with session.still():
                 await session.step(lambda: None)  # one that waits in the store has no slot to be restored into
                 await saving.storing(self._host, session.branch.expect_newest)
-                restored = await saving.storing(self._host, lambda: branch.load(
-                    self._host.identity, self._host.geometry, self._host.engine.budgets, generation))
+                restored = None if number == 0 else await saving.storing(self._host, lambda: branch.load(
+                    self._host.identity, self._host.geometry, self._host.engine.budgets, number))
                 await to_the_end(self._replace(session, branch, restored))
         finally:
             if self._session is session:
                 branch.close()
 
-    async def _replace(self, session: Session, branch: Branch, restored: Restored) -> None:
-        """The restored session in the slot of this one, which ends once nothing can fail any more."""
-        past = await saving.revive(self._host, branch, restored, session.state.store.slot)
+    async def _replace(self, session: Session, branch: Branch, restored: Restored | None) -> None:
+        """The restored session, None for one from nothing, in the slot of this one, which ends once nothing can fail
+        any more."""
+        slot = session.state.store.slot
+        if restored is None:
+            past = await saving.begin(self._host, branch, slot, self._system if session.system else None,
+                                      raw=session.raw, trusted=session.trusted)
+        else:
+            past = await saving.revive(self._host, branch, restored, slot)
         session.end(REWOUND)
         session.close_branch()
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
         self._session = past  # here, as a cancellation comes after this has run
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or not opened yet."""
+        return self._session is None or bool(self._session.closed)
 
     @property
     def away(self) -> bool:
@@ -396,12 +395,20 @@ class StreamingContext:
     def idle_since(self) -> float | None:
         """When it was used last, if it could wait in the store now and holds a slot; for the loop it lives in."""
         session = self._session
-        if session is None or session.branch is None or not session.idle or session.away or session.state.broken:
+        if session is None or not session.idle or session.away or session.state.broken:
+            return None
+        if session.branch is None and not self.expendable:
             return None
         return session.used_at if self._loop is asyncio.get_running_loop() else None
 
     async def spill(self) -> bool:
-        """Wait in the store: save, and give the slot away until the next use. False if it was used meanwhile."""
+        """Wait in the store: save, and give the slot away until the next use. False if it was used meanwhile.
+
+        One without a store, which is expendable then, is closed.
+        """
+        if self._live.branch is None:
+            await self.aclose()
+            return True
         done = await saving.spill(self._live)
         if done:
             await self._prune(self._session)

@@ -59,9 +59,9 @@ async def _save(session: Session) -> Snapshot:
     host, branch, engine, state = session.host, session.branch, session.host.engine, session.state
     async with session.still():
         _expect_no_turn(session, "snapshot")
-        position, frame, held = state.position, frame_of(session), held_of(session)
+        position, frame, held, note = state.position, frame_of(session), held_of(session), session.note
         moment = await session.step(lambda: engine.moment(state, position))
-        moment = dataclasses.replace(moment, frame=frame, state={**moment.state, "held": held})
+        moment = dataclasses.replace(moment, frame=frame, note=note, state={**moment.state, "held": held})
         identity = await storing(host, lambda: host.identity)  # the first time it hashes all weights
         save = Save(branch, moment, identity, host.geometry)
         await storing(host, save.__enter__)
@@ -75,7 +75,7 @@ async def _save(session: Session) -> Snapshot:
             done = await storing(host, save.finish, host.library, moment.seen)
         finally:
             await storing(host, save.__exit__)
-    session.saved_at = (position, held.numpy().tobytes(), frame)
+    session.saved_at = (position, held.numpy().tobytes(), frame, note)
     return done
 
 
@@ -141,8 +141,8 @@ def unsaved(session: Session) -> bool:
     return session.saved_at != _told(session)
 
 
-def _told(session: Session) -> tuple[int, bytes, Frame]:
-    return session.state.position, held_of(session).numpy().tobytes(), frame_of(session)
+def _told(session: Session) -> tuple[int, bytes, Frame, bytes]:
+    return session.state.position, held_of(session).numpy().tobytes(), frame_of(session), session.note
 
 
 def frame_of(session: Session) -> Frame:
@@ -180,10 +180,10 @@ async def begin(host: Host, branch: Branch | None, slot: int, system: str | None
     return session
 
 
-async def resume(host: Host, branch: Branch, slot: int, *, rebuild: bool) -> Session:
+async def resume(host: Host, branch: Branch, slot: int, generation: int | None = None, *, rebuild: bool) -> Session:
     """The stored session, as it was; with `rebuild` out of its log where that cannot be."""
     try:
-        return await restore(host, branch, slot)
+        return await restore(host, branch, slot, generation)
     except (SnapshotMismatch, SnapshotCorrupt) as error:
         if not rebuild:
             raise _saying(error, 'on_mismatch="rebuild" (--on-mismatch rebuild) feeds its log again') from None
@@ -255,7 +255,7 @@ async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> S
     session = Session(host, state, turn, raw=frame.raw, trusted=frame.trusted)
     session.segmenter, session.left_by_break = segmenter, frame.left_by_break
     session.segments.extend(segments)
-    session.branch, session.system = branch, frame.system
+    session.branch, session.system, session.note = branch, frame.system, restored.manifest.note
     session.saved_at = _told(session)
     return session
 

@@ -67,6 +67,7 @@ class Session:
         self.closed: str | None = None
         self.branch: Branch | None = None  # where it is stored
         self.system = ""  # digest of the system text, "" without
+        self.note = b""  # the caller's own, saved beside the rest
         self.saved_at: object = None  # what the newest save saw
         self.rebuilt = ""  # why it was fed again from its log
         self.returning: Future[None] | None = None  # while a slot is found for it again
@@ -339,7 +340,7 @@ class Session:
             return twin
 
         twin = Session(self.host, await self.step(copy), frame, raw=self.raw, trusted=self.trusted)
-        twin.system = self.system
+        twin.system, twin.note = self.system, self.note
         twin.segmenter, twin.segments, twin.ids, twin.left_by_break = held
         return twin
 
@@ -347,7 +348,7 @@ class Session:
         """Where the session is; `back_at` goes there."""
         state = self.state
         return Mark(state.seen, len(state.pending), self.frame, Segmenter(self.segmenter.held),
-                     deque(self.segments), deque(self.ids), self.left_by_break)
+                     deque(self.segments), deque(self.ids), self.left_by_break, self.note)
 
     def back_at(self, mark: Mark, backup: Session | None) -> Session:
         """A session at the mark, in place of this one, which ends: operations of it that are still around are dead.
@@ -359,6 +360,7 @@ class Session:
         past = Session(self.host, self.state if backup is None else backup.state, mark.frame, raw=self.raw,
                        trusted=self.trusted)
         past.branch, past.system, past.saved_at = self.branch, self.system, self.saved_at
+        past.note = mark.note
         past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
         past.left_by_break = mark.left_by_break
         past.away = self.away and backup is None  # then its slot is another's
@@ -376,3 +378,4 @@ class Mark:
     segments: deque[Segment]
     ids: deque[int]
     left_by_break: bool
+    note: bytes

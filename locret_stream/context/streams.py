@@ -213,11 +213,12 @@ class Generation(_Operation):
         finish_reason: None while it runs; "closed" when it was left before its end.
     """
 
-    def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str):
+    def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str,
+                 skip_special: bool = True):
         self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
         self._key = object()
         self._processors = processors(sampling)
-        self._detokenizer = Detokenizer(session.host.codec)
+        self._detokenizer = Detokenizer(session.host.codec, skip_special=skip_special)
         self._state: Literal["new", "prompt", "reply", "ended"] = "new"
         self._kept_back = ""  # text that may turn out to begin a stop string
         self._count = 0

@@ -109,7 +109,7 @@ class Runtime:
         self._loaders = (model, tokenizer)
         self._heads, self._policy, self._knobs = heads, policy, dict(knobs or {})
         self._budget, self._chunk_size, self._sinks, self._stabilizers = budget, chunk_size, sinks, stabilizers
-        self._max_live, self.scratch = max_live, scratch
+        self.max_live, self.scratch = max_live, scratch
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
@@ -172,7 +172,7 @@ class Runtime:
         self._check_open()
         config = self.engine.config
         twin = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
-                       chunk_size=config.chunk_size, max_live=self._max_live, scratch=self.scratch,
+                       chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
                        template=self._template, attn=self._attn, slot_timeout_s=self._timeout_s)
         twin._number = self._number + own_thread
         return twin
@@ -201,8 +201,8 @@ class Runtime:
         self.storing = ThreadPoolExecutor(2, thread_name_prefix="locret-store")
         shape = attachment.shape
         self.geometry = Geometry(shape.layers, shape.kv_heads, shape.head_dim, attachment.dtype)
-        numbers = list(range(self._max_live + self.scratch))
-        self._live_slots, self._scratch_slots = Slots(numbers[:self._max_live]), Slots(numbers[self._max_live:])
+        numbers = list(range(self.max_live + self.scratch))
+        self._live_slots, self._scratch_slots = Slots(numbers[:self.max_live]), Slots(numbers[self.max_live:])
         self._open = True
 
     def _engine(self, attachment: Attachment) -> Engine:
@@ -214,13 +214,13 @@ class Runtime:
         budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
                              sinks=self._sinks, stabilizers=self._stabilizers, shares=shares)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=self._policy, knobs=self._knobs)
-        slots = self._max_live + self.scratch
+        slots = self.max_live + self.scratch
         try:
             return Engine(attachment, config, policy, slots, shares=shares)
         except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
             size = slots * (budget.units + chunk_size) * attachment.shape.layers * attachment.shape.kv_heads * (
                 unit_bytes(attachment.shape, policy.planes))
-            raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self._max_live} + scratch "
+            raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self.max_live} + scratch "
                               f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
                               "smaller budget") from error
 
@@ -268,6 +268,11 @@ class Runtime:
         self.__dict__.pop("identity", None)
         del self.engine, self.attachment, self.model, self.tokenizer, self.worker
 
+    @property
+    def running(self) -> bool:
+        """Whether contexts can be opened in it now."""
+        return self._open and not self._closing
+
     def _check_open(self, but_closing: bool = False) -> None:
         if not self._open or (self._closing and not but_closing):
             raise ContextClosed(CLOSED)
@@ -280,7 +285,8 @@ class Runtime:
     # -- contexts ---------------------------------------------------------------------------------------------
 
     def open(self, name: str | None = None, *, system: str | None = None, raw: bool | None = None,
-             trusted: bool = False, on_mismatch: Literal["raise", "rebuild"] = "raise") -> StreamingContext:
+             trusted: bool = False, on_mismatch: Literal["raise", "rebuild"] = "raise",
+             at: int | None = None) -> StreamingContext:
         """A context; `async with` takes a slot for it, waiting in order.
 
         In a runtime with a store, a context with a name is a stored session: it goes on from its newest snapshot, or
@@ -293,6 +299,8 @@ class Runtime:
             trusted: special tokens written out in fed text become control tokens. Only for text you wrote yourself.
             on_mismatch: "rebuild" feeds the session's log again if its snapshot is damaged or was made by another
                 model, policy, budget or grid; that takes as long as reading it all did.
+            at: the snapshot of the session to go on from, by its number; None: the newest; 0: from nothing, while the
+                snapshots that are there stay.
 
         Raises (on entering):
             SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the session cannot go on; it is as it was.
@@ -301,12 +309,18 @@ class Runtime:
         self._check_open()
         if on_mismatch not in ("raise", "rebuild"):
             raise ConfigError(f"on_mismatch is {on_mismatch!r}; expected 'raise' or 'rebuild'")
+        if at is not None and on_mismatch == "rebuild":
+            raise ConfigError(f"at is {at} with on_mismatch='rebuild'; expected one of the two: a log is fed again to "
+                              "its end")
         stored = self.store is not None and name is not None
+        if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 0 or not stored):
+            raise ConfigError(f"at is {at!r}{'' if stored else ' without a stored session'}; expected the number of a "
+                              "snapshot of a session with a name, in a runtime with a store")
         if stored:
             check_name(name)
         self._names += 1
         return StreamingContext(self, name or f"context-{self._names}", system=system, raw=raw, trusted=trusted,
-                                stored=stored, on_mismatch=on_mismatch)
+                                stored=stored, on_mismatch=on_mismatch, at=at)
 
     async def forget(self, name: str) -> list[str]:
         """Remove a stored session with its forks, every file of it, and its key; returns their paths.
@@ -363,12 +377,12 @@ class Runtime:
         """
         self._check_open(but_closing=again)
         slots = self._scratch_slots if scratch else self._live_slots
-        if not scratch and self.store is not None:
+        if not scratch:
             await self._make_room()
         return await slots.acquire(self._timeout_s, "scratch (for ask and turn)" if scratch else "live")
 
     async def _make_room(self) -> None:
-        """Without a free slot, let the stored context that was idle longest wait in the store."""
+        """Without a free slot, let what was idle longest wait in the store, or close what is expendable."""
         tried: set[StreamingContext] = set()
         while not self._live_slots.free:
             idle = [(since, context) for context in self._contexts

@@ -1,12 +1,12 @@
 """Snapshots: `format` (bytes and their specification), `identity`, `store` (the public part)."""
 
 from locret_stream.snapshot.branch import Branch, Restored, Snapshot
-from locret_stream.snapshot.format import Frame
+from locret_stream.snapshot.format import NOTE_LIMIT, Frame
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.pages import Geometry, LayerUnits
 from locret_stream.snapshot.save import Moment, Save
 from locret_stream.snapshot.store import Collected, Store, Verified
 from locret_stream.snapshot.vault import check_name
 
-__all__ = ["Branch", "Collected", "Frame", "Geometry", "Identity", "LayerUnits", "Moment", "Restored", "Save",
-           "Snapshot", "Store", "Verified", "check_name"]
+__all__ = ["NOTE_LIMIT", "Branch", "Collected", "Frame", "Geometry", "Identity", "LayerUnits", "Moment", "Restored",
+           "Save", "Snapshot", "Store", "Verified", "check_name"]

@@ -42,6 +42,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         created: seconds since 1970. tokens: accepted. units: held, over all layers and KV heads.
         log: whether its token ids are stored too, so that it could be rebuilt.
         bytes: all files it needs. bytes_written: of these, by this save; 0 for one that was only looked at.
+        note: what the caller wrote beside it (`StreamingContext.note`).
         problem: why it cannot be read; the rest is then what its place tells. locked: for want of its key.
     """
 
@@ -57,6 +58,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool
     log: bool
     bytes_written: int = 0
+    note: bytes = b""
     problem: str = ""
     locked: bool = False
 
@@ -309,4 +311,4 @@ def describe(manifest: Manifest, size: int, encrypted: bool, written: int = 0) -
                     units=sum(ref.live for ref in manifest.pages), library=manifest.library, encrypted=encrypted,
                     log=manifest.log is not None,
                     bytes=size + sum(ref.size for ref in (*manifest.pages, *(manifest.log or ()))),
-                    bytes_written=written)
+                    bytes_written=written, note=manifest.note)

@@ -47,6 +47,7 @@ VERSION = 1
 PREAMBLE = struct.Struct("<8sHHIQ8x16s")
 HEADER_LIMIT = 4 << 20  # bytes
 ALIGN = 64
+NOTE_LIMIT = 64 << 10  # bytes
 MOST_ITEMS = 2**53  # of a tensor, dimensions of 0 not counted
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
@@ -118,6 +119,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         created: seconds since 1970. library: the version that wrote it.
         tokens: accepted. seen: of these, committed. counts: units per layer.
         log: None if the session has none.
+        note: the caller's own, never looked at.
     """
 
     session: Name
@@ -133,6 +135,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pages: Annotated[tuple[PageRef, ...], Meta(max_length=65_536)]
     log: Annotated[tuple[LogRef, ...], Meta(max_length=65_536)] | None = None
     frame: Frame = Frame()
+    note: Annotated[bytes, Meta(max_length=NOTE_LIMIT)] = b""
 
 
 class Page(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

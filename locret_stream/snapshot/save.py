@@ -56,6 +56,7 @@ class Moment:
     positions: Sequence[Tensor]
     state: Mapping[str, Tensor]
     frame: Frame = NO_FRAME
+    note: bytes = b""
 
 
 class Save:
@@ -142,7 +143,7 @@ class Save:
         manifest = Manifest(
             session=branch.session, branch=branch.name, generation=branch.head + 1, parent=branch.parent,
             created=time.time(), library=library, identity=self.identity, tokens=moment.tokens, seen=moment.seen,
-            counts=moment.counts, pages=refs, log=log, frame=moment.frame)
+            counts=moment.counts, pages=refs, log=log, frame=moment.frame, note=moment.note)
         parts = pack(manifest, {"state": moment.state, "masks": pack_masks([mask for _, mask in pages])})
         own = parts[0][32:48].hex()
         self._publish(manifest, parts, own)

@@ -58,7 +58,7 @@ class ChatFrame:
         ConfigError: not a template, or one whose literals cannot be told from its contents.
 
     Attributes:
-        raw: no literal is ever written.
+        raw: no literal is ever written. template: the Jinja template given, None: the tokenizer's own.
         eos_ids: what ends a reply: the model's, the tokenizer's, and the token by which the template closes replies.
         system_style: "turn" (the template's own place), "merged" (ahead of the first user's content, and a blank
             line: the template has no fixed place for it), or "raw".
@@ -70,11 +70,12 @@ class ChatFrame:
         ends = {eos} if isinstance(eos, int) else set(eos or ())
         self.raw = template == "raw" or (template == "auto" and not tokenizer.chat_template)
         self.system_style: Literal["turn", "merged", "raw"] = "raw"
+        self.template: str | None = None
         self._begin = self._system = self._open = self._prompt = self._close = self._separator = ()
         if not self.raw:
             if template != "auto" and "{{" not in template and "{%" not in template:
                 raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")
-            self._template = None if template == "auto" else template
+            self.template = None if template == "auto" else template
             self._derive()
         if self._close and self._close[0] in codec.added_ids:
             ends.add(self._close[0])
@@ -183,7 +184,7 @@ class ChatFrame:
         messages = [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt, chat_template=self._template)
+                messages, tokenize=False, add_generation_prompt=prompt, chat_template=self.template)
         except Exception as error:  # a template may raise anything
             raise ConfigError(f"the chat template cannot render the turns {', '.join(roles)}: {error}") from error
         literals, end = [], 0

@@ -1,7 +1,6 @@
-"""LangChain on a locret_stream memory. Not there yet: `LocretChatModel` and the session middleware are planned.
+"""LangChain on a locret_stream memory: threads that never end, in a fixed amount of memory."""
 
-The package holds its place in the distribution, so that `locret-stream[langchain]` installs under its final name.
-Until then, use `locret_stream` directly.
-"""
+from langchain_locret.chat_model import LocretChatModel
+from langchain_locret.threads import RebuildWarning, StateLost
 
-__all__: list[str] = []
+__all__ = ["LocretChatModel", "RebuildWarning", "StateLost"]

@@ -1,0 +1,120 @@
+"""An unbounded stream of text, taken into a thread as one message."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from dataclasses import replace
+
+from langchain_core.messages import HumanMessage
+
+from langchain_locret.messages import Said, digest, read, stand_in
+from langchain_locret.threads import Boundary, Reached, Request, Thread, Threads
+from locret_stream import ConfigError, EmptySource
+from locret_stream.context.session import to_the_end
+
+_STREAM = Said("user", secrets.token_hex(16))  # a place in the rendering; nobody says this
+_BEFORE = {"user": [Said("user", "before")],
+           "system": [Said("system", "before")],
+           "assistant": [Said("user", "before"), Said("assistant", "before")],
+           "tool": [Said("user", "before"), Said("assistant", "", calls=(("before", {"before": "before"}, "1"),)),
+                    Said("tool", "before", call_id="1", answers=0)]}
+
+
+def _tip(thread: Thread) -> Boundary | None:
+    """Where the thread was told something last."""
+    stored = max((thread.stored or {}).values(), key=lambda one: one[0], default=(0, None))[1]
+    return thread.live or stored
+
+
+class Absorption:
+    """One stream on its way in: `begin`, `push` for each piece, then `finish`, or `abort`. The thread waits meanwhile,
+    other threads go on between the pieces.
+
+    Args:
+        request: the messages the stream comes behind; of none it comes behind what the thread was told last.
+    """
+
+    def __init__(self, threads: Threads, request: Request, label: str):
+        self._threads, self._request, self._label = threads, request, label
+        self._sha, self._characters = hashlib.sha256(), 0
+        self._thread: Thread = threads.named(request.thread)
+        self._ended = True
+
+    async def begin(self) -> None:
+        """Raises as a turn."""
+        threads, thread, request = self._threads, self._thread, self._request
+        await thread.lock.acquire()
+        self._ended = False
+        try:
+            async with threads.gate:
+                if thread.stored is None:
+                    await threads.look_up(thread)
+                tip = None if request.said else _tip(thread)
+                if tip is not None:
+                    await threads.go(thread, tip)
+                    self._request = replace(request, said=[*_BEFORE[tip.role], _STREAM])
+                    self._after = await asyncio.to_thread(self._behind, tip)
+                else:
+                    self._request = replace(request, said=[*request.said, _STREAM])
+                    self._after = await threads.reach(thread, self._request)
+                pieces = self._after.rendered.pieces(self._after.at, self._after.rendered.body)
+                place = max(at for at, piece in enumerate(pieces) if piece.data and piece.text == _STREAM.content)
+                encode = threads.template.encode
+                before = encode(pieces[:place], start=self._after.at == 0)
+                self._closing = encode(pieces[place + 1:], start=False)
+                await threads.take(thread, before)
+        except BaseException:
+            await to_the_end(self._release())
+            raise
+
+    def _behind(self, tip: Boundary) -> Reached:
+        """The place behind a boundary of which only the digests are known: the template is shown a stand-in."""
+        template, said = self._threads.template, self._request.said
+        rendered = template.render(said)
+        at = template.after(said, len(said) - 1, (), rendered)
+        if at is None:
+            raise ConfigError(f"the chat template has no fixed place for a message behind one of role {tip.role!r}; "
+                              "expected history=<the messages so far>")
+        return Reached(rendered, len(said) - 1, at, [tip.key, tip.key], tip, "live", "")
+
+    async def push(self, text: str) -> None:
+        """Take in a piece; returns when memory has it. Raises InvalidText, BudgetExceeded, StoreError."""
+        async with self._threads.gate:
+            await self._thread.ctx.push(text)
+        self._sha.update(text.encode())
+        self._characters += len(text)
+
+    async def finish(self) -> HumanMessage:
+        """The stand-in for all of it; what it stands for is durable, where the store can be written.
+
+        Raises:
+            EmptySource: there was no text.
+        """
+        threads, thread = self._threads, self._thread
+        try:
+            if not self._characters:
+                raise EmptySource("the stream ended without any text; expected some")
+            async with threads.gate:
+                await thread.ctx.flush()
+                await thread.ctx.push(self._closing)
+                message = stand_in(self._label, self._characters, self._sha.hexdigest())
+                said = [*self._request.said[:-1], *read([message])]
+                keys = [*self._after.keys[:-1], digest(self._after.keys[-2], said[-1].digest)]
+                thread.at = threads.boundary(thread, replace(self._after, keys=keys), said)
+                await threads.keep(thread)
+            return message
+        finally:
+            await to_the_end(self._release())
+
+    async def abort(self) -> None:
+        """Leave the thread as it was before. Idempotent."""
+        await to_the_end(self._release())
+
+    async def _release(self) -> None:
+        if not self._ended:
+            self._ended = True
+            async with self._threads.gate:
+                await self._threads.rest(self._thread)
+            self._thread.lock.release()

@@ -1,0 +1,376 @@
+"""LocretChatModel: LangChain's chat model over a memory that feeds only what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import queue
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import ConfigDict, Field, SecretStr, model_validator
+
+from langchain_locret.absorb import Absorption
+from langchain_locret.home import BOUNDARIES, Home, Settings
+from langchain_locret.messages import RECEIPT, check_label, read
+from langchain_locret.threads import OTHER_SYSTEM, RebuildWarning, Request, Save, Threads
+from locret_stream import ConfigError, InputError, InvalidText, Runtime, Sampling, Store, __version__
+from locret_stream.context.sources import Puller
+
+_END = object()
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+
+
+class LocretChatModel(BaseChatModel):
+    """A local chat model whose memory of a thread never ends and never grows.
+
+        model = LocretChatModel(model="bundled", store="~/.local/share/locret")
+        config = {"configurable": {"thread_id": "alice"}}
+        model.invoke([HumanMessage("the password of the vault is 4182 .")], config)
+
+    Give every call the whole history, as LangChain does: of the messages that memory already holds nothing is read
+    again. The memory used is always that of the messages given, or of a longer history whose end they provably are;
+    `response_metadata["locret"]` says which (`source`, `reused`, `fed`), and a history that cannot be reached raises
+    StateLost. Without a `thread_id` (or `session_id`) in the config nothing is stored.
+
+    Model objects of the same settings share one runtime: its weights, its slots and its threads. Weights are loaded on
+    first use; `close()` frees them.
+
+    Args:
+        model: "bundled", a hub id, or a folder.
+        heads, policy, budget, chunk_size, max_live, device, dtype, chat_template: of `locret_stream.Runtime`.
+        store: where threads are kept: a folder, a URL that fsspec knows, or a `locret_stream.Store`. None: in a
+            temporary folder, encrypted where the `encryption` extra is installed, until the process ends.
+        key: 32 bytes as 64 hexadecimal digits, under which new threads are encrypted.
+        boundaries: snapshots of a thread that stay; turns further back are read again when they are returned to.
+        save: "turn": every turn is durable before its last chunk; "run": when `save_thread` says so.
+        runtime: one of your own in place of all these; it needs a store to keep threads.
+        max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
+            the likeliest token is taken.
+        timeout: seconds that a call may take, waiting for its turn included.
+        template_options: variables of the chat template (`enable_thinking`, ...).
+        response_template: as of transformers' ResponseParser, where the tokenizer has none.
+    """
+
+    model: str = Field(default="bundled", alias="model_name")
+    heads: Any = Field(default=None, repr=False)
+    policy: str | None = None
+    budget: int | str | None = None
+    chunk_size: int | None = None
+    max_live: int | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    chat_template: str = Field(default="auto", repr=False)
+    store: Any = None
+    key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    boundaries: int = BOUNDARIES
+    save: Save = "turn"
+    runtime: Any = Field(default=None, exclude=True, repr=False)
+    max_tokens: int = 512
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    timeout: float | None = None
+    streaming: bool = False
+    template_options: dict[str, Any] | None = None
+    response_template: dict[str, Any] | None = Field(default=None, repr=False)
+    home: Any = Field(default=None, exclude=True, repr=False)  # made here
+
+    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _set_locret_home(self) -> LocretChatModel:
+        if self.runtime is not None and not isinstance(self.runtime, Runtime):
+            raise ConfigError(f"runtime is a {type(self.runtime).__name__}; expected a locret_stream.Runtime")
+        if self.store is not None and not isinstance(self.store, (str, Path, Store)):
+            raise ConfigError(f"store is a {type(self.store).__name__}; expected a folder, a URL or a Store")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout is {self.timeout}; expected seconds above 0")
+        self._sampling({})
+        options = {name: getattr(self, name) for name in
+                   ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
+        options["template"] = self.chat_template
+        settings = Settings(
+            model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
+            store=self.store, key=None if self.key is None else self.key.get_secret_value(),
+            boundaries=self.boundaries, runtime=self.runtime, replies=self.response_template,
+            template_options=self.template_options)
+        if self.home is None or self.home.settings.identity() != settings.identity():
+            self.__dict__["home"] = Home.of(settings)
+        self._add_version("locret-stream", __version__)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> LocretChatModel:
+        """A copy of the settings; what they are settings of is shared."""
+        return self.model_copy()
+
+    # -- identity ---------------------------------------------------------------------------------------------
+
+    @property
+    def _llm_type(self) -> str:
+        return "locret-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        names = ("model", "policy", "budget", "chunk_size", "max_tokens", *_SAMPLING, "stop", "template_options")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """It holds weights and memory: make it anew from its settings instead."""
+        return False
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop or None, **kwargs)
+        return {**params, "ls_provider": "locret"}
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        # No max_input_tokens: middleware would trim or summarise what memory holds anyway.
+        return {"text_inputs": True, "text_outputs": True, "image_inputs": False, "audio_inputs": False,
+                "video_inputs": False, "pdf_inputs": False, "tool_calling": True, "tool_choice": True,
+                "structured_output": False, "temperature": True, "open_weights": True,
+                "max_output_tokens": self.max_tokens}
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of a text read as data: control tokens in it are spelled out."""
+        return self.home.runtime.codec.encode_text(text)
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage],
+                                     tools: Sequence[dict[str, Any] | type | Callable | Any] | None = None) -> int:
+        """How many tokens the template and these messages make, the generation prompt left out."""
+        said, shown = read(messages), tuple(convert_to_openai_tool(tool) for tool in tools or ())
+
+        async def count(threads: Threads) -> int:
+            rendered = threads.template.render(said, shown)
+            return len(threads.template.encode(rendered.pieces(0, rendered.body or None), start=True))
+
+        return self.home.call(count)
+
+    # -- calling ----------------------------------------------------------------------------------------------
+
+    def invoke(self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:
+        return super().invoke(input, config, **_with_thread(config, kwargs))
+
+    async def ainvoke(self, input: LanguageModelInput, config: RunnableConfig | None = None,
+                      **kwargs: Any) -> AIMessage:
+        return await super().ainvoke(input, config, **_with_thread(config, kwargs))
+
+    def stream(self, input: LanguageModelInput, config: RunnableConfig | None = None,
+               **kwargs: Any) -> Iterator[AIMessageChunk]:
+        yield from super().stream(input, config, **_with_thread(config, kwargs))
+
+    async def astream(self, input: LanguageModelInput, config: RunnableConfig | None = None,
+                      **kwargs: Any) -> AsyncIterator[AIMessageChunk]:
+        async for chunk in super().astream(input, config, **_with_thread(config, kwargs)):
+            yield chunk
+
+    def _stream(self, messages: list[BaseMessage], stop: list[str] | None = None,
+                run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
+        request = self._request(messages, stop, kwargs)
+        chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        turn = self.home.submit(lambda threads: threads.turn(request, chunks.put))
+        turn.add_done_callback(lambda _: chunks.put(_END))
+        try:
+            while (chunk := chunks.get()) is not _END:
+                yield self._chunk(chunk, run_manager)
+            turn.result()
+        finally:
+            turn.cancel()
+
+    async def _astream(self, messages: list[BaseMessage], stop: list[str] | None = None,
+                       run_manager: AsyncCallbackManagerForLLMRun | None = None,
+                       **kwargs: Any) -> AsyncIterator[ChatGenerationChunk]:
+        request, loop = self._request(messages, stop, kwargs), asyncio.get_running_loop()
+        chunks: asyncio.Queue[Any] = asyncio.Queue()
+
+        def put(chunk: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        turn = await asyncio.to_thread(self.home.submit, lambda threads: threads.turn(request, put))
+        turn.add_done_callback(lambda _: put(_END))
+        try:
+            while (chunk := await chunks.get()) is not _END:
+                out = self._chunk(chunk, None)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(out.text, chunk=out)
+                yield out
+            turn.result()
+        finally:
+            turn.cancel()
+
+    def _generate(self, messages: list[BaseMessage], stop: list[str] | None = None,
+                  run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> ChatResult:
+        return generate_from_stream(self._stream(messages, stop, run_manager, **kwargs))
+
+    async def _agenerate(self, messages: list[BaseMessage], stop: list[str] | None = None,
+                         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any) -> ChatResult:
+        return await agenerate_from_stream(self._astream(messages, stop, run_manager, **kwargs))
+
+    def _chunk(self, message: AIMessageChunk, run_manager: CallbackManagerForLLMRun | None) -> ChatGenerationChunk:
+        info = None
+        if message.chunk_position == "last":
+            if message.response_metadata[RECEIPT].get("why") == OTHER_SYSTEM:
+                warnings.warn("the system prompt of this thread changed, so its whole history was read again; expected "
+                              "one that stays: put what changes into a message", RebuildWarning, stacklevel=2)
+            message.response_metadata |= {"model_name": self.model, "model_provider": "locret"}
+            info = {"finish_reason": message.response_metadata["finish_reason"], "model_name": self.model}
+        chunk = ChatGenerationChunk(message=message, generation_info=info)
+        if run_manager is not None:
+            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+        return chunk
+
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Request:
+        """Raises InputError, ConfigError for what cannot be asked."""
+        if not messages:
+            raise InputError("there are no messages; expected at least one")
+        kwargs = _with_thread(None, kwargs)
+        tools = () if kwargs.get("tool_choice") == "none" else tuple(kwargs.get("tools") or ())
+        choice = _choice(kwargs.get("tool_choice"), tools)
+        return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
+                       sampling=self._sampling({**kwargs, "stop": stop or kwargs.get("stop")}),
+                       save=kwargs.get("save", self.save), timeout_s=kwargs.get("timeout", self.timeout))
+
+    def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Settings of one reply, those of the call before those of the model. Raises ConfigError."""
+        found = {name: kwargs.get(name, getattr(self, name)) for name in _SAMPLING}
+        found = {name: value for name, value in found.items() if value is not None}
+        found["max_new_tokens"] = kwargs.get("max_tokens") or self.max_tokens
+        found["stop"] = tuple(kwargs.get("stop") or self.stop or ())
+        Sampling(**found)
+        return found
+
+    # -- tools ------------------------------------------------------------------------------------------------
+
+    def bind_tools(self, tools: Sequence[dict[str, Any] | type | Callable | Any], *,
+                   tool_choice: str | dict[str, Any] | bool | None = None,
+                   **kwargs: Any) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools it may call.
+
+        Args:
+            tool_choice: a tool's name (the call is begun for the model), "any"/"required"/True for any tool, "auto" or
+                None for the model's choice, "none" to show it no tools.
+        """
+        shown = [convert_to_openai_tool(tool) for tool in tools]
+        _choice(tool_choice, shown)  # raises
+        if tool_choice is not None:
+            kwargs["tool_choice"] = tool_choice
+        return self.bind(tools=shown, **kwargs)
+
+    # -- threads ----------------------------------------------------------------------------------------------
+
+    async def aingest(self, source: Any, *, thread_id: str, label: str = "text",
+                      history: Sequence[BaseMessage] = (), tools: Sequence[Any] = ()) -> HumanMessage:
+        """Absorb a stream of text into a thread as one message; returns a small stand-in to keep in the history.
+
+        The source is read only as fast as memory takes it in; other threads go on meanwhile, calls on this one wait.
+        Cancelled or failed, the thread is as it was before. Once it returned, the stream is as durable as a turn.
+
+        Args:
+            source: str, or an (async) iterator of str or UTF-8 bytes: a file, a socket, a growing log.
+            label: what the stand-in calls it, one line of at most 80 characters.
+            history: the messages it comes behind; of none, it comes behind what the thread was told last.
+            tools: those that the thread is used with, where the history is its beginning.
+
+        Raises:
+            EmptySource, SourceError, InvalidText, InputError; otherwise as a call of the model.
+        """
+        request = Request(said=read(history), thread=str(thread_id),
+                          tools=tuple(convert_to_openai_tool(tool) for tool in tools))
+        check_label(label)
+        puller, decode = Puller(source), codecs.getincrementaldecoder("utf-8")()
+
+        async def make(threads: Threads) -> Absorption:
+            absorption = Absorption(threads, request, label)
+            await absorption.begin()
+            return absorption
+
+        absorption = await self.home.acall(make)
+        try:
+            while (piece := await puller.next()) is not None:
+                if isinstance(piece, list):
+                    raise InputError("the source gave token ids; expected text")
+                text = _decode(decode, piece) if isinstance(piece, bytes) else piece
+                if text:
+                    await self.home.acall(lambda _, text=text: absorption.push(text))
+            _decode(decode, b"", final=True)
+            return await self.home.acall(lambda _: absorption.finish())
+        finally:
+            await asyncio.wrap_future(self.home.submit(lambda _: absorption.abort()))
+
+    def ingest(self, source: Any, **options: Any) -> HumanMessage:
+        """`aingest` for callers without an event loop."""
+        return asyncio.run(self.aingest(source, **options))
+
+    def save_thread(self, thread_id: str) -> bool:
+        """Make a thread durable where it rests; False if it is not at hand (it is stored, or never was)."""
+        return self.home.loaded and self.home.call(lambda threads: threads.seal(str(thread_id)))
+
+    async def asave_thread(self, thread_id: str) -> bool:
+        """As `save_thread`."""
+        return self.home.loaded and await self.home.acall(lambda threads: threads.seal(str(thread_id)))
+
+    def forget_thread(self, thread_id: str) -> bool:
+        """Remove a thread's memory, every file of it; whether there was any."""
+        return self.home.call(lambda threads: threads.forget(str(thread_id)))
+
+    async def aforget_thread(self, thread_id: str) -> bool:
+        """As `forget_thread`."""
+        return await self.home.acall(lambda threads: threads.forget(str(thread_id)))
+
+    def close(self) -> None:
+        """Save all threads and free weights and memory, for every model of these settings. Used again, it loads again.
+        """
+        self.home.close()
+
+    async def aclose(self) -> None:
+        """As `close`."""
+        await asyncio.to_thread(self.home.close)
+
+
+def _with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The thread as an argument: a RunnableConfig does not reach `_stream`, but LangGraph's context variable does."""
+    if kwargs.get("thread_id") is not None:
+        return {**kwargs, "thread_id": str(kwargs["thread_id"])}
+    known = ensure_config(config).get("configurable") or {}
+    found = next((known[name] for name in ("session_id", "thread_id") if known.get(name) is not None), None)
+    return kwargs if found is None else {**kwargs, "thread_id": str(found)}
+
+
+def _choice(choice: Any, tools: Sequence[dict[str, Any]]) -> str:
+    """A tool's name, "any", or "" for the model's own choice.
+
+    Raises:
+        ConfigError: no such tool is bound.
+    """
+    if isinstance(choice, dict):
+        choice = choice.get("function", choice).get("name", choice)
+    if choice in (None, False, "auto", "none"):
+        return ""
+    names = [tool["function"]["name"] for tool in tools]
+    if choice in (True, "any", "required") and names:
+        return names[0] if len(names) == 1 else "any"
+    if choice not in names:
+        raise ConfigError(f"tool_choice is {choice!r}; expected one of the tools {names}, 'any', 'auto' or 'none'")
+    return choice
+
+
+def _decode(decoder: codecs.IncrementalDecoder, piece: bytes, *, final: bool = False) -> str:
+    try:
+        return decoder.decode(piece, final)
+    except UnicodeDecodeError as error:
+        raise InvalidText(f"the source gave bytes that are not UTF-8: {error}; expected text") from error

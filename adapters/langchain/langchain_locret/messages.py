@@ -1,0 +1,151 @@
+"""Messages as a chat template sees them, and the digests by which memory is bound to them.
+
+What is hashed is what the template can show: role, text, reasoning, tool calls, and which call a result answers. Never
+ids, usage or metadata, so that a message that went through a checkpointer, a database or another process is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+
+from locret_stream import InputError
+
+ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "developer": "developer"}
+SUMMARY = "summarization"  # how LangChain's summarising middleware marks what it wrote in place of older messages
+RECEIPT = "locret"  # its place in response_metadata
+_STAND_IN = re.compile(r"\A\[absorbed stream (.{1,80}): (\d{1,20}) characters, sha256 ([0-9a-f]{64})\]\Z")
+_TEXT = {"text", "text-plain"}
+_TEXTLESS = {"tool_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "server_tool_call",
+             "server_tool_call_chunk"}
+
+
+def digest(*parts: bytes) -> bytes:
+    """sha256 of parts, each with its length: no two lists of parts read the same."""
+    out = hashlib.sha256()
+    for part in parts:
+        out.update(len(part).to_bytes(8, "little") + part)
+    return out.digest()
+
+
+def canonical(value: Any) -> bytes:
+    """JSON by which equal values are equal bytes; lone surrogates included."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+@dataclass(frozen=True)
+class Said:
+    """One message as the template sees it.
+
+    Attributes:
+        calls: (name, arguments, id) of each tool call. answers: for a tool result, the number of the call in the
+            newest message with calls that it answers, -1 if none does. name: of the tool, or of who speaks.
+        summary: it stands for older messages. receipt: key of the state that this answer left, b"" without.
+    """
+
+    role: str
+    content: str
+    reasoning: str = ""
+    calls: tuple[tuple[str, dict[str, Any], str], ...] = ()
+    call_id: str = ""
+    answers: int = -1
+    name: str = ""
+    summary: bool = False
+    receipt: bytes = b""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """[16] bytes, of this message alone."""
+        calls = [[name, arguments] for name, arguments, _ in self.calls]
+        return digest(canonical([self.role, self.content, self.reasoning, calls, self.name, self.answers]))[:16]
+
+    @property
+    def stream(self) -> bool:
+        """Whether it stands for a stream that memory absorbed."""
+        return self.role == "user" and _STAND_IN.match(self.content) is not None
+
+
+def stand_in(label: str, characters: int, sha256: str) -> HumanMessage:
+    """The message that stands for an absorbed stream; what it says is all that identifies it."""
+    return HumanMessage(f"[absorbed stream {label}: {characters} characters, sha256 {sha256}]")
+
+
+def check_label(label: str) -> str:
+    """Raises:
+        InputError: a label that could not be found again in a stand-in.
+    """
+    if not isinstance(label, str) or not _STAND_IN.match(stand_in(label, 0, "0" * 64).content):
+        raise InputError(f"label is {label!r}; expected a short text of one line, at most 80 characters")
+    return label
+
+
+def read(messages: Iterable[BaseMessage]) -> list[Said]:
+    """The messages as a template sees them.
+
+    Raises:
+        InputError: a message of a kind, or a content, that a text model cannot be shown.
+    """
+    out: list[Said] = []
+    open_calls: dict[str, int] = {}
+    for number, message in enumerate(messages):
+        role = ROLES.get(message.type.removesuffix("MessageChunk").lower(), getattr(message, "role", None))
+        if not isinstance(role, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,31}", role):
+            raise InputError(f"message {number} is a {type(message).__name__} of type {message.type!r}; expected "
+                             "human, ai, system, tool or chat messages")
+        content, reasoning, calls, receipt = _text(number, message), "", (), b""
+        if isinstance(message, AIMessage):
+            reasoning = _reasoning(message)
+            calls = tuple((call["name"], dict(call["args"] or {}), call["id"] or "") for call in message.tool_calls)
+            content += "".join(call["args"] or "" for call in message.invalid_tool_calls)
+            receipt = receipt_of(message)
+            if calls:
+                open_calls = {call_id: at for at, (_, _, call_id) in enumerate(calls)}
+        call_id = message.tool_call_id if isinstance(message, ToolMessage) else ""
+        out.append(Said(role, content, reasoning, calls, call_id, open_calls.get(call_id, -1) if call_id else -1,
+                        message.name or "", message.additional_kwargs.get("lc_source") == SUMMARY, receipt))
+    return out
+
+
+def _text(number: int, message: BaseMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    blocks = message.content_blocks
+    for block in blocks:
+        inner = block.get("value", {}).get("type") if block["type"] == "non_standard" else None
+        if block["type"] not in _TEXT and block["type"] not in _TEXTLESS and inner != "tool_use":
+            if isinstance(message, ToolMessage):  # a tool may return any value: the model reads it as JSON
+                return json.dumps(message.content, ensure_ascii=False, default=str)
+            raise InputError(f"message {number} holds {block['type']!r} content; expected text: this model reads "
+                             "nothing else")
+    return "".join(block.get("text") or "" for block in blocks if block["type"] in _TEXT)
+
+
+def _reasoning(message: AIMessage) -> str:
+    found = message.additional_kwargs.get("reasoning_content")
+    if isinstance(found, str):
+        return found
+    if isinstance(message.content, str):
+        return ""
+    return "".join(block.get("reasoning") or "" for block in message.content_blocks if block["type"] == "reasoning")
+
+
+def receipt_of(message: BaseMessage) -> bytes:
+    """Key of the state that an answer says it left; b"" for anything that is not one. It proves nothing by itself."""
+    found = message.response_metadata.get(RECEIPT)
+    state = found.get("state") if isinstance(found, dict) else None
+    return bytes.fromhex(state) if isinstance(state, str) and re.fullmatch(r"[0-9a-f]{64}", state) else b""
+
+
+def chain(start: bytes, said: Sequence[Said]) -> list[bytes]:
+    """Keys of all boundaries: `start`, then one after each message."""
+    keys = [start]
+    for message in said:
+        keys.append(digest(keys[-1], message.digest))
+    return keys

@@ -1,0 +1,173 @@
+"""What a model writes, as LangChain's chunks: transformers' response parser tells content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages.utils import message_chunk_to_message
+from transformers.utils.chat_parsing import ResponseParser
+
+from locret_stream import ConfigError
+
+CALLS = "tool_calls"
+_REASONING = ("thinking", "reasoning", "reasoning_content")
+_HERMES = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
+           "transform": {"type": "function", "function": "{content}"}}
+
+
+def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str) -> dict[str, Any]:
+    """What tells the parts of a reply apart: the given one, the tokenizer's own, or what its chat template shows.
+
+    A tokenizer without one gets content alone, `<think>` as reasoning and `<tool_call>` as JSON calls where its chat
+    template writes these.
+
+    Args:
+        prompt: the generation prompt, after which a reply begins.
+    """
+    found = given or getattr(tokenizer, "response_template", None)
+    if found is None:
+        shown = str(tokenizer.chat_template or "")
+        fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
+        if "<think>" in shown:
+            fields["thinking"] = {"open": "<think>", "close": "</think>"}
+        if "<tool_call>" in shown and "</tool_call>" in shown:
+            fields[CALLS] = _HERMES
+        found = {"start_anchor": prompt, "fields": fields}
+    try:
+        ResponseParser(found, prefix=prompt)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"the response template cannot be used: {error}; expected one as transformers' "
+                          "ResponseParser takes") from error
+    return found
+
+
+def shows_special(template: dict[str, Any], special: list[str]) -> bool:
+    """Whether a reply can only be told apart with special tokens in its text."""
+    anchors = json.dumps([template["fields"]], ensure_ascii=False)
+    return any(token and json.dumps(token, ensure_ascii=False)[1:-1] in anchors for token in special)
+
+
+class Reply:
+    """One reply as it comes in; its chunks add up to the message.
+
+    Attributes:
+        merged: the chunks so far as one.
+    """
+
+    def __init__(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]):
+        self._template, self._tools = template, tools
+        self._parser = ResponseParser(template, prefix=prefix, tools=tools)
+        self._region, self._raw = "", ""
+        self._content = self._held = ""
+        self._calls = 0
+        self.merged = AIMessageChunk(content="")
+        self._begun = list(self._handle(self._parser.initial_events))
+
+    def feed(self, text: str) -> Iterator[AIMessageChunk]:
+        """The chunks that this text completes."""
+        yield from self._take_begun()
+        for character in text:  # one by one: a region that cannot be read is then lost with nothing else
+            yield from self._step(character)
+
+    def finish(self) -> Iterator[AIMessageChunk]:
+        """What was held back; the reply ends here."""
+        yield from self._take_begun()
+        try:
+            events = self._parser.finalize()[1]
+        except ValueError:
+            yield from self._unreadable()
+            return
+        yield from self._handle(events)
+        if self._region == CALLS:  # cut short inside a call
+            yield from self._unreadable()
+
+    @property
+    def message(self) -> AIMessage:
+        return message_chunk_to_message(self.merged)
+
+    def _take_begun(self) -> Iterator[AIMessageChunk]:
+        begun, self._begun = self._begun, []
+        yield from begun
+
+    def _step(self, character: str) -> Iterator[AIMessageChunk]:
+        if self._region:
+            self._raw += character
+        try:
+            events = self._parser.feed(character)
+        except ValueError:
+            yield from self._unreadable()
+            return
+        yield from self._handle(events)
+
+    def _handle(self, events: list[dict[str, Any]]) -> Iterator[AIMessageChunk]:
+        for event in events:
+            field = event["field"]
+            if event["type"] == "region_open":
+                self._region, self._raw = field, ""
+            elif event["type"] == "region_chunk":
+                if field == "content":
+                    yield from self._content_chunk(event["text"])
+                elif field in _REASONING:
+                    yield self._add(AIMessageChunk(content="", additional_kwargs={"reasoning_content": event["text"]}))
+                elif not self._raw:
+                    self._raw = event["text"]  # of the prompt: the opening of a call that was asked for
+            else:
+                self._region = ""
+                if field == CALLS:
+                    values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                    for value in values:
+                        yield self._call(value)
+
+    def _content_chunk(self, text: str) -> Iterator[AIMessageChunk]:
+        """Content without the white space around calls that belongs to neither."""
+        text = self._held + text
+        if not self._content:
+            text = text.lstrip("\n")
+        shown = text.rstrip("\n")
+        self._held = text[len(shown):]
+        if shown:
+            self._content += shown
+            yield self._add(AIMessageChunk(content=shown))
+
+    def _call(self, value: Any) -> AIMessageChunk:
+        """A tool call; one that is not a name with an object of arguments is invalid and says what was written."""
+        function = value.get("function", value) if isinstance(value, dict) else {}
+        name, arguments = (function.get("name"), function.get("arguments", function.get("parameters"))) if isinstance(
+            function, dict) else (None, None)
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                pass
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            raw = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            return self._invalid(raw)
+        return self._chunk(name, json.dumps(arguments, ensure_ascii=False))
+
+    def _unreadable(self) -> Iterator[AIMessageChunk]:
+        """The region that is open cannot be read; the parser begins anew behind it."""
+        raw, self._region, self._raw = self._raw, "", ""
+        self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
+        yield self._invalid(raw)
+
+    def _invalid(self, raw: str) -> AIMessageChunk:
+        """What was written instead of a call, its opening included: LangChain would complete JSON that breaks off."""
+        field = self._template["fields"].get(CALLS, {})
+        opening, closing = ([one] if isinstance(one, str) else one for one in (field.get("open"), field.get("close")))
+        for one in closing or ():
+            raw = raw.removesuffix(one)
+        return self._chunk(None, f"{opening[0] if opening else '<tool_call>'}{raw}")
+
+    def _chunk(self, name: str | None, arguments: str) -> AIMessageChunk:
+        chunk = tool_call_chunk(name=name, args=arguments, id=f"call_{uuid.uuid4().hex[:24]}", index=self._calls)
+        self._calls += 1
+        return self._add(AIMessageChunk(content="", tool_call_chunks=[chunk]))
+
+    def _add(self, chunk: AIMessageChunk) -> AIMessageChunk:
+        self.merged = self.merged + chunk
+        return chunk

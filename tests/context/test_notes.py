@@ -1,0 +1,135 @@
+"""Notes beside snapshots, opening and rewinding to any of them, closing without saving, and expendable contexts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from locret_stream import ConfigError, ContextClosed, NoSlot, SnapshotNotFound, Store
+from tests.context.support import TEXT, expect_same, scripted, snap, tiny
+from tests.context.test_snapshots import settled
+
+LONG = TEXT * 10
+
+
+async def test_a_note_is_saved_and_comes_back_with_its_snapshot(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(LONG[:300])
+            ctx.note = b"one"
+            first = await ctx.snapshot()
+            assert first.note == b"one" and not ctx.unsaved
+            ctx.note = b"two"
+            assert ctx.unsaved
+            await ctx.feed(LONG[300:900])
+            await ctx.snapshot()
+            await ctx.rewind(first)
+            assert ctx.note == b"one"
+            async with ctx.fork("b") as fork:
+                assert fork.note == b"one"
+            ctx.note = b""
+            await ctx.feed("x")
+        async with runtime.open("a") as ctx:
+            assert ctx.note == b""
+        async with runtime.open("a", at=2) as ctx:
+            assert ctx.note == b"two"
+    assert [row.note for row in Store(tmp_path).info("a")] == [b"one", b"two", b""]
+
+
+@pytest.mark.parametrize("note", ["text", bytearray(b"x"), None, b"x" * (64 << 10 | 1)])
+async def test_a_note_that_cannot_be_is_refused(note):
+    async with tiny() as runtime, runtime.open() as ctx:
+        ctx.note = b"x" * (64 << 10)
+        with pytest.raises(ConfigError, match=r"note is .*; expected at most 65,536 bytes"):
+            ctx.note = note
+        assert len(ctx.note) == 64 << 10
+
+
+async def test_a_turn_that_is_undone_brings_its_note_back():
+    async with tiny() as runtime, runtime.open() as ctx:
+        ctx.note = b"before"
+        with pytest.raises(RuntimeError):
+            async with ctx.turn():
+                ctx.note = b"inside"
+                await ctx.feed(TEXT)
+                raise RuntimeError
+        assert ctx.note == b"before"
+
+
+async def test_opening_at_any_snapshot_equals_rewinding_to_it(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=3) as runtime:
+        was = []
+        async with runtime.open("a", system="Be brief.") as ctx:
+            was.append(settled(await snap(ctx)))
+            for part in (LONG[:700], LONG[700:2000]):
+                await ctx.feed(part)
+                await ctx.snapshot()
+                was.append(settled(await snap(ctx)))
+            for number in (1, 0, 2, 0):
+                await ctx.rewind(number)
+                expect_same(settled(await snap(ctx)), was[number])
+        for number in (2, 1):
+            async with runtime.open("a", at=number) as ctx:
+                expect_same(settled(await snap(ctx)), was[number])
+        async with runtime.open("a", at=0, system="Be brief.") as ctx:
+            assert not ctx.resumed
+            expect_same(settled(await snap(ctx)), was[0])
+            await ctx.feed(LONG[:700])
+            anew = await ctx.snapshot()
+            expect_same(settled(await snap(ctx)), was[1])
+        assert anew.generation == 4 and anew.parent == ""  # 3 is the rewound one that was saved when it was closed
+        async with runtime.open("a") as ctx:
+            with pytest.raises(ConfigError, match="was begun with a system text, which is not known here"):
+                await ctx.rewind(0)
+        with pytest.raises(SnapshotNotFound):
+            await runtime.open("a", at=9).__aenter__()
+        with pytest.raises(SnapshotNotFound):
+            await runtime.open("new", at=1).__aenter__()
+        for options in ({"name": "a", "at": -1}, {"name": "a", "at": True}, {"name": None, "at": 1},
+                        {"name": "a", "at": 1, "on_mismatch": "rebuild"}):
+            with pytest.raises(ConfigError, match="at is"):
+                runtime.open(**options)
+    assert not [one.problem for one in Store(tmp_path).verify() if one.problem]
+
+
+async def test_closing_without_saving_leaves_the_newest_snapshot(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        ctx = runtime.open("a")
+        async with ctx:
+            await ctx.feed(LONG[:500])
+            await ctx.snapshot()
+            before = settled(await snap(ctx))
+            await ctx.feed(TEXT)
+            await ctx.aclose(save=False)
+        async with runtime.open("a") as ctx:
+            expect_same(settled(await snap(ctx)), before)
+
+
+async def test_an_expendable_context_makes_room_while_nothing_runs_in_it():
+    async with tiny(max_live=1, slot_timeout_s=0.1) as runtime:
+        async with runtime.open() as ctx:
+            await ctx.feed(TEXT)
+            with pytest.raises(NoSlot):
+                await runtime.open().__aenter__()
+            ctx.expendable = True
+            feed = ctx.feed(TEXT)
+            await anext(feed)
+            with pytest.raises(NoSlot):
+                await runtime.open().__aenter__()
+            await feed.aclose()
+            async with runtime.open() as other:
+                await other.feed(TEXT)
+                with pytest.raises(ContextClosed):
+                    await ctx.feed("more")
+
+
+async def test_special_tokens_can_be_shown(monkeypatch):
+    async with tiny() as runtime, runtime.open() as ctx:
+        start, end = map(runtime.tokenizer.convert_tokens_to_ids, ("<|im_start|>", "<|im_end|>"))
+        for skip, text in ((True, ""), (False, "<|im_start|>")):
+            scripted(monkeypatch, [start, end])
+            reply = ctx.generate("?", skip_special=skip, max_new_tokens=4)
+            async for _ in reply:
+                pass
+            assert reply.text == text and reply.finish_reason == "eos"

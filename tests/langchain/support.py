@@ -1,0 +1,169 @@
+"""A real runtime over a tiny random model, whose sampler is scripted: what it says follows from what it was shown.
+
+Everything but the choice of the next token is the real thing: template, tokenizer, memory, eviction, snapshots. The
+script reads the ids that memory accepted last, so a reply proves what was fed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from langchain_core.messages import AIMessage, BaseMessage
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import locret_stream
+from langchain_locret import LocretChatModel
+from langchain_locret.messages import ROLES
+from locret_stream import Runtime
+from locret_stream.context import StreamingContext, streams
+from locret_stream.engine import state
+
+BUNDLED = Path(locret_stream.__file__).parent / "assets" / "bundled"
+CHUNK = 64
+PROMPT = "<|im_start|>assistant\n"
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@cache
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=1536, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=65536)).eval()
+
+
+class Script:
+    """What the model says. `seen` is all of what it was shown, as text, control tokens included.
+
+    Attributes:
+        say: from what was shown to the reply. delay: seconds that a token takes. sampled: how many were.
+    """
+
+    def __init__(self) -> None:
+        self.say: Callable[[str], str] = answer
+        self.delay, self.sampled, self.seen = 0.0, 0, ""
+        self._plans: dict[tuple[int, ...], list[int]] = {}
+        self.on_token: Callable[[], None] = lambda: None
+
+    def sample(self, logits: Any, recent: list[int], *_: Any) -> int:
+        known = tokenizer()
+        self.sampled += 1
+        self.on_token()
+        if self.delay:
+            time.sleep(self.delay)
+        plan = self._plans.pop(tuple(recent), None)
+        if plan is None:  # a new reply
+            text = known.decode(recent, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self.seen, _, begun = text.rpartition(PROMPT)
+            reply = self.say(self.seen + PROMPT)
+            assert reply.startswith(begun), f"asked to go on from {begun!r}; the script would say {reply!r}"
+            plan = [*known.encode(reply[len(begun):], add_special_tokens=False), known.eos_token_id]
+        token, *rest = plan
+        if rest:
+            self._plans[(*recent, token)] = rest
+        return token
+
+
+def answer(shown: str) -> str:
+    """A tool call where tools are shown and none was answered yet, else what was said last."""
+    last = shown.removesuffix(PROMPT).removesuffix("<|im_end|>\n").rpartition("<|im_start|>")[2]
+    role, _, said = last.partition("\n")
+    shelf = shown.partition("<|im_end|>")[0].partition("Tools:\n")[2].partition("To call one")[0]
+    tools = [json.loads(line) for line in shelf.splitlines()]
+    if role == "user" and tools:
+        return call(tools[0], said)
+    return f"You said: {said[:60]}" if role == "user" else "Done."
+
+
+def call(tool: dict[str, Any], hint: str) -> str:
+    arguments = json.dumps(_fitting(tool["parameters"], tool["parameters"], hint), ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "{tool["name"]}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def _fitting(schema: dict[str, Any], root: dict[str, Any], hint: str) -> Any:
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return _fitting(schema["anyOf"][0], root, hint)
+    if "$ref" in schema:
+        return _fitting(root["$defs"][schema["$ref"].rpartition("/")[2]], root, hint)
+    kind = schema.get("type", "object")
+    if kind == "object":
+        return {name: _fitting(inner, root, hint) for name, inner in schema.get("properties", {}).items()}
+    if kind == "array":
+        return [_fitting(schema.get("items", {"type": "string"}), root, hint)]
+    number, quoted = re.search(r"\((\d+)\)", hint), re.search(r"'([^']+)'", hint)
+    return {"integer": int(number[1]) if number else 3, "number": 1.0, "boolean": True, "null": None}.get(
+        kind, quoted[1] if quoted else "text")
+
+
+@contextmanager
+def scripted() -> Iterator[Script]:
+    """Every generation follows a script, which sees up to 65,536 tokens."""
+    script = Script()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "HISTORY", 65536)
+        patch.setattr(streams, "sample", script.sample)
+        yield script
+
+
+def runtime(store: Any = None, **options: Any) -> Runtime:
+    options = {"policy": "streaming_llm", "budget": 4096, "chunk_size": CHUNK, "max_live": 8} | options
+    return Runtime(tiny_model(), tokenizer(), store=store, **options)
+
+
+@contextmanager
+def model(store: Any, *, on: Runtime | None = None, **options: Any) -> Iterator[LocretChatModel]:
+    """A model over a runtime of its own, with a store; closed afterwards."""
+    kinds = {name: options.pop(name) for name in ("budget", "chunk_size", "max_live", "policy", "key")
+             if name in options}
+    found = LocretChatModel(model="scripted", runtime=on or runtime(store, **kinds), **options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def thread(name: Any, **more: Any) -> dict[str, Any]:
+    return {"configurable": {"thread_id": name, **more}}
+
+
+def receipt(message: BaseMessage) -> dict[str, Any]:
+    assert isinstance(message, AIMessage)
+    return message.response_metadata["locret"]
+
+
+def held(found: LocretChatModel, name: Any) -> str:
+    """All that the memory of a thread holds, as text."""
+    return tokenizer().decode(memory(found, name)._session.state.history, skip_special_tokens=False,
+                              clean_up_tokenization_spaces=False)
+
+
+def memory(found: LocretChatModel, name: Any) -> StreamingContext:
+    """The open context of a thread."""
+    return found.home._threads.named(str(name)).ctx
+
+
+def rendered(messages: list[BaseMessage], tools: list[dict[str, Any]] | None = None) -> str:
+    """What the template makes of messages, by the template alone."""
+    shown = []
+    for message in messages:
+        one: dict[str, Any] = {"role": ROLES[message.type], "content": message.text}
+        if isinstance(message, AIMessage) and message.tool_calls:
+            one["tool_calls"] = [{"type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
+                                 for call in message.tool_calls]
+        shown.append(one)
+    return tokenizer().apply_chat_template(shown, tools=tools, tokenize=False)
