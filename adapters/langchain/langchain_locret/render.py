@@ -72,12 +72,14 @@ class Rendered:
 
     Attributes:
         whole: with the generation prompt. body: how many characters of it come before the generation prompt.
-        ends: for each message where the last of its probes ends, 0 if it has none.
+        ends: for each message where the last of its probes ends, 0 if it has none. left_out: messages whose text the
+            template does not show.
     """
 
     whole: str
     body: int
     ends: tuple[int, ...]
+    left_out: tuple[int, ...]
     probes: _Probes
 
     def pieces(self, start: int, end: int | None = None) -> list[Piece]:
@@ -103,7 +105,7 @@ class ChatTemplate:
 
     def render(self, said: Sequence[Said], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """Raises:
-            ConfigError: the template refuses these messages, or leaves the text of one of them out.
+            ConfigError: the template refuses these messages.
             InputError: a tool whose schema spells a control token.
         """
         probes = _Probes()
@@ -116,12 +118,10 @@ class ChatTemplate:
         body = self._write(messages, shown, prompt=False)
         whole = self._write(messages, shown, prompt=True)
         found = {int(match[2]): match.end() for match in _PROBE.finditer(whole)}
-        for number, (message, span) in enumerate(zip(said, spans, strict=True)):
-            if message.content and span.start not in found:
-                raise ConfigError(f"the chat template leaves out message {number} ({message.role}); expected a "
-                                  "template that shows it, or the message to be left out of the conversation")
         ends = tuple(max((found.get(probe, 0) for probe in span), default=0) for span in spans)
-        return Rendered(whole, len(body) if whole.startswith(body) else 0, ends, probes)
+        left_out = tuple(number for number, (message, span) in enumerate(zip(said, spans, strict=True))
+                         if message.content and span.start not in found)
+        return Rendered(whole, len(body) if whole.startswith(body) else 0, ends, left_out, probes)
 
     def after(self, said: Sequence[Said], count: int, tools: Sequence[dict[str, Any]],
               rendered: Rendered) -> int | None:
@@ -137,7 +137,10 @@ class ChatTemplate:
             at = rendered.whole.find(self._close, end) if end and self._close else -1
             following = min((e for e in rendered.ends[count:] if e), default=len(rendered.whole))
             return None if at < 0 or at > following else at + len(self._close)
-        before = self.render(said[:count], tools)
+        try:
+            before = self.render(said[:count], tools)
+        except ConfigError:  # not as a conversation of its own
+            return None
         text = before.whole[:before.body]
         return len(text) if before.body and rendered.whole.startswith(text) else None
 

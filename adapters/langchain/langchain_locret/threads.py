@@ -24,7 +24,15 @@ from msgspec import Meta
 from langchain_locret.messages import RECEIPT, Said, canonical, chain, digest, read
 from langchain_locret.render import ChatTemplate, Rendered
 from langchain_locret.replies import Reply, response_template, shows_special
-from locret_stream import LocretError, Runtime, SnapshotError, SnapshotMismatch, SnapshotNotFound, StaleOwner
+from locret_stream import (
+    ConfigError,
+    LocretError,
+    Runtime,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotNotFound,
+    StaleOwner,
+)
 from locret_stream.context import StreamingContext
 from locret_stream.context.session import to_the_end
 from locret_stream.snapshot import check_name
@@ -362,6 +370,7 @@ class Threads:
     async def _answer(self, thread: Thread, request: Request, reached: Reached,
                       emit: Callable[[AIMessageChunk], None]) -> None:
         rendered, before = reached.rendered, reached.base.tokens if reached.base else 0
+        left_out = self._left_out(request, reached)
         body = await self._encode(reached, reached.at, rendered.body)
         opening, forced = self._opening(request)
         prompt = await self._encode(reached, max(reached.at, rendered.body), None)
@@ -397,11 +406,28 @@ class Threads:
             thread.at = self.boundary(thread, replace(reached, keys=[*reached.keys, key]), [*request.said, answer])
             saved = await self._save(thread, request.save)
         receipt = {"state": key.hex(), "source": reached.source, "reused": before, "fed": begun - before,
-                   "saved": saved}
+                   "saved": saved} | ({"why": reached.why} if reached.why else {}) | (
+                       {"left_out": left_out} if left_out else {})
         usage = {"input_tokens": begun, "output_tokens": len(sampled), "total_tokens": begun + len(sampled),
                  "input_token_details": {"cache_read": before}}
         emit(AIMessageChunk(content="", chunk_position="last", usage_metadata=usage, response_metadata={
-            RECEIPT: receipt | ({"why": reached.why} if reached.why else {}), "finish_reason": reason}))
+            RECEIPT: receipt, "finish_reason": reason}))
+
+    def _left_out(self, request: Request, reached: Reached) -> list[int]:
+        """New messages whose text the template does not show: a system text, or what an answer says beside its calls.
+
+        Raises:
+            ConfigError: any other text.
+        """
+        found = [number for number in reached.rendered.left_out if number >= reached.count]
+        for number in found:
+            message = request.said[number]
+            if message.role != "system" and not message.calls:
+                raise ConfigError(f"the chat template leaves out message {number} ({message.role}); expected a "
+                                  "template that shows it, or a conversation without it")
+        if found:
+            _log.warning("thread %r: the chat template does not show the text of messages %s", request.thread, found)
+        return found
 
     async def _encode(self, reached: Reached, start: int, end: int | None) -> list[int]:
         pieces = reached.rendered.pieces(start, end)
