@@ -24,6 +24,7 @@ from locret_stream.errors import (
     InputError,
     NoSlot,
     SnapshotError,
+    StaleOwner,
 )
 from locret_stream.snapshot import NOTE_LIMIT, Branch, Restored, Snapshot, check_name
 from locret_stream.snapshot.identity import digest_text
@@ -297,6 +298,20 @@ class StreamingContext:
         """Whether anything was accepted or held since the last save; False for a context that is not stored."""
         session = self._live
         return session.branch is not None and saving.unsaved(session)
+
+    async def fenced(self) -> bool:
+        """Whether another owner has saved this session since it was opened here: then it cannot be saved any more.
+
+        Raises:
+            StoreError: the store cannot be read. ConfigError: the context is not stored.
+        """
+        session = self._stored_session("fenced")
+        async with session.still():
+            try:
+                await saving.storing(self._host, session.branch.expect_newest)
+            except StaleOwner:
+                return True
+        return False
 
     @property
     def note(self) -> bytes:

@@ -133,3 +133,20 @@ async def test_special_tokens_can_be_shown(monkeypatch):
             async for _ in reply:
                 pass
             assert reply.text == text and reply.finish_reason == "eos"
+
+
+async def test_a_context_knows_when_another_owner_has_saved_its_session(tmp_path: Path):
+    async with tiny(store=tmp_path) as one, tiny(store=tmp_path) as two:
+        async with one.open("a") as first:
+            await first.feed(LONG)
+            assert not await first.fenced()
+            await first.snapshot()
+            assert not await first.fenced()
+            async with two.open("a") as second:
+                await second.feed(LONG)
+                assert not await first.fenced()
+            assert await first.fenced()
+            await first.aclose(save=False)
+        async with one.open() as nameless:
+            with pytest.raises(ConfigError, match="needs a stored session"):
+                await nameless.fenced()

@@ -49,8 +49,7 @@ class Absorption:
         self._ended = False
         try:
             async with threads.gate:
-                if thread.stored is None:
-                    await threads.look_up(thread)
+                await threads.look_up(thread)
                 tip = None if request.said else _tip(thread)
                 if tip is not None:
                     await threads.go(thread, tip)

@@ -114,6 +114,12 @@ class LocretChatModel(BaseChatModel):
         self._add_version("locret-stream", __version__)
         return self
 
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.runtime is not None or isinstance(self.store, Store):
+            raise ConfigError("a model over a Runtime or Store object cannot be pickled; expected one made of names: "
+                              "model=..., store=<folder or URL>")
+        return super().__getstate__()
+
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> LocretChatModel:
         """A copy of the settings; what they are settings of is shared."""
         return self.model_copy()

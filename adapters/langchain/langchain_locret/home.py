@@ -23,7 +23,7 @@ import msgspec
 
 from langchain_locret.render import ChatTemplate
 from langchain_locret.threads import Threads
-from locret_stream import ConfigError, Runtime, Store
+from locret_stream import Runtime, Store
 
 T = TypeVar("T")
 BOUNDARIES = 32  # snapshots of a thread that stay: how far back time travel is cheap
@@ -81,9 +81,6 @@ class Home:
         return self
 
     def __reduce__(self) -> Any:
-        if self.settings.runtime is not None or isinstance(self.settings.store, Store):
-            raise ConfigError("a model over a Runtime or Store object cannot be pickled; expected one made of names: "
-                              "model=..., store=<folder or URL>")
         return Home.of, (self.settings,)
 
     # -- running things ---------------------------------------------------------------------------------------

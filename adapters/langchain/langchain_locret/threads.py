@@ -212,8 +212,7 @@ class Threads:
         thread = self.named(request.thread) if request.thread is not None else self._one_of_nobody(request)
         async with thread.lock, self.gate:
             try:
-                if thread.session is not None and thread.stored is None:
-                    await self.look_up(thread)
+                await self.look_up(thread)
                 yield thread
             finally:
                 await to_the_end(self.rest(thread))
@@ -259,7 +258,15 @@ class Threads:
                         await thread.ctx.aclose()
 
     async def look_up(self, thread: Thread) -> None:
-        """Which boundaries of it are stored. Notes are untrusted: one that cannot be read is none."""
+        """Which boundaries of it are stored, where that may not be known; what another owner saved counts.
+
+        Notes are untrusted: one that cannot be read is none.
+        """
+        if thread.open and thread.session is not None and await thread.ctx.fenced():
+            await thread.ctx.aclose(save=False)
+            thread.stored = thread.at = None
+        if thread.session is None or thread.stored is not None:
+            return
         rows = []
         try:
             rows = await self._storing(self.runtime.store.info, thread.session)

@@ -1,0 +1,98 @@
+"""What a model writes becomes content, reasoning, tool calls, or invalid tool calls: however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from langchain_core.messages import AIMessage
+
+from langchain_locret.replies import Reply, response_template, shows_special
+from locret_stream import ConfigError
+from tests.langchain.support import PROMPT, tokenizer
+
+THINKING = {"start_anchor": PROMPT, "fields": {
+    "content": {"content_args": {"strip": False}}, "thinking": {"open": "<think>", "close": "</think>"},
+    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
+                   "transform": {"type": "function", "function": "{content}"}}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the <b>shed</b> 🙂"}}\n</tool_call>'
+
+
+def parsed(text: str, *, cuts: tuple[int, ...] = (), prefix: str = PROMPT, template: dict = THINKING) -> AIMessage:
+    reply, at = Reply(template, prefix, []), 0
+    for cut in (*sorted(cuts), len(text)):
+        list(reply.feed(text[at:cut]))
+        at = max(at, cut)
+    list(reply.finish())
+    return reply.message
+
+
+@settings(max_examples=60)
+@given(cuts=st.lists(st.integers(0, 200)).map(tuple))
+def test_any_cut_gives_the_same_message(cuts: tuple[int, ...]):
+    text = f"<think>Where was it?</think>\n\nLet me look.\n{CALL}\n{CALL.replace('look', 'find')}"
+    message = parsed(text, cuts=tuple(cut for cut in cuts if cut < len(text)))
+    assert message.content == "Let me look."
+    assert message.additional_kwargs["reasoning_content"] == "Where was it?"
+    assert [(call["name"], call["args"]) for call in message.tool_calls] == [
+        ("look", {"at": "the <b>shed</b> 🙂"}), ("find", {"at": "the <b>shed</b> 🙂"})]
+    assert len({call["id"] for call in message.tool_calls}) == 2 and not message.invalid_tool_calls
+
+
+@pytest.mark.parametrize("inside", [
+    '{"name": "look", "arguments": {"at": ', "junk", "", '{"name": "look"}', '{"arguments": {}}', "[]", '"look"', "17",
+    '{"name": 3, "arguments": {}}', '{"name": "look", "arguments": [1]}', '{"name": "", "arguments": {}}', "null",
+    '{"name": "look", "arguments": {"at": "x"}', '{"name": "look", "arguments": "not json"}'])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_malformed_call_is_an_invalid_one_that_says_what_was_written(inside: str, closed: bool):
+    """Also one that breaks off, which a lenient parser would complete; what follows is read as usual."""
+    text = f"Well.<tool_call>{inside}" + (f"</tool_call>{CALL}" if closed else "")
+    message = parsed(text)
+    assert message.content == "Well."
+    assert [call["name"] for call in message.tool_calls] == (["look"] if closed else [])
+    if closed or inside:
+        assert len(message.invalid_tool_calls) == 1
+        assert message.invalid_tool_calls[0]["args"].startswith("<tool_call>")
+        assert "".join(inside.split()) in "".join(message.invalid_tool_calls[0]["args"].split())
+
+
+def test_a_call_whose_arguments_are_a_string_of_json_is_read():
+    message = parsed('<tool_call>{"name": "look", "arguments": "{\\"at\\": 1}"}</tool_call>')
+    assert message.tool_calls[0]["args"] == {"at": 1}
+
+
+def test_a_call_that_the_prompt_began_is_whole():
+    begun = '<tool_call>\n{"name": "look", "arguments": '
+    message = parsed('{"at": "x"}}\n</tool_call>', prefix=PROMPT + begun)
+    assert message.tool_calls[0]["name"] == "look" and message.tool_calls[0]["args"] == {"at": "x"}
+    broken = parsed('{"at": ', prefix=PROMPT + begun)
+    assert not broken.tool_calls and json.dumps("look") in broken.invalid_tool_calls[0]["args"]
+
+
+def test_without_calls_everything_is_content_as_it_is():
+    plain = {"start_anchor": PROMPT, "fields": {"content": {"content_args": {"strip": False}}}}
+    for text in ("  two  spaces ", "a\n\nb", "<tool_call>", "</think>", "🙂"):
+        assert parsed(text, template=plain).content == text.strip("\n")
+
+
+def test_the_template_of_a_reply_is_the_given_one_the_tokenizers_or_what_its_chat_template_shows():
+    known = tokenizer()
+    assert response_template(known, THINKING, PROMPT) is THINKING
+    assert response_template(known, None, PROMPT) == known.response_template
+
+    class Other:
+        chat_template = known.chat_template + "<think>"
+
+    assert set(response_template(Other, None, PROMPT)["fields"]) == {"content", "thinking", "tool_calls"}
+    Other.chat_template = "{{ messages }}"
+    assert set(response_template(Other, None, PROMPT)["fields"]) == {"content"}
+    for broken in ({}, {"fields": {}}, {"start_anchor": "x", "fields": {"content": {"content": "nonsense"}}}, [1]):
+        with pytest.raises(ConfigError, match="response template cannot be used"):
+            response_template(known, broken or {"fields": 3}, PROMPT)
+
+
+def test_special_tokens_are_shown_only_where_they_tell_the_parts_apart():
+    assert shows_special(THINKING, ["<think>", "<|im_end|>"])
+    assert not shows_special(THINKING, ["<|im_end|>", ""])
