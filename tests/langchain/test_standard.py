@@ -52,3 +52,33 @@ class TestIntegration(_Scripted, ChatModelIntegrationTests):
         for chunk in chunks[1:]:
             whole += chunk
         return whole
+
+
+class TestBundledUnit(ChatModelUnitTests):
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return LocretChatModel
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": "bundled"}
+
+
+class TestBundledText(ChatModelIntegrationTests):
+    """What a text model without tools should pass, on the model that comes with the library."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return LocretChatModel
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": "bundled", "max_tokens": 16}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False

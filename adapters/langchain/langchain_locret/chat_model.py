@@ -25,6 +25,7 @@ from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
 from langchain_locret.threads import OTHER_SYSTEM, RebuildWarning, Request, Save, Threads
 from locret_stream import ConfigError, InputError, InvalidText, Runtime, Sampling, Store, __version__
+from locret_stream.context import Memory
 from locret_stream.context.sources import Puller
 
 _END = object()
@@ -337,6 +338,13 @@ class LocretChatModel(BaseChatModel):
     async def aforget_thread(self, thread_id: str) -> bool:
         """As `forget_thread`."""
         return await self.home.acall(lambda threads: threads.forget(str(thread_id)))
+
+    def thread_memory(self, thread_id: str) -> Memory | None:
+        """What a thread holds now: tokens accepted, units per layer, bytes; None if it is not at hand."""
+        async def look(threads: Threads) -> Memory | None:
+            return threads.memory(str(thread_id))
+
+        return self.home.call(look) if self.home.loaded else None
 
     def close(self) -> None:
         """Save all threads and free weights and memory, for every model of these settings. Used again, it loads again.

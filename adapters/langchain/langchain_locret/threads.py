@@ -33,7 +33,7 @@ from locret_stream import (
     SnapshotNotFound,
     StaleOwner,
 )
-from locret_stream.context import StreamingContext
+from locret_stream.context import Memory, StreamingContext
 from locret_stream.context.session import to_the_end
 from locret_stream.snapshot import check_name
 from locret_stream.text import FrameState
@@ -504,6 +504,11 @@ class Threads:
             return False
         thread.stored[thread.at.key] = (done.generation, thread.at)
         return True
+
+    def memory(self, name: str) -> Memory | None:
+        """What a thread holds that is at hand."""
+        thread = self._threads.get(session_name(name))
+        return thread.ctx.memory if thread is not None and thread.open else None
 
     async def seal(self, name: str) -> bool:
         """Make the boundary where a thread rests durable; False if it is not at hand."""
