@@ -14,7 +14,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
 from langchain_locret import LocretChatModel, StateLost
-from langchain_locret.threads import session_name
+from langchain_locret.boundaries import session_name
 from locret_stream import ConfigError, EmptySource, InputError, InvalidText, SourceError, Store
 from locret_stream.snapshot import check_name
 from tests.langchain.support import (

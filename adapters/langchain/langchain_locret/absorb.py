@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from langchain_core.messages import HumanMessage
 
+from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import Said, digest, read, stand_in
-from langchain_locret.threads import Boundary, Reached, Request, Thread, Threads
+from langchain_locret.threads import Reached, Request, Thread, Threads
 from locret_stream import ConfigError, EmptySource
 from locret_stream.context.session import to_the_end
 
@@ -45,7 +46,12 @@ class Absorption:
     async def begin(self) -> None:
         """Raises as a turn."""
         threads, thread, request = self._threads, self._thread, self._request
-        await thread.lock.acquire()
+        thread.users += 1
+        try:
+            await thread.lock.acquire()
+        except BaseException:
+            thread.users -= 1
+            raise
         self._ended = False
         try:
             async with threads.gate:
@@ -117,3 +123,4 @@ class Absorption:
             async with self._threads.gate:
                 await self._threads.rest(self._thread)
             self._thread.lock.release()
+            self._thread.users -= 1

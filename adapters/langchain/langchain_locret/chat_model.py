@@ -24,6 +24,7 @@ from langchain_locret.absorb import Absorption
 from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
 from langchain_locret.threads import OTHER_SYSTEM, RebuildWarning, Request, Save, Threads
+from langchain_locret.turns import turn as run_turn
 from locret_stream import ConfigError, InputError, InvalidText, Runtime, Sampling, Store, __version__
 from locret_stream.context import Memory
 from locret_stream.context.sources import Puller
@@ -189,7 +190,7 @@ class LocretChatModel(BaseChatModel):
                 run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
         chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        turn = self.home.submit(lambda threads: threads.turn(request, chunks.put))
+        turn = self.home.submit(lambda threads: run_turn(threads, request, chunks.put))
         turn.add_done_callback(lambda _: chunks.put(_END))
         try:
             while (chunk := chunks.get()) is not _END:
@@ -208,7 +209,7 @@ class LocretChatModel(BaseChatModel):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        turn = await asyncio.to_thread(self.home.submit, lambda threads: threads.turn(request, put))
+        turn = self.home.submit(lambda threads: run_turn(threads, request, put))
         turn.add_done_callback(lambda _: put(_END))
         try:
             while (chunk := await chunks.get()) is not _END:

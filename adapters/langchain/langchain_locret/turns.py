@@ -1,0 +1,143 @@
+"""One turn: what memory does not hold yet is fed, the model answers, and both become boundaries of the thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from langchain_core.messages import AIMessageChunk
+
+from langchain_locret.messages import RECEIPT, digest, read
+from langchain_locret.replies import Reply, response_template, shows_special
+from langchain_locret.threads import Reached, Request, Thread, Threads
+from locret_stream import ConfigError
+from locret_stream.context import Generation
+from locret_stream.text import FrameState
+
+Emit = Callable[[AIMessageChunk], None]
+_log = logging.getLogger(__name__)
+
+
+async def turn(threads: Threads, request: Request, emit: Emit) -> None:
+    """Answer: the chunks are given to `emit`, the last of them with usage and receipt.
+
+    Cancelled, or failing anywhere, the thread rests at a boundary that it had before.
+
+    Raises:
+        StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.
+    """
+    async with asyncio.timeout(request.timeout_s), threads.mine(request) as thread:
+        await Turn(threads, thread, request, await threads.reach(thread, request), emit).run()
+
+
+class Turn:
+    """A turn of a thread whose context rests where `reached` says."""
+
+    def __init__(self, threads: Threads, thread: Thread, request: Request, reached: Reached, emit: Emit):
+        self._threads, self._thread, self._request, self._reached, self._emit = threads, thread, request, reached, emit
+        self._before = reached.base.tokens if reached.base else 0
+        self._sampled: list[int] = []
+
+    async def run(self) -> None:
+        """Raises ConfigError, before anything is fed, where the template cannot show the messages or the call."""
+        reached, left_out = self._reached, self._left_out()
+        body = await self._encode(reached.at, reached.rendered.body)
+        prompt = await self._encode(max(reached.at, reached.rendered.body), None)
+        opening, forced = self._opening()
+        if body:
+            await self._threads.take(self._thread, body)
+            self._thread.at = self._threads.boundary(self._thread, reached, self._request.said)
+            await self._threads.save(self._thread, self._request.save)
+        await self._threads.take(self._thread, prompt + opening)
+        begun = self._thread.ctx.memory.tokens
+        reply, ended = await self._decode(forced)
+        receipt = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
+        receipt |= {"why": reached.why} if reached.why else {}
+        receipt |= {"left_out": left_out} if left_out else {}
+        usage = {"input_tokens": begun, "output_tokens": len(self._sampled),
+                 "total_tokens": begun + len(self._sampled), "input_token_details": {"cache_read": self._before}}
+        receipt = await self._conclude(reply, ended) | receipt
+        called = bool(reply.merged.tool_call_chunks)
+        self._emit(AIMessageChunk(
+            content="", chunk_position="last", usage_metadata=usage, response_metadata={
+                RECEIPT: receipt,
+                "finish_reason": "tool_calls" if called else "length" if ended == "length" else "stop"}))
+
+    async def _decode(self, forced: str) -> tuple[Reply, str]:
+        """The reply, and why it ended.
+
+        Args:
+            forced: what the prompt wrote of it already.
+        """
+        threads, request, rendered = self._threads, self._request, self._reached.rendered
+        shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
+        kinds = response_template(threads.runtime.tokenizer, threads.replies, shown)
+        reply = Reply(kinds, shown + forced, list(request.tools))
+        generation: Generation = self._thread.ctx.generate(
+            None, skip_special=not shows_special(kinds, self._special), **request.sampling)
+        async for token in generation:
+            self._sampled.append(token.id)
+            for chunk in reply.feed(token.text):
+                self._emit(chunk)
+            if request.choice not in ("", "any") and reply.merged.tool_call_chunks:
+                await generation.aclose()  # the call that was asked for is whole
+                break
+        for chunk in reply.finish():
+            self._emit(chunk)
+        return reply, generation.finish_reason
+
+    async def _conclude(self, reply: Reply, ended: str) -> dict[str, Any]:
+        """Close the reply and make it a boundary; the receipt's `state` and `saved`."""
+        threads, thread, reached = self._threads, self._thread, self._reached
+        answer = read([reply.message])[0]
+        key, saved = digest(reached.keys[-1], answer.digest), False
+        if ended == "stop":  # memory went on to the end of the stop string, the answer did not
+            await thread.ctx.aclose(save=False)
+        else:
+            await thread.ctx.push(threads.runtime.frames.close_reply(FrameState(turn="assistant"),
+                                                                     self._sampled[-16:])[0])
+            thread.at = threads.boundary(thread, replace(reached, keys=[*reached.keys, key]),
+                                         [*self._request.said, answer])
+            saved = await threads.save(thread, self._request.save)
+        return {"state": key.hex(), "saved": saved}
+
+    def _left_out(self) -> list[int]:
+        """New messages whose text the template does not show: a system text, or what an answer says beside its calls.
+
+        Raises:
+            ConfigError: any other text.
+        """
+        found = [number for number in self._reached.rendered.left_out if number >= self._reached.count]
+        for number in found:
+            message = self._request.said[number]
+            if message.role != "system" and not message.calls:
+                raise ConfigError(f"the chat template leaves out message {number} ({message.role}); expected a "
+                                  "template that shows it, or a conversation without it")
+        if found:
+            _log.warning("%r: the chat template does not show the text of messages %s", self._request.thread, found)
+        return found
+
+    async def _encode(self, start: int, end: int | None) -> list[int]:
+        pieces = self._reached.rendered.pieces(start, end)
+        return await asyncio.wrap_future(self._threads.runtime.tokenizing.submit(
+            self._threads.template.encode, pieces, start=start == 0))
+
+    def _opening(self) -> tuple[list[int], str]:
+        """What begins a call that is asked for, as ids and as text. Raises ConfigError if the template cannot."""
+        choice, template = self._request.choice, self._threads.template
+        if not choice:
+            return [], ""
+        before, between = template.call_opening(self._request.tools)
+        if choice == "any":
+            return template.codec.literal(before), before
+        return ([*template.codec.literal(before), *template.codec.encode_text(choice),
+                 *template.codec.literal(between)], before + choice + between)
+
+    @cached_property
+    def _special(self) -> list[str]:
+        codec = self._threads.template.codec
+        return [codec.decode([token], skip_special=False) for token in codec.special_ids]
