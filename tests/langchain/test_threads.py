@@ -277,7 +277,7 @@ def test_a_foreign_receipt_opens_nothing(chat: LocretChatModel, script: Script):
 
 def script_seen(chat: LocretChatModel, answer: AIMessage) -> str:
     """What memory held that this answer came from: of any open context with that many tokens."""
-    threads = chat.home._threads
+    threads = chat.home._open.threads
     contexts = [one.ctx for one in (*threads._threads.values(), *threads._loose)
                 if one.live and one.live.key.hex() == receipt(answer)["state"]]
     assert len(contexts) == 1
@@ -400,7 +400,7 @@ async def test_a_stream_is_read_only_as_fast_as_memory_takes_it_in(chat: LocretC
 
     async def source() -> Any:
         for number in range(40):
-            ctx = chat.home._threads.named("a").ctx
+            ctx = chat.home._open.threads.named("a").ctx
             pulled.append(number * 20 - ctx.memory.tokens - ctx.memory.held if ctx else 0)
             yield "word " * 20
     await chat.aingest(source(), thread_id="a")
@@ -556,3 +556,53 @@ def test_nothing_secret_is_shown(tmp_path: Path):
     chat.close()
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or b"private" not in path.read_bytes()
+
+
+def test_a_model_that_nobody_holds_any_more_is_closed_and_its_weights_are_freed(tmp_path: Path):
+    import gc
+    import weakref
+    chat = LocretChatModel(model="bundled", store=str(tmp_path), save="run")
+    chat.invoke("hello", thread("a"))
+    weights, before = weakref.ref(chat.home.runtime.model), threading.active_count()
+    del chat
+    deadline = time.monotonic() + 20
+    while (weights() is not None or threading.active_count() >= before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    assert weights() is None and threading.active_count() < before
+    assert [row.name for row in Store(tmp_path).list()] == ["langchain/a"]  # what rested was saved
+
+
+def test_options_that_are_not_known_are_refused(chat: LocretChatModel):
+    with pytest.raises(ConfigError, match="unknown option 'temprature'; expected some of"):
+        chat.invoke("hello", thread("a"), temprature=0.5)
+
+
+PROGRAM = """
+import sys, time
+from langchain_locret import LocretChatModel
+chat = LocretChatModel(model="bundled", store=sys.argv[1], max_tokens=100_000)
+print("ready", chat.invoke("hello", max_tokens=1).text, flush=True)
+try:
+    for chunk in chat.stream("hello", repetition_penalty=3.0, temperature=2.0):
+        print(chunk.text, flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("store", ["given", "temporary"])
+def test_ctrl_c_and_the_end_of_the_process_are_clean(tmp_path: Path, store: str):
+    import os
+    import signal
+    import subprocess
+    import sys
+    program = PROGRAM if store == "given" else PROGRAM.replace("sys.argv[1]", "None")
+    run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "store")], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert run.stdout.readline().startswith("ready")
+    run.stdout.readline()
+    run.send_signal(signal.SIGINT)
+    out, errors = run.communicate(timeout=30)
+    assert "interrupted" in out and run.returncode == 0 and "Traceback" not in errors, errors
+    assert not list(tmp_path.glob("locret-*"))

@@ -30,6 +30,8 @@ from locret_stream.context import Memory
 from locret_stream.context.sources import Puller
 
 _END = object()
+_KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "temperature", "top_p", "top_k",
+          "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "parallel_tool_calls"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
@@ -247,6 +249,9 @@ class LocretChatModel(BaseChatModel):
         if not messages:
             raise InputError("there are no messages; expected at least one")
         kwargs = _with_thread(None, kwargs)
+        unknown = sorted(name for name in set(kwargs) - _KNOWN if not name.startswith(("ls_", "_")))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(sorted(_KNOWN))}")
         tools = () if kwargs.get("tool_choice") == "none" else tuple(kwargs.get("tools") or ())
         choice = _choice(kwargs.get("tool_choice"), tools)
         return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,

@@ -7,6 +7,7 @@ or remembered belongs to one. Weights are loaded when something is asked of them
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import importlib.util
 import secrets
@@ -59,6 +60,35 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, (str, int, float, Path, type(None)))
 
 
+class Open:
+    """What a home has opened; kept apart from it, so that it can be closed when nobody holds the home any more."""
+
+    def __init__(self) -> None:
+        self.threads: Threads | None = None
+        self.runtime: Runtime | None = None
+        self.owned = False  # the runtime was started here
+        self.folder: str | None = None  # of the temporary store
+        self.running: set[asyncio.Task[Any]] = set()
+
+    async def close(self) -> None:
+        """End what runs as if cancelled, save what rests at a boundary, free everything."""
+        for task in self.running:
+            task.cancel()
+        if self.running:
+            await asyncio.wait(self.running)
+        threads, self.threads = self.threads, None
+        try:
+            if threads is not None:
+                try:
+                    await threads.close()
+                finally:
+                    if self.owned:
+                        await self.runtime.aclose()
+        finally:
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+
 class Home:
     """A runtime, its threads and its event loop; `Home.of` gives the one for some settings."""
 
@@ -66,8 +96,7 @@ class Home:
         self.settings = settings
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads: Threads | None = None
-        self._runtime: Runtime | None = None
+        self._open = Open()
 
     @classmethod
     def of(cls, settings: Settings) -> Home:
@@ -87,12 +116,19 @@ class Home:
 
     def submit(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> Future[T]:
         """Run on the loop; what is given is called there with the threads. Cancelling the future cancels it."""
-        self._start()
+        with self._starting:
+            if self._loop is None:
+                self._start()
 
-        async def run() -> T:
+            return asyncio.run_coroutine_threadsafe(self._run(work, self._open), self._loop)
+
+    async def _run(self, work: Callable[[Threads], Coroutine[Any, Any, T]], found: Open) -> T:
+        task = asyncio.current_task()
+        found.running.add(task)
+        try:
             return await work(await self._ready())
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        finally:
+            found.running.discard(task)
 
     def call(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
         """The same, waiting for it; Ctrl-C stops the work."""
@@ -110,46 +146,41 @@ class Home:
     @property
     def runtime(self) -> Runtime:
         """The runtime, loaded."""
-        if self._runtime is None or not self._runtime.running:
+        if not self.loaded:
             self.call(_nothing)
-        return self._runtime
+        return self._open.runtime
 
     @property
     def loaded(self) -> bool:
-        return self._threads is not None
+        return self._open.threads is not None
 
     def _start(self) -> None:
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._opening = None
-                threading.Thread(target=_serve, args=(self._loop,), name="locret-langchain", daemon=True).start()
-                self._finalizer = weakref.finalize(self, _stop, self._loop)
+        self._loop, self._opening, self._open = asyncio.new_event_loop(), asyncio.Lock(), Open()
+        threading.Thread(target=_serve, args=(self._loop,), name="locret-langchain", daemon=True).start()
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._open)
+        self._finalizer.atexit = False  # `_end` has closed it by then
 
     async def _ready(self) -> Threads:
-        if self._threads is None:
-            if self._opening is None:
-                self._opening = asyncio.Lock()
-            async with self._opening:
-                if self._threads is None:
-                    await self._open()
-        return self._threads
+        async with self._opening:
+            if self._open.threads is None:
+                await self._load()
+            return self._open.threads
 
-    async def _open(self) -> None:
-        settings, runtime = self.settings, self.settings.runtime
-        self._owned = runtime is None or not runtime.running
+    async def _load(self) -> None:
+        settings, runtime, found = self.settings, self.settings.runtime, self._open
+        found.owned = runtime is None or not runtime.running
         if runtime is None:
             runtime = await asyncio.to_thread(self._make)
-        if self._owned:
+        if found.owned:
             await runtime.__aenter__()
         try:
-            if settings.runtime is None and runtime.store.max_bytes is None:
+            if settings.runtime is None and not isinstance(settings.store, Store):
                 runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
             template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options)
-            self._runtime = runtime
-            self._threads = Threads(runtime, template, settings.replies, salt=settings.template_options)
+            found.runtime = runtime
+            found.threads = Threads(runtime, template, settings.replies, salt=settings.template_options)
         except BaseException:
-            if self._owned:
+            if found.owned:
                 await runtime.aclose()
             raise
 
@@ -157,36 +188,25 @@ class Home:
         settings = self.settings
         store, key = settings.store, settings.key
         if store is None:
-            folder = tempfile.mkdtemp(prefix="locret-")
-            self._folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            store, key = folder, _own_key()  # nobody can read what a crash leaves behind
+            if self._open.folder is None:
+                self._open.folder = tempfile.mkdtemp(prefix="locret-")
+            store, key = self._open.folder, _own_key()  # nobody can read what a crash leaves behind
         if not isinstance(store, Store):
             store = Store(Path(store).expanduser() if "://" not in str(store) else store, key=key,
                           keep_last=settings.boundaries)
         return Runtime.from_pretrained(settings.model, store=store, **dict(settings.options))
 
-    # -- closing ----------------------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Save what rests at a boundary, close the runtime if it was made here, free the memory. It starts again when
-        it is used again. Idempotent."""
+        """End what runs as if cancelled, save what rests at a boundary, close the runtime if it was started here, free
+        the memory. It starts again when it is used again. Idempotent."""
         with self._starting:
             loop, self._loop = self._loop, None
-        if loop is None:
-            return
-        try:
-            asyncio.run_coroutine_threadsafe(self._close(), loop).result()
-        finally:
-            self._finalizer()
-
-    async def _close(self) -> None:
-        threads, self._threads, runtime = self._threads, None, self._runtime
-        if threads is not None:
-            await threads.close()
-            if self._owned:
-                await runtime.aclose()
-        with contextlib.suppress(AttributeError):
-            self._folder()
+        if loop is not None:
+            self._finalizer.detach()
+            try:
+                asyncio.run_coroutine_threadsafe(self._open.close(), loop).result()
+            finally:
+                loop.call_soon_threadsafe(loop.stop)
 
 
 async def _nothing(threads: Threads) -> None:
@@ -205,6 +225,23 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(loop.stop)
+def _stop(loop: asyncio.AbstractEventLoop, found: Open) -> None:
+    """Of a home that nobody holds any more."""
+    async def close() -> None:
+        try:
+            await found.close()
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(close(), loop)
+
+
+def _end() -> None:
+    """At the end of the process: an engine thread must not be inside the model when the interpreter goes."""
+    for home in list(_HOMES.values()):
+        with contextlib.suppress(Exception):  # the process ends; what was acknowledged is durable
+            home.close()
+
+
+# Runs before the interpreter's thread pools stop, with which `atexit` would come too late to save anything.
+getattr(threading, "_register_atexit", atexit.register)(_end)
