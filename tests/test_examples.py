@@ -21,6 +21,7 @@ RUNS = {
     "sessions.py": (["{store}"], "A new session."),
     "sync_notebook.py": ([], "the memory went from "),
 }
+CHECKED = {"langchain_chat.py", "langgraph_agent.py", "stream_logs_into_agent.py"}  # each by a test of its own
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *args: str) -> None:
@@ -31,8 +32,8 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *args: str) -> None:
 
 def test_every_example_is_known_and_short():
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names - ELSEWHERE == RUNS.keys()
-    for name in RUNS:
+    assert names - ELSEWHERE == RUNS.keys() | CHECKED
+    for name in names - ELSEWHERE:
         assert len((EXAMPLES / name).read_text().splitlines()) < 80, name
 
 
@@ -49,6 +50,49 @@ def test_a_session_is_there_the_second_time(tmp_path: Path, monkeypatch: pytest.
     for _ in range(2):
         run(monkeypatch, "sessions.py", str(tmp_path))
     assert "falcon: 48213\n" in (said := capsys.readouterr().out) and "otter: 3390\nRewound: " in said
+
+
+def receipts(said: str) -> list[tuple[str, str, int]]:
+    """(answer, source, tokens fed) of each line that shows them."""
+    return [(answer, source, int(fed)) for answer, source, fed in
+            re.findall(r"(\S+) +[\[(](\w+)[:,].*?(\d+)(?: tokens)? fed[\])]", said)]
+
+
+def test_a_chat_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    for _ in range(2):  # what an earlier run left is not in the way
+        run(monkeypatch, "langchain_chat.py", str(tmp_path))
+        told, asked, streamed, regenerated, edited, closed = receipts(capsys.readouterr().out)
+        assert told[1:] == ("new", 36)
+        assert asked == ("48213", "live", 18)
+        assert streamed == ("7755", "live", 17)
+        assert regenerated == ("7755", "snapshot", 3)
+        assert edited == ("48213", "snapshot", 18)
+        assert closed == ("48213", "snapshot", 18)
+
+
+def test_an_agent_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    run(monkeypatch, "langgraph_agent.py", str(tmp_path))
+    first, second = capsys.readouterr().out.split("In another process:\n")
+    assert "lookup({'key': 'falcon'})" in first and "tool: The door code of falcon is 48213." in first
+    (_, began, _), (answer, went_on, fed) = receipts(first)
+    assert (began, answer, went_on) == ("new", "48213", "live") and fed < 30
+    (answer, source, fed), (after, anew, _) = receipts(second)
+    assert (answer, source) == ("48213", "snapshot") and fed < 30
+    assert "Deleted: 0 messages and 0 memories are left." in second
+    assert anew == "new" and after != "48213"
+
+
+def test_a_log_grows_and_memory_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    run(monkeypatch, "stream_logs_into_agent.py", str(tmp_path))
+    said = capsys.readouterr().out
+    asked = dict(re.findall(r"^(\w+): (\d+) \(live", said, re.MULTILINE))
+    assert asked == {"falcon": "48213", "heron": "7304", "otter": "3390", "badger": "91764", "lantern": "5528",
+                     "copper": "20617"}
+    assert [answer for answer, _, _ in receipts(said)].count("48213") == 6  # also when 23,000 tokens lie between
+    assert all(fed < 25 for _, _, fed in receipts(said))
+    held = re.findall(r"([\d,]+) tokens seen, ([\d,]+) units held in the largest layer, ([\d.]+) MiB", said)
+    assert len(held) == 6 and int(held[-1][0].replace(",", "")) > 6 * int(held[0][0].replace(",", "")) > 20_000
+    assert {(units, mib) for _, units, mib in held} == {("2,784", "6.1")}
 
 
 def test_own_text_explains_itself_and_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -89,7 +89,7 @@ def test_an_edited_older_message_is_never_answered_from_the_memory_of_the_old_on
     if place == 0:
         with pytest.warns(RebuildWarning, match="the system prompt of this thread changed"):
             answer = chat.invoke(edited, A)
-        assert receipt(answer)["why"] == "the system prompt changed"
+        assert receipt(answer)["why"] == "the system prompt is another"
     else:
         answer = chat.invoke(edited, A)
     assert receipt(answer)["source"] == ("rebuild" if place < 2 else "snapshot")
@@ -155,6 +155,7 @@ def test_other_tools_are_another_conversation(chat: LocretChatModel):
     history = talk(chat, "one")
     called = chat.bind_tools([add]).invoke([*history, HumanMessage("two")], A)
     assert receipt(called)["source"] == "rebuild" and called.tool_calls[0]["name"] == "add"
+    assert receipt(called)["why"] == "the tools, or how the template is used, are others"
     results = [*history, HumanMessage("two"), called, ToolMessage("5", tool_call_id=called.tool_calls[0]["id"])]
     done = chat.bind_tools([add]).invoke(results, A)
     assert done.text == "Done." and receipt(done)["source"] == "live"

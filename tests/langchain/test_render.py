@@ -138,12 +138,26 @@ def test_what_follows_other_messages_is_found_or_none(name: str):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_opening_of_a_call_is_what_the_template_writes(name: str):
     _, template = made(name)
-    opening, between = template.call_opening((TOOL,))
-    expected = {"chatml": ('<tool_call>\n{"name": "', '", "arguments": '),
-                "llama": ('{"name": "', '", "parameters": '),
-                "mistral": ('[TOOL_CALLS] [{"name": "', '", "arguments": '),
-                "qwen": ('<think>\n\n</think>\n\n<tool_call>\n{"name": "', '", "arguments": ')}
-    assert (opening, between) == expected[name]
+
+    def opening(tool: dict[str, Any], choice: str = "look") -> str:
+        pieces = template.call_opening((tool,), choice)
+        hidden = [piece.text for piece in pieces if piece.data]
+        assert hidden == (["look", "at"][:len(hidden)] if choice else [])
+        return "".join(piece.text for piece in pieces)
+
+    def taking(parameters: dict[str, Any]) -> dict[str, Any]:
+        return {**TOOL, "function": {**TOOL["function"], "parameters": parameters}}
+
+    before, between = {"chatml": ('<tool_call>\n{"name": "', '", "arguments": '),
+                       "llama": ('{"name": "', '", "parameters": '),
+                       "mistral": ('[TOOL_CALLS] [{"name": "', '", "arguments": '),
+                       "qwen": ('<think>\n\n</think>\n\n<tool_call>\n{"name": "', '", "arguments": ')}[name]
+    assert opening(TOOL, "") == before
+    assert opening(TOOL) == before + "look" + between + '{"at": "'
+    number = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
+    assert opening(taking(number)) == before + "look" + between + '{"at": '
+    for parameters in ({"type": "object", "properties": {}}, {}, {"properties": {"at": {}}, "required": []}):
+        assert opening(taking(parameters)) == before + "look" + between
 
 
 def test_a_template_without_calls_says_so():

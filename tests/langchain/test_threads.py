@@ -15,7 +15,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 
 from langchain_locret import LocretChatModel, StateLost
 from langchain_locret.boundaries import session_name
-from locret_stream import ConfigError, EmptySource, InputError, InvalidText, SourceError, Store
+from locret_stream import ConfigError, EmptySource, InputError, InvalidText, SourceError, Store, StoreError
 from locret_stream.snapshot import check_name
 from tests.langchain.support import (
     Script,
@@ -198,18 +198,51 @@ async def test_a_turn_that_ends_badly_leaves_the_thread_as_it_was(script: Script
                 assert memory(chat, "a")._session.state.history == memory(never, "a")._session.state.history
 
 
+def test_what_belongs_to_a_runtime_or_a_store_is_not_given_beside_it(tmp_path: Path):
+    """It would be passed over: a key, for one, and threads would lie there in clear."""
+    for name, value in (("key", "ab" * 32), ("boundaries", 3)):
+        with pytest.raises(ValueError, match=f"{name} was given beside a Store"):
+            LocretChatModel(store=Store(tmp_path), **{name: value})
+    for name, value in (("budget", 5), ("store", str(tmp_path)), ("policy", "h2o"), ("max_live", 2)):
+        with pytest.raises(ValueError, match=f"{name} was given beside a Runtime"):
+            LocretChatModel(runtime=runtime(tmp_path), **{name: value})
+
+
+def test_an_encrypted_thread_without_its_key_is_refused(script: Script, tmp_path: Path):
+    with model(Store(tmp_path, key="ab" * 32)) as chat:
+        history: list[Any] = [HumanMessage("one")]
+        history += [chat.invoke(history, thread("a")), HumanMessage("two")]
+    with model(tmp_path) as chat:
+        with pytest.raises(StoreError, match="key"):
+            chat.invoke(history, thread("a"))
+        assert chat.invoke("hello", thread("b")).text
+    with model(Store(tmp_path, key="ab" * 32)) as chat:
+        assert receipt(chat.invoke(history, thread("a")))["source"] == "snapshot"
+
+
+def test_callers_who_do_not_await_absorb_too_also_inside_a_loop(chat: LocretChatModel):
+    async def inside() -> HumanMessage:
+        with pytest.raises(InputError, match="only `aingest` can read"):
+            chat.ingest(stops("ends"), thread_id="a")
+        return chat.ingest(lines(20), thread_id="a")
+
+    stubs = [chat.ingest("some text", thread_id="a"), asyncio.run(inside())]
+    answer = chat.invoke([*stubs, HumanMessage("what?")], thread("a"))
+    assert receipt(answer)["source"] == "live" and "line 19" in held(chat, "a")
+    assert chat.thread_memory("a").tokens == asyncio.run(chat.athread_memory("a")).tokens
+    assert chat.thread_memory("elsewhere") is None
+
+
 async def test_waiting_for_a_turn_may_time_out_too(chat: LocretChatModel, script: Script):
     script.delay = 0.05
     first = asyncio.create_task(chat.ainvoke([HumanMessage("long enough to wait for")], thread("a")))
     await asyncio.sleep(0.1)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"no whole answer within 0\.1 s"):
         await chat.ainvoke([HumanMessage("two")], thread("a"), timeout=0.1)
     assert (await first).text
 
 
 def test_a_store_that_cannot_be_written_costs_durability_and_says_so(chat: LocretChatModel, monkeypatch, caplog):
-    from locret_stream import StoreError
-
     def full(*_: Any, **__: Any) -> None:
         raise StoreError("no space left")
 
@@ -354,9 +387,10 @@ def test_messages_that_cannot_be_read_are_refused_and_change_nothing(chat: Locre
 
 @pytest.mark.parametrize("options", [
     {"temperature": -1}, {"top_p": 2.0}, {"max_tokens": 0}, {"timeout": 0}, {"timeout": -1.0}, {"seed": 1.5},
-    {"store": 5}, {"runtime": "x"}, {"budget": -1}, {"boundaries": 0}])
+    {"store": 5}, {"runtime": "x"}, {"budget": -1}, {"boundaries": 0}, {"key": "ab"}, {"policy": "locrett"},
+    {"temprature": 0.5}, {"save": "never"}])
 def test_settings_that_cannot_work_are_refused_in_words(options: dict):
-    with pytest.raises((ConfigError, ValueError), match=r"expected|greater|valid"):
+    with pytest.raises((ConfigError, ValueError), match=r"expected|valid|not permitted|Input should be"):
         LocretChatModel(model="bundled", **options).invoke("x")
 
 
@@ -416,8 +450,10 @@ async def test_the_memory_of_a_stream_survives_a_restart_and_is_never_silently_l
         for messages, config in (([SystemMessage("other"), stub, HumanMessage("?")], thread("a")),
                                  ([HumanMessage("before"), stub, HumanMessage("?")], thread("a")),
                                  ([stub, HumanMessage("?")], thread("b")), ([stub, HumanMessage("?")], {})):
-            with pytest.raises(StateLost, match=r"stands for an absorbed stream.*Absorb it again"):
+            with pytest.raises(StateLost, match=r"stands for an absorbed stream.*Absorb it again") as lost:
                 await chat.ainvoke(messages, config)
+            here = config == thread("a")
+            assert ("holds it, but not behind these messages: " if here else "does not hold it") in str(lost.value)
         trimmed = await chat.ainvoke([answer, HumanMessage("still?")], thread("a"))
         assert receipt(trimmed)["source"] in ("live", "snapshot") and "line 99" in held(chat, "a")
         assert await chat.aforget_thread("a")

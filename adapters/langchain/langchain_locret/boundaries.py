@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -44,6 +44,10 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         left = b"".join(one.digest for one in rest if not one.summary)
         whose = start == self.start and (not system or heading(system) == self.system)
         return whose and bool(left) and self.ledger.endswith(left)
+
+    def holds(self, one: Said) -> bool:
+        """Whether a message is among the last 512 that are held."""
+        return any(self.ledger[at:at + 16] == one.digest for at in range(0, len(self.ledger), 16))
 
 
 _NOTE = msgspec.msgpack.Decoder(Boundary)
@@ -88,6 +92,20 @@ def fitting(known: Mapping[bytes, Boundary], start: bytes, said: Sequence[Said]
             found += [(count, known[longer[count]], longer) for count in range(at + 1, len(said) + 1)
                       if longer[count] in known]
     return sorted(found, key=lambda one: -one[0])
+
+
+OTHER_TOOLS = "the tools, or how the template is used, are others"
+OTHER_SYSTEM = "the system prompt is another"
+OTHER_MESSAGES = "older messages are others"
+
+
+def what_differs(known: Iterable[Boundary], start: bytes, said: Sequence[Said]) -> str:
+    """Why none of these boundaries fits the messages: the first difference from the one that is nearest."""
+    system = heading(split(said)[0])
+    same = [boundary for boundary in known if boundary.start == start]
+    if not same:
+        return OTHER_TOOLS
+    return OTHER_MESSAGES if any(boundary.system == system for boundary in same) else OTHER_SYSTEM
 
 
 def session_name(thread: str) -> str:

@@ -6,9 +6,10 @@ import asyncio
 import codecs
 import queue
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
@@ -23,15 +24,19 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from langchain_locret.absorb import Absorption
 from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
-from langchain_locret.threads import OTHER_SYSTEM, RebuildWarning, Request, Save, Threads
+from langchain_locret.threads import RebuildWarning, Request, Save, Threads
 from langchain_locret.turns import turn as run_turn
 from locret_stream import ConfigError, InputError, InvalidText, Runtime, Sampling, Store, __version__
 from locret_stream.context import Memory
 from locret_stream.context.sources import Puller
+from locret_stream.policies import POLICIES, make_policy
+from locret_stream.snapshot.seal import user_key
 
 _END = object()
 _KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "temperature", "top_p", "top_k",
           "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "parallel_tool_calls"}
+_OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
+                   "key", "boundaries")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
@@ -94,12 +99,21 @@ class LocretChatModel(BaseChatModel):
     response_template: dict[str, Any] | None = Field(default=None, repr=False)
     home: Any = Field(default=None, exclude=True, repr=False)  # made here
 
-    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=(),
+                              extra="forbid")
 
     @model_validator(mode="after")
     def _set_locret_home(self) -> LocretChatModel:
         if self.runtime is not None and not isinstance(self.runtime, Runtime):
             raise ConfigError(f"runtime is a {type(self.runtime).__name__}; expected a locret_stream.Runtime")
+        whole = "a Runtime" if self.runtime is not None else "a Store" if isinstance(self.store, Store) else ""
+        beside = {"a Runtime": _OF_THE_RUNTIME, "a Store": ("key", "boundaries"), "": ()}[whole]
+        for name in beside:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(f"{name} was given beside {whole}, which has its own; expected one of the two")
+        user_key(None if self.key is None else self.key.get_secret_value())
+        if self.policy is not None and self.policy not in POLICIES:
+            make_policy(self.policy)  # raises UnknownPolicy, with the closest name
         if self.store is not None and not isinstance(self.store, (str, Path, Store)):
             raise ConfigError(f"store is a {type(self.store).__name__}; expected a folder, a URL or a Store")
         if self.timeout is not None and not self.timeout > 0:
@@ -234,7 +248,7 @@ class LocretChatModel(BaseChatModel):
     def _chunk(self, message: AIMessageChunk, run_manager: CallbackManagerForLLMRun | None) -> ChatGenerationChunk:
         info = None
         if message.chunk_position == "last":
-            if message.response_metadata[RECEIPT].get("why") == OTHER_SYSTEM:
+            if message.response_metadata[RECEIPT].pop("changing", False):
                 warnings.warn("the system prompt of this thread changed, so its whole history was read again; expected "
                               "one that stays: put what changes into a message", RebuildWarning, stacklevel=2)
             message.response_metadata |= {"model_name": self.model, "model_provider": "locret"}
@@ -253,10 +267,12 @@ class LocretChatModel(BaseChatModel):
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(sorted(_KNOWN))}")
         tools = () if kwargs.get("tool_choice") == "none" else tuple(kwargs.get("tools") or ())
-        choice = _choice(kwargs.get("tool_choice"), tools)
+        choice, save = _choice(kwargs.get("tool_choice"), tools), kwargs.get("save", self.save)
+        if save not in get_args(Save):
+            raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
         return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
                        sampling=self._sampling({**kwargs, "stop": stop or kwargs.get("stop")}),
-                       save=kwargs.get("save", self.save), timeout_s=kwargs.get("timeout", self.timeout))
+                       save=save, timeout_s=kwargs.get("timeout", self.timeout))
 
     def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Settings of one reply, those of the call before those of the model. Raises ConfigError."""
@@ -326,8 +342,12 @@ class LocretChatModel(BaseChatModel):
             await asyncio.wrap_future(self.home.submit(lambda _: absorption.abort()))
 
     def ingest(self, source: Any, **options: Any) -> HumanMessage:
-        """`aingest` for callers without an event loop."""
-        return asyncio.run(self.aingest(source, **options))
+        """`aingest` for callers who do not await, of a source that is not async either."""
+        if isinstance(source, AsyncIterable):
+            raise InputError(f"source is a {type(source).__name__}, which only `aingest` can read; expected text or an "
+                             "iterator of it")
+        with ThreadPoolExecutor(1) as alone:  # there may be an event loop in this thread
+            return alone.submit(asyncio.run, self.aingest(source, **options)).result()
 
     def save_thread(self, thread_id: str) -> bool:
         """Make a thread durable where it rests; False if it is not at hand (it is stored, or never was)."""
@@ -347,10 +367,11 @@ class LocretChatModel(BaseChatModel):
 
     def thread_memory(self, thread_id: str) -> Memory | None:
         """What a thread holds now: tokens accepted, units per layer, bytes; None if it is not at hand."""
-        async def look(threads: Threads) -> Memory | None:
-            return threads.memory(str(thread_id))
+        return self.home.call(_look(thread_id)) if self.home.loaded else None
 
-        return self.home.call(look) if self.home.loaded else None
+    async def athread_memory(self, thread_id: str) -> Memory | None:
+        """As `thread_memory`."""
+        return await self.home.acall(_look(thread_id)) if self.home.loaded else None
 
     def close(self) -> None:
         """Save all threads and free weights and memory, for every model of these settings. Used again, it loads again.
@@ -360,6 +381,13 @@ class LocretChatModel(BaseChatModel):
     async def aclose(self) -> None:
         """As `close`."""
         await asyncio.to_thread(self.home.close)
+
+
+def _look(thread_id: str) -> Callable[[Threads], Any]:
+    async def look(threads: Threads) -> Memory | None:
+        return threads.memory(str(thread_id))
+
+    return look
 
 
 def _with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from langchain_locret.messages import Said
@@ -195,9 +196,12 @@ class ChatTemplate:
 
     # -- tool calls -------------------------------------------------------------------------------------------
 
-    def call_opening(self, tools: Sequence[dict[str, Any]]) -> tuple[str, str]:
-        """What the template writes between the generation prompt and a called tool's name, and from there to its
-        arguments; the second is "" where arguments are not written as JSON.
+    def call_opening(self, tools: Sequence[dict[str, Any]], name: str = "") -> list[Piece]:
+        """What a call begins with, behind the generation prompt, as this template writes calls.
+
+        Args:
+            name: of the tool that is called: the opening goes on to the value of its first required argument, as far as
+                that is certain. "": of any tool, up to its name.
 
         Raises:
             ConfigError: the template shows no tool calls.
@@ -207,12 +211,30 @@ class ChatTemplate:
         called = self.render([asked, Said("assistant", "", calls=(("name", {"key": "value"}, "call"),))], tools)
         at = [match for match in _PROBE.finditer(called.whole) if match.end() > called.ends[0]]
         begun = prompt.whole[prompt.ends[0]:]
-        written = called.whole[called.ends[0]:at[0].start()] if len(at) >= 2 else ""
+        written = called.whole[called.ends[0]:at[0].start()] if len(at) >= 3 else ""
         if not written.startswith(begun) or written == begun:
             raise ConfigError("the chat template does not show tool calls behind its generation prompt; expected "
                               "tool_choice='auto', or a template that does")
-        between = called.whole[at[0].end():at[1].start()]
-        return written[len(begun):], between[:-2] if between.endswith('{"') else ""
+        opening = [Piece(written[len(begun):], False)]
+        if not name:
+            return opening
+        opening.append(Piece(name, True))
+        to_key, to_value = (called.whole[one.end():other.start()] for one, other in pairwise(at[:3]))
+        if not to_key.endswith('{"') or not to_value.endswith('"'):
+            return opening  # arguments are not written as JSON
+        key, kind = _first_argument(next(tool["function"] for tool in tools if tool["function"]["name"] == name))
+        if key is None:
+            return [*opening, Piece(to_key[:-2], False)]
+        return [*opening, Piece(to_key, False), Piece(json.dumps(key, ensure_ascii=False)[1:-1], True),
+                Piece(to_value if kind == "string" else to_value[:-1], False)]
+
+
+def _first_argument(function: dict[str, Any]) -> tuple[str | None, Any]:
+    """Name and type of the first argument that a call must have; (None, None) if there is none."""
+    parameters = function.get("parameters") or {}
+    required = parameters.get("required") or [None]
+    schema = (parameters.get("properties") or {}).get(required[0])
+    return (required[0], schema.get("type")) if isinstance(schema, dict) else (None, None)
 
 
 def _short(call_id: str) -> str:

@@ -18,17 +18,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from langchain_locret.boundaries import LEDGER, Boundary, fitting, from_note, heading, session_name, split
+from langchain_locret.boundaries import (
+    LEDGER,
+    Boundary,
+    fitting,
+    from_note,
+    heading,
+    session_name,
+    split,
+    what_differs,
+)
 from langchain_locret.messages import Said, canonical, chain, digest
 from langchain_locret.render import ChatTemplate, Rendered
-from locret_stream import Runtime, SnapshotError, SnapshotMismatch, SnapshotNotFound, StaleOwner
+from locret_stream import Runtime, SnapshotError, SnapshotMismatch, SnapshotNotFound, StaleOwner, StoreError
 from locret_stream.context import Memory, StreamingContext
 from locret_stream.context.session import to_the_end
 
 _log = logging.getLogger(__name__)
 THREADS = 64  # that are kept at hand; others are found again in the store
-OTHER_SYSTEM = "the system prompt changed"
-
 Save = Literal["turn", "run"]
 Source = Literal["live", "snapshot", "new", "rebuild"]
 
@@ -98,7 +105,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Reached:
-    """Where a turn begins: `count` messages are held, the rendering goes on at `at`; keys of all boundaries."""
+    """Where a turn begins: `count` messages are held, the rendering goes on at `at`; keys of all boundaries.
+
+    changing: all is read again because the system prompt differs from that of the turn before.
+    """
 
     rendered: Rendered
     count: int
@@ -107,6 +117,7 @@ class Reached:
     base: Boundary | None
     source: Source
     why: str
+    changing: bool = False
 
 
 class Threads:
@@ -198,6 +209,8 @@ class Threads:
             rows = await self._storing(self.runtime.store.info, thread.session)
         except SnapshotNotFound:
             pass
+        if rows and rows[-1].locked:
+            raise StoreError(rows[-1].problem)
         thread.stored = {}
         for row in rows:
             if (boundary := from_note(row.note)) is not None:
@@ -222,9 +235,9 @@ class Threads:
         said, system = request.said, heading(split(request.said)[0])
         rendered = await asyncio.to_thread(self.template.render, said, request.tools)
         last = max((at + 1 for at, one in enumerate(said) if one.stream), default=0)
-        why, before, fresh = "", thread.system, not thread.known()
-        thread.system = system
-        for count, boundary, keys in fitting(thread.known(), self._start(request), said):
+        start, known, why = self._start(request), thread.known(), ""
+        before, thread.system = thread.system, system
+        for count, boundary, keys in fitting(known, start, said):
             if count < last:
                 break
             at = await asyncio.to_thread(self.template.after, said, count, request.tools, rendered)
@@ -241,17 +254,20 @@ class Threads:
                     break
                 continue
             return Reached(rendered, count, at, keys, boundary, source, why)
+        if known and not why:
+            why = what_differs(known.values(), start, said)
         if last:
+            held = any(boundary.holds(said[last - 1]) for boundary in known.values())
             raise StateLost(
-                f"message {last - 1} stands for an absorbed stream, and the memory of thread {request.thread!r} that "
-                f"holds it behind these messages is gone{': ' + why if why else ''}; expected the messages, system "
-                "prompt, tools and store with which it was absorbed. Absorb it again, or leave its stand-in out")
-        if not fresh:
-            why = why or "no boundary of the thread belongs to these messages"
-            if before and system and before != system:
-                why = OTHER_SYSTEM
-        await self._begin(thread)
-        return Reached(rendered, 0, 0, chain(self._start(request), said), None, "new" if fresh else "rebuild", why)
+                f"message {last - 1} stands for an absorbed stream, and the memory of thread {request.thread!r} "
+                + (f"holds it, but not behind these messages: {why}. Expected the messages, system prompt and tools "
+                   "with which it was absorbed (`aingest` takes history= and tools=)" if held else
+                   f"does not hold it{': ' + why if why else ''}. Expected the thread and the store that absorbed it")
+                + ". Absorb it again, or leave its stand-in out")
+        await self._move(thread, 0)
+        thread.at = None
+        changing = bool(known and before and system and before != system)
+        return Reached(rendered, 0, 0, chain(start, said), None, "rebuild" if known else "new", why, changing)
 
     async def go(self, thread: Thread, boundary: Boundary) -> Source:
         """Bring the thread's context to a boundary. Raises SnapshotError."""
@@ -261,11 +277,6 @@ class Threads:
         await self._move(thread, number)
         thread.at = boundary
         return "snapshot"
-
-    async def _begin(self, thread: Thread) -> None:
-        """A memory that was told nothing yet."""
-        await self._move(thread, 0)
-        thread.at = None
 
     async def _move(self, thread: Thread, number: int) -> None:
         """Put the thread's context where a snapshot of that number is; 0 is the beginning."""

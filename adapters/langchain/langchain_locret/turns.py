@@ -30,8 +30,14 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
     Raises:
         StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.
     """
-    async with asyncio.timeout(request.timeout_s), threads.mine(request) as thread:
-        await Turn(threads, thread, request, await threads.reach(thread, request), emit).run()
+    try:
+        async with asyncio.timeout(request.timeout_s) as limit, threads.mine(request) as thread:
+            await Turn(threads, thread, request, await threads.reach(thread, request), emit).run()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"no whole answer within {request.timeout_s} s, waiting for its turn included; expected a "
+                           "longer timeout or a smaller max_tokens. The thread is as it was") from None
 
 
 class Turn:
@@ -57,6 +63,7 @@ class Turn:
         reply, ended = await self._decode(forced)
         receipt = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
         receipt |= {"why": reached.why} if reached.why else {}
+        receipt |= {"changing": True} if reached.changing else {}
         receipt |= {"left_out": left_out} if left_out else {}
         usage = {"input_tokens": begun, "output_tokens": len(self._sampled),
                  "total_tokens": begun + len(self._sampled), "input_token_details": {"cache_read": self._before}}
@@ -131,11 +138,8 @@ class Turn:
         choice, template = self._request.choice, self._threads.template
         if not choice:
             return [], ""
-        before, between = template.call_opening(self._request.tools)
-        if choice == "any":
-            return template.codec.literal(before), before
-        return ([*template.codec.literal(before), *template.codec.encode_text(choice),
-                 *template.codec.literal(between)], before + choice + between)
+        pieces = template.call_opening(self._request.tools, "" if choice == "any" else choice)
+        return template.encode(pieces, start=False), "".join(piece.text for piece in pieces)
 
     @cached_property
     def _special(self) -> list[str]:

@@ -1,0 +1,61 @@
+"""A conversation of which nothing is read twice, also after a restart: python examples/langchain_chat.py [FOLDER]"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
+
+from langchain_locret import LocretChatModel
+
+CONFIG = {"configurable": {"thread_id": "alice"}}
+
+
+def show(reply: AIMessage) -> None:
+    """What was said, and the receipt: where the memory was found, what of the prompt it held, and what was fed."""
+    receipt, usage = reply.response_metadata["locret"], reply.usage_metadata
+    print(f"  {reply.text}   [{receipt['source']}: {usage['input_token_details']['cache_read']} of "
+          f"{usage['input_tokens']} prompt tokens reused, {receipt['fed']} fed]")
+
+
+def main(folder: str) -> None:
+    model = LocretChatModel(model="bundled", store=folder, max_tokens=16)
+    model.forget_thread("alice")  # of an earlier run
+    history: list[BaseMessage] = []
+
+    print("Told, then asked. Every call is given the whole history, and only what is new is fed:")
+    for said in ("The door code of falcon is 48213. The pass key of heron is 7755.",
+                 "What is the door code of falcon?"):
+        history.append(HumanMessage(said))
+        history.append(reply := model.invoke(history, CONFIG))
+        show(reply)
+
+    print("Streamed:")
+    history.append(HumanMessage("What is the pass key of heron?"))
+    whole = None
+    for chunk in model.stream(history, CONFIG):
+        print(f"  {chunk.text!r}", end="")
+        whole = chunk if whole is None else whole + chunk
+    print()
+    history.append(whole)
+    show(whole)
+
+    print("The same question again (regenerate), from the memory that ends with it:")
+    history[-1] = model.invoke(history[:-1], CONFIG)
+    show(history[-1])
+
+    print("Another question in its place (edit), from the memory that ends before it:")
+    show(model.invoke([*history[:-2], HumanMessage("Tell me the door code of falcon.")], CONFIG))
+
+    model.close()  # weights and memory are gone; what another process would find is in the store
+    model = LocretChatModel(model="bundled", store=folder, max_tokens=16)
+    print("Closed, and made again over the same store:")
+    history.append(HumanMessage("What is the door code of falcon?"))
+    history.append(reply := model.invoke(history, CONFIG))
+    show(reply)
+    model.close()
+
+
+with tempfile.TemporaryDirectory() as temporary:
+    main(sys.argv[1] if len(sys.argv) > 1 else temporary)
