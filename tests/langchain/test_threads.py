@@ -584,8 +584,10 @@ def test_a_runtime_of_ones_own_is_left_running(tmp_path: Path, script: Script):
     asyncio.run(main())
 
 
-def test_nothing_secret_is_shown(tmp_path: Path):
-    chat = LocretChatModel(model="bundled", store=str(tmp_path), key="ab" * 32)
+@pytest.mark.parametrize("where", ["argument", "environment"])
+def test_nothing_secret_is_shown(tmp_path: Path, where: str, monkeypatch):
+    monkeypatch.setenv("LOCRET_KEY", "ab" * 32) if where == "environment" else None
+    chat = LocretChatModel(model="bundled", store=str(tmp_path), key="ab" * 32 if where == "argument" else None)
     for shown in (repr(chat), str(chat), str(chat._identifying_params), str(chat.model_dump())):
         assert "abab" not in shown
     chat.invoke([HumanMessage("the password is 4182")], thread("private"))

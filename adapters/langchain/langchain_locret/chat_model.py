@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import os
 import queue
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
@@ -60,7 +61,8 @@ class LocretChatModel(BaseChatModel):
         heads, policy, budget, chunk_size, max_live, device, dtype, chat_template: of `locret_stream.Runtime`.
         store: where threads are kept: a folder, a URL that fsspec knows, or a `locret_stream.Store`. None: in a
             temporary folder, encrypted where the `encryption` extra is installed, until the process ends.
-        key: 32 bytes as 64 hexadecimal digits, under which new threads are encrypted.
+        key: 32 bytes as 64 hexadecimal digits, under which new threads are encrypted; of a store that is a folder or
+            URL. None: the environment variable LOCRET_KEY, if there is one.
         boundaries: snapshots of a thread that stay; turns further back are read again when they are returned to.
         save: "turn": every turn is durable before its last chunk; "run": when `save_thread` says so.
         runtime: one of your own in place of all these; it needs a store to keep threads.
@@ -111,7 +113,10 @@ class LocretChatModel(BaseChatModel):
         for name in beside:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"{name} was given beside {whole}, which has its own; expected one of the two")
-        user_key(None if self.key is None else self.key.get_secret_value())
+        key = None if self.key is None else self.key.get_secret_value()
+        if key is None and isinstance(self.store, (str, Path)):
+            key = os.environ.get("LOCRET_KEY") or None
+        user_key(key)  # raises
         if self.policy is not None and self.policy not in POLICIES:
             make_policy(self.policy)  # raises UnknownPolicy, with the closest name
         if self.store is not None and not isinstance(self.store, (str, Path, Store)):
@@ -124,7 +129,7 @@ class LocretChatModel(BaseChatModel):
         options["template"] = self.chat_template
         settings = Settings(
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
-            store=self.store, key=None if self.key is None else self.key.get_secret_value(),
+            store=self.store, key=key,
             boundaries=self.boundaries, runtime=self.runtime, replies=self.response_template,
             template_options=self.template_options)
         if self.home is None or self.home.settings.identity() != settings.identity():
