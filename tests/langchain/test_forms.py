@@ -1,0 +1,114 @@
+"""Every form in which LangChain gives an answer comes back as the same message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages.utils import message_chunk_to_message
+from pydantic import BaseModel
+
+from tests.langchain.support import PROMPT, Script, held, model, receipt, rendered, scripted, thread
+
+THINKING = {"start_anchor": PROMPT, "fields": {
+    "content": {"content_args": {"strip": False}}, "thinking": {"open": "<think>", "close": "</think>"},
+    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
+                   "transform": {"type": "function", "function": "{content}"}}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the shed"}}\n</tool_call>'
+
+
+def look(at: str) -> str:
+    """Look a thing up."""
+    return at
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    with scripted() as found:
+        yield found
+
+
+def asked(chat: Any, history: list[Any], how: str) -> AIMessage:
+    if how == "invoke":
+        return chat.invoke(history, thread("a"))
+    whole: AIMessageChunk | None = None
+    for chunk in chat.stream(history, thread("a")):
+        whole = chunk if whole is None else whole + chunk
+    return whole if how == "chunk" else message_chunk_to_message(whole)
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+@pytest.mark.parametrize("how", ["invoke", "stream", "chunk"])
+def test_reasoning_and_calls_come_back_as_they_were(script: Script, tmp_path: Path, version: str, how: str):
+    with model(tmp_path, response_template=THINKING, output_version=version) as chat:
+        tools = chat.bind_tools([look])
+        script.say = lambda shown: "It is there." if "tool\n" in shown[-60:] else (
+            f"<think>Where was it?</think>\n\nLet me look.\n{CALL}")
+        history: list[Any] = [HumanMessage("Where is the hen?")]
+        history.append(asked(tools, history, how))
+        assert history[-1].text == "Let me look." and history[-1].tool_calls[0]["args"] == {"at": "the shed"}
+        reasoning = [block["reasoning"] for block in history[-1].content_blocks if block["type"] == "reasoning"]
+        assert "".join(reasoning) == "Where was it?"
+        history.append(ToolMessage("Behind the rake.", tool_call_id=history[-1].tool_calls[0]["id"]))
+        history.append(asked(tools, history, how))
+        assert history[-1].text == "It is there." and receipt(history[-1])["source"] == "live"
+        assert "<think>Where was it?</think>" in held(chat, "a")
+        chunks = list(tools.stream([*history, HumanMessage("Thanks.")], thread("a")))
+        assert receipt(chunks[-1])["source"] == "live"
+
+
+def test_an_invalid_call_comes_back_as_it_was(script: Script, tmp_path: Path):
+    with model(tmp_path) as chat:
+        tools = chat.bind_tools([look])
+        script.say = lambda _: 'Well.<tool_call>\n{"name": "look", "argu'
+        history: list[Any] = [HumanMessage("Where is the hen?")]
+        history.append(tools.invoke(history, thread("a")))
+        assert history[-1].invalid_tool_calls and not history[-1].tool_calls
+        script.say = lambda _: "ok"
+        more = tools.invoke([*history, HumanMessage("Again.")], thread("a"))
+        assert receipt(more)["source"] == "live"
+
+
+class Place(BaseModel):
+    """Where a thing is."""
+
+    at: str
+    floor: int
+
+
+@pytest.mark.parametrize("include_raw", [False, True])
+def test_structured_output_is_a_forced_call(script: Script, tmp_path: Path, include_raw: bool):
+    with model(tmp_path) as chat:
+        script.say = lambda _: CALL.replace("look", "Place").replace('"the shed"', '"shed", "floor": 2')
+        found = chat.with_structured_output(Place, include_raw=include_raw).invoke("Where?", thread("a"))
+        assert (found["parsed"] if include_raw else found) == Place(at="shed", floor=2)
+
+
+def test_langchains_own_cache_gives_an_answer_that_a_thread_can_go_on_from(script: Script, tmp_path: Path):
+    with model(tmp_path, cache=InMemoryCache()) as chat:
+        history: list[Any] = [HumanMessage("one")]
+        first, again = (chat.invoke(history, thread("a")) for _ in range(2))
+        sampled = script.sampled
+        assert chat.invoke(history, thread("b")).text == first.text == again.text and script.sampled >= sampled
+        more = chat.invoke([*history, again, HumanMessage("two")], thread("a"))
+        assert receipt(more)["source"] in ("live", "snapshot")
+        assert held(chat, "a") == rendered([*history, again, HumanMessage("two"), more])
+        elsewhere = chat.invoke([*history, again, HumanMessage("three")], thread("b"))
+        assert held(chat, "b") == rendered([*history, again, HumanMessage("three"), elsewhere])
+
+
+def test_tokens_are_counted_as_the_template_writes_messages(script: Script, tmp_path: Path):
+    from tests.langchain.support import tokenizer
+    with model(tmp_path) as chat:
+        messages = [HumanMessage("one two three"), AIMessage("four"), HumanMessage("five")]
+        count = chat.get_num_tokens_from_messages(messages)
+        assert count == len(tokenizer().encode(rendered(messages), add_special_tokens=False))
+        assert chat.get_num_tokens_from_messages(messages, tools=[look]) > count + 20
+        said = chat.invoke(messages, thread("a"))
+        assert said.usage_metadata["input_tokens"] == count + len(
+            tokenizer().encode(PROMPT, add_special_tokens=False))
+        assert chat.get_num_tokens("<|im_end|>") > 1
