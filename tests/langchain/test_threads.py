@@ -15,7 +15,16 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 
 from langchain_locret import LocretChatModel, StateLost
 from langchain_locret.boundaries import session_name
-from locret_stream import ConfigError, EmptySource, InputError, InvalidText, SourceError, Store, StoreError
+from locret_stream import (
+    ConfigError,
+    ContextClosed,
+    EmptySource,
+    InputError,
+    InvalidText,
+    SourceError,
+    Store,
+    StoreError,
+)
 from locret_stream.snapshot import check_name
 from tests.langchain.support import (
     Script,
@@ -530,6 +539,23 @@ async def test_others_go_on_while_a_stream_waits_and_the_thread_itself_waits(scr
         assert "first" in held(chat, "a") and "second" in held(chat, "a") and answer.text
 
 
+async def test_closing_while_a_stream_waits_leaves_it(chat: LocretChatModel):
+    gate = asyncio.Event()
+
+    async def slow() -> Any:
+        yield "first " * 50
+        await gate.wait()
+        yield "second"
+
+    absorbing = asyncio.create_task(chat.aingest(slow(), thread_id="a"))
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(20):
+        await chat.aclose()
+    gate.set()
+    with pytest.raises(ContextClosed):
+        await absorbing
+
+
 def test_text_that_looks_like_a_stand_in_is_not_taken_for_one_silently(chat: LocretChatModel):
     with pytest.raises(StateLost):
         chat.invoke([HumanMessage(f"[absorbed stream x: 5 characters, sha256 {'0' * 64}]")], thread("a"))
@@ -609,6 +635,43 @@ def test_a_model_that_nobody_holds_any_more_is_closed_and_its_weights_are_freed(
         time.sleep(0.05)
     assert weights() is None and threading.active_count() < before
     assert [row.name for row in Store(tmp_path).list()] == ["langchain/a"]  # what rested was saved
+
+
+def test_without_any_store_a_runtimes_threads_last_as_long_as_their_slots(script: Script):
+    with model(None, max_live=2) as chat:
+        history: list[Any] = [HumanMessage("one")]
+        history += [chat.invoke(history, thread("a")), HumanMessage("two")]
+        history += [chat.invoke(history, thread("a"))]
+        assert receipt(history[-1])["source"] == "live" and not receipt(history[-1])["saved"]
+        stub = chat.ingest("a stream", thread_id="s")
+        assert chat.invoke([stub, HumanMessage("what?")], thread("s")).text
+        for name in "bcd":
+            chat.invoke("hello", thread(name))
+        more = chat.invoke([*history, HumanMessage("three")], thread("a"))
+        assert receipt(more)["source"] == "new" and held(chat, "a") == rendered([*history, HumanMessage("three"), more])
+        with pytest.raises(StateLost):
+            chat.invoke([stub, HumanMessage("what?")], thread("s"))
+        assert not chat.save_thread("a") and chat.forget_thread("a") and not chat.forget_thread("a")
+
+
+def test_threads_beyond_those_at_hand_come_back(script: Script, tmp_path: Path, monkeypatch):
+    from langchain_locret import threads
+    monkeypatch.setattr(threads, "THREADS", 3)
+    with model(tmp_path, max_live=2, save="run") as chat:
+        histories: dict[int, list[Any]] = {number: [] for number in range(8)}
+        for text in ("one", "two", "three"):
+            for number, history in histories.items():
+                history.append(HumanMessage(f"{text} of {number}"))
+                history.append(chat.invoke(history, thread(number)))
+                assert held(chat, number) == rendered(history)
+                assert receipt(history[-1])["source"] == ("new" if text == "one" else "snapshot")
+        assert len(chat.home._open.threads._threads) <= 4
+
+        async def at_once() -> None:
+            await asyncio.gather(*(chat.ainvoke([*history, HumanMessage("four")], thread(number))
+                                   for number, history in histories.items() for _ in range(2)))
+
+        asyncio.run(at_once())
 
 
 def test_options_that_are_not_known_are_refused(chat: LocretChatModel):

@@ -33,6 +33,9 @@ class Absorption:
     """One stream on its way in: `begin`, `push` for each piece, then `finish`, or `abort`. The thread waits meanwhile,
     other threads go on between the pieces.
 
+    Attributes:
+        ended: it has nothing of the thread any more.
+
     Args:
         request: the messages the stream comes behind; of none it comes behind what the thread was told last.
     """
@@ -41,7 +44,7 @@ class Absorption:
         self._threads, self._request, self._label = threads, request, label
         self._sha, self._characters = hashlib.sha256(), 0
         self._thread: Thread = threads.named(request.thread)
-        self._ended = True
+        self.ended = True
 
     async def begin(self) -> None:
         """Raises as a turn."""
@@ -52,7 +55,8 @@ class Absorption:
         except BaseException:
             thread.users -= 1
             raise
-        self._ended = False
+        self.ended = False
+        threads.absorbing.add(self)
         try:
             async with threads.gate:
                 await threads.look_up(thread)
@@ -118,8 +122,9 @@ class Absorption:
         await to_the_end(self._release())
 
     async def _release(self) -> None:
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
+            self._threads.absorbing.discard(self)
             async with self._threads.gate:
                 await self._threads.rest(self._thread)
             self._thread.lock.release()

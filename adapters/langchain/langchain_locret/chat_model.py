@@ -27,7 +27,7 @@ from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
 from langchain_locret.threads import RebuildWarning, Request, Save, Threads
 from langchain_locret.turns import turn as run_turn
-from locret_stream import ConfigError, InputError, InvalidText, Runtime, Sampling, Store, __version__
+from locret_stream import ConfigError, ContextClosed, InputError, InvalidText, Runtime, Sampling, Store, __version__
 from locret_stream.context import Memory
 from locret_stream.context.sources import Puller
 from locret_stream.policies import POLICIES, make_policy
@@ -339,12 +339,16 @@ class LocretChatModel(BaseChatModel):
                 if isinstance(piece, list):
                     raise InputError("the source gave token ids; expected text")
                 text = _decode(decode, piece) if isinstance(piece, bytes) else piece
+                if absorption.ended:
+                    raise ContextClosed("the model was closed while a stream was absorbed; the thread is as it was "
+                                        "before. Expected the stream to end first")
                 if text:
                     await self.home.acall(lambda _, text=text: absorption.push(text))
             _decode(decode, b"", final=True)
             return await self.home.acall(lambda _: absorption.finish())
         finally:
-            await asyncio.wrap_future(self.home.submit(lambda _: absorption.abort()))
+            if not absorption.ended:
+                await asyncio.wrap_future(self.home.submit(lambda _: absorption.abort()))
 
     def ingest(self, source: Any, **options: Any) -> HumanMessage:
         """`aingest` for callers who do not await, of a source that is not async either."""

@@ -45,7 +45,7 @@ class Thread:
     """One thread's memory as this process has it.
 
     Attributes:
-        session: its name in the store, None for what is nobody's and leaves nothing behind.
+        session: its name in the store; None for what is nobody's, or without a store: that leaves nothing behind.
         at: the boundary where the open context rests; None while a turn moves it, or without a context.
         stored: boundaries with a snapshot, by key; None: not looked up yet.
         system: heading of the newest turn. stale: another owner saved the session meanwhile.
@@ -137,6 +137,7 @@ class Threads:
         self.gate = asyncio.Semaphore(runtime.max_live)
         self._threads: OrderedDict[str, Thread] = OrderedDict()
         self._loose: list[Thread] = []  # nobody's, oldest first
+        self.absorbing: set[Any] = set()  # streams under way: they have a thread while no call of theirs runs
 
     @asynccontextmanager
     async def mine(self, request: Request) -> AsyncIterator[Thread]:
@@ -173,7 +174,7 @@ class Threads:
     def named(self, name: str) -> Thread:
         """The thread of that name, wherever its memory is."""
         session = session_name(name)
-        thread = self._threads.setdefault(session, Thread(session))
+        thread = self._threads.setdefault(session, Thread(session if self.runtime.store is not None else None))
         self._threads.move_to_end(session)
         return thread
 
@@ -192,10 +193,15 @@ class Threads:
             if thread.open:
                 await thread.ctx.aclose()
         for session, thread in list(self._threads.items())[:-THREADS]:
+            if thread.users:
+                continue
+            async with self.using(thread), thread.lock:  # who asks for it meanwhile waits
+                await self.keep(thread)
+                if thread.open:
+                    await thread.ctx.aclose(save=False)
+                thread.ctx = thread.at = None
             if not thread.users:
                 del self._threads[session]
-                if thread.open:
-                    await thread.ctx.aclose()
 
     async def look_up(self, thread: Thread) -> None:
         """Which boundaries of it are stored, where that may not be known; what another owner saved counts."""
@@ -362,6 +368,8 @@ class Threads:
                 await thread.ctx.aclose(save=False)
             thread.ctx = thread.at = thread.system = None
             thread.stored = {}
+            if thread.session is None:
+                return had
             try:
                 await self.runtime.forget(thread.session)
             except SnapshotNotFound:
@@ -369,7 +377,9 @@ class Threads:
             return True
 
     async def close(self) -> None:
-        """Close all contexts; what rests at a boundary is saved."""
+        """Close all contexts; what rests at a boundary is saved, what is being absorbed is left."""
+        for absorption in list(self.absorbing):
+            await absorption.abort()
         for thread in [*self._threads.values(), *self._loose]:
             async with thread.lock, self.gate:
                 await self.keep(thread)
