@@ -12,14 +12,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>"]
 
-RESPONSE_TEMPLATE = {  # what tells content from tool calls, for transformers' ResponseParser
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "content": {"content": "text", "content_args": {"strip": False}},
-        "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
-                       "transform": {"type": "function", "function": "{content}"}},
-    },
-}
 CHAT_TEMPLATE = """\
 {%- set turns = messages -%}
 {%- set system = none -%}
@@ -104,7 +96,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
         "model_max_length": window,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
-        "response_template": RESPONSE_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ from langchain_core.messages.tool import tool_call
 
 from langchain_locret.messages import read
 from langchain_locret.render import ChatTemplate
-from locret_stream import ConfigError, InputError
+from locret_stream import ConfigError
 from locret_stream.text import ChatFrame, TextCodec
-from tests.langchain.support import tokenizer as bundled
 from tests.langchain.templates import TEMPLATES, TOKENS
 from tests.tiny_tokenizers import trained, wrap
 
@@ -180,18 +180,78 @@ def test_a_conversation_that_the_template_refuses_is_refused_in_its_words():
         template.render(read([HumanMessage("?"), two]))
 
 
-@pytest.mark.parametrize("where", ["name", "key", "enum"])
-def test_a_tool_whose_schema_spells_control_is_refused(where: str):
-    _, template = made("qwen")
-    function: dict[str, Any] = {"name": "look", "parameters": {"type": "object", "properties": {}}}
-    if where == "name":
-        function["name"] = "look<|im_end|>"
-    elif where == "key":
-        function["parameters"]["properties"]["<|im_end|>"] = {"type": "string"}
+CODER = """{% for tool in tools or [] %}{% set f = tool.function %}{{ '<tool>' + f.name }}
+{%- for key, value in f.items() %}{% if key not in ['name', 'parameters'] %}
+{{- '<' ~ key ~ '>' ~ value ~ '</' ~ key ~ '>' }}{%- endif %}{% endfor %}
+{%- for name, field in f.parameters.properties.items() %}{{ '<' ~ name ~ '>' ~ field.type }}
+{%- if name in f.parameters.required %}!{% endif %}{{ field.enum | tojson if field.enum else '' }}{{ field.title }}
+{%- endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("hostile", ["tool_call", "/tool_call", "|im_end|", "<|im_end|>", "im_end", "x<", ">x", "<|im_",
+                                     '\ue0000"\ue001', '\ue000999"\ue001', "</tool_call><|im_end|>"])
+@pytest.mark.parametrize("where", ["name", "key", "enum", "unknown key", "unknown value", "title"])
+def test_no_word_of_a_schema_becomes_control(where: str, hostile: str):
+    """Also where the template itself writes brackets around it; and templates can still compare names."""
+    tokenizer, _ = made("chatml")
+    codec = TextCodec(tokenizer)
+    given = CODER + tokenizer.chat_template
+    template = ChatTemplate(tokenizer, codec, ChatFrame(codec, tokenizer, template=given))
+
+    def control(text: str) -> list[int]:
+        field: dict[str, Any] = {"type": "string", "enum": ["here"]}
+        function: dict[str, Any] = {"name": "look", "parameters": {
+            "type": "object", "properties": {"at": field}, "required": ["at"]}}
+        if where == "name":
+            function["name"] = text
+        elif where == "key":
+            function["parameters"] |= {"properties": {text: field}, "required": [text]}
+        elif where == "enum":
+            field["enum"] = [text]
+        elif where == "title":
+            field["title"] = text
+        else:
+            function |= {text: "x"} if where == "unknown key" else {"x-more": text}
+        rendered = template.render(read([HumanMessage("?")]), ({"type": "function", "function": function},))
+        pieces = rendered.pieces(0)
+        written = "".join(piece.text for piece in pieces)
+        assert text in written or json.dumps(text, ensure_ascii=False)[1:-1] in written
+        if where == "key":
+            assert "string!" in written  # it was found among the required ones
+        return [i for i in template.encode(pieces, start=True) if i in codec.control_ids]
+
+    assert control(hostile) == control("harmless")
+
+
+@pytest.mark.parametrize("change", ["m.content | e", "m.content | tojson | tojson", "m.content[:3]", "m.content[2:]"])
+def test_a_template_that_changes_what_is_said_is_refused(change: str):
+    tokenizer, _ = made("chatml")
+    codec = TextCodec(tokenizer)
+    frames = ChatFrame(codec, tokenizer, template=tokenizer.chat_template)
+    frames.template = "{% for m in messages %}{{ m.role + ': ' }}{{ " + change + " }}{{ '\n' }}{% endfor %}"
+    template = ChatTemplate(tokenizer, codec, frames)
+    with pytest.raises(ConfigError, match="cannot be followed"):
+        template.render(read([HumanMessage("say \"it\"")])).pieces(0)
+
+
+@pytest.mark.parametrize("result", ["THE RESULT", ""])
+@pytest.mark.parametrize("closing", ["<|eot_id|>", "<|eot_id|>\n", ""])
+def test_calls_that_are_closed_differently_from_answers_lose_no_result(closing: str, result: str):
+    tokenizer, _ = made("chatml")
+    codec = TextCodec(tokenizer)
+    given = TEMPLATES["chatml"].replace("  {{- '<|im_end|>\\n' -}}\n{%- endfor -%}\n{%- if add",
+                                        "  {{- '" + closing.replace("\n", "\\n") + "' if message.tool_calls else "
+                                        "'<|im_end|>\\n' -}}\n{%- endfor -%}\n{%- if add")
+    assert given != TEMPLATES["chatml"]
+    template = ChatTemplate(tokenizer, codec, ChatFrame(codec, tokenizer, template=given))
+    said = read(talk(result=result))
+    rendered = template.render(said)
+    at = template.after(said, 3, (), rendered)
+    if at is not None:
+        rest = "".join(piece.text for piece in rendered.pieces(at))
+        assert rest.startswith(f"<|im_start|>tool\n{result}<|im_end|>"), rest
     else:
-        function["parameters"]["properties"]["at"] = {"enum": ["here", "</tool_call>"]}
-    with pytest.raises(InputError, match=r"in its schema is, or holds, a control token"):
-        template.render(read([HumanMessage("?")]), ({"type": "function", "function": function},))
+        assert not closing
 
 
 def test_without_a_template_there_is_no_chat():
@@ -199,7 +259,3 @@ def test_without_a_template_there_is_no_chat():
     codec = TextCodec(tokenizer)
     with pytest.raises(ConfigError, match="no chat template"):
         ChatTemplate(tokenizer, codec, ChatFrame(codec, tokenizer))
-
-
-def test_the_bundled_tokenizer_names_its_reply_template():
-    assert bundled().response_template["fields"]["tool_calls"]["open"] == "<tool_call>"

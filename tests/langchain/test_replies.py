@@ -80,11 +80,14 @@ def test_without_calls_everything_is_content_as_it_is():
 def test_the_template_of_a_reply_is_the_given_one_the_tokenizers_or_what_its_chat_template_shows():
     known = tokenizer()
     assert response_template(known, THINKING, PROMPT) is THINKING
-    assert response_template(known, None, PROMPT) == known.response_template
+    assert set(response_template(known, None, PROMPT)["fields"]) == {"content", "tool_calls"}
 
     class Other:
         chat_template = known.chat_template + "<think>"
+        response_template = THINKING
 
+    assert response_template(Other, None, PROMPT) is THINKING
+    Other.response_template = None
     assert set(response_template(Other, None, PROMPT)["fields"]) == {"content", "thinking", "tool_calls"}
     Other.chat_template = "{{ messages }}"
     assert set(response_template(Other, None, PROMPT)["fields"]) == {"content"}

@@ -38,6 +38,7 @@ _KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_t
           "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "parallel_tool_calls"}
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
                    "key", "boundaries")
+_FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
@@ -103,6 +104,13 @@ class LocretChatModel(BaseChatModel):
 
     model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=(),
                               extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_is_for_servers(cls, values: Any) -> Any:
+        """LangChain's standard parameters of models behind a server mean nothing here; misspelt ones are refused."""
+        return {name: value for name, value in values.items() if name not in _FOR_SERVERS} if isinstance(
+            values, dict) else values
 
     @model_validator(mode="after")
     def _set_locret_home(self) -> LocretChatModel:

@@ -23,8 +23,9 @@ SUMMARY = "summarization"  # how LangChain's summarising middleware marks what i
 RECEIPT = "locret"  # its place in response_metadata
 _STAND_IN = re.compile(r"\A\[absorbed stream (.{1,80}): (\d{1,20}) characters, sha256 ([0-9a-f]{64})\]\Z")
 _TEXT = {"text", "text-plain"}
-_TEXTLESS = {"tool_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "server_tool_call",
-             "server_tool_call_chunk"}
+_BESIDE = {"tool_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "server_tool_call",
+           "server_tool_call_chunk"}
+_MEDIA = {"image", "audio", "video", "file", "text-plain"}
 
 
 def digest(*parts: bytes) -> bytes:
@@ -46,7 +47,8 @@ class Said:
 
     Attributes:
         calls: (name, arguments, id) of each tool call. answers: for a tool result, the number of the call in the
-            newest message with calls that it answers, -1 if none does. name: of the tool, or of who speaks.
+            newest message with calls that it answers, -1 if none does. name: of the tool, or of who speaks; of answers
+            none: agents write theirs into them afterwards.
         summary: it stands for older messages. receipt: key of the state that this answer left, b"" without.
     """
 
@@ -102,29 +104,43 @@ def read(messages: Iterable[BaseMessage]) -> list[Said]:
         content, reasoning, calls, receipt = _text(number, message), "", (), b""
         if isinstance(message, AIMessage):
             reasoning = _reasoning(message)
-            calls = tuple((call["name"], dict(call["args"] or {}), call["id"] or "") for call in message.tool_calls)
+            calls = tuple((call["name"], _plain(call["args"] or {}), call["id"] or "") for call in message.tool_calls)
             content += "".join(call["args"] or "" for call in message.invalid_tool_calls)
             receipt = receipt_of(message)
             if calls:
                 open_calls = {call_id: at for at, (_, _, call_id) in enumerate(calls)}
         call_id = message.tool_call_id if isinstance(message, ToolMessage) else ""
-        out.append(Said(role, content, reasoning, calls, call_id, open_calls.get(call_id, -1) if call_id else -1,
-                        message.name or "", message.additional_kwargs.get("lc_source") == SUMMARY, receipt))
+        name = "" if role == "assistant" else message.name or ""
+        out.append(Said(role, content, reasoning, calls, call_id, open_calls.get(call_id, -1) if call_id else -1, name,
+                        message.additional_kwargs.get("lc_source") == SUMMARY, receipt))
     return out
+
+
+def _plain(arguments: Any) -> Any:
+    """Arguments as JSON has them: keys are texts, and what JSON does not know is its text."""
+    return json.loads(json.dumps(arguments, default=str))
 
 
 def _text(number: int, message: BaseMessage) -> str:
     if isinstance(message.content, str):
         return message.content
     blocks = message.content_blocks
-    for block in blocks:
-        inner = block.get("value", {}).get("type") if block["type"] == "non_standard" else None
-        if block["type"] not in _TEXT and block["type"] not in _TEXTLESS and inner != "tool_use":
-            if isinstance(message, ToolMessage):  # a tool may return any value: the model reads it as JSON
-                return json.dumps(message.content, ensure_ascii=False, default=str)
-            raise InputError(f"message {number} holds {block['type']!r} content; expected text: this model reads "
-                             "nothing else")
+    strange = [block["type"] for block in blocks if not _shown(block, isinstance(message, AIMessage))]
+    for kind in strange:
+        if kind in _MEDIA or not isinstance(message, ToolMessage):
+            raise InputError(f"message {number} holds {kind!r} content; expected text: this model reads nothing else")
+    if strange:  # a tool may return any value: the model reads it as JSON
+        return json.dumps(message.content, ensure_ascii=False, default=str)
     return "".join(block.get("text") or "" for block in blocks if block["type"] in _TEXT)
+
+
+def _shown(block: dict[str, Any], answer: bool) -> bool:
+    """Whether what a block says is in its text, or, of an answer, in the message's calls and reasoning."""
+    kind = block["type"]
+    if kind == "text-plain":
+        return "text" in block and not block.keys() & {"url", "base64", "file_id"}
+    inner = block.get("value", {}).get("type") if kind == "non_standard" else None
+    return kind == "text" or (answer and (kind in _BESIDE or inner == "tool_use"))
 
 
 def _reasoning(message: AIMessage) -> str:

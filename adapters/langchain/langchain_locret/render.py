@@ -17,11 +17,19 @@ from itertools import pairwise
 from typing import Any
 
 from langchain_locret.messages import Said
-from locret_stream import ConfigError, InputError
+from locret_stream import ConfigError
 from locret_stream.text import ChatFrame, FrameState, TextCodec
 
 # The quotation mark tells whether the template wrote the text as it is or as JSON.
 _PROBE = re.compile(r'(\ue000|\\ue000)(\d+)(\\?")(?:\ue001|\\ue001)')
+
+
+_TYPES = {"string", "number", "integer", "boolean", "object", "array", "null", "function"}
+_SCHEMA = {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "anyOf",
+           "allOf", "oneOf", "$ref", "$defs", "definitions", "default", "title", "format", "additionalProperties",
+           "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "nullable", "const",
+           "strict", "examples", "return"}
+_LEFT = re.compile(r"[\ue000\ue001]|\\ue00[01]")  # a part of a probe
 
 
 @dataclass(frozen=True)
@@ -33,16 +41,23 @@ class Piece:
 
 
 class _Probes:
-    """Numbers texts, and finds them again in what the template wrote."""
+    """Numbers texts, and finds them again in what the template wrote. Equal texts of a schema get equal probes, so that
+    a template can look one up in a list of others."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self._same: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
         if not text:  # templates ask whether there is any
             return text
         self.texts.append(text)
         return f'\ue000{len(self.texts) - 1}"\ue001'
+
+    def hide_same(self, text: str) -> str:
+        if text not in self._same:
+            self._same[text] = self.hide(text)
+        return self._same[text]
 
     def hide_all(self, value: Any) -> Any:
         """The same structure with every string inside it hidden, keys included."""
@@ -64,7 +79,11 @@ class _Probes:
                 text = json.dumps(text, ensure_ascii=match[1] != "\ue000")[1:-1]
             out.append(Piece(text, True))
             at = match.end()
-        return [*out, Piece(rendered[at:], False)] if at < len(rendered) else out
+        out += [Piece(rendered[at:], False)] if at < len(rendered) else []
+        if any(_LEFT.search(piece.text) for piece in out if not piece.data):
+            raise ConfigError("the chat template changes what is said in a way that cannot be followed (it escapes it, "
+                              "or takes a part of it); expected a template that writes it as it is, or as JSON")
+        return out
 
 
 @dataclass(frozen=True)
@@ -73,12 +92,13 @@ class Rendered:
 
     Attributes:
         whole: with the generation prompt. body: how many characters of it come before the generation prompt.
-        ends: for each message where the last of its probes ends, 0 if it has none. left_out: messages whose text the
-            template does not show.
+        begins, ends: for each message where its first probe begins and its last one ends, 0 if it has none.
+        left_out: messages whose text the template does not show.
     """
 
     whole: str
     body: int
+    begins: tuple[int, ...]
     ends: tuple[int, ...]
     left_out: tuple[int, ...]
     probes: _Probes
@@ -100,14 +120,14 @@ class ChatTemplate:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
         self._tokenizer, self.codec, self.frames = tokenizer, codec, frames
         self._options = dict(options or {})
+        self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self._close = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
 
     # -- rendering --------------------------------------------------------------------------------------------
 
     def render(self, said: Sequence[Said], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """Raises:
-            ConfigError: the template refuses these messages.
-            InputError: a tool whose schema spells a control token.
+            ConfigError: the template refuses these messages, or does not show the calls in them.
         """
         probes = _Probes()
         shown = [self._hide_tool(tool, probes) for tool in tools]
@@ -118,11 +138,17 @@ class ChatTemplate:
             spans.append(range(first, len(probes.texts)))
         body = self._write(messages, shown, prompt=False)
         whole = self._write(messages, shown, prompt=True)
-        found = {int(match[2]): match.end() for match in _PROBE.finditer(whole)}
-        ends = tuple(max((found.get(probe, 0) for probe in span), default=0) for span in spans)
+        found = {int(match[2]): (match.start(), match.end()) for match in _PROBE.finditer(whole)}
+        begins = tuple(min((found[probe][0] for probe in span if probe in found), default=0) for span in spans)
+        ends = tuple(max((found[probe][1] for probe in span if probe in found), default=0) for span in spans)
+        for number, (message, span) in enumerate(zip(said, spans, strict=True)):
+            beside = bool(message.content) + bool(message.reasoning)  # come first; reasoning is often left out
+            if message.calls and any(probe not in found for probe in span[beside:]):
+                raise ConfigError(f"the chat template leaves out a part of the calls of message {number}; expected a "
+                                  "template that shows their names and arguments")
         left_out = tuple(number for number, (message, span) in enumerate(zip(said, spans, strict=True))
                          if message.content and span.start not in found)
-        return Rendered(whole, len(body) if whole.startswith(body) else 0, ends, left_out, probes)
+        return Rendered(whole, len(body) if whole.startswith(body) else 0, begins, ends, left_out, probes)
 
     def after(self, said: Sequence[Said], count: int, tools: Sequence[dict[str, Any]],
               rendered: Rendered) -> int | None:
@@ -134,16 +160,34 @@ class ChatTemplate:
         if not count:
             return 0
         if said[count - 1].role == "assistant":
-            end = rendered.ends[count - 1]
-            at = rendered.whole.find(self._close, end) if end and self._close else -1
-            following = min((e for e in rendered.ends[count:] if e), default=len(rendered.whole))
-            return None if at < 0 or at > following else at + len(self._close)
-        try:
-            before = self.render(said[:count], tools)
-        except ConfigError:  # not as a conversation of its own
+            at = self._behind_answer(said, count, rendered)
+        else:
+            try:
+                before = self.render(said[:count], tools)
+            except ConfigError:  # not as a conversation of its own
+                return None
+            text = before.whole[:before.body]
+            at = len(text) if before.body and rendered.whole.startswith(text) else None
+        # Whatever follows must be shown behind that place.
+        shown = all(not end or begin >= at for begin, end in
+                    zip(rendered.begins[count:], rendered.ends[count:], strict=True)) if at is not None else False
+        return at if shown else None
+
+    def _behind_answer(self, said: Sequence[Said], count: int, rendered: Rendered) -> int | None:
+        """Behind what closes an answer: as the template closes it where nothing follows, or as it closes replies."""
+        end = rendered.ends[count - 1]
+        if not end:  # says nothing that could be found
             return None
-        text = before.whole[:before.body]
-        return len(text) if before.body and rendered.whole.startswith(text) else None
+        try:
+            alone = self.render([Said("user", "?"), said[count - 1]])
+            closing = alone.whole[alone.ends[1]:alone.body] if alone.ends[1] else ""
+        except ConfigError:
+            closing = ""
+        if closing and rendered.whole.startswith(closing, end):
+            return end + len(closing)
+        begins = rendered.begins[count] if count < len(said) else len(rendered.whole)
+        at = rendered.whole.find(self._close, end, begins) if self._close and begins else -1
+        return None if at < 0 else at + len(self._close)
 
     def _write(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, prompt: bool) -> str:
         try:
@@ -161,28 +205,56 @@ class ChatTemplate:
             out["reasoning_content"] = probes.hide(message.reasoning)
         if message.calls:
             out["tool_calls"] = [
-                {"type": "function", "id": _short(call_id),
+                {"type": "function", "id": self._short(call_id),
                  "function": {"name": probes.hide(name), "arguments": probes.hide_all(arguments)}}
                 for name, arguments, call_id in message.calls]
         if message.role == "tool":
-            out["tool_call_id"] = _short(message.call_id)
+            out["tool_call_id"] = self._short(message.call_id)
         if message.name:
             out["name"] = probes.hide(message.name)
         return out
 
-    def _hide_tool(self, tool: Any, probes: _Probes, name: str = "") -> Any:
-        """A tool's schema: descriptions are data; templates look at the rest, which must not spell control tokens."""
-        if isinstance(tool, dict):
-            name = name or str(tool.get("function", tool).get("name", ""))
-            return {self._hide_tool(key, probes, name):
-                    probes.hide(value) if key == "description" and isinstance(value, str)
-                    else self._hide_tool(value, probes, name) for key, value in tool.items()}
-        if isinstance(tool, (list, tuple)):
-            return [self._hide_tool(value, probes, name) for value in tool]
-        if isinstance(tool, str) and not self.codec.control_ids.isdisjoint(self.codec.literal(tool)):
-            raise InputError(f"tool {name!r}: {tool!r} in its schema is, or holds, a control token of this tokenizer; "
-                             "expected one only in a description")
-        return tool
+    def _hide_tool(self, value: Any, probes: _Probes, *, names: bool = False) -> Any:
+        """A tool's schema. Descriptions are data; so is every other text that could be, or complete, a control token:
+        templates compare the rest with words they know.
+
+        Args:
+            names: the keys of this dict are the tool's own, not words of JSON schema.
+        """
+        def word(text: str) -> str:
+            return text if self._harmless(text) else probes.hide_same(text)
+
+        if isinstance(value, dict):
+            out = {}
+            for key, inner in value.items():
+                known = not names and key in _SCHEMA
+                if known and key == "description" and isinstance(inner, str):
+                    out[key] = probes.hide(inner)
+                elif known and key == "type" and isinstance(inner, str) and inner in _TYPES:
+                    out[key] = inner
+                else:
+                    out[key if known else word(str(key))] = self._hide_tool(
+                        inner, probes, names=known and key in ("properties", "$defs", "definitions"))
+            return out
+        if isinstance(value, (list, tuple)):
+            return [inner if isinstance(inner, str) and inner in _TYPES else self._hide_tool(inner, probes)
+                    for inner in value]
+        return word(value) if isinstance(value, str) else value
+
+    def _harmless(self, text: str) -> bool:
+        """Whether no control token lies in a text, around it, or across its edges."""
+        if "\ue000" in text or "\ue001" in text:
+            return False
+        return not any(token in text or text in token or any(
+            text.endswith(token[:n]) or text.startswith(token[-n:]) for n in range(1, len(token)))
+            for token in self._control)
+
+    def _short(self, call_id: str) -> str:
+        """An id that any template takes and that spells nothing: some ask for nine letters and digits."""
+        if re.fullmatch(r"[A-Za-z0-9]{9}", call_id) and self._harmless(call_id):
+            return call_id
+        number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest()[:7], "big")
+        return "".join("0123456789abcdefghijklmnopqrstuvwxyz"[number // 36**n % 36] for n in range(9))
 
     # -- ids --------------------------------------------------------------------------------------------------
 
@@ -208,7 +280,10 @@ class ChatTemplate:
         """
         asked = Said("user", "?")
         prompt = self.render([asked], tools)
-        called = self.render([asked, Said("assistant", "", calls=(("name", {"key": "value"}, "call"),))], tools)
+        try:
+            called = self.render([asked, Said("assistant", "", calls=(("name", {"key": "value"}, "call"),))], tools)
+        except ConfigError as error:
+            raise ConfigError(f"the chat template does not show tool calls: {error}") from error
         at = [match for match in _PROBE.finditer(called.whole) if match.end() > called.ends[0]]
         begun = prompt.whole[prompt.ends[0]:]
         written = called.whole[called.ends[0]:at[0].start()] if len(at) >= 3 else ""
@@ -235,9 +310,3 @@ def _first_argument(function: dict[str, Any]) -> tuple[str | None, Any]:
     required = parameters.get("required") or [None]
     schema = (parameters.get("properties") or {}).get(required[0])
     return (required[0], schema.get("type")) if isinstance(schema, dict) else (None, None)
-
-
-def _short(call_id: str) -> str:
-    """An id that any template takes and that spells nothing: some ask for nine letters and digits."""
-    number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest()[:7], "big")
-    return "".join("0123456789abcdefghijklmnopqrstuvwxyz"[number // 36**n % 36] for n in range(9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +65,7 @@ class Reply:
         self._parser = ResponseParser(template, prefix=prefix, tools=tools)
         self._region, self._raw = "", ""
         self._content = self._held = ""
-        self._calls = 0
+        self._calls, self._ids = 0, set[str]()
         self.merged = AIMessageChunk(content="")
         self._begun = list(self._handle(self._parser.initial_events))
 
@@ -79,7 +80,7 @@ class Reply:
         yield from self._take_begun()
         try:
             events = self._parser.finalize()[1]
-        except ValueError:
+        except (ValueError, RecursionError):
             yield from self._unreadable()
             return
         yield from self._handle(events)
@@ -99,7 +100,7 @@ class Reply:
             self._raw += character
         try:
             events = self._parser.feed(character)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield from self._unreadable()
             return
         yield from self._handle(events)
@@ -142,12 +143,13 @@ class Reply:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 pass
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not _whole([name, arguments]):
             raw = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             return self._invalid(raw)
-        return self._chunk(name, json.dumps(arguments, ensure_ascii=False))
+        own = function.get("id", value.get("id"))  # some templates show ids, and their models write them
+        return self._chunk(name, json.dumps(arguments, ensure_ascii=False), own)
 
     def _unreadable(self) -> Iterator[AIMessageChunk]:
         """The region that is open cannot be read; the parser begins anew behind it."""
@@ -163,11 +165,22 @@ class Reply:
             raw = raw.removesuffix(one)
         return self._chunk(None, f"{opening[0] if opening else '<tool_call>'}{raw}")
 
-    def _chunk(self, name: str | None, arguments: str) -> AIMessageChunk:
-        chunk = tool_call_chunk(name=name, args=arguments, id=f"call_{uuid.uuid4().hex[:24]}", index=self._calls)
+    def _chunk(self, name: str | None, arguments: str, own: Any = None) -> AIMessageChunk:
+        taken = isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own) and own not in self._ids
+        call_id = own if taken else f"call_{uuid.uuid4().hex[:24]}"
+        self._ids.add(call_id)
+        chunk = tool_call_chunk(name=name, args=arguments, id=call_id, index=self._calls)
         self._calls += 1
         return self._add(AIMessageChunk(content="", tool_call_chunks=[chunk]))
 
     def _add(self, chunk: AIMessageChunk) -> AIMessageChunk:
         self.merged = self.merged + chunk
         return chunk
+
+
+def _whole(value: Any) -> bool:
+    """Whether it can be written as text: JSON can spell half of a character."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        return False
