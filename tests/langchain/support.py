@@ -154,7 +154,7 @@ def held(found: LocretChatModel, name: Any) -> str:
 
 def memory(found: LocretChatModel, name: Any) -> StreamingContext:
     """The open context of a thread."""
-    return found.home._open.threads.named(str(name)).ctx
+    return found.home._life.threads.named(str(name)).ctx
 
 
 def rendered(messages: list[BaseMessage], tools: list[dict[str, Any]] | None = None) -> str:

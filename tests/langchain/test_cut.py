@@ -61,11 +61,11 @@ async def test_a_turn_cancelled_at_any_await_leaves_its_thread_as_it_was(tmp_pat
                 if case == "edit":
                     await answered(threads, [*history, HumanMessage("left")], name)
                 if case == "absorb":
-                    absorption = Absorption(threads, Request(said=[], thread=name), "log")
+                    absorption = Absorption(Request(said=[], thread=name), "log")
 
                     async def absorb() -> None:
                         try:
-                            await absorption.begin()
+                            await absorption.begin(threads)
                             await absorption.push("line\n" * 40)
                             await absorption.finish()
                         finally:

@@ -319,7 +319,7 @@ def test_a_foreign_receipt_opens_nothing(chat: LocretChatModel, script: Script):
 
 def script_seen(chat: LocretChatModel, answer: AIMessage) -> str:
     """What memory held that this answer came from: of any open context with that many tokens."""
-    threads = chat.home._open.threads
+    threads = chat.home._life.threads
     contexts = [one.ctx for one in (*threads._threads.values(), *threads._loose)
                 if one.live and one.live.key.hex() == receipt(answer)["state"]]
     assert len(contexts) == 1
@@ -443,7 +443,7 @@ async def test_a_stream_is_read_only_as_fast_as_memory_takes_it_in(chat: LocretC
 
     async def source() -> Any:
         for number in range(40):
-            ctx = chat.home._open.threads.named("a").ctx
+            ctx = chat.home._life.threads.named("a").ctx
             pulled.append(number * 20 - ctx.memory.tokens - ctx.memory.held if ctx else 0)
             yield "word " * 20
     await chat.aingest(source(), thread_id="a")
@@ -665,7 +665,7 @@ def test_threads_beyond_those_at_hand_come_back(script: Script, tmp_path: Path, 
                 history.append(chat.invoke(history, thread(number)))
                 assert held(chat, number) == rendered(history)
                 assert receipt(history[-1])["source"] == ("new" if text == "one" else "snapshot")
-        assert len(chat.home._open.threads._threads) <= 4
+        assert len(chat.home._life.threads._threads) <= 4
 
         async def at_once() -> None:
             await asyncio.gather(*(chat.ainvoke([*history, HumanMessage("four")], thread(number))

@@ -12,7 +12,7 @@ from langchain_core.messages import HumanMessage
 from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import Said, digest, read, stand_in
 from langchain_locret.threads import Reached, Request, Thread, Threads
-from locret_stream import ConfigError, EmptySource
+from locret_stream import ConfigError, ContextClosed, EmptySource
 from locret_stream.context.session import to_the_end
 
 _STREAM = Said("user", secrets.token_hex(16))  # a place in the rendering; nobody says this
@@ -30,8 +30,8 @@ def _tip(thread: Thread) -> Boundary | None:
 
 
 class Absorption:
-    """One stream on its way in: `begin`, `push` for each piece, then `finish`, or `abort`. The thread waits meanwhile,
-    other threads go on between the pieces.
+    """One stream on its way in: `begin`, `push` for each piece, `finish`, and `abort` in any case. The thread waits
+    meanwhile, other threads go on between the pieces.
 
     Attributes:
         ended: it has nothing of the thread any more.
@@ -40,29 +40,34 @@ class Absorption:
         request: the messages the stream comes behind; of none it comes behind what the thread was told last.
     """
 
-    def __init__(self, threads: Threads, request: Request, label: str):
-        self._threads, self._request, self._label = threads, request, label
+    def __init__(self, request: Request, label: str):
+        self._request, self._label = request, label
         self._sha, self._characters = hashlib.sha256(), 0
-        self._thread: Thread = threads.named(request.thread)
-        self.ended = True
+        self._alone = asyncio.Lock()  # `abort` comes after whatever runs
+        self._has = self.ended = False
 
-    async def begin(self) -> None:
+    async def begin(self, threads: Threads) -> None:
         """Raises as a turn."""
-        threads, thread, request = self._threads, self._thread, self._request
-        thread.users += 1
-        try:
-            await thread.lock.acquire()
-        except BaseException:
-            thread.users -= 1
-            raise
-        self.ended = False
-        threads.absorbing.add(self)
-        try:
+        async with self._alone:
+            self._expect_going()
+            self._threads, request = threads, self._request
+            self._thread = thread = threads.named(request.thread)
+            thread.users += 1
+            try:
+                await thread.lock.acquire()
+            except BaseException:
+                thread.users -= 1
+                raise
+            self._has = True
+            threads.absorbing.add(self)
             async with threads.gate:
                 await threads.look_up(thread)
                 tip = None if request.said else _tip(thread)
                 if tip is not None:
                     await threads.go(thread, tip)
+                    if tip.role not in _BEFORE:
+                        raise ConfigError(f"the thread's last message is of role {tip.role!r}; expected history=<the "
+                                          "messages so far>")
                     self._request = replace(request, said=[*_BEFORE[tip.role], _STREAM])
                     self._after = await asyncio.to_thread(self._behind, tip)
                 else:
@@ -74,9 +79,6 @@ class Absorption:
                 before = encode(pieces[:place], start=self._after.at == 0)
                 self._closing = encode(pieces[place + 1:], start=False)
                 await threads.take(thread, before)
-        except BaseException:
-            await to_the_end(self._release())
-            raise
 
     def _behind(self, tip: Boundary) -> Reached:
         """The place behind a boundary of which only the digests are known: the template is shown a stand-in."""
@@ -89,20 +91,27 @@ class Absorption:
         return Reached(rendered, len(said) - 1, at, [tip.key, tip.key], tip, "live", "")
 
     async def push(self, text: str) -> None:
-        """Take in a piece; returns when memory has it. Raises InvalidText, BudgetExceeded, StoreError."""
-        async with self._threads.gate:
-            await self._thread.ctx.push(text)
-        self._sha.update(text.encode())
-        self._characters += len(text)
+        """Take in a piece; returns when memory has it.
+
+        Raises:
+            InvalidText, BudgetExceeded, StoreError, ContextClosed.
+        """
+        async with self._alone:
+            self._expect_going()
+            async with self._threads.gate:
+                await self._thread.ctx.push(text)
+            self._sha.update(text.encode())
+            self._characters += len(text)
 
     async def finish(self) -> HumanMessage:
         """The stand-in for all of it; what it stands for is durable, where the store can be written.
 
         Raises:
-            EmptySource: there was no text.
+            EmptySource: there was no text. ContextClosed.
         """
-        threads, thread = self._threads, self._thread
-        try:
+        async with self._alone:
+            self._expect_going()
+            threads, thread = self._threads, self._thread
             if not self._characters:
                 raise EmptySource("the stream ended without any text; expected some")
             async with threads.gate:
@@ -114,18 +123,29 @@ class Absorption:
                 thread.at = threads.boundary(thread, replace(self._after, keys=keys), said)
                 await threads.keep(thread)
             return message
-        finally:
-            await to_the_end(self._release())
 
     async def abort(self) -> None:
-        """Leave the thread as it was before. Idempotent."""
-        await to_the_end(self._release())
+        """Let go of the thread: after `finish` it rests at the end of the stream, else it is as it was before.
 
-    async def _release(self) -> None:
-        if not self.ended:
+        To be called in any case, also where `begin` failed or was cancelled. Idempotent.
+        """
+        await to_the_end(self._let_go())
+
+    async def _let_go(self) -> None:
+        async with self._alone:
             self.ended = True
+            if not self._has:
+                return
+            self._has = False
             self._threads.absorbing.discard(self)
-            async with self._threads.gate:
-                await self._threads.rest(self._thread)
-            self._thread.lock.release()
-            self._thread.users -= 1
+            try:
+                async with self._threads.gate:
+                    await self._threads.rest(self._thread)
+            finally:
+                self._thread.lock.release()
+                self._thread.users -= 1
+
+    def _expect_going(self) -> None:
+        if self.ended:
+            raise ContextClosed("the model was closed while a stream was absorbed; the thread is as it was before. "
+                                "Expected the stream to end first")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import os
 import queue
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,12 +24,13 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from langchain_locret.absorb import Absorption
-from langchain_locret.home import BOUNDARIES, Home, Settings
+from langchain_locret.home import BOUNDARIES, CLOSED, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
 from langchain_locret.threads import RebuildWarning, Request, Save, Threads
 from langchain_locret.turns import turn as run_turn
 from locret_stream import ConfigError, ContextClosed, InputError, InvalidText, Runtime, Sampling, Store, __version__
 from locret_stream.context import Memory
+from locret_stream.context.session import to_the_end
 from locret_stream.context.sources import Puller
 from locret_stream.policies import POLICIES, make_policy
 from locret_stream.snapshot.seal import user_key
@@ -121,6 +123,9 @@ class LocretChatModel(BaseChatModel):
         for name in beside:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"{name} was given beside {whole}, which has its own; expected one of the two")
+        store = self.store
+        if isinstance(store, (str, Path)) and "://" not in str(store):
+            store = str(Path(store).expanduser().resolve())  # one place is one store, however it is written
         key = None if self.key is None else self.key.get_secret_value()
         if key is None and isinstance(self.store, (str, Path)):
             key = os.environ.get("LOCRET_KEY") or None
@@ -137,7 +142,7 @@ class LocretChatModel(BaseChatModel):
         options["template"] = self.chat_template
         settings = Settings(
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
-            store=self.store, key=key,
+            store=store, key=key,
             boundaries=self.boundaries, runtime=self.runtime, replies=self.response_template,
             template_options=self.template_options)
         if self.home is None or self.home.settings.identity() != settings.identity():
@@ -150,6 +155,11 @@ class LocretChatModel(BaseChatModel):
             raise ConfigError("a model over a Runtime or Store object cannot be pickled; expected one made of names: "
                               "model=..., store=<folder or URL>")
         return super().__getstate__()
+
+    def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> LocretChatModel:
+        """A copy with other settings, checked as new ones are; what they are settings of is shared where they agree."""
+        copied = super().model_copy(update=update)
+        return copied._set_locret_home() if update else copied
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> LocretChatModel:
         """A copy of the settings; what they are settings of is shared."""
@@ -191,11 +201,11 @@ class LocretChatModel(BaseChatModel):
         """How many tokens the template and these messages make, the generation prompt left out."""
         said, shown = read(messages), tuple(convert_to_openai_tool(tool) for tool in tools or ())
 
-        async def count(threads: Threads) -> int:
+        def count(threads: Threads) -> int:
             rendered = threads.template.render(said, shown)
             return len(threads.template.encode(rendered.pieces(0, rendered.body or None), start=True))
 
-        return self.home.call(count)
+        return self.home.life.call(lambda threads: asyncio.to_thread(count, threads))
 
     # -- calling ----------------------------------------------------------------------------------------------
 
@@ -219,12 +229,12 @@ class LocretChatModel(BaseChatModel):
                 run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
         chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        turn = self.home.submit(lambda threads: run_turn(threads, request, chunks.put))
+        turn = self.home.life.submit(lambda threads: run_turn(threads, request, chunks.put))
         turn.add_done_callback(lambda _: chunks.put(_END))
         try:
             while (chunk := chunks.get()) is not _END:
                 yield self._chunk(chunk, run_manager)
-            turn.result()
+            _expect_ended(turn)
         finally:
             turn.cancel()
 
@@ -238,7 +248,7 @@ class LocretChatModel(BaseChatModel):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        turn = self.home.submit(lambda threads: run_turn(threads, request, put))
+        turn = self.home.life.submit(lambda threads: run_turn(threads, request, put))
         turn.add_done_callback(lambda _: put(_END))
         try:
             while (chunk := await chunks.get()) is not _END:
@@ -246,7 +256,7 @@ class LocretChatModel(BaseChatModel):
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(out.text, chunk=out)
                 yield out
-            turn.result()
+            _expect_ended(turn)
         finally:
             turn.cancel()
 
@@ -279,7 +289,8 @@ class LocretChatModel(BaseChatModel):
         unknown = sorted(name for name in set(kwargs) - _KNOWN if not name.startswith(("ls_", "_")))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(sorted(_KNOWN))}")
-        tools = () if kwargs.get("tool_choice") == "none" else tuple(kwargs.get("tools") or ())
+        tools = () if kwargs.get("tool_choice") == "none" else tuple(
+            convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ())
         choice, save = _choice(kwargs.get("tool_choice"), tools), kwargs.get("save", self.save)
         if save not in get_args(Save):
             raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
@@ -289,7 +300,7 @@ class LocretChatModel(BaseChatModel):
 
     def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Settings of one reply, those of the call before those of the model. Raises ConfigError."""
-        found = {name: kwargs.get(name, getattr(self, name)) for name in _SAMPLING}
+        found = {name: getattr(self, name) if kwargs.get(name) is None else kwargs[name] for name in _SAMPLING}
         found = {name: value for name, value in found.items() if value is not None}
         found["max_new_tokens"] = kwargs.get("max_tokens") or self.max_tokens
         found["stop"] = tuple(kwargs.get("stop") or self.stop or ())
@@ -336,27 +347,20 @@ class LocretChatModel(BaseChatModel):
         check_label(label)
         puller, decode = Puller(source), codecs.getincrementaldecoder("utf-8")()
 
-        async def make(threads: Threads) -> Absorption:
-            absorption = Absorption(threads, request, label)
-            await absorption.begin()
-            return absorption
-
-        absorption = await self.home.acall(make)
+        absorption, life = Absorption(request, label), self.home.life
         try:
+            await life.acall(absorption.begin)
             while (piece := await puller.next()) is not None:
                 if isinstance(piece, list):
                     raise InputError("the source gave token ids; expected text")
                 text = _decode(decode, piece) if isinstance(piece, bytes) else piece
-                if absorption.ended:
-                    raise ContextClosed("the model was closed while a stream was absorbed; the thread is as it was "
-                                        "before. Expected the stream to end first")
                 if text:
-                    await self.home.acall(lambda _, text=text: absorption.push(text))
+                    await life.acall(lambda _, text=text: absorption.push(text))
             _decode(decode, b"", final=True)
-            return await self.home.acall(lambda _: absorption.finish())
+            return await life.acall(lambda _: absorption.finish())
         finally:
-            if not absorption.ended:
-                await asyncio.wrap_future(self.home.submit(lambda _: absorption.abort()))
+            with contextlib.suppress(ContextClosed):  # then it was let go of already
+                await to_the_end(asyncio.wrap_future(life.submit(lambda _: absorption.abort())))
 
     def ingest(self, source: Any, **options: Any) -> HumanMessage:
         """`aingest` for callers who do not await, of a source that is not async either."""
@@ -368,27 +372,27 @@ class LocretChatModel(BaseChatModel):
 
     def save_thread(self, thread_id: str) -> bool:
         """Make a thread durable where it rests; False if it is not at hand (it is stored, or never was)."""
-        return self.home.loaded and self.home.call(lambda threads: threads.seal(str(thread_id)))
+        return self.home.loaded and self.home.life.call(lambda threads: threads.seal(str(thread_id)))
 
     async def asave_thread(self, thread_id: str) -> bool:
         """As `save_thread`."""
-        return self.home.loaded and await self.home.acall(lambda threads: threads.seal(str(thread_id)))
+        return self.home.loaded and await self.home.life.acall(lambda threads: threads.seal(str(thread_id)))
 
     def forget_thread(self, thread_id: str) -> bool:
         """Remove a thread's memory, every file of it; whether there was any."""
-        return self.home.call(lambda threads: threads.forget(str(thread_id)))
+        return self.home.life.call(lambda threads: threads.forget(str(thread_id)))
 
     async def aforget_thread(self, thread_id: str) -> bool:
         """As `forget_thread`."""
-        return await self.home.acall(lambda threads: threads.forget(str(thread_id)))
+        return await self.home.life.acall(lambda threads: threads.forget(str(thread_id)))
 
     def thread_memory(self, thread_id: str) -> Memory | None:
         """What a thread holds now: tokens accepted, units per layer, bytes; None if it is not at hand."""
-        return self.home.call(_look(thread_id)) if self.home.loaded else None
+        return self.home.life.call(_look(thread_id)) if self.home.loaded else None
 
     async def athread_memory(self, thread_id: str) -> Memory | None:
         """As `thread_memory`."""
-        return await self.home.acall(_look(thread_id)) if self.home.loaded else None
+        return await self.home.life.acall(_look(thread_id)) if self.home.loaded else None
 
     def close(self) -> None:
         """Save all threads and free weights and memory, for every model of these settings. Used again, it loads again.
@@ -398,6 +402,14 @@ class LocretChatModel(BaseChatModel):
     async def aclose(self) -> None:
         """As `close`."""
         await asyncio.to_thread(self.home.close)
+
+
+def _expect_ended(turn: Future[None]) -> None:
+    """Raises what the turn raised; ContextClosed if it was the model's closing that ended it."""
+    try:
+        turn.result()
+    except CancelledError:
+        raise ContextClosed(CLOSED) from None
 
 
 def _look(thread_id: str) -> Callable[[Threads], Any]:

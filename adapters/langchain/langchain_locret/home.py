@@ -16,7 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +24,15 @@ import msgspec
 
 from langchain_locret.render import ChatTemplate
 from langchain_locret.threads import Threads
-from locret_stream import Runtime, Store
+from locret_stream import ContextClosed, Runtime, Store
 
 T = TypeVar("T")
 BOUNDARIES = 32  # snapshots of a thread that stay: how far back time travel is cheap
 LEAST_BYTES = 256 << 20
+CLOSED = "the model was closed meanwhile; the thread is as it was before. Expected calls to end before `close()`"
 _HOMES: weakref.WeakValueDictionary[Any, Home] = weakref.WeakValueDictionary()
-_LOCK = threading.Lock()
+_LIVES: set[Life] = set()  # that are not over: at the end of the process they are waited for
+_LOCK = threading.RLock()  # a garbage collector may come to `retire` from anywhere
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def identity(self) -> Any:
         """Equal for settings that may share a runtime."""
         parts = [self.model, *((name, id(value) if _is_object(value) else repr(value)) for name, value in self.options),
-                 id(self.store) if isinstance(self.store, Store) else str(self.store), self.key, self.boundaries,
+                 id(self.store) if isinstance(self.store, Store) else self.store, self.key, self.boundaries,
                  id(self.runtime), repr(self.replies), repr(self.template_options)]
         return tuple(parts)
 
@@ -60,43 +62,158 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, (str, int, float, Path, type(None)))
 
 
-class Open:
-    """What a home has opened; kept apart from it, so that it can be closed when nobody holds the home any more."""
-
-    def __init__(self) -> None:
-        self.threads: Threads | None = None
-        self.runtime: Runtime | None = None
-        self.owned = False  # the runtime was started here
-        self.folder: str | None = None  # of the temporary store
-        self.running: set[asyncio.Task[Any]] = set()
-
-    async def close(self) -> None:
-        """End what runs as if cancelled, save what rests at a boundary, free everything."""
-        for task in self.running:
-            task.cancel()
-        if self.running:
-            await asyncio.wait(self.running)
-        threads, self.threads = self.threads, None
-        try:
-            if threads is not None:
-                try:
-                    await threads.close()
-                finally:
-                    if self.owned:
-                        await self.runtime.aclose()
-        finally:
-            if self.folder is not None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class Home:
-    """A runtime, its threads and its event loop; `Home.of` gives the one for some settings."""
+class Life:
+    """A home from its first use until it is closed: an event loop on a thread, and what is opened there."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self._starting = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._open = Open()
+        self.threads: Threads | None = None
+        self.runtime: Runtime | None = None
+        self.closing = False
+        self._loop, self._opening, self._over = asyncio.new_event_loop(), asyncio.Lock(), threading.Event()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._owned = False  # the runtime was started here
+        self._folder: str | None = None  # of the temporary store
+        self._failed: BaseException | None = None
+        with _LOCK:
+            before = [life for life in _LIVES if life.closing and life.settings.identity() == settings.identity()]
+            _LIVES.add(self)
+        for life in before:  # its threads are not saved yet
+            life.wait()
+        threading.Thread(target=self._serve, name="locret-langchain", daemon=True).start()
+
+    # -- running things ---------------------------------------------------------------------------------------
+
+    def submit(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run on the loop; what is given is called there with the threads. Cancelling the future cancels it.
+
+        Raises:
+            ContextClosed: it is being closed.
+        """
+        with _LOCK:
+            if self.closing:
+                raise ContextClosed(CLOSED)
+            return asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
+
+    def call(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
+        """The same, waiting for it; Ctrl-C stops the work."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ContextClosed(CLOSED) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def acall(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
+        """The same for async callers on any loop."""
+        try:
+            return await asyncio.wrap_future(self.submit(work))
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise ContextClosed(CLOSED) from None
+
+    async def _run(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
+        task = asyncio.current_task()
+        self._running.add(task)
+        try:
+            async with self._opening:
+                if self.threads is None:
+                    await self._load()
+            return await work(self.threads)
+        finally:
+            self._running.discard(task)
+
+    async def _load(self) -> None:
+        settings, runtime = self.settings, self.settings.runtime
+        self._owned = runtime is None or not runtime.running
+        if runtime is None:
+            runtime = await asyncio.to_thread(self._make)
+        if self._owned:
+            await runtime.__aenter__()
+        try:
+            if settings.runtime is None and not isinstance(settings.store, Store):
+                runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
+            template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options)
+            self.runtime = runtime
+            self.threads = Threads(runtime, template, settings.replies, salt=settings.template_options)
+        except BaseException:
+            if self._owned:
+                await runtime.aclose()
+            raise
+
+    def _make(self) -> Runtime:
+        settings = self.settings
+        store, key = settings.store, settings.key
+        if store is None:
+            if self._folder is None:
+                self._folder = tempfile.mkdtemp(prefix="locret-")
+            store, key = self._folder, _own_key()  # nobody can read what a crash leaves behind
+        if not isinstance(store, Store):
+            store = Store(store, key=key, keep_last=settings.boundaries)
+        return Runtime.from_pretrained(settings.model, store=store, **dict(settings.options))
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End what runs as if cancelled, save what rests at a boundary, free everything. Idempotent."""
+        self.retire()
+        self.wait()
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+
+    def retire(self) -> None:
+        """The same without waiting: a garbage collector may call this anywhere."""
+        with _LOCK:
+            if not self.closing:
+                self.closing = True
+                asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+
+    def wait(self) -> None:
+        """Until it is over."""
+        self._over.wait()
+
+    async def _close(self) -> None:
+        try:
+            for task in self._running:
+                task.cancel()
+            if self._running:
+                await asyncio.wait(self._running)
+            if self.threads is not None:
+                try:
+                    await self.threads.close()
+                finally:
+                    if self._owned:
+                        await self.runtime.aclose()
+        except BaseException as error:
+            self._failed = error
+        finally:
+            self.threads = self.runtime = None
+            self._loop.stop()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            with _LOCK:
+                _LIVES.discard(self)
+            self._over.set()
+
+
+class Home:
+    """What models of equal settings share; `Home.of` gives the one for some settings."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._living = threading.RLock()
+        self._life: Life | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Home:
@@ -112,101 +229,34 @@ class Home:
     def __reduce__(self) -> Any:
         return Home.of, (self.settings,)
 
-    # -- running things ---------------------------------------------------------------------------------------
-
-    def submit(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run on the loop; what is given is called there with the threads. Cancelling the future cancels it."""
-        with self._starting:
-            if self._loop is None:
-                self._start()
-
-            return asyncio.run_coroutine_threadsafe(self._run(work, self._open), self._loop)
-
-    async def _run(self, work: Callable[[Threads], Coroutine[Any, Any, T]], found: Open) -> T:
-        task = asyncio.current_task()
-        found.running.add(task)
-        try:
-            return await work(await self._ready())
-        finally:
-            found.running.discard(task)
-
-    def call(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
-        """The same, waiting for it; Ctrl-C stops the work."""
-        future = self.submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def acall(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
-        """The same for async callers on any loop."""
-        return await asyncio.wrap_future(self.submit(work))
+    @property
+    def life(self) -> Life:
+        """The running one, begun if there is none."""
+        with self._living:
+            if self._life is None or self._life.closing:
+                self._life = Life(self.settings)
+                weakref.finalize(self, self._life.retire).atexit = False  # `_end` waits for it
+            return self._life
 
     @property
     def runtime(self) -> Runtime:
         """The runtime, loaded."""
-        if not self.loaded:
-            self.call(_nothing)
-        return self._open.runtime
+        life = self.life
+        if life.threads is None:
+            life.call(_nothing)
+        return life.runtime
 
     @property
     def loaded(self) -> bool:
-        return self._open.threads is not None
-
-    def _start(self) -> None:
-        self._loop, self._opening, self._open = asyncio.new_event_loop(), asyncio.Lock(), Open()
-        threading.Thread(target=_serve, args=(self._loop,), name="locret-langchain", daemon=True).start()
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._open)
-        self._finalizer.atexit = False  # `_end` has closed it by then
-
-    async def _ready(self) -> Threads:
-        async with self._opening:
-            if self._open.threads is None:
-                await self._load()
-            return self._open.threads
-
-    async def _load(self) -> None:
-        settings, runtime, found = self.settings, self.settings.runtime, self._open
-        found.owned = runtime is None or not runtime.running
-        if runtime is None:
-            runtime = await asyncio.to_thread(self._make)
-        if found.owned:
-            await runtime.__aenter__()
-        try:
-            if settings.runtime is None and not isinstance(settings.store, Store):
-                runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
-            template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options)
-            found.runtime = runtime
-            found.threads = Threads(runtime, template, settings.replies, salt=settings.template_options)
-        except BaseException:
-            if found.owned:
-                await runtime.aclose()
-            raise
-
-    def _make(self) -> Runtime:
-        settings = self.settings
-        store, key = settings.store, settings.key
-        if store is None:
-            if self._open.folder is None:
-                self._open.folder = tempfile.mkdtemp(prefix="locret-")
-            store, key = self._open.folder, _own_key()  # nobody can read what a crash leaves behind
-        if not isinstance(store, Store):
-            store = Store(Path(store).expanduser() if "://" not in str(store) else store, key=key,
-                          keep_last=settings.boundaries)
-        return Runtime.from_pretrained(settings.model, store=store, **dict(settings.options))
+        return self._life is not None and not self._life.closing and self._life.threads is not None
 
     def close(self) -> None:
         """End what runs as if cancelled, save what rests at a boundary, close the runtime if it was started here, free
-        the memory. It starts again when it is used again. Idempotent."""
-        with self._starting:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            self._finalizer.detach()
-            try:
-                asyncio.run_coroutine_threadsafe(self._open.close(), loop).result()
-            finally:
-                loop.call_soon_threadsafe(loop.stop)
+        the memory. It begins anew when it is used again. Idempotent."""
+        with self._living:
+            life, self._life = self._life, None
+        if life is not None:
+            life.close()
 
 
 async def _nothing(threads: Threads) -> None:
@@ -217,30 +267,13 @@ def _own_key() -> bytes | None:
     return secrets.token_bytes(32) if importlib.util.find_spec("cryptography") else None
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop, found: Open) -> None:
-    """Of a home that nobody holds any more."""
-    async def close() -> None:
-        try:
-            await found.close()
-        finally:
-            loop.stop()
-
-    asyncio.run_coroutine_threadsafe(close(), loop)
-
-
 def _end() -> None:
     """At the end of the process: an engine thread must not be inside the model when the interpreter goes."""
-    for home in list(_HOMES.values()):
+    with _LOCK:
+        lives = list(_LIVES)
+    for life in lives:
         with contextlib.suppress(Exception):  # the process ends; what was acknowledged is durable
-            home.close()
+            life.close()
 
 
 # Runs before the interpreter's thread pools stop, with which `atexit` would come too late to save anything.

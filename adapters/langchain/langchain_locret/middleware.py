@@ -46,6 +46,8 @@ class LocretMiddleware(AgentMiddleware):
             await self.model.asave_thread(thread)
 
     def _later(self, request: ModelRequest) -> ModelRequest:
+        if not isinstance(request.model, LocretChatModel):  # a fallback, say
+            return request
         return request.override(model_settings={**request.model_settings, "save": "run"})
 
 
