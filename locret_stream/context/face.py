@@ -315,8 +315,9 @@ class StreamingContext:
 
     @property
     def note(self) -> bytes:
-        """The caller's own, up to 64 KiB: every save writes it beside the rest (`Snapshot.note`), and opening or
-        rewinding brings it back. Forks begin with it; what is never set is b""."""
+        """The caller's own, up to 64 KiB, about where the context rests: a save writes it beside the rest
+        (`Snapshot.note`), and opening or rewinding to that snapshot brings it back. Whatever is accepted ends it: it is
+        b"" then, so that it never speaks of another place."""
         return self._live.note
 
     @note.setter
@@ -341,12 +342,13 @@ class StreamingContext:
 
     async def _save(self, session: Session) -> Snapshot:
         done = await saving.save(session)
-        await self._prune(session)
+        parked, session.parked = session.parked, 0
+        await self._prune(session, parked)
         return done
 
-    async def _prune(self, session: Session) -> None:
+    async def _prune(self, session: Session, parked: int) -> None:
         try:
-            await saving.storing(self._host, self._host.store.prune, session.branch)
+            await saving.storing(self._host, self._host.store.prune, session.branch, parked)
         except SnapshotError as error:  # the snapshot is durable all the same
             _log.warning("%r was saved, but older snapshots could not be cleared away: %s", self.name, error)
 
@@ -424,9 +426,11 @@ class StreamingContext:
         if self._live.branch is None:
             await self.aclose()
             return True
-        done = await saving.spill(self._live)
+        session = self._live
+        before = session.parked
+        done = await saving.spill(session)
         if done:
-            await self._prune(self._session)
+            await self._prune(session, before if session.parked != before else 0)
         return done
 
     def stored_in(self, session: str) -> bool:

@@ -96,7 +96,7 @@ async def spill(session: Session) -> bool:
         StaleOwner, StoreError: it could not be saved, and keeps its slot.
     """
     if unsaved(session) or session.branch.base is None:  # told nothing: no snapshot to come back from yet
-        await save(session)
+        session.parked = (await save(session)).generation
     if not session.idle or session.away or unsaved(session):
         return False
     slot = session.host.engine.put_away(session.state)

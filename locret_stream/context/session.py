@@ -67,7 +67,8 @@ class Session:
         self.closed: str | None = None
         self.branch: Branch | None = None  # where it is stored
         self.system = ""  # digest of the system text, "" without
-        self.note = b""  # the caller's own, saved beside the rest
+        self.note = b""  # the caller's own, saved beside the rest; whatever is accepted ends it
+        self.parked = 0  # number of the snapshot that only held its place in the store, the last time it waited there
         self.saved_at: object = None  # what the newest save saw
         self.rebuilt = ""  # why it was fed again from its log
         self.returning: Future[None] | None = None  # while a slot is found for it again
@@ -150,6 +151,8 @@ class Session:
         """Take ids over as pending; all or none."""
         self.check_open()
         self.host.engine.accept(self.state, ids)
+        if ids:
+            self.note = b""
 
     async def commit(self, paced: bool = False) -> None:
         """Commit whole pending chunks, one step each."""
@@ -360,7 +363,7 @@ class Session:
         past = Session(self.host, self.state if backup is None else backup.state, mark.frame, raw=self.raw,
                        trusted=self.trusted)
         past.branch, past.system, past.saved_at = self.branch, self.system, self.saved_at
-        past.note = mark.note
+        past.note, past.parked = mark.note, self.parked
         past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
         past.left_by_break = mark.left_by_break
         past.away = self.away and backup is None  # then its slot is another's

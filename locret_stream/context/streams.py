@@ -291,6 +291,7 @@ class Generation(_Operation):
             return token
 
         token = await session.step(work)
+        session.note = b""
         self._count += 1
         ended: FinishReason | None = None
         text = ""

@@ -294,8 +294,12 @@ class Store:
         self._drop_alias(folder)
         return [path]
 
-    def prune(self, branch: Branch) -> Collected:
+    def prune(self, branch: Branch, parked: int = 0) -> Collected:
         """After a save: delete what `keep_last` and `max_bytes` leave over, and collect.
+
+        Args:
+            parked: number of a snapshot that only held the context's place while it waited in the store. It goes now,
+                so that waiting often never costs a snapshot that was asked for.
 
         While others save in the session nothing is done: it does not wait for them, the next save does it too.
 
@@ -306,7 +310,9 @@ class Store:
         try:
             with self._alone(vault, wait=False):
                 found, highest = vault.generations(branch.name)
-                self._remove(vault, branch.name, found[:-self.keep_last], highest)
+                parted = [number for number in found if number == parked != highest]
+                found = [number for number in found if number not in parted]
+                self._remove(vault, branch.name, [*parted, *found[:-self.keep_last]], highest)
                 kept = found[-self.keep_last:]
                 while self.max_bytes is not None and len(kept) > 1 and self._bytes(vault) > self.max_bytes:
                     self._remove(vault, branch.name, [kept.pop(0)], highest)
@@ -360,19 +366,23 @@ class Store:
                 vault.locked = False
 
     def _named(self, vault: Vault) -> set[str]:
-        """Paths inside the session that its manifests name."""
-        named = set()
+        """Paths inside the session that its manifests name; manifests are read once, as their files never change."""
+        needs = {}
         for path, _ in vault.manifests():
             try:
-                manifest = vault.manifest_at(path)[0]
+                needs[path] = vault.needs.get(path) or self._needs(vault, path)
             except SnapshotNotFound:  # deleted in this moment
                 continue
             except SnapshotCorrupt as error:
                 raise SnapshotCorrupt(f"{error}. What it needs is not known, so nothing was removed; delete it first"
                                       ) from error
-            named |= {f"pages/{ref.name}" for ref in manifest.pages}
-            named |= {f"log/{ref.name}" for ref in manifest.log or ()}
-        return named
+        vault.needs = needs
+        return set().union(*needs.values())
+
+    def _needs(self, vault: Vault, path: str) -> frozenset[str]:
+        manifest = vault.manifest_at(path)[0]
+        return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
+                          *(f"log/{ref.name}" for ref in manifest.log or ())])
 
     def _bytes(self, vault: Vault) -> int:
         """What the session's snapshots take, as it is stored."""

@@ -20,15 +20,16 @@ async def test_a_note_is_saved_and_comes_back_with_its_snapshot(tmp_path: Path):
             ctx.note = b"one"
             first = await ctx.snapshot()
             assert first.note == b"one" and not ctx.unsaved
-            ctx.note = b"two"
+            ctx.note = b"of a place that is left"
             assert ctx.unsaved
             await ctx.feed(LONG[300:900])
+            assert ctx.note == b""
+            ctx.note = b"two"
             await ctx.snapshot()
             await ctx.rewind(first)
             assert ctx.note == b"one"
             async with ctx.fork("b") as fork:
                 assert fork.note == b"one"
-            ctx.note = b""
             await ctx.feed("x")
         async with runtime.open("a") as ctx:
             assert ctx.note == b""
@@ -150,3 +151,43 @@ async def test_a_context_knows_when_another_owner_has_saved_its_session(tmp_path
         async with one.open() as nameless:
             with pytest.raises(ConfigError, match="needs a stored session"):
                 await nameless.fenced()
+
+
+@pytest.mark.parametrize("how", ["feed", "push", "generate"])
+async def test_whatever_is_accepted_ends_a_note(how: str):
+    async with tiny() as runtime, runtime.open() as ctx:
+        await ctx.feed("begin\n")
+        ctx.note = b"here"
+        await ctx.ask("?", max_new_tokens=2)
+        assert ctx.note == b"here"
+        if how == "feed":
+            await ctx.feed("x\n")
+        elif how == "push":
+            await ctx.push("x\ny")
+        else:
+            generation = ctx.generate(max_new_tokens=1)
+            await anext(generation)
+            await generation.aclose()
+        assert ctx.note == b""
+
+
+async def test_waiting_in_the_store_never_costs_a_snapshot_that_was_asked_for(tmp_path: Path):
+    async with tiny(store=Store(tmp_path, keep_last=4), max_live=1) as runtime, runtime.open("a") as ctx:
+        asked = []
+        for number in range(3):
+            await ctx.feed(LONG[:200])
+            ctx.note = str(number).encode()
+            asked.append(await ctx.snapshot())
+        for _ in range(8):  # away and back, each time with something new
+            async with runtime.open("b") as other:
+                await other.feed("x")
+            await ctx.feed(LONG[:40])
+        rows = runtime.store.info("a")
+        assert [row.note for row in rows if row.note] == [b"0", b"1", b"2"] and len(rows) == 4
+        await ctx.snapshot()
+        rows = runtime.store.info("a")
+        assert [row.note for row in rows] == [b"0", b"1", b"2", b""]
+        for row, one in zip(rows, asked, strict=False):
+            await ctx.rewind(row)
+            assert ctx.note == one.note
+    assert not [one.problem for one in Store(tmp_path).verify() if one.problem]

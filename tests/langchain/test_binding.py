@@ -207,15 +207,66 @@ def test_another_model_or_budget_reads_everything_again_and_says_why(script: Scr
         assert receipt(more)["source"] == "live"
 
 
-def test_a_stop_string_leaves_no_unseen_text_in_memory(chat: LocretChatModel, script: Script):
-    script.say = lambda _: "visible STOP unseen"
-    history = [HumanMessage("one")]
-    answer = chat.invoke(history, A, stop=["STOP"])
-    assert answer.text.strip() == "visible" and answer.response_metadata["finish_reason"] == "stop"
-    history += [answer, HumanMessage("two")]
-    script.say = lambda _: "ok"
-    more = chat.invoke(history, A)
-    assert held(chat, "a") == rendered([*history, more]) and "STOP" not in held(chat, "a")
+@pytest.mark.parametrize("save", ["turn", "run"])
+def test_a_stop_string_leaves_no_unseen_text_in_memory(script: Script, tmp_path: Path, save: str):
+    with model(Store(tmp_path, keep_last=64), save=save) as chat:
+        history = talk(chat, "one", "two")
+        script.say = lambda _: "visible STOP unseen"
+        history += [HumanMessage("three")]
+        answer = chat.invoke(history, A, stop=["STOP"])
+        assert answer.text.strip() == "visible" and answer.response_metadata["finish_reason"] == "stop"
+        history += [answer, HumanMessage("four")]
+        assert held(chat, "a") == rendered(history[:-1])
+        script.say = lambda _: "ok"
+        more = chat.invoke(history[-2:], A)  # trimmed: what was before is remembered all the same
+        assert held(chat, "a") == rendered([*history, more]) and "STOP" not in held(chat, "a")
+        assert receipt(more)["source"] == "live"
+        nobody = chat.invoke([HumanMessage("x"), chat.invoke("x", stop=["o"]), HumanMessage("y")])
+        assert receipt(nobody)["source"] in ("new", "rebuild")
+
+
+def test_a_turn_that_fails_costs_a_trimmed_thread_nothing(script: Script, tmp_path: Path):
+    """What only memory knows is made durable before it is put at risk."""
+    with model(Store(tmp_path, keep_last=64), save="run") as chat:
+        history = talk(chat, "one", "two", "three")
+        left = [history[-1], HumanMessage("four")]
+
+        def bad() -> None:
+            raise RuntimeError("the model failed")
+
+        script.on_token = bad
+        with pytest.raises(RuntimeError, match="the model failed"):
+            chat.invoke(left, A)
+        script.on_token = lambda: None
+        answer = chat.invoke(left, A)
+        assert receipt(answer)["source"] == "snapshot"
+        assert held(chat, "a") == rendered([*history, left[-1], answer])
+
+
+def test_what_an_agent_writes_into_its_answers_afterwards_changes_nothing(chat: LocretChatModel):
+    history = talk(chat, "one")
+    history[-1].name, history[-1].id = "helper", "another"
+    history[-1].additional_kwargs["more"] = 1
+    history[-1].response_metadata["more"] = 1
+    answer = chat.invoke([*history, HumanMessage("two")], A)
+    assert receipt(answer)["source"] == "live" and receipt(answer)["fed"] < 20
+
+
+def test_a_session_that_somebody_else_went_on_with_is_not_mistaken_for_its_messages(script: Script, tmp_path: Path):
+    import asyncio
+
+    with model(tmp_path) as chat:
+        history = talk(chat, "one")
+
+    async def meddle() -> None:
+        async with runtime(tmp_path) as other, other.open("langchain/a") as ctx:
+            await ctx.feed("foreign text ")
+
+    asyncio.run(meddle())
+    with model(tmp_path) as chat:
+        answer = chat.invoke([*history, HumanMessage("two")], A)
+        assert held(chat, "a") == rendered([*history, HumanMessage("two"), answer])
+        assert receipt(answer)["source"] == "snapshot"
 
 
 def test_an_answer_cut_for_its_length_goes_on_from_memory(chat: LocretChatModel):

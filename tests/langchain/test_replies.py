@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +62,23 @@ def test_a_malformed_call_is_an_invalid_one_that_says_what_was_written(inside: s
 def test_a_call_whose_arguments_are_a_string_of_json_is_read():
     message = parsed('<tool_call>{"name": "look", "arguments": "{\\"at\\": 1}"}</tool_call>')
     assert message.tool_calls[0]["args"] == {"at": 1}
+
+
+@pytest.mark.parametrize("inside", ['{"name": "look", "arguments": {"at": "x\\ud83d"}}', "[" * 20_000, '{"a":' * 4000,
+                                    '{"name": "look", "arguments": {"at": "' + "long " * 4000])
+def test_what_cannot_be_text_or_is_too_deep_is_no_call(inside: str):
+    """Half of a character could be fed to memory once, and never be read again. Long ones take no longer a character."""
+    began = time.perf_counter()
+    message = parsed(f"<tool_call>{inside}</tool_call>ok")
+    assert time.perf_counter() - began < 8
+    assert not message.tool_calls and len(message.invalid_tool_calls) == 1 and message.content == "ok"
+
+
+def test_the_id_that_a_model_writes_is_kept():
+    call = CALL.replace('{"name"', '{"id": "abcdefgh1", "name"')
+    message = parsed(call + call)
+    assert message.tool_calls[0]["id"] == "abcdefgh1" != message.tool_calls[1]["id"]
+    assert parsed(CALL.replace('{"name"', '{"id": "<|im_end|>", "name"')).tool_calls[0]["id"].startswith("call_")
 
 
 def test_a_call_that_the_prompt_began_is_whole():

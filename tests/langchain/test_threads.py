@@ -382,7 +382,11 @@ def folder(root: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("messages", [
-    [], [HumanMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}])],
+    [], [HumanMessage([{"type": "text-plain", "url": "https://example.org/x.txt", "mime_type": "text/plain"}])],
+    [HumanMessage([{"type": "reasoning", "reasoning": "because"}])],
+    [HumanMessage("x"), AIMessage("", tool_calls=[{"name": "look", "args": {}, "id": "1"}]),
+     ToolMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], tool_call_id="1")],
+    [HumanMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}])],
     [HumanMessage("\ud800")], [SystemMessage("x\ud800"), HumanMessage("y")]])
 def test_messages_that_cannot_be_read_are_refused_and_change_nothing(chat: LocretChatModel, messages: list):
     history: list[Any] = [HumanMessage("one")]
@@ -539,6 +543,51 @@ async def test_others_go_on_while_a_stream_waits_and_the_thread_itself_waits(scr
         assert "first" in held(chat, "a") and "second" in held(chat, "a") and answer.text
 
 
+async def test_a_stream_that_fails_after_waiting_often_costs_no_boundary(script: Script, tmp_path: Path):
+    """With fewer slots than threads the stream's memory goes to the store and back between its pieces."""
+    with model(Store(tmp_path, keep_last=6), max_live=1) as chat:
+        stub = await chat.aingest("an earlier stream", thread_id="a")
+        history: list[Any] = [stub, HumanMessage("one")]
+        history += [await chat.ainvoke(history, thread("a"))]
+
+        async def source() -> Any:
+            for number in range(12):
+                yield f"piece {number} " * 20
+                await chat.ainvoke("hello", thread("b"))
+            raise Boom
+
+        with pytest.raises(SourceError):
+            await chat.aingest(source(), thread_id="a")
+        answer = await chat.ainvoke([*history, HumanMessage("two")], thread("a"))
+        assert receipt(answer)["source"] == "snapshot" and "piece" not in held(chat, "a")
+        assert "an earlier stream" in held(chat, "a")
+
+
+async def test_streams_cancelled_at_random_leave_no_thread_locked(chat: LocretChatModel):
+    import random
+    draw = random.Random(3)
+
+    async def source() -> Any:
+        for _ in range(6):
+            yield "text " * 20
+            await asyncio.sleep(0)
+
+    async def one(number: int) -> None:
+        task = asyncio.create_task(chat.aingest(source(), thread_id=str(number % 5)))
+        await asyncio.sleep(draw.random() * 0.05)
+        task.cancel()
+        if draw.random() < 0.5:
+            await asyncio.sleep(draw.random() * 0.01)
+            task.cancel()
+        await asyncio.wait([task])
+
+    async with asyncio.timeout(100):
+        for first in range(0, 60, 6):
+            await asyncio.gather(*map(one, range(first, first + 6)))
+        for number in range(5):
+            assert (await chat.ainvoke("hello", thread(str(number)))).text == "You said: hello"
+
+
 async def test_closing_while_a_stream_waits_leaves_it(chat: LocretChatModel):
     gate = asyncio.Event()
 
@@ -648,7 +697,8 @@ def test_without_any_store_a_runtimes_threads_last_as_long_as_their_slots(script
         for name in "bcd":
             chat.invoke("hello", thread(name))
         more = chat.invoke([*history, HumanMessage("three")], thread("a"))
-        assert receipt(more)["source"] == "new" and held(chat, "a") == rendered([*history, HumanMessage("three"), more])
+        assert receipt(more)["source"] == "rebuild"
+        assert held(chat, "a") == rendered([*history, HumanMessage("three"), more])
         with pytest.raises(StateLost):
             chat.invoke([stub, HumanMessage("what?")], thread("s"))
         assert not chat.save_thread("a") and chat.forget_thread("a") and not chat.forget_thread("a")
@@ -690,6 +740,24 @@ try:
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
+
+
+def test_the_end_of_the_process_saves_what_its_last_holder_let_go(tmp_path: Path):
+    import subprocess
+    import sys
+    program = """
+import sys
+from langchain_locret import LocretChatModel
+def main():
+    chat = LocretChatModel(model="bundled", store=sys.argv[1], max_tokens=8, save="run")
+    print(chat.invoke("The pin of heron is 1234.", {"configurable": {"thread_id": "x"}}).text)
+main()
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,
+                              timeout=60)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert [row.name for row in Store(tmp_path).list()] == ["langchain/x"]
 
 
 @pytest.mark.parametrize("store", ["given", "temporary"])

@@ -163,7 +163,9 @@ class Reply:
         opening, closing = ([one] if isinstance(one, str) else one for one in (field.get("open"), field.get("close")))
         for one in closing or ():
             raw = raw.removesuffix(one)
-        return self._chunk(None, f"{opening[0] if opening else '<tool_call>'}{raw}")
+        written = f"{opening[0] if opening else '<tool_call>'}{raw}"
+        # LangChain would try every beginning of a long text for JSON; a JSON string is told apart at once.
+        return self._chunk(None, written if len(written) <= 1000 else json.dumps(written, ensure_ascii=False))
 
     def _chunk(self, name: str | None, arguments: str, own: Any = None) -> AIMessageChunk:
         taken = isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own) and own not in self._ids

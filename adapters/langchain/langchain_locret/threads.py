@@ -30,7 +30,7 @@ from langchain_locret.boundaries import (
 )
 from langchain_locret.messages import Said, canonical, chain, digest
 from langchain_locret.render import ChatTemplate, Rendered
-from locret_stream import Runtime, SnapshotError, SnapshotMismatch, SnapshotNotFound, StaleOwner, StoreError
+from locret_stream import Runtime, SnapshotError, SnapshotNotFound, StaleOwner, StoreError
 from locret_stream.context import Memory, StreamingContext
 from locret_stream.context.session import to_the_end
 
@@ -49,7 +49,7 @@ class Thread:
         at: the boundary where the open context rests; None while a turn moves it, or without a context.
         stored: boundaries with a snapshot, by key; None: not looked up yet.
         system: heading of the newest turn. stale: another owner saved the session meanwhile.
-        users: calls that have it or wait for it.
+        users: calls that have it or wait for it. told: it was told something since it is at hand.
     """
 
     session: str | None
@@ -60,6 +60,7 @@ class Thread:
     system: bytes | None = None
     stale: bool = False
     users: int = 0
+    told: bool = False
 
     @property
     def open(self) -> bool:
@@ -219,7 +220,7 @@ class Threads:
             raise StoreError(rows[-1].problem)
         thread.stored = {}
         for row in rows:
-            if (boundary := from_note(row.note)) is not None:
+            if (boundary := from_note(row.note)) is not None and boundary.tokens == row.tokens:
                 thread.stored[boundary.key] = (row.generation, boundary)
 
     async def _storing(self, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -243,7 +244,8 @@ class Threads:
         last = max((at + 1 for at, one in enumerate(said) if one.stream), default=0)
         start, known, why = self._start(request), thread.known(), ""
         before, thread.system = thread.system, system
-        for count, boundary, keys in fitting(known, start, said):
+        exact = set(await asyncio.to_thread(chain, start, said))
+        for count, boundary, keys in await asyncio.to_thread(fitting, known, start, said):
             if count < last:
                 break
             at = await asyncio.to_thread(self.template.after, said, count, request.tools, rendered)
@@ -256,9 +258,9 @@ class Threads:
                 why = f"its snapshot cannot be used: {error}"
                 _log.warning("thread %r: a snapshot cannot be used and is passed over: %s", request.thread, error)
                 thread.stored.pop(boundary.key, None)
-                if isinstance(error, SnapshotMismatch):  # then none of them can
-                    break
                 continue
+            if boundary.key not in exact:
+                await self.keep(thread)  # of a longer history: messages alone could not bring it back
             return Reached(rendered, count, at, keys, boundary, source, why)
         if known and not why:
             why = what_differs(known.values(), start, said)
@@ -273,7 +275,8 @@ class Threads:
         await self._move(thread, 0)
         thread.at = None
         changing = bool(known and before and system and before != system)
-        return Reached(rendered, 0, 0, chain(start, said), None, "rebuild" if known else "new", why, changing)
+        source = "rebuild" if known or thread.told else "new"
+        return Reached(rendered, 0, 0, chain(start, said), None, source, why, changing)
 
     async def go(self, thread: Thread, boundary: Boundary) -> Source:
         """Bring the thread's context to a boundary. Raises SnapshotError."""
@@ -299,8 +302,7 @@ class Threads:
 
     async def take(self, thread: Thread, ids: list[int]) -> None:
         """Feed ids; from here on the thread rests at no boundary."""
-        thread.at, thread.ctx.expendable = None, False
-        thread.ctx.note = b""
+        thread.at, thread.ctx.expendable, thread.told = None, False, True
         if ids:
             await thread.ctx.push(ids)
 

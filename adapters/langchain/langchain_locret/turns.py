@@ -11,6 +11,7 @@ from typing import Any
 
 from langchain_core.messages import AIMessageChunk
 
+from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import RECEIPT, digest, read
 from langchain_locret.replies import Reply, response_template, shows_special
 from langchain_locret.threads import Reached, Request, Thread, Threads
@@ -47,6 +48,8 @@ class Turn:
         self._threads, self._thread, self._request, self._reached, self._emit = threads, thread, request, reached, emit
         self._before = reached.base.tokens if reached.base else 0
         self._sampled: list[int] = []
+        self._written = ""
+        self._last: list[int] = []  # ids of the reply as memory holds it: its end is enough
 
     async def run(self) -> None:
         """Raises ConfigError, before anything is fed, where the template cannot show the messages or the call."""
@@ -57,7 +60,8 @@ class Turn:
         if body:
             await self._threads.take(self._thread, body)
             self._thread.at = self._threads.boundary(self._thread, reached, self._request.said)
-            await self._threads.save(self._thread, self._request.save)
+            await self._threads.save(self._thread, "turn" if self._request.sampling.get("stop") else self._request.save)
+        asked = self._thread.at
         await self._threads.take(self._thread, prompt + opening)
         begun = self._thread.ctx.memory.tokens
         reply, ended = await self._decode(forced)
@@ -67,7 +71,9 @@ class Turn:
         receipt |= {"left_out": left_out} if left_out else {}
         usage = {"input_tokens": begun, "output_tokens": len(self._sampled),
                  "total_tokens": begun + len(self._sampled), "input_token_details": {"cache_read": self._before}}
-        receipt = await self._conclude(reply, ended) | receipt
+        if ended == "stop":  # memory went on to the end of the stop string, the answer did not
+            await self._take_back(asked, prompt + opening)
+        receipt = await self._conclude(reply) | receipt
         called = bool(reply.merged.tool_call_chunks)
         self._emit(AIMessageChunk(
             content="", chunk_position="last", usage_metadata=usage, response_metadata={
@@ -88,6 +94,8 @@ class Turn:
             None, skip_special=not shows_special(kinds, self._special), **request.sampling)
         async for token in generation:
             self._sampled.append(token.id)
+            self._last = self._sampled[-16:]
+            self._written += token.text
             for chunk in reply.feed(token.text):
                 self._emit(chunk)
             if request.choice not in ("", "any") and reply.merged.tool_call_chunks:
@@ -97,16 +105,24 @@ class Turn:
             self._emit(chunk)
         return reply, generation.finish_reason
 
-    async def _conclude(self, reply: Reply, ended: str) -> dict[str, Any]:
+    async def _take_back(self, asked: Boundary | None, prompt: list[int]) -> None:
+        """Memory as it was asked, and the answer as it was given; closed if there is no snapshot to go back to."""
+        threads, thread = self._threads, self._thread
+        if asked is None or asked.key not in (thread.stored or {}):
+            await thread.ctx.aclose(save=False)
+            return
+        await threads.go(thread, asked)
+        written = threads.template.codec.encode_text(self._written)
+        await threads.take(thread, prompt + written)
+        self._last = written[-16:]
+
+    async def _conclude(self, reply: Reply) -> dict[str, Any]:
         """Close the reply and make it a boundary; the receipt's `state` and `saved`."""
         threads, thread, reached = self._threads, self._thread, self._reached
         answer = read([reply.message])[0]
         key, saved = digest(reached.keys[-1], answer.digest), False
-        if ended == "stop":  # memory went on to the end of the stop string, the answer did not
-            await thread.ctx.aclose(save=False)
-        else:
-            await thread.ctx.push(threads.runtime.frames.close_reply(FrameState(turn="assistant"),
-                                                                     self._sampled[-16:])[0])
+        if thread.open:
+            await thread.ctx.push(threads.runtime.frames.close_reply(FrameState(turn="assistant"), self._last)[0])
             thread.at = threads.boundary(thread, replace(reached, keys=[*reached.keys, key]),
                                          [*self._request.said, answer])
             saved = await threads.save(thread, self._request.save)
