@@ -67,7 +67,7 @@ def test_a_call_whose_arguments_are_a_string_of_json_is_read():
 @pytest.mark.parametrize("inside", ['{"name": "look", "arguments": {"at": "x\\ud83d"}}', "[" * 20_000, '{"a":' * 4000,
                                     '{"name": "look", "arguments": {"at": "' + "long " * 4000])
 def test_what_cannot_be_text_or_is_too_deep_is_no_call(inside: str):
-    """Half of a character could be fed to memory once, and never be read again. Long ones take no longer a character."""
+    """Half of a character could be fed to memory once, and never be read again. And a long one takes no long time."""
     began = time.perf_counter()
     message = parsed(f"<tool_call>{inside}</tool_call>ok")
     assert time.perf_counter() - began < 8
