@@ -132,7 +132,7 @@ def test_a_deleted_thread_is_forgotten(chat: LocretChatModel, saver: Any, tmp_pa
     assert [row.name for row in chat.home.runtime.store.list()] == ["langchain/u"]
     assert not agent.get_state(T).values
     answer = agent.invoke({"messages": [HumanMessage("hello")]}, T)["messages"][-1]
-    assert receipt(answer)["source"] == "new" and "secret" not in held(chat, "t")
+    assert receipt(answer)["source"] == "new" and "why" not in receipt(answer) and "secret" not in held(chat, "t")
 
 
 async def test_an_async_sqlite_checkpointer_forgets_too(chat: LocretChatModel, tmp_path: Path):

@@ -369,7 +369,7 @@ class Threads:
             if thread.open:
                 await thread.ctx.aclose(save=False)
             thread.ctx = thread.at = thread.system = None
-            thread.stored = {}
+            thread.stored, thread.told = {}, False
             if thread.session is None:
                 return had
             try:
