@@ -73,10 +73,10 @@ async def test_a_turn_cancelled_at_any_await_leaves_its_thread_as_it_was(tmp_pat
 
                     await guard(absorb())
                 else:
-                    said = history if case == "new" else [*history, HumanMessage("cut")]
+                    said = history if case == "new" else [*history, HumanMessage("cut " * 100)]
                     await guard(turn(threads, Request(said=read(said), thread=name), lambda _: None))
                 expect_at_rest(threads)
-                for text in ("cut", "next"):
+                for text in ("cut " * 100, "next"):
                     history = await answered(threads, [*history, HumanMessage(text)], name)
                     assert text_of(threads, name) == rendered(history)
                 expect_at_rest(threads)
