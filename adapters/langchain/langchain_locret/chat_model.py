@@ -9,7 +9,7 @@ import os
 import queue
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,16 +19,17 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
+from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from langchain_locret.absorb import Absorption
-from langchain_locret.home import BOUNDARIES, CLOSED, Home, Settings
+from langchain_locret.calls import expect_ended, look, read_text, tool_choice_of, with_thread
+from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
 from langchain_locret.threads import RebuildWarning, Request, Save, Threads
 from langchain_locret.turns import turn as run_turn
-from locret_stream import ConfigError, ContextClosed, InputError, InvalidText, Runtime, Sampling, Store, __version__
+from locret_stream import ConfigError, ContextClosed, InputError, Runtime, Sampling, Store, __version__
 from locret_stream.context import Memory
 from locret_stream.context.session import to_the_end
 from locret_stream.context.sources import Puller
@@ -210,19 +211,19 @@ class LocretChatModel(BaseChatModel):
     # -- calling ----------------------------------------------------------------------------------------------
 
     def invoke(self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:
-        return super().invoke(input, config, **_with_thread(config, kwargs))
+        return super().invoke(input, config, **with_thread(config, kwargs))
 
     async def ainvoke(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                       **kwargs: Any) -> AIMessage:
-        return await super().ainvoke(input, config, **_with_thread(config, kwargs))
+        return await super().ainvoke(input, config, **with_thread(config, kwargs))
 
     def stream(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                **kwargs: Any) -> Iterator[AIMessageChunk]:
-        yield from super().stream(input, config, **_with_thread(config, kwargs))
+        yield from super().stream(input, config, **with_thread(config, kwargs))
 
     async def astream(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                       **kwargs: Any) -> AsyncIterator[AIMessageChunk]:
-        async for chunk in super().astream(input, config, **_with_thread(config, kwargs)):
+        async for chunk in super().astream(input, config, **with_thread(config, kwargs)):
             yield chunk
 
     def _stream(self, messages: list[BaseMessage], stop: list[str] | None = None,
@@ -234,7 +235,7 @@ class LocretChatModel(BaseChatModel):
         try:
             while (chunk := chunks.get()) is not _END:
                 yield self._chunk(chunk, run_manager)
-            _expect_ended(turn)
+            expect_ended(turn)
         finally:
             turn.cancel()
 
@@ -256,7 +257,7 @@ class LocretChatModel(BaseChatModel):
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(out.text, chunk=out)
                 yield out
-            _expect_ended(turn)
+            expect_ended(turn)
         finally:
             turn.cancel()
 
@@ -285,13 +286,13 @@ class LocretChatModel(BaseChatModel):
         """Raises InputError, ConfigError for what cannot be asked."""
         if not messages:
             raise InputError("there are no messages; expected at least one")
-        kwargs = _with_thread(None, kwargs)
+        kwargs = with_thread(None, kwargs)
         unknown = sorted(name for name in set(kwargs) - _KNOWN if not name.startswith(("ls_", "_")))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(sorted(_KNOWN))}")
         tools = () if kwargs.get("tool_choice") == "none" else tuple(
             convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ())
-        choice, save = _choice(kwargs.get("tool_choice"), tools), kwargs.get("save", self.save)
+        choice, save = tool_choice_of(kwargs.get("tool_choice"), tools), kwargs.get("save", self.save)
         if save not in get_args(Save):
             raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
         return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
@@ -319,7 +320,7 @@ class LocretChatModel(BaseChatModel):
                 None for the model's choice, "none" to show it no tools.
         """
         shown = [convert_to_openai_tool(tool) for tool in tools]
-        _choice(tool_choice, shown)  # raises
+        tool_choice_of(tool_choice, shown)  # raises
         if tool_choice is not None:
             kwargs["tool_choice"] = tool_choice
         return self.bind(tools=shown, **kwargs)
@@ -353,10 +354,10 @@ class LocretChatModel(BaseChatModel):
             while (piece := await puller.next()) is not None:
                 if isinstance(piece, list):
                     raise InputError("the source gave token ids; expected text")
-                text = _decode(decode, piece) if isinstance(piece, bytes) else piece
+                text = read_text(decode, piece) if isinstance(piece, bytes) else piece
                 if text:
                     await life.acall(lambda _, text=text: absorption.push(text))
-            _decode(decode, b"", final=True)
+            read_text(decode, b"", final=True)
             return await life.acall(lambda _: absorption.finish())
         finally:
             with contextlib.suppress(ContextClosed):  # then it was let go of already
@@ -388,11 +389,11 @@ class LocretChatModel(BaseChatModel):
 
     def thread_memory(self, thread_id: str) -> Memory | None:
         """What a thread holds now: tokens accepted, units per layer, bytes; None if it is not at hand."""
-        return self.home.life.call(_look(thread_id)) if self.home.loaded else None
+        return self.home.life.call(look(thread_id)) if self.home.loaded else None
 
     async def athread_memory(self, thread_id: str) -> Memory | None:
         """As `thread_memory`."""
-        return await self.home.life.acall(_look(thread_id)) if self.home.loaded else None
+        return await self.home.life.acall(look(thread_id)) if self.home.loaded else None
 
     def close(self) -> None:
         """Save all threads and free weights and memory, for every model of these settings. Used again, it loads again.
@@ -402,52 +403,3 @@ class LocretChatModel(BaseChatModel):
     async def aclose(self) -> None:
         """As `close`."""
         await asyncio.to_thread(self.home.close)
-
-
-def _expect_ended(turn: Future[None]) -> None:
-    """Raises what the turn raised; ContextClosed if it was the model's closing that ended it."""
-    try:
-        turn.result()
-    except CancelledError:
-        raise ContextClosed(CLOSED) from None
-
-
-def _look(thread_id: str) -> Callable[[Threads], Any]:
-    async def look(threads: Threads) -> Memory | None:
-        return threads.memory(str(thread_id))
-
-    return look
-
-
-def _with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The thread as an argument: a RunnableConfig does not reach `_stream`, but LangGraph's context variable does."""
-    if kwargs.get("thread_id") is not None:
-        return {**kwargs, "thread_id": str(kwargs["thread_id"])}
-    known = ensure_config(config).get("configurable") or {}
-    found = next((known[name] for name in ("session_id", "thread_id") if known.get(name) is not None), None)
-    return kwargs if found is None else {**kwargs, "thread_id": str(found)}
-
-
-def _choice(choice: Any, tools: Sequence[dict[str, Any]]) -> str:
-    """A tool's name, "any", or "" for the model's own choice.
-
-    Raises:
-        ConfigError: no such tool is bound.
-    """
-    if isinstance(choice, dict):
-        choice = choice.get("function", choice).get("name", choice)
-    if choice in (None, False, "auto", "none"):
-        return ""
-    names = [tool["function"]["name"] for tool in tools]
-    if choice in (True, "any", "required") and names:
-        return names[0] if len(names) == 1 else "any"
-    if choice not in names:
-        raise ConfigError(f"tool_choice is {choice!r}; expected one of the tools {names}, 'any', 'auto' or 'none'")
-    return choice
-
-
-def _decode(decoder: codecs.IncrementalDecoder, piece: bytes, *, final: bool = False) -> str:
-    try:
-        return decoder.decode(piece, final)
-    except UnicodeDecodeError as error:
-        raise InvalidText(f"the source gave bytes that are not UTF-8: {error}; expected text") from error

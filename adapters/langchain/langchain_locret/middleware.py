@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse
-from langchain_core.runnables import ensure_config
 from langgraph.runtime import Runtime as GraphRuntime
 
+from langchain_locret.calls import with_thread
 from langchain_locret.chat_model import LocretChatModel
 
 S = TypeVar("S")
@@ -52,9 +52,7 @@ class LocretMiddleware(AgentMiddleware):
 
 
 def _thread() -> str | None:
-    known = ensure_config().get("configurable") or {}
-    found = next((known[name] for name in ("session_id", "thread_id") if known.get(name) is not None), None)
-    return None if found is None else str(found)
+    return with_thread(None, {}).get("thread_id")
 
 
 def forget_with(checkpointer: S, model: LocretChatModel) -> S:
