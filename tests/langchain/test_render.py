@@ -156,8 +156,9 @@ def test_the_opening_of_a_call_is_what_the_template_writes(name: str):
     assert opening(TOOL) == before + "look" + between + '{"at": "'
     number = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
     assert opening(taking(number)) == before + "look" + between + '{"at": '
-    for parameters in ({"type": "object", "properties": {}}, {}, {"properties": {"at": {}}, "required": []}):
-        assert opening(taking(parameters)) == before + "look" + between
+    for parameters in ({"type": "object", "properties": {}}, {}):
+        assert opening(taking(parameters)) == before + "look" + between + "{}"
+    assert opening(taking({"properties": {"at": {}}, "required": []})) == before + "look" + between
 
 
 def test_a_template_without_calls_says_so():

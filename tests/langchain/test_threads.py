@@ -229,12 +229,17 @@ def test_an_encrypted_thread_without_its_key_is_refused(script: Script, tmp_path
         assert receipt(chat.invoke(history, thread("a")))["source"] == "snapshot"
 
 
-def test_callers_who_do_not_await_absorb_too_also_inside_a_loop(chat: LocretChatModel):
+def test_callers_who_do_not_await_absorb_too_also_inside_a_loop(chat: LocretChatModel, tmp_path: Path):
     async def inside() -> HumanMessage:
         with pytest.raises(InputError, match="only `aingest` can read"):
             chat.ingest(stops("ends"), thread_id="a")
         return chat.ingest(lines(20), thread_id="a")
 
+    with pytest.raises(InputError, match="thread_id is None"):
+        chat.ingest("some text", thread_id=None)
+    path = tmp_path / "log.txt"
+    path.write_text("from a file")
+    assert "11 characters" in chat.ingest(path, thread_id="file").content and "from a file" in held(chat, "file")
     stubs = [chat.ingest("some text", thread_id="a"), asyncio.run(inside())]
     answer = chat.invoke([*stubs, HumanMessage("what?")], thread("a"))
     assert receipt(answer)["source"] == "live" and "line 19" in held(chat, "a")
@@ -412,6 +417,8 @@ def test_tools_that_are_not_bound_cannot_be_chosen(chat: LocretChatModel):
         """Look."""
         return at
 
+    with pytest.raises(ConfigError, match="no tools are bound"):
+        chat.invoke("x", tool_choice="any")
     for choice in ("other", {"type": "function", "function": {"name": "other"}}, 7):
         with pytest.raises(ConfigError, match=r"tool_choice is .*; expected one of the tools \['look'\]"):
             chat.bind_tools([look], tool_choice=choice)
@@ -724,6 +731,16 @@ def test_threads_beyond_those_at_hand_come_back(script: Script, tmp_path: Path, 
         asyncio.run(at_once())
 
 
+def test_sending_the_newest_message_alone_is_told(chat: LocretChatModel, caplog):
+    history: list[Any] = [HumanMessage("one")]
+    history += [chat.invoke(history, thread("a"))]
+    answer = chat.invoke("two", thread("a"))
+    assert receipt(answer)["why"] == "older messages are others"
+    assert "holds 2 messages, and the 1 given do not go on from them" in caplog.text
+    again = chat.invoke([*history, HumanMessage("three")], thread("a"))
+    assert receipt(again)["source"] == "snapshot"
+
+
 def test_options_that_are_not_known_are_refused(chat: LocretChatModel):
     with pytest.raises(ConfigError, match="unknown option 'temprature'; expected some of"):
         chat.invoke("hello", thread("a"), temprature=0.5)
@@ -735,8 +752,11 @@ from langchain_locret import LocretChatModel
 chat = LocretChatModel(model="bundled", store=sys.argv[1], max_tokens=100_000)
 print("ready", chat.invoke("hello", max_tokens=1).text, flush=True)
 try:
-    for chunk in chat.stream("hello", repetition_penalty=3.0, temperature=2.0):
-        print(chunk.text, flush=True)
+    if sys.argv[2] == "stream":
+        for chunk in chat.stream("hello", repetition_penalty=3.0, temperature=2.0):
+            print(chunk.text, flush=True)
+    print("begun", flush=True)
+    chat.ingest(iter(lambda: "words without end\\n" * 20, None), thread_id="a")
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -760,17 +780,19 @@ main()
         assert [row.name for row in Store(tmp_path).list()] == ["langchain/x"]
 
 
+@pytest.mark.parametrize("what", ["stream", "ingest"])
 @pytest.mark.parametrize("store", ["given", "temporary"])
-def test_ctrl_c_and_the_end_of_the_process_are_clean(tmp_path: Path, store: str):
+def test_ctrl_c_and_the_end_of_the_process_are_clean(tmp_path: Path, store: str, what: str):
     import os
     import signal
     import subprocess
     import sys
     program = PROGRAM if store == "given" else PROGRAM.replace("sys.argv[1]", "None")
-    run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "store")], stdout=subprocess.PIPE,
+    run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "store"), what], stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert run.stdout.readline().startswith("ready")
     run.stdout.readline()
+    time.sleep(0.5 if what == "ingest" else 0)
     run.send_signal(signal.SIGINT)
     out, errors = run.communicate(timeout=30)
     assert "interrupted" in out and run.returncode == 0 and "Traceback" not in errors, errors

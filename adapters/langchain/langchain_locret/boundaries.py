@@ -97,6 +97,7 @@ def fitting(known: Mapping[bytes, Boundary], start: bytes, said: Sequence[Said]
 OTHER_TOOLS = "the tools, or how the template is used, are others"
 OTHER_SYSTEM = "the system prompt is another"
 OTHER_MESSAGES = "older messages are others"
+NO_PLACE = "no snapshot is kept where these messages end"
 
 
 def what_differs(known: Iterable[Boundary], start: bytes, said: Sequence[Said]) -> str:
@@ -105,7 +106,9 @@ def what_differs(known: Iterable[Boundary], start: bytes, said: Sequence[Said]) 
     same = [boundary for boundary in known if boundary.start == start]
     if not same:
         return OTHER_TOOLS
-    return OTHER_MESSAGES if any(boundary.system == system for boundary in same) else OTHER_SYSTEM
+    if not any(boundary.system == system for boundary in same):
+        return OTHER_SYSTEM
+    return NO_PLACE if any(boundary.holds(said[-1]) for boundary in same) else OTHER_MESSAGES
 
 
 def session_name(thread: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, TypeVar
 
 from langchain_core.runnables import RunnableConfig, ensure_config
 
@@ -14,6 +16,8 @@ from langchain_locret.threads import Threads
 from locret_stream import ConfigError, ContextClosed, InvalidText
 from locret_stream.context import Memory
 
+T = TypeVar("T")
+
 
 def expect_ended(turn: Future[None]) -> None:
     """Raises what the turn raised; ContextClosed if it was the model's closing that ended it."""
@@ -21,6 +25,33 @@ def expect_ended(turn: Future[None]) -> None:
         turn.result()
     except CancelledError:
         raise ContextClosed(CLOSED) from None
+
+
+def run_alone(work: Coroutine[Any, Any, T]) -> T:
+    """Run on an event loop of its own and wait; there may be another one in this thread. Ctrl-C cancels it."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        loop.run_forever()
+        loop.close()
+
+    threading.Thread(target=run, name="locret-ingest", daemon=True).start()
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(_stop_when_idle, loop))
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _stop_when_idle(loop: asyncio.AbstractEventLoop) -> None:
+    """Stop a loop once its tasks are done: one that was cancelled lets go of what it has first."""
+    left = asyncio.all_tasks(loop)
+    if not left:
+        loop.stop()
+    for task in left:
+        task.add_done_callback(lambda _: loop.call_soon(_stop_when_idle, loop))
 
 
 def look(thread_id: str) -> Callable[[Threads], Any]:
@@ -54,6 +85,8 @@ def tool_choice_of(choice: Any, tools: Sequence[dict[str, Any]]) -> str:
     if choice in (True, "any", "required") and names:
         return names[0] if len(names) == 1 else "any"
     if choice not in names:
+        if not names:
+            raise ConfigError(f"tool_choice is {choice!r} and no tools are bound; expected bind_tools([...]) first")
         raise ConfigError(f"tool_choice is {choice!r}; expected one of the tools {names}, 'any', 'auto' or 'none'")
     return choice
 

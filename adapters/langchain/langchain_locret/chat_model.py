@@ -9,7 +9,6 @@ import os
 import queue
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +23,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from langchain_locret.absorb import Absorption
-from langchain_locret.calls import expect_ended, look, read_text, tool_choice_of, with_thread
+from langchain_locret.calls import expect_ended, look, read_text, run_alone, tool_choice_of, with_thread
 from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
 from langchain_locret.threads import RebuildWarning, Request, Save, Threads
@@ -335,7 +334,8 @@ class LocretChatModel(BaseChatModel):
         Cancelled or failed, the thread is as it was before. Once it returned, the stream is as durable as a turn.
 
         Args:
-            source: str, or an (async) iterator of str or UTF-8 bytes: a file, a socket, a growing log.
+            source: text, the Path of a file, or an (async) iterator of str or UTF-8 bytes: an open file, a socket, a
+                growing log.
             label: what the stand-in calls it, one line of at most 80 characters.
             history: the messages it comes behind; of none, it comes behind what the thread was told last.
             tools: those that the thread is used with, where the history is its beginning.
@@ -343,6 +343,11 @@ class LocretChatModel(BaseChatModel):
         Raises:
             EmptySource, SourceError, InvalidText, InputError; otherwise as a call of the model.
         """
+        if thread_id is None:
+            raise InputError("thread_id is None; expected the thread that absorbs the stream")
+        if isinstance(source, Path):
+            with source.open("rb") as file:
+                return await self.aingest(file, thread_id=thread_id, label=label, history=history, tools=tools)
         request = Request(said=read(history), thread=str(thread_id),
                           tools=tuple(convert_to_openai_tool(tool) for tool in tools))
         check_label(label)
@@ -368,8 +373,7 @@ class LocretChatModel(BaseChatModel):
         if isinstance(source, AsyncIterable):
             raise InputError(f"source is a {type(source).__name__}, which only `aingest` can read; expected text or an "
                              "iterator of it")
-        with ThreadPoolExecutor(1) as alone:  # there may be an event loop in this thread
-            return alone.submit(asyncio.run, self.aingest(source, **options)).result()
+        return run_alone(self.aingest(source, **options))
 
     def save_thread(self, thread_id: str) -> bool:
         """Make a thread durable where it rests; False if it is not at hand (it is stored, or never was)."""
@@ -394,6 +398,12 @@ class LocretChatModel(BaseChatModel):
     async def athread_memory(self, thread_id: str) -> Memory | None:
         """As `thread_memory`."""
         return await self.home.life.acall(look(thread_id)) if self.home.loaded else None
+
+    def __enter__(self) -> LocretChatModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Save all threads and free weights and memory, for every model of these settings. Used again, it loads again.

@@ -11,6 +11,7 @@ from langgraph.runtime import Runtime as GraphRuntime
 
 from langchain_locret.calls import with_thread
 from langchain_locret.chat_model import LocretChatModel
+from locret_stream import ConfigError
 
 S = TypeVar("S")
 
@@ -24,6 +25,8 @@ class LocretMiddleware(AgentMiddleware):
 
     def __init__(self, model: LocretChatModel):
         super().__init__()
+        if not isinstance(model, LocretChatModel):
+            raise ConfigError(f"model is a {type(model).__name__}; expected the agent's LocretChatModel")
         self.model = model
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:

@@ -297,16 +297,21 @@ class ChatTemplate:
         to_key, to_value = (called.whole[one.end():other.start()] for one, other in pairwise(at[:3]))
         if not to_key.endswith('{"') or not to_value.endswith('"'):
             return opening  # arguments are not written as JSON
-        key, kind = _first_argument(next(tool["function"] for tool in tools if tool["function"]["name"] == name))
+        key, kind = _first_argument(tool_parameters(tools, name))
         if key is None:
-            return [*opening, Piece(to_key[:-2], False)]
+            none = not (tool_parameters(tools, name).get("properties"))
+            return [*opening, Piece(to_key[:-2] + ("{}" if none else ""), False)]
         return [*opening, Piece(to_key, False), Piece(json.dumps(key, ensure_ascii=False)[1:-1], True),
                 Piece(to_value if kind == "string" else to_value[:-1], False)]
 
 
-def _first_argument(function: dict[str, Any]) -> tuple[str | None, Any]:
+def tool_parameters(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The schema of a tool's arguments."""
+    return next(tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name) or {}
+
+
+def _first_argument(parameters: dict[str, Any]) -> tuple[str | None, Any]:
     """Name and type of the first argument that a call must have; (None, None) if there is none."""
-    parameters = function.get("parameters") or {}
     required = parameters.get("required") or [None]
     schema = (parameters.get("properties") or {}).get(required[0])
     return (required[0], schema.get("type")) if isinstance(schema, dict) else (None, None)

@@ -20,6 +20,7 @@ import msgspec
 
 from langchain_locret.boundaries import (
     LEDGER,
+    OTHER_MESSAGES,
     Boundary,
     fitting,
     from_note,
@@ -275,6 +276,10 @@ class Threads:
         await self._move(thread, 0)
         thread.at = None
         changing = bool(known and before and system and before != system)
+        if known and why == OTHER_MESSAGES and not any(one.role == "assistant" for one in said):
+            _log.warning("thread %r holds %d messages, and the %d given do not go on from them, so they begin anew. "
+                         "Give every call the whole history, answers included", request.thread,
+                         max(len(boundary.ledger) // 16 for boundary in known.values()), len(said))
         source = "rebuild" if known or thread.told else "new"
         return Reached(rendered, 0, 0, chain(start, said), None, source, why, changing)
 
