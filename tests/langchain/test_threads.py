@@ -570,6 +570,16 @@ async def test_a_stream_that_fails_after_waiting_often_costs_no_boundary(script:
         assert "an earlier stream" in held(chat, "a")
 
 
+async def test_a_stream_that_fails_costs_an_unsaved_thread_nothing(script: Script, tmp_path: Path):
+    with model(tmp_path, save="run") as chat:
+        history: list[Any] = [HumanMessage("one")]
+        history += [await chat.ainvoke(history, thread("a"))]
+        with pytest.raises(SourceError):
+            await chat.aingest(stops("raises"), thread_id="a")
+        answer = await chat.ainvoke([history[-1], HumanMessage("two")], thread("a"))
+        assert held(chat, "a") == rendered([*history, HumanMessage("two"), answer])
+
+
 async def test_streams_cancelled_at_random_leave_no_thread_locked(chat: LocretChatModel):
     import random
     draw = random.Random(3)

@@ -65,6 +65,7 @@ class Absorption:
                 tip = None if request.said else _tip(thread)
                 if tip is not None:
                     await threads.go(thread, tip)
+                    await threads.keep(thread)  # no messages are given that could bring it back
                     if tip.role not in _BEFORE:
                         raise ConfigError(f"the thread's last message is of role {tip.role!r}; expected history=<the "
                                           "messages so far>")
@@ -74,7 +75,10 @@ class Absorption:
                     self._request = replace(request, said=[*request.said, _STREAM])
                     self._after = await threads.reach(thread, self._request)
                 pieces = self._after.rendered.pieces(self._after.at, self._after.rendered.body)
-                place = max(at for at, piece in enumerate(pieces) if piece.data and piece.text == _STREAM.content)
+                place = max((at for at, piece in enumerate(pieces) if piece.text == _STREAM.content), default=-1)
+                if place < 0:
+                    raise ConfigError("the chat template does not show a message ahead of its generation prompt; "
+                                      "expected a template that does")
                 encode = threads.template.encode
                 before = encode(pieces[:place], start=self._after.at == 0)
                 self._closing = encode(pieces[place + 1:], start=False)
