@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,6 @@ from locret_stream import Store
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, scripted, thread, tokenizer
 
 A = thread("a")
-
-
-@pytest.fixture
-def script() -> Iterator[Script]:
-    with scripted() as found:
-        yield found
-
-
-@pytest.fixture
-def chat(script: Script, tmp_path: Path) -> Iterator[LocretChatModel]:
-    with model(Store(tmp_path, keep_last=64)) as found:
-        yield found
 
 
 def talk(chat: LocretChatModel, *said: str, history: list[BaseMessage] | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_core.messages.utils import message_chunk_to_message
 from pydantic import BaseModel
 
-from tests.langchain.support import PROMPT, Script, held, model, receipt, rendered, scripted, thread
+from tests.langchain.support import PROMPT, Script, held, model, receipt, rendered, thread
 
 THINKING = {"start_anchor": PROMPT, "fields": {
     "content": {"content_args": {"strip": False}}, "thinking": {"open": "<think>", "close": "</think>"},
@@ -24,12 +23,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the shed"}}\n</tool_c
 def look(at: str) -> str:
     """Look a thing up."""
     return at
-
-
-@pytest.fixture
-def script() -> Iterator[Script]:
-    with scripted() as found:
-        yield found
 
 
 def asked(chat: Any, history: list[Any], how: str) -> AIMessage:

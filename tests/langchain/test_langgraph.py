@@ -22,7 +22,7 @@ from langgraph.graph.message import add_messages
 from langchain_locret import LocretChatModel, StateLost
 from langchain_locret.middleware import LocretMiddleware, forget_with
 from locret_stream import ConfigError, Store
-from tests.langchain.support import Script, held, model, receipt, rendered, runtime, scripted, thread
+from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread
 
 T = thread("t")
 
@@ -30,12 +30,6 @@ T = thread("t")
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
-
-
-@pytest.fixture
-def script() -> Iterator[Script]:
-    with scripted() as found:
-        yield found
 
 
 @pytest.fixture

@@ -34,23 +34,9 @@ from tests.langchain.support import (
     receipt,
     rendered,
     runtime,
-    scripted,
     thread,
     tokenizer,
 )
-
-
-@pytest.fixture
-def script() -> Iterator[Script]:
-    with scripted() as found:
-        yield found
-
-
-@pytest.fixture
-def chat(script: Script, tmp_path: Path) -> Iterator[LocretChatModel]:
-    with model(Store(tmp_path, keep_last=64)) as found:
-        yield found
-
 
 # -- many at once ---------------------------------------------------------------------------------------------------
 

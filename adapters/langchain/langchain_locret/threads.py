@@ -328,6 +328,7 @@ class Threads:
     # -- saving -----------------------------------------------------------------------------------------------
 
     async def save(self, thread: Thread, when: Save) -> bool:
+        """After a turn's prompt or answer: `keep`, unless that is for the end of the run; whether it is durable."""
         return thread.session is not None and when == "turn" and await self.keep(thread)
 
     async def keep(self, thread: Thread) -> bool:
