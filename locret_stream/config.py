@@ -158,13 +158,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         check("seed", _is_whole(self.seed), "a whole number")
 
 
-def unit_bytes(shape: ModelShape, planes: int = 1) -> int:
-    """Bytes of one unit: K, V and rotated K in the model's dtype, fp32 score planes, int64 position."""
-    return 3 * shape.head_dim * shape.item_bytes + 4 * planes + 8
+def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2) -> int:
+    """Bytes of one unit: K and V in the model's dtype, fp32 score planes, int64 position.
+
+    K is held before and after RoPE, unless kernels rotate it as they load it: `key_copies` is 1 then.
+    """
+    return (key_copies + 1) * shape.head_dim * shape.item_bytes + 4 * planes + 8
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
-                stabilizers: int | None = None, shares: tuple[float, ...] | None = None) -> Budget:
+                stabilizers: int | None = None, shares: tuple[float, ...] | None = None,
+                key_copies: int = 2) -> Budget:
     """A Budget from what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
 
     Without explicit values 4 sinks and 32 stabilizers are protected; small budgets protect an eighth of each instead,
@@ -182,7 +186,7 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         if not match:
             raise ConfigError(f"budget is {value!r}; expected units per KV head (6000) or a size such as '512MiB'")
         size = float(match[1]) * _FACTORS[match[2].upper()]
-        capacity = int(size // (unit_bytes(shape) * shape.layers * shape.kv_heads))
+        capacity = int(size // (unit_bytes(shape, key_copies=key_copies) * shape.layers * shape.kv_heads))
         value = capacity - chunk_size
         if value < 1:
             raise ConfigError(f"budget {match[0].strip()!r} holds {capacity} units per KV head, chunk_size alone takes "

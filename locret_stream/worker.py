@@ -2,30 +2,50 @@
 
 A step is a function of at most about one chunk of work. Steps of one context run in the order given; contexts with
 work take turns, one step each, so that a long feed never holds up somebody's answer for more than a step.
+
+A *joint* step is one that many contexts take together: the first of them whose turn it is takes along all others that
+wait for the same one. Contexts that took the last one together come again in a moment, as each waits for its result, so
+the next one waits a little for those that are still on their way.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from locret_stream.errors import ContextClosed
 
 T = TypeVar("T")
+I = TypeVar("I")
+
+_PATIENCE_S = 0.002, 0.5, 0.01  # of a joint step for its last members: at least, per second it last took, at most
+
+
+@dataclass(slots=True)
+class _Work:
+    """A queued step; of a joint one, `step` takes the items of all and gives a result or an error for each."""
+
+    future: Future
+    step: Callable[..., Any]
+    group: Hashable = None
+    item: Any = None
 
 
 class Worker:
     """A thread with a queue per key. Results cross by concurrent futures, so any event loop may wait for them."""
 
     def __init__(self, name: str = "locret-engine"):
-        self._queues: dict[Hashable, deque[list]] = {}  # of [future, step]
+        self._queues: dict[Hashable, deque[_Work]] = {}
         self._turns: deque[Hashable] = deque()  # keys with work, next first
+        self._last: tuple[Hashable, set[Hashable], float] = (None, set(), 0.0)  # joint step: group, keys, seconds
         self._wake = threading.Condition()
         self._closed = False
         self.users = 0
@@ -38,22 +58,33 @@ class Worker:
         Raises:
             ContextClosed: the worker was closed.
         """
-        future: Future[T] = Future()
+        return self._queue(key, _Work(Future(), step))
+
+    def submit_joint(self, key: Hashable, group: Hashable, item: I,
+                     step: Callable[[Sequence[I]], Sequence[T | Exception]]) -> Future[T]:
+        """Queue an item of the context `key` for a step that all waiting contexts of that group take together.
+
+        The step gets their items and gives a result, or an error of that item alone, for each in the same order. All
+        of a group give the same step.
+        """
+        return self._queue(key, _Work(Future(), step, group, item))
+
+    def _queue(self, key: Hashable, work: _Work) -> Future:
         with self._wake:
             if self._closed:
                 raise ContextClosed("the runtime is closed; expected a call inside its `async with`")
             queue = self._queues.setdefault(key, deque())
-            queue.append([future, step])
+            queue.append(work)
             if len(queue) == 1:
                 self._turns.append(key)
             self._wake.notify()
-        return future
+        return work.future
 
     def close(self) -> None:
         """Let the running step finish, fail the queued ones with ContextClosed, end the thread. Idempotent."""
         with self._wake:
             self._closed = True
-            waiting = [future for queue in self._queues.values() for future, _ in queue]
+            waiting = [work.future for queue in self._queues.values() for work in queue]
             self._queues.clear()
             self._turns.clear()
             self._wake.notify()
@@ -63,45 +94,99 @@ class Worker:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _next(self) -> list | None:
+    def _next(self) -> list[_Work] | None:
+        """The work of the next turn, several pieces if it is a joint step; None when the worker was closed."""
         with self._wake:
             while not self._turns:
                 if self._closed:
                     return None
                 self._wake.wait()
-            key = self._turns.popleft()
-            queue = self._queues[key]
-            work = queue.popleft()
-            if queue:
-                self._turns.append(key)
-            else:
-                del self._queues[key]
-            return work
+            group = self._queues[self._turns[0]][0].group
+            if group is None:
+                return [self._pop(self._turns[0])]
+            self._wait_for_the_others(group)
+            keys = [key for key in self._turns if self._queues[key][0].group == group]
+            self._last = group, set(keys), 0.0
+            return [self._pop(key) for key in keys]
+
+    def _wait_for_the_others(self, group: Hashable) -> None:
+        """Until all that took the last step of the group together are back, with whatever work, or for a moment."""
+        last_group, keys, seconds = self._last
+        least, share, most = _PATIENCE_S
+        deadline = time.monotonic() + min(max(least, share * seconds), most)
+        while last_group == group and not self._closed and any(key not in self._queues for key in keys):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._wake.wait(left)
+
+    def _pop(self, key: Hashable) -> _Work:
+        """The next work of a key, which goes to the end of the line if it has more."""
+        self._turns.remove(key)
+        queue = self._queues[key]
+        work = queue.popleft()
+        if queue:
+            self._turns.append(key)
+        else:
+            del self._queues[key]
+        return work
 
     def _loop(self) -> None:
         with torch.no_grad():
-            while (work := self._next()) is not None:
-                self._run(work)
+            while (works := self._next()) is not None:
+                if works and works[0].group is not None:
+                    started = time.monotonic()
+                    self._run_joint(works)
+                    self._last = *self._last[:2], time.monotonic() - started
+                elif works:
+                    self._run(works)
 
     @staticmethod
-    def _run(work: list) -> None:
-        """Run one queued (future, step). The step is let go before its result is given: whoever waits for the result
-        may drop an iterator then, and expects it to end at once."""
-        future, step = work
-        work.clear()
+    def _run(works: list[_Work]) -> None:
+        """Run one step. It is let go before its result is given: whoever waits for the result may drop an iterator
+        then, and expects it to end at once."""
+        work = works.pop()
+        future, step = work.future, work.step
+        del work
         if not future.set_running_or_notify_cancel():
             return
         try:
             result = step()
             del step
-        except StopIteration as error:  # no asyncio future can carry one: whoever waits would wait for ever
-            crossing = RuntimeError("a step raised StopIteration")
-            crossing.__cause__ = error
-            future.set_exception(crossing)
         except BaseException as error:
-            future.set_exception(error)
+            _fail(future, error)
         else:
             future.set_result(result)
+
+    @staticmethod
+    def _run_joint(works: list[_Work]) -> None:
+        """Run a joint step for those of its members that were not cancelled meanwhile."""
+        running = [work for work in works if work.future.set_running_or_notify_cancel()]
+        works.clear()
+        if not running:
+            return
+        futures, items, step = [work.future for work in running], [work.item for work in running], running[0].step
+        running.clear()
+        try:
+            results = step(items)
+            assert len(results) == len(futures), "a joint step gives one result per item"
+        except BaseException as error:
+            results = [error] * len(futures)
+        del step
+        items.clear()
+        for future, result in zip(futures, results, strict=True):
+            if isinstance(result, BaseException):
+                _fail(future, result)
+            else:
+                future.set_result(result)
+
+
+def _fail(future: Future, error: BaseException) -> None:
+    if isinstance(error, StopIteration):  # no asyncio future can carry one: whoever waits would wait for ever
+        crossing = RuntimeError("a step raised StopIteration")
+        crossing.__cause__ = error
+        error = crossing
+    future.set_exception(error)
 
 
 _workers: weakref.WeakKeyDictionary[object, Worker] = weakref.WeakKeyDictionary()

@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
+from locret_stream import worker as module
 from locret_stream.errors import ContextClosed
 from locret_stream.worker import Worker, leave_worker, share_worker
 
@@ -154,6 +155,107 @@ def test_many_threads_may_submit(worker: Worker):
         worker.submit(key, lambda: None).result(WAIT_S)
     assert len(ran) == 1600
     assert all([n for k, n in ran if k == key] == list(range(200)) for key in range(8))
+
+
+# -- joint steps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Joint steps wait for their members as long as a test may take."""
+    monkeypatch.setattr(module, "_PATIENCE_S", (WAIT_S, 0.0, WAIT_S))
+
+
+class Together:
+    """A joint step that gives each item back doubled, and keeps what it was given."""
+
+    def __init__(self):
+        self.calls: list[list] = []
+
+    def __call__(self, items):
+        self.calls.append(list(items))
+        return [item if isinstance(item, Exception) else 2 * item for item in items]
+
+
+def test_a_joint_step_takes_all_that_wait_for_it_and_the_rest_take_turns(worker: Worker):
+    gate, step, other, ran = Gate(worker), Together(), Together(), []
+    first = worker.submit_joint("a", "g", 1, step)
+    plain = worker.submit("b", lambda: ran.append(len(step.calls)))
+    behind = worker.submit_joint("b", "g", 9, step)  # behind another step of its own context
+    futures = [worker.submit_joint(key, "g", n, step) for n, key in enumerate("cde", start=2)]
+    apart = worker.submit_joint("f", "h", 7, other)
+    gate.open.set()
+    assert [f.result(WAIT_S) for f in (first, *futures, apart, behind)] == [2, 4, 6, 8, 14, 18]
+    plain.result(WAIT_S)
+    assert step.calls == [[1, 2, 3, 4], [9]] and other.calls == [[7]] and ran == [1]
+
+
+def test_each_member_of_a_joint_step_has_its_own_result_or_error(worker: Worker):
+    gate, step = Gate(worker), Together()
+    items = [1, ValueError("two"), StopIteration(), 4]
+    futures = [worker.submit_joint(n, "g", item, step) for n, item in enumerate(items)]
+    cancelled = worker.submit_joint("gone", "g", 5, step)
+    assert cancelled.cancel()
+    gate.open.set()
+    assert futures[0].result(WAIT_S) == 2 and futures[3].result(WAIT_S) == 8
+    with pytest.raises(ValueError, match="two"):
+        futures[1].result(WAIT_S)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        futures[2].result(WAIT_S)
+    assert step.calls == [items], "who was cancelled is left out"
+
+    def fails(items):
+        raise KeyError("all")
+
+    gate = Gate(worker)
+    futures = [worker.submit_joint(n, "g", n, fails) for n in range(3)]
+    gate.open.set()
+    for future in futures:
+        with pytest.raises(KeyError):
+            future.result(WAIT_S)
+
+
+def test_a_joint_step_waits_for_those_that_took_the_last_one_together(worker: Worker, patient):
+    gate, step = Gate(worker), Together()
+    for future in [worker.submit_joint(key, "g", key, step) for key in (1, 2, 3)] + [gate.future]:
+        gate.open.set()
+        future.result(WAIT_S)
+    early = worker.submit_joint(2, "g", 2, step)
+    time.sleep(0.05)
+    assert not early.done(), "1 and 3 are on their way"
+    joining, other = worker.submit_joint(7, "g", 7, step), worker.submit_joint(3, "g", 3, step)
+    time.sleep(0.05)
+    assert not (joining.done() or other.done())
+    worker.submit_joint(1, "g", 1, step)
+    assert [early.result(WAIT_S), joining.result(WAIT_S), other.result(WAIT_S)] == [4, 14, 6]
+    assert step.calls[1:] == [[2, 7, 3, 1]]
+
+
+def test_a_joint_step_waits_for_a_moment_only_and_not_again(worker: Worker, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE_S", (0.3, 0.0, 1.0))
+    gate, step = Gate(worker), Together()
+    both = [worker.submit_joint(key, "g", key, step) for key in (1, 2)]
+    gate.open.set()
+    assert [future.result(WAIT_S) for future in both] == [2, 4]
+    for least, most in ((0.3, 5.0), (0.0, 0.29)):  # 2 has left: it is missed once
+        started = time.monotonic()
+        worker.submit_joint(1, "g", 1, step).result(WAIT_S)
+        assert least <= time.monotonic() - started < most
+    assert step.calls == [[1, 2], [1], [1]]
+
+
+def test_closing_ends_a_joint_step_that_waits(patient):
+    worker, step = Worker("locret-test"), Together()
+    gate = Gate(worker)
+    both = [worker.submit_joint(key, "g", key, step) for key in (1, 2)]
+    gate.open.set()
+    assert [future.result(WAIT_S) for future in both] == [2, 4]
+    waits = worker.submit_joint(1, "g", 1, step)
+    time.sleep(0.02)
+    worker.close()
+    with pytest.raises(ContextClosed):
+        waits.result(WAIT_S)
+    assert not worker._thread.is_alive()
 
 
 def test_a_worker_is_shared_counted_and_closed_by_the_last():

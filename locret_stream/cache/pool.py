@@ -1,8 +1,9 @@
 """The pool: for each layer K, rotated K, V, scores and positions of all slots, allocated once. Addresses never move.
 
     bytes = slots * sum over layers of H * (b_l + chunk) * unit_l  +  scratch
-    unit_l = (2 or 3) * D * item + 4 * planes + 8      (3 where the layer has RoPE: K, rotated K, V)
-    scratch = H * max_l(b_l) * D * item
+    unit_l = (2 or 3) * D * item + 4 * planes + 8      (3: K, rotated K, V; 2 in a layer without RoPE, and where the
+                                                        kernels rotate keys as they load them)
+    scratch = H * max_l(b_l) * max(D * item, 8)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from locret_stream.config import ModelShape
 class LayerBuffers:
     """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
 
-    `rotated` is `keys` itself in a layer without RoPE.
+    `rotated` is `keys` itself where no rotated keys are held.
     """
 
     keys: Tensor
@@ -33,6 +34,22 @@ class LayerBuffers:
         """All of them, each once."""
         own = [self.keys, self.values, self.scores, self.positions]
         return own if self.rotated is self.keys else [*own, self.rotated]
+
+    def write_each(self, slots: Tensor, ranks: Tensor, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
+        """One new unit [A, H, 1, D] for each of A slots [A], at its own rank [A], behind the committed ones.
+
+        On CUDA the indices stay on the device: nothing waits for it.
+        """
+        if len(slots) == 1 and not slots.is_cuda:
+            slot, rank = int(slots), int(ranks)
+            self.keys[slot, :, rank], self.values[slot, :, rank] = keys[0, :, 0], values[0, :, 0]
+            if self.rotated is not self.keys:
+                self.rotated[slot, :, rank] = rotated[0, :, 0]
+            return
+        self.keys[slots, :, ranks] = keys[:, :, 0]
+        self.values[slots, :, ranks] = values[:, :, 0]
+        if self.rotated is not self.keys:
+            self.rotated[slots, :, ranks] = rotated[:, :, 0]
 
 
 class Pool:
@@ -57,7 +74,8 @@ class Pool:
                 keys=keys, rotated=torch.zeros_like(keys) if rotates else keys, values=torch.zeros_like(keys),
                 scores=torch.zeros(slots, planes, heads, capacity, device=device),
                 positions=torch.zeros(slots, heads, capacity, dtype=torch.int64, device=device)))
-        self.scratch = torch.zeros(heads * max(budgets) * dim, dtype=dtype, device=device)
+        row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
+        self.scratch = torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=device)
 
     @property
     def bytes_resident(self) -> int:
@@ -75,4 +93,4 @@ class Pool:
         shape, item = self.shape, self.layers[0].keys.element_size()
         units = sum((budget + self.chunk_size) * ((3 if rotates else 2) * shape.head_dim * item + 4 * self.planes + 8)
                     for budget, rotates in zip(self.budgets, self.rope, strict=True))
-        return self.slots * shape.kv_heads * units + shape.kv_heads * max(self.budgets) * shape.head_dim * item
+        return self.slots * shape.kv_heads * units + shape.kv_heads * max(self.budgets) * max(shape.head_dim * item, 8)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.cache.pool import Pool
-from locret_stream.kernels import gather_units
+from locret_stream.kernels import compact_units
 
 Rotate = Callable[[int, Tensor, int], Tensor]
 """(layer, keys [1, H, T, D] before RoPE, first rank) -> rotated keys."""
@@ -39,7 +39,7 @@ class UnitStore:
         return self.pool.layers[layer].keys[self.slot:self.slot + 1, :, :count]
 
     def rotated(self, layer: int, count: int) -> Tensor:
-        """Keys after RoPE, [1, H, count, D]; `keys` in a layer without RoPE."""
+        """Keys after RoPE, [1, H, count, D]; `keys` where the pool holds no rotated ones."""
         return self.pool.layers[layer].rotated[self.slot:self.slot + 1, :, :count]
 
     def values(self, layer: int, count: int) -> Tensor:
@@ -71,12 +71,9 @@ class UnitStore:
         if keep is None:
             self.counts[layer] = total
             return
-        scratch, budget = self.pool.scratch, keep.shape[1]
-        gather_units(buffers.keys[self.slot, :, :total], keep, scratch)
-        gather_units(buffers.values[self.slot, :, :total], keep, scratch)
-        for plane in buffers.scores[self.slot]:
-            gather_units(plane[:, :total], keep)
-        gather_units(positions[:, :total], keep)
+        budget = keep.shape[1]
+        compact_units([buffers.keys[self.slot, :, :total], buffers.values[self.slot, :, :total],
+                       *buffers.scores[self.slot, :, :, :total], positions[:, :total]], keep, self.pool.scratch)
         if buffers.rotated is not buffers.keys:
             keys = buffers.keys[self.slot:self.slot + 1, :, :budget]
             buffers.rotated[self.slot, :, :budget] = rotate(layer, keys, 0)[0]

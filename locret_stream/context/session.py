@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from locret_stream.context.sources import Piece
-from locret_stream.engine import EngineState
+from locret_stream.engine import EngineState, NextToken
 from locret_stream.errors import ContextBusy, ContextClosed, InvalidText
 from locret_stream.text import FrameState, Segmenter
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from locret_stream.context.host import Host
     from locret_stream.snapshot import Branch
 
@@ -121,11 +123,21 @@ class Session:
 
         Cancelling takes a queued step back; a running one is waited for, so that the engine rests on a boundary.
         """
+        return await self._submitted(lambda: self.host.worker.submit(id(self.state), work))
+
+    async def next_token(self, choose: Callable[[Tensor], int]) -> int:
+        """One token: `choose` gives it from logits [vocab] on the engine's thread, and it is accepted. A step that all
+        contexts which are generating take together; cancelled as any step is."""
+        engine = self.host.engine
+        return await self._submitted(lambda: self.host.worker.submit_joint(
+            id(self.state), id(engine), NextToken(self.state, choose), engine.decode))
+
+    async def _submitted(self, submit: Callable[[], Future[T]]) -> T:
         self.check_open()
         if self.away:
             await self.host.bring_back(self)
         self.used_at = time.monotonic()
-        future = self.host.worker.submit(id(self.state), work)
+        future = submit()
         waiting = asyncio.wrap_future(future)
         self.steps += 1
         try:

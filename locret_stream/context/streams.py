@@ -280,17 +280,12 @@ class Generation(_Operation):
         return await session.encode([*segmenter.push(piece), *segmenter.flush()])
 
     async def _next_token(self) -> Token:
-        session, engine, state = self._session, self._session.host.engine, self._session.state
+        session, state = self._session, self._session.state
         session.check_open()
         await session.commit()
         position = state.position
-
-        def work() -> int:
-            token = sample(engine.logits(state), state.history, position, self._sampling, self._processors)
-            engine.accept(state, [token])
-            return token
-
-        token = await session.step(work)
+        token = await session.next_token(
+            lambda logits: sample(logits, state.history, position, self._sampling, self._processors))
         session.note = b""
         self._count += 1
         ended: FinishReason | None = None

@@ -8,17 +8,19 @@ model, config and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from locret_stream.cache import Pool, UnitStore
 from locret_stream.config import StreamConfig, check_window
+from locret_stream.engine.decoding import Decoder, NextToken
 from locret_stream.engine.scorer import Scorer
 from locret_stream.engine.state import EngineState, Receipts, expect_loadable
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, SnapshotCorrupt
-from locret_stream.kernels import select_units
+from locret_stream.kernels import prefill_attention, select_units, uses_triton
 from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
 from locret_stream.policies import Policy
 from locret_stream.snapshot import LayerUnits, Moment
@@ -36,6 +38,10 @@ class Engine:
         slots: contexts (scratch ones included) that fit at once.
         shares: share of the total budget per layer that the heads recommend, for `allocation="auto"`.
 
+    Attributes:
+        triton: whether operations run in Triton.
+        on_load: for every layer, whether its keys are rotated as they are loaded, so that no rotated ones are held.
+
     Raises:
         ConfigError, WindowExceeded: before anything is allocated.
     """
@@ -48,8 +54,13 @@ class Engine:
         self.chunk_size = config.chunk_size
         check_window(self.budgets, self.chunk_size, shape)
         self.tables = attachment.tables(max(self.budgets) + self.chunk_size)
+        self.triton = uses_triton(torch.empty(0, device=attachment.device))
+        self.on_load = [pair is not None and attachment.rotates_on_load(layer)
+                        for layer, pair in enumerate(self.tables.layers)]
         self.pool = Pool(shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
-                         device=attachment.device, rope=tuple(pair is not None for pair in self.tables.layers))
+                         device=attachment.device,
+                         rope=tuple(pair is not None and not on_load
+                                    for pair, on_load in zip(self.tables.layers, self.on_load, strict=True)))
         self.protection = [(0, 0) if window else
                            policy.protection(units, config.budget.sinks, config.budget.stabilizers)
                            for units, window in zip(self.budgets, shape.sliding, strict=True)]
@@ -57,6 +68,7 @@ class Engine:
             if sinks + stabilizers > units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
                                   "expected fewer than the budget")
+        self.decoder = Decoder(self)
         self._masks: dict[tuple[int, int, int], Tensor] = {}  # the last ones used: in a long stream always the same
 
     @property
@@ -212,10 +224,43 @@ class Engine:
                 raise ConfigError("nothing was fed yet, so there is nothing to continue; feed or ask something first")
             return self.attachment.logits(state.last_hidden)[0, -1].float()
         new = state.pending[state.provisional:]
+        if len(new) == 1:
+            return self._decode([state])[0]
         if new:
             hidden = self._forward(state, new, state.provisional, None)
             state.tail_hidden, state.provisional = hidden[:, -1:].clone(), len(state.pending)
         return self.attachment.logits(state.tail_hidden)[0, -1].float()
+
+    def decode(self, asked: Sequence[NextToken]) -> list[int | Exception]:
+        """One step of several contexts: for each the id it chose, which is accepted, or what went wrong with it alone.
+
+        Those with just one pending id without units, as all have after their first step, share one forward; it agrees
+        with a forward of each alone to 1e-5 (fp32).
+        """
+        shared = [one.state for one in asked if len(one.state.pending) - one.state.provisional == 1
+                  and not (one.state.broken or self.ready(one.state))]
+        found: dict[int, Tensor] = {}
+        if len(shared) > 1:
+            # What is wrong with one is not the others' fault: then each runs alone, and fails or not by itself.
+            with contextlib.suppress(Exception):
+                found = dict(zip(map(id, shared), self._decode(shared), strict=True))
+        chosen: list[int | Exception] = []
+        for one in asked:
+            try:
+                logits = found.pop(id(one.state), None)
+                token = one.choose(self.logits(one.state) if logits is None else logits)
+                self.accept(one.state, [token])
+                chosen.append(token)
+            except Exception as error:
+                chosen.append(error)
+        return chosen
+
+    def _decode(self, states: Sequence[EngineState]) -> Tensor:
+        """Logits [A, vocab] of contexts with one pending id without units, which gets provisional ones."""
+        hidden, logits = self.decoder.run(states)
+        for a, state in enumerate(states):
+            state.tail_hidden, state.provisional = hidden[a:a + 1], len(state.pending)
+        return logits
 
     def receipts(self, state: EngineState, start: int = 0, end: int | None = None) -> Receipts:
         """Kept or evicted, per layer and KV head, for accepted tokens start .. end-1 (None: all so far)."""
@@ -250,19 +295,34 @@ class Engine:
         store, new = state.store, len(ids)
 
         def step(call: LayerCall) -> Attended:
-            layer, start = call.layer, state.store.counts[call.layer] + offset
-            rotated = self.attachment.rotate(layer, call.k, self.tables, start)
-            store.write(layer, start, call.k, rotated, call.v)
-            q = self.attachment.rotate(layer, call.q, self.tables, start)
-            first, mask = self._visible(layer, start, new)
-            if scorer is not None:
-                scorer.see(call, q)
+            layer, start = call.layer, store.counts[call.layer] + offset
             total = start + new
+            rotated = call.k if self.on_load[layer] else self.attachment.rotate(layer, call.k, self.tables, start)
+            store.write(layer, start, call.k, rotated, call.v)
             state.peaks[layer] = max(state.peaks[layer], total)
-            return q, store.rotated(layer, total)[:, :, first:], store.values(layer, total)[:, :, first:], mask
+            q = self.attachment.rotate(layer, call.q, self.tables, start)
+            k, v = store.rotated(layer, total), store.values(layer, total)
+            if self.on_load[layer]:
+                k = self._rotate_keys(layer, k, 0)
+            if not self._by_kernel(call, total):
+                if scorer is not None:
+                    scorer.see(call, q, k, None)
+                first, mask = self._visible(layer, start, new)
+                return q, k[:, :, first:], v[:, :, first:], mask
+            out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.shape.sliding[layer],
+                                         softcap=call.softcap, sinks=call.sinks)
+            if scorer is not None:
+                scorer.see(call, q, k, lse)
+            return out[None]
 
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)
         return self.attachment.hidden(tensor, step)
+
+    def _by_kernel(self, call: LayerCall, total: int) -> bool:
+        """Whether `prefill_attention` is the fast way: in Triton always, in torch where it needs no mask."""
+        window = self.shape.sliding[call.layer]
+        return self.triton or (self.attachment.attn == "sdpa" and call.softcap is None and call.sinks is None
+                               and (window is None or window >= total))
 
     def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
         """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""

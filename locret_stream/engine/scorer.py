@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.engine.state import EngineState
-from locret_stream.kernels import column_sums
+from locret_stream.kernels import reduced_attention
 from locret_stream.models import LayerCall
 from locret_stream.policies import Chunk
 
@@ -26,8 +26,11 @@ class Scorer:
         self.scores: list[Tensor] = []
         self.chunks: list[Chunk] = []
 
-    def see(self, call: LayerCall, q_rotated: Tensor) -> None:
-        """Called by the forward for every layer, in order, after the new units were written to the tail."""
+    def see(self, call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None) -> None:
+        """Called by the forward for every layer, in order, after the new units were written to the tail.
+
+        q [1, H*G, T, D] and k [1, H, n+T, D] after RoPE; lse [H*G, T], the rows' log-sum-exp if attention gave it.
+        """
         store, layer = self.state.store, call.layer
         total = store.counts[layer] + call.k.shape[2]
         chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
@@ -40,9 +43,9 @@ class Scorer:
             self.scores.append(chunk.scores)  # replaced by `finish`
         else:
             if "column_sums" in self.needs:
-                rotated = store.rotated(layer, total)[0]
-                chunk.column_sums = lambda: column_sums(q_rotated[0], rotated, call.scale, softcap=call.softcap,
-                                                        sinks=call.sinks)
+                ranks = torch.arange(store.counts[layer], total, device=k.device)
+                chunk.column_sums = lambda: reduced_attention(q[0], k[0], call.scale, ranks, lse, softcap=call.softcap,
+                                                              sinks=call.sinks)
             self.scores.append(self._all_units(chunk))
 
     def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:

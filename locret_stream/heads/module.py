@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
 from locret_stream.heads.published import infer_sizes, read_published
+from locret_stream.kernels import score_units
 
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 
@@ -78,6 +79,9 @@ class RetainingHeads(nn.Module):
         """q [B, H*G, T, D], k and v [B, H, T, D], all before RoPE -> [B, H, T] fp32, higher is kept longer."""
         if not self.config.has_head(layer):
             return k.new_zeros(k.shape[:3], dtype=torch.float32)
+        if len(q) == 1 and not self.config.input_norm and not torch.is_grad_enabled():
+            fc1, fc2 = self.fc1[layer], self.fc2[layer]
+            return score_units(q[0], k[0], v[0], fc1.weight, fc2.weight, self.act, fc1.bias, fc2.bias)[None]
         x = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
         return self.forward(layer, x)
 
@@ -89,7 +93,9 @@ class RetainingHeads(nn.Module):
         x = x.to(weight.dtype)
         if self.config.input_norm:
             x = nn.functional.layer_norm(x, x.shape[-1:])
-        return self.fc2[layer](self.act(self.fc1[layer](x))).float().transpose(1, 2)
+        hidden, last = self.act(self.fc1[layer](x)).float(), self.fc2[layer]
+        bias = None if last.bias is None else last.bias.float()
+        return nn.functional.linear(hidden, last.weight.float(), bias).transpose(1, 2)
 
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write heads.safetensors and heads.json; each file is replaced whole or not at all."""

@@ -1,8 +1,69 @@
-"""Dispatch: the only place that decides which implementation of an operation runs. Today: the torch reference.
+"""Dispatch: the only place that decides which implementation of an operation runs.
 
-Every operation has one name; `kernels.reference` is its numeric specification.
+Every operation has one name and one signature; `kernels.reference` is its numeric specification. Tensors on CUDA go to
+`kernels.triton`, all others to `kernels.torch_ops`; `LOCRET_KERNELS=torch` or `triton` says otherwise.
 """
 
-from locret_stream.kernels.reference import column_sums, gather_units, select_units
+from __future__ import annotations
 
-__all__ = ["column_sums", "gather_units", "select_units"]
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from locret_stream.errors import ConfigError
+from locret_stream.kernels import torch_ops
+from locret_stream.kernels.reference import rotate_halves
+
+__all__ = ["compact_units", "decode_attention", "prefill_attention", "reduced_attention", "rotate_halves",
+           "score_units", "select_units", "uses_triton"]
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Whether operations on this tensor run in Triton.
+
+    Raises:
+        ConfigError: LOCRET_KERNELS says what cannot be.
+    """
+    forced = os.environ.get("LOCRET_KERNELS", "")
+    if forced not in ("", "torch", "triton"):
+        raise ConfigError(f"LOCRET_KERNELS is {forced!r}; expected 'torch', 'triton', or nothing: Triton on CUDA, "
+                          "torch elsewhere")
+    if forced == "triton" and not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f"LOCRET_KERNELS is 'triton' and the tensors are on {x.device}; expected CUDA, or "
+                          "TRITON_INTERPRET=1 for Triton's interpreter (slow, for tests)")
+    return forced == "triton" or (forced == "" and x.is_cuda)
+
+
+@functools.cache
+def _triton(name: str) -> Callable[..., Any]:
+    try:
+        return getattr(importlib.import_module(f"locret_stream.kernels.triton.{name}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ConfigError("the kernels for CUDA need triton, which is not installed here; expected `pip install "
+                          "triton`, or LOCRET_KERNELS=torch to do without them, more slowly") from error
+
+
+def _dispatched(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch implementation of an operation, or Triton's of the same name, by its first tensor."""
+    name = operation.__name__
+
+    @functools.wraps(operation)
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = first if isinstance(first, Tensor) else first[0]
+        return (_triton(name) if uses_triton(tensor) else operation)(first, *args, **kwargs)
+
+    return run
+
+
+compact_units = _dispatched(torch_ops.compact_units)
+decode_attention = _dispatched(torch_ops.decode_attention)
+prefill_attention = _dispatched(torch_ops.prefill_attention)
+reduced_attention = _dispatched(torch_ops.reduced_attention)
+score_units = _dispatched(torch_ops.score_units)
+select_units = _dispatched(torch_ops.select_units)

@@ -1,14 +1,17 @@
 """The numeric specification of every operation, in plain torch. Knows tensors only.
 
-Shapes: H KV heads, G query heads per KV head, N held units, T new tokens, B budget units, D head dim.
+Shapes: H KV heads, G query heads per KV head, N units, T new tokens, R query rows, B budget units, D head dim,
+S slots of capacity C. Query head h belongs to KV head h // G.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 22  # of one block of attention logits; bounds the memory of column_sums
+_BLOCK_ELEMENTS = 1 << 22  # of one block of attention logits; bounds the memory of what goes through them all
 
 
 def order_keys(scores: Tensor) -> Tensor:
@@ -41,43 +44,143 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
     return keys.topk(budget, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def gather_units(x: Tensor, keep: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Move the units `keep` to the front, in place: x [H, N, ...], keep [H, B] int64 ascending -> x[:, :B] (a view).
+def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
+    """Move the units `keep` to the front of every plane, in place: x[h, i] = old x[h, keep[h, i]] for i < B.
 
-    Bit-exact: rows move, nothing is rounded. `scratch` is preallocated memory of x's dtype, at least H * B * D.
+    Bit-exact: rows move, nothing is rounded. Rows B and up are left undefined.
+
+    Args:
+        planes: tensors [H, N, ...] of any dtypes, with contiguous rows; typically views into a pool.
+        keep: [H, B] int64, ascending in every head.
+        scratch: uint8, preallocated, at least the bytes of [H, B, ...] of the largest plane.
     """
-    heads, budget = keep.shape
-    index = keep if x.dim() == 2 else keep[..., None].expand(heads, budget, x.shape[-1])
-    out = None if scratch is None else scratch.view(-1)[: index.numel()].view(index.shape)
-    moved = torch.gather(x, 1, index, out=out)
-    x[:, :budget].copy_(moved)
-    return x[:, :budget]
+    for x in planes:
+        rows = x if x.dim() > 2 else x[..., None]
+        out = scratch[:keep.numel() * rows.shape[-1] * x.element_size()].view(x.dtype)
+        out = out.view(*keep.shape, rows.shape[-1])
+        torch.gather(rows, 1, keep[..., None].expand_as(out), out=out)
+        rows[:, :keep.shape[1]].copy_(out)
 
 
-def column_sums(q: Tensor, k: Tensor, scale: float, mask: Tensor | None = None, softcap: float | None = None,
-                sinks: Tensor | None = None) -> Tensor:
-    """Attention that each unit receives: sum over the rows of q of softmax(q k^T * scale), summed over the G heads.
+def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],
+                bias1: Tensor | None = None, bias2: Tensor | None = None) -> Tensor:
+    """Retaining head: act([q; k; v] fc1^T + bias1) fc2^T + bias2 (Locret, arXiv:2410.01805, section 3.2).
 
-    q [H*G, T, D] and k [H, N, D] after RoPE, mask [T, N] bool (None: causal, ends aligned), `softcap` and `sinks`
-    [H*G] as the model has them -> [H, N] fp32. From the row log-sum-exp, in blocks of rows: never a T x N matrix
-    of all heads (NaCl, arXiv:2408.03675, Algorithm 2).
+    q [H*G, T, D], k and v [H, T, D] before RoPE; fc1 [W, (H*G + 2*H) * D] over the features of q, then k, then v, head
+    by head; fc2 [H, W] -> [H, T] fp32. What is multiplied is of the weights' dtype; scores are never rounded to it.
     """
-    heads, count, dim = k.shape
-    new = q.shape[1]
-    q = q.reshape(heads, -1, new, dim).float()
-    k = k.float()
-    if mask is None:
-        mask = torch.ones(new, count, dtype=torch.bool, device=q.device).tril(count - new)
-    sums = torch.zeros(heads, count, device=q.device)
-    rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0] * q.shape[1]))
-    for start in range(0, new, rows):
+    x = torch.cat([t.transpose(0, 1).flatten(1) for t in (q, k, v)], dim=-1).to(fc1.dtype)
+    return project(act(torch.nn.functional.linear(x, fc1, bias1)), fc2, bias2)
+
+
+def project(hidden: Tensor, fc2: Tensor, bias2: Tensor | None) -> Tensor:
+    """hidden [T, W] after the activation, in fp32 from here on -> [H, T]."""
+    return torch.nn.functional.linear(hidden.float(), fc2.float(), None if bias2 is None else bias2.float()).t()
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x * cos + (-x2, x1) * sin, with x1, x2 the halves of x [..., D]; cos and sin broadcast to it (RoPE)."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, window: int | None = None,
+              softcap: float | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Softmax attention of one context, in fp32: row r of q sees the units of rank ranks[r] - window + 1 to ranks[r].
+
+    q [H*G, R, D] and k [H, N, D] after RoPE, v [H, N, D]; ranks [R] int64; window None: all from rank 0; logits go
+    through softcap * tanh(x / softcap); `sinks` [H*G] are extra logits in the denominator.
+
+    Returns:
+        [H*G, R, D] of q's dtype, and the log-sum-exp of the rows [H*G, R] fp32, sinks included.
+    """
+    heads, count, _ = k.shape
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
+    rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
+    for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
-        logits = torch.einsum("hgtd,hnd->hgtn", q[:, :, part], k) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~mask[part], float("-inf"))
-        log_sum = logits.logsumexp(-1, keepdim=True)
+        logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
+        total = logits.logsumexp(-1)
         if sinks is not None:
-            log_sum = torch.logaddexp(log_sum, sinks.float().view(heads, -1, 1, 1))
-        sums += (logits - log_sum).exp().sum((1, 2))
+            total = torch.logaddexp(total, sinks.float().view(heads, -1, 1))
+        weights = (logits - total[..., None]).exp()
+        out[:, part] = torch.einsum("hgrn,hnd->hgrd", weights, v.float()).flatten(0, 1).to(q.dtype)
+        lse[:, part] = total.flatten(0, 1)
+    return out, lse
+
+
+def masked_logits(q: Tensor, k: Tensor, scale: float, ranks: Tensor, *, window: int | None,
+                  softcap: float | None) -> Tensor:
+    """Logits [H, G, R, N] fp32 of q [H*G, R, D] against k [H, N, D]; -inf where a row does not see a unit."""
+    heads, count, dim = k.shape
+    logits = torch.einsum("hgrd,hnd->hgrn", q.float().view(heads, -1, q.shape[1], dim), k.float()) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    distance = ranks[:, None] - torch.arange(count, device=q.device)
+    return logits.masked_fill((distance < 0) | (distance >= (window or count + 1)), float("-inf"))
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
+                      softcap: float | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A chunk against its slot: the last T of N units are the chunk's own. `attention` with ranks N-T .. N-1.
+
+    q [H*G, T, D], k and v [H, N, D], q and k after RoPE -> [H*G, T, D], log-sum-exp [H*G, T] fp32.
+    """
+    count, new = k.shape[1], q.shape[1]
+    ranks = torch.arange(count - new, count, device=q.device)
+    return attention(q, k, v, scale, ranks, window=window, softcap=softcap, sinks=sinks)
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
+                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    """One or few queries of each of A contexts, each over its own slot; the newest units are those of the queries.
+
+    Args:
+        q: [A, H*G, T, D] after RoPE.
+        keys, values: [S, H, C, D], all slots of a layer.
+        slots: [A] int64, the slot of each context.
+        lengths: [A] int64, units that its last query sees, itself included: query t of T sees lengths - T + t + 1.
+        cos, sin: [C', D], C' >= C: keys are before RoPE and are rotated by halves at their rank on load. None: they
+            are stored as they are to be used.
+        window, softcap, sinks: as for `attention`.
+
+    Returns:
+        [A, H*G, T, D] of q's dtype.
+    """
+    out = torch.empty_like(q)
+    new = q.shape[2]
+    for a, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        k, v = keys[slot, :, :length], values[slot, :, :length]
+        if cos is not None:
+            k = rotate_halves(k.float(), cos[:length].float(), sin[:length].float()).to(k.dtype)
+        ranks = torch.arange(length - new, length, device=q.device)
+        out[a] = attention(q[a], k, v, scale, ranks, window=window, softcap=softcap, sinks=sinks)[0]
+    return out
+
+
+def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
+                      window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    """Attention that each unit receives from some rows: sum over r of softmax(q_r k^T * scale), and over the G heads.
+
+    q [H*G, R, D] and k [H, N, D] after RoPE; ranks [R] int64, the rank of each row, in any order; `lse` [H*G, R] fp32
+    as `attention` gives it, sinks included (None: worked out here) -> [H, N] fp32. In blocks of rows: never an R x N
+    matrix of all heads (NaCl, arXiv:2408.03675, Algorithm 2).
+    """
+    heads, count, _ = k.shape
+    sums = torch.zeros(heads, count, device=q.device)
+    rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
+    for start in range(0, q.shape[1], rows):
+        part = slice(start, start + rows)
+        logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
+        if lse is not None:
+            total = lse[:, part].reshape(heads, -1, logits.shape[2])
+        else:
+            total = logits.logsumexp(-1)
+            if sinks is not None:
+                total = torch.logaddexp(total, sinks.float().view(heads, -1, 1))
+        sums += (logits - total[..., None]).exp().sum((1, 2))
     return sums

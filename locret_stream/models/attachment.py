@@ -5,7 +5,7 @@ config, so nothing is ever changed on the user's object and stock `generate` on 
 In the shadow
 - rotary embeddings are the identity, so attention sees Q and K before RoPE;
 - the attention implementation is ours: it hands (q, k, v) to a `Step`, which stores them, rotates at the ranks it
-  wants, and gives back what to attend to; the stock sdpa or eager kernel of the model then does the arithmetic;
+  wants, and gives back either the attention's result or what to attend to, for the model's stock sdpa or eager kernel;
 - no transformers cache and no transformers mask exist.
 """
 
@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from locret_stream.config import ModelShape
 from locret_stream.errors import UnsupportedModel
+from locret_stream.kernels import rotate_halves, uses_triton
 
 NAME = "locret"  # of our attention function; has no mask function, so transformers builds no mask for it
 
@@ -49,8 +51,9 @@ class LayerCall:
     sinks: Tensor | None = None
 
 
-Attended = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""(q [B, H*G, T, D], k and v [B, H, S, D], mask [T, S], or None: causal, ends aligned).
+Attended = Tensor | tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""What attention gives, [B, H*G, T, D]; or what it is to run over: (q [B, H*G, T, D], k and v [B, H, S, D], mask
+[T, S], or None: causal, ends aligned).
 
 A mask is bool, True = visible, or what `additive_mask` makes of that (which is worth keeping, if it is used again).
 """
@@ -87,11 +90,15 @@ class _IdentityRotary(nn.Module):
     def __init__(self, real: nn.Module):
         super().__init__()
         self.real = [real]  # in a list: not a submodule, so that `.to()` on the shadow never touches shared buffers
+        self._like: dict[str | None, tuple[Tensor, Tensor, int]] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        cos, _ = self.real[0](x, position_ids[:, :1], *([layer_type] if layer_type else []))
-        shape = (x.shape[0], position_ids.shape[-1], cos.shape[-1])
-        return cos.new_ones(()).expand(shape), cos.new_zeros(()).expand(shape)
+        if layer_type not in self._like:  # asked once: it may wait for the device, and its answer has one width
+            cos, _ = self.real[0](x, position_ids[:, :1], *([layer_type] if layer_type else []))
+            self._like[layer_type] = cos.new_ones(()), cos.new_zeros(()), cos.shape[-1]
+        one, zero, width = self._like[layer_type]
+        shape = (x.shape[0], position_ids.shape[-1], width)
+        return one.expand(shape), zero.expand(shape)
 
 
 class _DecoderStub(nn.Module):
@@ -142,6 +149,9 @@ class Attachment:
         self._uses_rope = [self._probe_rope(module) for module in self._attentions]
         self._plain_rope = [uses and self._probe_plain(module)
                             for uses, module in zip(self._uses_rope, self._attentions, strict=True)]
+        for module, uses in zip(self._attentions, self._uses_rope, strict=True):
+            if uses:
+                _spare_rotation(module)
         self.fingerprint = _fingerprint(model)
         self.users = 0
 
@@ -208,6 +218,21 @@ class Attachment:
         return next(self._attentions[0].parameters()).dtype
 
     @property
+    def key_copies(self) -> int:
+        """How often a key is held: 1 where every layer's kernels rotate it on load, else 2."""
+        rotated = [layer for layer, uses in enumerate(self._uses_rope) if uses]
+        return 2 if any(not self.rotates_on_load(layer) for layer in rotated) else 1
+
+    def rotates_on_load(self, layer: int) -> bool:
+        """Whether kernels rotate the layer's keys as they load them: Triton's, where RoPE is the rotation by halves."""
+        return self._plain_rope[layer] and uses_triton(next(self._attentions[layer].parameters()))
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linear layers of the decoder, for a profile."""
+        return [module for module in self._decoder.modules() if isinstance(module, nn.Linear)]
+
+    @property
     def activation(self) -> str:
         """Name of the activation of the model's MLPs; retaining heads use the same (Locret, section 3.2)."""
         return getattr(self._config, "hidden_act", None) or getattr(self._config, "hidden_activation", "silu")
@@ -238,9 +263,32 @@ class Attachment:
         if pair is None:
             return x
         stop = start + x.shape[2]
-        cos, sin = pair[0][:, start:stop], pair[1][:, start:stop]
+        return self._turn(layer, x, pair[0][:, start:stop], pair[1][:, start:stop])
+
+    def turns(self, layer: int, tables: RopeTables, ranks: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What `rotate_each` needs to rotate one token at each of the ranks [B]; the same for all layers whose tables
+        are. None where there is no RoPE."""
+        pair = tables.layers[layer]
+        if pair is None:
+            return None
+        cos, sin = pair[0][0, ranks, None], pair[1][0, ranks, None]
+        if not self._plain_rope[layer]:
+            return cos, sin
+        half = sin.shape[-1] // 2
+        return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
+
+    def rotate_each(self, layer: int, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+        """x [B, heads, 1, D] before RoPE -> rotated by `turns`, one rank for each of the batch."""
+        if turns is None:
+            return x
+        if self._plain_rope[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
+            return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
+        return self._apply_rope(self._attentions[layer], x, *turns)
+
+    def _turn(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, heads, T, D]; cos and sin [B or 1, T, D]."""
         if self._plain_rope[layer]:
-            return _rotate_halves(x, cos, sin)
+            return rotate_halves(x, cos[:, None], sin[:, None])
         return self._apply_rope(self._attentions[layer], x, cos, sin)
 
     def _apply_rope(self, module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -257,14 +305,14 @@ class Attachment:
 
     @torch.no_grad()
     def _probe_plain(self, module: nn.Module) -> bool:
-        """Whether the model's own rotation is the common one of halves, which `_rotate_halves` does in 3 passes."""
+        """Whether the model's own rotation is the common one of halves, which `rotate_halves` does in 3 passes."""
         x = torch.linspace(-1, 1, 2 * self.shape.head_dim, dtype=self.dtype, device=self.device)
         x = x.view(1, 1, 2, self.shape.head_dim)
         cos, sin = self._cos_sin(module.layer_idx, torch.tensor([[1, 5]], device=self.device))
         if cos.shape[-1] != x.shape[-1]:
             return False
         close = 1e-5 if self.dtype in (torch.float32, torch.float64) else 1e-2
-        own, plain = self._apply_rope(module, x, cos, sin), _rotate_halves(x, cos, sin)
+        own, plain = self._apply_rope(module, x, cos, sin), rotate_halves(x, cos[:, None], sin[:, None])
         return torch.allclose(own, plain, rtol=close, atol=close)
 
     @torch.no_grad()
@@ -316,7 +364,10 @@ class Attachment:
                 kwargs: dict) -> tuple[Tensor, None]:
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
         call = LayerCall(module.layer_idx, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-        q, k, v, mask = self._step(call)
+        found = self._step(call)
+        if isinstance(found, Tensor):
+            return found.transpose(1, 2).contiguous(), None
+        q, k, v, mask = found
         new, held = q.shape[2], k.shape[2]
         causal = mask is None and new == held  # the kernels' own causal mask, so that fast ones can be used
         if mask is None and new > 1 and not (causal and self.attn == "sdpa"):
@@ -335,23 +386,31 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, T, D], cos and sin [1, T, D] -> x * cos + (-x2, x1) * sin, with x1, x2 the halves of x."""
-    half = x.shape[-1] // 2
-    out = x * cos[:, None]
-    out[..., :half].addcmul_(x[..., half:], sin[:, None, :, :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[:, None, :, half:])
-    return out
+def _unturned(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    """Stands in for a model's `apply_rotary_pos_emb`."""
+    return q, k
+
+
+def _spare_rotation(module: nn.Module) -> None:
+    """Let this one module's forward skip the rotation by nothing that identity embeddings ask of it.
+
+    Its code runs with a namespace of its own in which the rotation is `_unturned`: some ten small operations per layer
+    and step less, with the same result. A forward that is wrapped, or rotates otherwise, stays as it is.
+    """
+    forward = getattr(type(module), "forward", None)
+    if ("forward" in vars(module) or not isinstance(forward, types.FunctionType)
+            or "apply_rotary_pos_emb" not in forward.__code__.co_names):
+        return
+    own = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": _unturned},
+                             forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(own, module)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """Attention of q [B, H*G, T, D] over k, v [B, H, S, D] -> [B, T, H*G, D]; KV heads are never repeated."""
-    batch, heads, new, dim = q.shape
-    if new == 1:  # the queries of one group are rows of one attention over its KV head
-        out = F.scaled_dot_product_attention(q.view(batch, k.shape[1], -1, dim), k, v, attn_mask=mask, scale=scale)
-        return out.reshape(batch, heads, 1, -1).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal,
-                                         enable_gqa=heads != k.shape[1])
+                                         enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).contiguous()
 
 

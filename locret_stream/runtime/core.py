@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -211,15 +212,16 @@ class Runtime:
         # What never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         chunk_size = DEFAULT_CHUNK if self._chunk_size is None else self._chunk_size
+        copies = attachment.key_copies
         budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
-                             sinks=self._sinks, stabilizers=self._stabilizers, shares=shares)
+                             sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, key_copies=copies)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=self._policy, knobs=self._knobs)
         slots = self.max_live + self.scratch
         try:
             return Engine(attachment, config, policy, slots, shares=shares)
         except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
             size = slots * (budget.units + chunk_size) * attachment.shape.layers * attachment.shape.kv_heads * (
-                unit_bytes(attachment.shape, policy.planes))
+                unit_bytes(attachment.shape, policy.planes, key_copies=copies))
             raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self.max_live} + scratch "
                               f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
                               "smaller budget") from error
@@ -229,7 +231,10 @@ class Runtime:
             return None
         heads = self._heads if isinstance(self._heads, RetainingHeads) else RetainingHeads.load(self._heads)
         heads.check_fits(attachment.shape, attachment.fingerprint)
-        return heads.to(attachment.device)
+        if attachment.dtype.itemsize < 4 and heads is self._heads:
+            heads = copy.deepcopy(heads)  # it is the caller's, and rounding cannot be taken back
+        # In the model's own precision, as their authors run them; what they give is summed in fp32 in any case.
+        return heads.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)
 
     async def aclose(self) -> None:
         """Close all open contexts, which saves stored ones; let the running step finish, free the memory. Idempotent.

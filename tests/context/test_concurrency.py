@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 
-from locret_stream import ContextClosed, NoSlot
+from locret_stream import ContextClosed, NoSlot, worker
 from tests.context.support import (
     CHUNK,
     TEXT,
@@ -41,21 +42,23 @@ async def test_a_long_feed_never_delays_a_question_by_more_than_a_step():
     """Counted in the worker: between a question's step being queued and being run, at most the feed's current and
     next step are run."""
     async with tiny() as runtime, runtime.open() as long, runtime.open() as short:
-        ran, delays, worker, submit = [], [], runtime.worker, runtime.worker.submit
+        ran, delays, worker = [], [], runtime.worker
+        submit, submit_joint = worker.submit, worker.submit_joint
         feeder = id(long._session.state)
 
-        def counted(key, step):
+        def counting(key, step):
             queued = len(ran)
 
-            def run():
+            def run(*items):
                 if key != feeder:
                     delays.append(sum(1 for other in ran[queued:] if other == feeder))
                 ran.append(key)
-                return step()
+                return step(*items)
 
-            return submit(key, run)
+            return run
 
-        worker.submit = counted
+        worker.submit = lambda key, step: submit(key, counting(key, step))
+        worker.submit_joint = lambda key, group, item, step: submit_joint(key, group, item, counting(key, step))
         await short.feed("hello")
         feeding = asyncio.ensure_future(long.feed([7] * (60 * CHUNK))._drain())
         while len(ran) < 3:  # noqa: ASYNC110 - an event would need a thread's help
@@ -64,8 +67,39 @@ async def test_a_long_feed_never_delays_a_question_by_more_than_a_step():
         assert not feeding.done(), "the answer came first"
         assert len(delays) > 10 and max(delays) <= 2, delays
         await feeding
-        worker.submit = submit
+        worker.submit, worker.submit_joint = submit, submit_joint
         assert long.memory.tokens > 60 * CHUNK
+
+
+async def test_replies_at_once_share_their_steps_and_are_each_what_they_are_alone(monkeypatch):
+    """Of different lengths, one of them left in the middle: what is said and what is held is as if alone."""
+    monkeypatch.setattr(worker, "_PATIENCE_S", (0.1, 0.0, 0.1))  # on a busy machine too
+    prompts = ["one", "a second question", TEXT[:60], "x" * 90]
+
+    async def reply(ctx, n: int) -> list[int]:
+        said = []
+        async for token in ctx.generate(prompts[n], max_new_tokens=20 + 5 * n, ignore_eos=True):
+            said.append(token.id)
+            if n == 1 and len(said) == 9:
+                break
+        return said
+
+    async with tiny(max_live=4, chunk_size=32) as runtime:  # so that commits do not come at every other step
+        alone, widths = [], []
+        for n in range(4):
+            async with runtime.open() as ctx:
+                alone.append((await reply(ctx, n), await snap(ctx)))
+        hidden = runtime.attachment.hidden
+        runtime.attachment.hidden = lambda ids, step: widths.append(tuple(ids.shape)) or hidden(ids, step)
+        async with AsyncExitStack() as stack:
+            contexts = [await stack.enter_async_context(runtime.open()) for _ in prompts]
+            said = await asyncio.gather(*(reply(ctx, n) for n, ctx in enumerate(contexts)))
+            assert said == [ids for ids, _ in alone]
+            for ctx, (_, expected) in zip(contexts, alone, strict=True):
+                expect_same(await snap(ctx), expected)
+        del runtime.attachment.hidden
+        decoded = [width for width, new in widths if new == 1]
+        assert max(decoded) == 4 and sum(decoded) >= 2 * len(decoded), widths
 
 
 async def test_long_feeds_take_turns():

@@ -1,4 +1,4 @@
-"""The numeric specification against slower, plainer ones."""
+"""Selecting, moving and scoring units: the numeric specification and its fast forms against plainer ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_stream.kernels import column_sums, gather_units, reference, select_units
-from locret_stream.kernels.reference import order_keys
+from locret_stream.kernels import reference, torch_ops
+from locret_stream.kernels.reference import order_keys, select_units
 
 awkward = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1.0, -1.0, 1e-45, -1e-45, 3e38])
 score = st.one_of(awkward, st.floats(width=32))
@@ -101,10 +101,13 @@ def test_order_keys_know_ranks_beyond_float_precision():
     assert (order_keys(torch.zeros(2**24 + 9))[-20:].diff() == 1).all()
 
 
-@pytest.mark.parametrize("scratched", [False, True])
+OPERATIONS = [reference, torch_ops]
+
+
+@pytest.mark.parametrize("ops", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float64])
 @pytest.mark.parametrize(("T", "D", "B"), [(63, 80, 17), (7, 1, 7), (300, 10, 257), (9, 64, 1)])
-def test_gather_units_moves_rows_bit_exactly(dtype: torch.dtype, T: int, D: int, B: int, scratched: bool):
+def test_compact_units_moves_rows_bit_exactly(ops, dtype: torch.dtype, T: int, D: int, B: int):
     noise = torch.Generator().manual_seed(T)
     big = torch.randint(-2**15, 2**15, (3, 2, T + 5, D), generator=noise).to(torch.int16)
     if dtype in (torch.bfloat16, torch.float16):
@@ -113,65 +116,34 @@ def test_gather_units_moves_rows_bit_exactly(dtype: torch.dtype, T: int, D: int,
     else:
         x = big.to(dtype)
     slot = x[1, :, :T]  # a view inside a larger pool, as the store gives it
-    outside = (x[0].clone(), x[2].clone(), x[1, :, T:].clone())
-    keep = torch.stack([torch.randperm(T, generator=noise)[:B].sort().values for _ in range(2)])
+    plain = torch.randn(2, T + 1, generator=noise)  # scores or positions
+    outside = (x[0].clone(), x[2].clone(), x[1, :, T:].clone(), plain[:, T:].clone())
+    first = min(3, B - 1)  # units that stay where they are
+    keep = torch.stack([torch.cat([torch.arange(first), (torch.randperm(T - first, generator=noise)[:B - first] + first)
+                                   .sort().values]) for _ in range(2)])
     expected = torch.stack([slot[head][keep[head]] for head in range(2)])
-    scratch = torch.empty(2 * B * D + 3, dtype=dtype) if scratched else None
-    out = gather_units(slot, keep, scratch)
+    numbers = plain[:, :T].gather(1, keep)
+    ops.compact_units([slot, plain[:, :T]], keep, torch.empty(2 * B * D * 8 + 3, dtype=torch.uint8))
     as_bits = (lambda t: t.view(torch.int16)) if dtype.itemsize == 2 else (lambda t: t)
-    assert torch.equal(as_bits(out.contiguous()), as_bits(expected.contiguous()))
-    assert out.data_ptr() == slot.data_ptr()
-    for found, kept in zip((x[0], x[2], x[1, :, T:]), outside, strict=True):
-        assert torch.equal(as_bits(found.contiguous()), as_bits(kept.contiguous()))
+    assert torch.equal(as_bits(slot[:, :B].contiguous()), as_bits(expected.contiguous()))
+    assert torch.equal(plain[:, :B], numbers)
+    for found, kept in zip((x[0], x[2], x[1, :, T:], plain[:, T:]), outside, strict=True):
+        same = as_bits if found.dtype == dtype else (lambda t: t)
+        assert torch.equal(same(found.contiguous()), same(kept.contiguous()))
 
 
-def test_gather_units_of_planes_without_a_last_dimension():
-    x = torch.arange(20.0).view(2, 10)
-    keep = torch.tensor([[0, 3, 9], [1, 2, 4]])
-    assert gather_units(x, keep).tolist() == [[0, 3, 9], [11, 12, 14]]
-    assert x[:, :3].tolist() == [[0, 3, 9], [11, 12, 14]]
-
-
-def dense_column_sums(q, k, scale, mask, softcap, sinks):
-    """One softmax per query head and row, in float64."""
-    heads, count, _ = k.shape
-    group = q.shape[0] // heads
-    out = torch.zeros(heads, count, dtype=torch.float64)
-    for query_head in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            logits = k[query_head // group].double() @ q[query_head, t].double() * scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            logits = logits[mask[t]]
-            if sinks is not None:
-                logits = torch.cat([logits, sinks[query_head:query_head + 1].double()])
-            weights = logits.softmax(0)
-            out[query_head // group, mask[t]] += weights[:int(mask[t].sum())]
-    return out
-
-
-@pytest.mark.parametrize("block", [1 << 22, 1, 500])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(("T", "N", "groups", "masked"), [(13, 13, 1, False), (7, 30, 3, False), (1, 9, 2, False),
-                                                          (11, 30, 2, True)])
-def test_column_sums_against_a_dense_softmax(T, N, groups, masked, softcap, with_sinks, block, monkeypatch):
-    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", block)
+@pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("G", "T", "D", "W"), [(1, 1, 6, 5), (3, 17, 8, 33)])
+def test_score_units_is_the_two_layer_network_over_the_concatenation(ops, bias: bool, G: int, T: int, D: int, W: int):
     noise = torch.Generator().manual_seed(T)
-    q, k = (torch.randn(2 * g, n, 10, generator=noise) * 2 for g, n in ((groups, T), (1, N)))
-    causal = torch.ones(T, N, dtype=torch.bool).tril(N - T)
-    mask = causal & (torch.rand(T, N, generator=noise) < 0.7) if masked else causal
-    mask[:, 0] = True
-    sinks = torch.randn(2 * groups, generator=noise) if with_sinks else None
-    found = column_sums(q, k, 0.3, mask if masked else None, softcap, sinks)
-    expected = dense_column_sums(q, k, 0.3, mask, softcap, sinks)
-    assert found.dtype == torch.float32 and found.shape == (2, N)
-    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-6)
-    if not with_sinks:  # every row gives one unit of attention per query head
-        assert torch.allclose(found.sum(1), torch.full((2,), float(T * groups)), rtol=1e-5)
-
-
-def test_column_sums_survive_large_logits():
-    """Logits of 14,400: no overflow; what is lost is fp32's spacing there, 1e-3."""
-    q, k = torch.full((2, 3, 4), 60.0), torch.full((1, 5, 4), 60.0)
-    assert torch.allclose(column_sums(q, k, 1.0).sum(), torch.tensor(6.0), rtol=2e-3)
+    q, k, v = (torch.randn(T, heads, D, generator=noise).transpose(0, 1) for heads in (2 * G, 2, 2))
+    fc1, fc2 = torch.randn(W, (2 * G + 4) * D, generator=noise), torch.randn(2, W, generator=noise)
+    bias1, bias2 = (torch.randn(W, generator=noise), torch.randn(2, generator=noise)) if bias else (None, None)
+    found = ops.score_units(q, k, v, fc1, fc2, torch.nn.functional.silu, bias1, bias2)
+    assert found.dtype == torch.float32 and found.shape == (2, T)
+    for t in range(T):
+        x = torch.cat([part[head, t] for part in (q, k, v) for head in range(len(part))]).double()
+        hidden = fc1.double() @ x + (bias1.double() if bias else 0)
+        expected = fc2.double() @ (hidden * hidden.sigmoid()) + (bias2.double() if bias else 0)
+        assert torch.allclose(found[:, t].double(), expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,291 @@
+"""One GPU, under nine minutes: `python benchmarks/gpu.py --keep gpu`. `--small` runs all of it at toy sizes anywhere.
+
+First every Triton kernel against its reference (tests/kernels, on the device). Then, beside the bf16 matmul rate and
+the copy bandwidth that this card reaches, Llama-3.1-8B's shape with random bf16 weights and retaining heads of the
+paper's width: prefill of 128k and 1M tokens (budget 6,000, chunk 4,096), where its time goes, decoding of 1, 8 and 32
+contexts at once, and stock transformers with full attention at 32k and 128k. Last, the operations for which there are
+two ways, timed at that shape.
+
+`--small` on a CPU takes the torch operations; with LOCRET_KERNELS=triton TRITON_INTERPRET=1 Triton's interpreter. What
+it prints then are no figures of anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from breakdown import profile
+from record import record
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from locret_stream.config import Budget, StreamConfig
+from locret_stream.engine import Engine, EngineState, NextToken
+from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.kernels import torch_ops, uses_triton
+from locret_stream.models import attach
+from locret_stream.policies import make_policy
+
+LARGE = {"layers": 32, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 128_256,
+         "width": 1024, "budget": 6000, "chunk": 4096, "prefill": (131_072, 1_048_576), "full": (32_768, 131_072),
+         "batches": (1, 8, 32), "steps": 64, "matmul": 8192, "copy": 2**31}
+SMALL = {"layers": 2, "hidden": 64, "inner": 96, "heads": 4, "kv_heads": 2, "dim": 16, "vocab": 320,
+         "width": 24, "budget": 40, "chunk": 16, "prefill": (128, 256), "full": (64, 96),
+         "batches": (1, 3), "steps": 4, "matmul": 64, "copy": 2**16}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Bench:
+    """The card, the model and what was found so far."""
+
+    def __init__(self, sizes: dict[str, Any], device: torch.device):
+        self.sizes, self.device = sizes, device
+        self.cuda = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.wait = torch.cuda.synchronize if self.cuda else (lambda: None)
+        self.found: dict[str, Any] = {}
+
+    def seconds(self, work: Callable[[], Any], repeats: int = 20) -> float:
+        """Median seconds of one call, after two that warm up."""
+        for _ in range(2):
+            work()
+        times = []
+        for _ in range(repeats):
+            self.wait()
+            started = time.perf_counter()
+            work()
+            self.wait()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    @functools.cached_property
+    def model(self) -> LlamaForCausalLM:
+        sizes = self.sizes
+        config = LlamaConfig(
+            vocab_size=sizes["vocab"], hidden_size=sizes["hidden"], intermediate_size=sizes["inner"],
+            num_hidden_layers=sizes["layers"], num_attention_heads=sizes["heads"],
+            num_key_value_heads=sizes["kv_heads"], head_dim=sizes["dim"], max_position_embeddings=131_072,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, tie_word_embeddings=False)
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:
+                torch.manual_seed(0)
+                return LlamaForCausalLM(config).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def engine(self, slots: int) -> Engine:
+        sizes, attachment = self.sizes, attach(self.model)
+        heads = RetainingHeads(HeadsConfig(layers=sizes["layers"], query_heads=sizes["heads"],
+                                           kv_heads=sizes["kv_heads"], head_dim=sizes["dim"], width=sizes["width"]))
+        heads = heads.to(self.device, self.dtype).eval().requires_grad_(False)
+        config = StreamConfig(budget=Budget(units=sizes["budget"], sinks=4, stabilizers=8), chunk_size=sizes["chunk"])
+        return Engine(attachment, config, make_policy("locret", heads=heads), slots)
+
+    def ids(self, chunks: int) -> torch.Tensor:
+        return torch.randint(3, self.sizes["vocab"], (chunks, self.sizes["chunk"]),
+                             generator=torch.Generator().manual_seed(1))
+
+
+def kernels(bench: Bench) -> dict[str, Any]:
+    """The parity tests of every kernel, on this device."""
+    env = dict(os.environ) if bench.cuda else os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o",
+                           "filterwarnings=default", "tests/kernels"], cwd=ROOT, capture_output=True, text=True,
+                          env=env | {"PYTHONPATH": str(ROOT)}, check=False)
+    tail = done.stdout.strip().splitlines()[-12:]
+    if done.returncode:
+        raise RuntimeError("kernels disagree with their references:\n" + "\n".join(tail) + done.stderr[-2000:])
+    return {"tests": tail[-1]}
+
+
+def card(bench: Bench) -> dict[str, float]:
+    """What this card reaches: bf16 matmul on random data, and a copy counted both ways."""
+    n = bench.sizes["matmul"]
+    a, b = (torch.randn(n, n, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    source = torch.empty(bench.sizes["copy"], dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return {"matmul_tflops": 2 * n**3 / bench.seconds(lambda: torch.mm(a, b)) / 1e12,
+            "copy_gb_per_s": 2 * len(source) / bench.seconds(lambda: target.copy_(source)) / 1e9}
+
+
+def prefill(bench: Bench) -> dict[str, Any]:
+    """Tokens per second of the engine, alone with its slot, and the share of the measured matmul rate."""
+    engine, chunk = bench.engine(1), bench.sizes["chunk"]
+    parameters = sum(p.numel() for p in bench.model.parameters()) - bench.model.lm_head.weight.numel()
+    ids = bench.ids(16)
+    rows: dict[str, Any] = {"parameters_without_lm_head": parameters}
+    warm = engine.open(0)
+    for n in range(4):
+        engine.accept(warm, ids[n].tolist())
+        engine.commit(warm)
+    for tokens in bench.sizes["prefill"]:
+        if bench.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        state = engine.open(0)
+        bench.wait()
+        started = time.perf_counter()
+        for n in range(tokens // chunk):
+            engine.accept(state, ids[n % len(ids)].tolist())
+            engine.commit(state)
+        bench.wait()
+        speed = tokens // chunk * chunk / (time.perf_counter() - started)
+        rows[str(tokens)] = {"tok_per_s": speed, "units": state.store.counts[0], "peak_units": max(state.peaks)}
+        if bench.cuda:
+            rows[str(tokens)]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if "card" in bench.found:
+            rows[str(tokens)]["share_of_matmul"] = 2 * parameters * speed / bench.found["card"]["matmul_tflops"] / 1e12
+    first, *_, last = (rows[str(tokens)]["tok_per_s"] for tokens in bench.sizes["prefill"])
+    rows |= {"last_over_first": last / first, "pool_bytes": engine.pool.bytes_resident,
+             "formula_bytes": engine.pool.formula_bytes()}
+    return rows
+
+
+def parts(bench: Bench) -> dict[str, Any]:
+    """Where the time of a steady commit goes."""
+    return profile(bench.engine(1), 5, bench.ids(4))
+
+
+def decode(bench: Bench) -> dict[str, Any]:
+    """Greedy steps of contexts whose memory is full, beside the bandwidth limit: weights and held units read once."""
+    sizes = bench.sizes
+    engine = bench.engine(max(sizes["batches"]))
+    states = [engine.open(0)]
+    for ids in bench.ids(-(-sizes["budget"] // sizes["chunk"]) + 1):
+        engine.accept(states[0], ids.tolist())
+        engine.commit(states[0])
+    engine.accept(states[0], [5])
+    engine.logits(states[0])
+    states += [engine.fork(states[0], slot) for slot in range(1, max(sizes["batches"]))]
+    weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) - (
+        bench.model.get_input_embeddings().weight.nbytes)
+    slot = 2 * sum(states[0].store.counts) * sizes["kv_heads"] * sizes["dim"] * bench.dtype.itemsize
+
+    def steps(members: list[EngineState], count: int) -> None:
+        asked = [NextToken(state, lambda logits: int(logits.argmax())) for state in members]
+        for _ in range(count):
+            wrong = [one for one in engine.decode(asked) if isinstance(one, Exception)]
+            if wrong:
+                raise wrong[0]
+
+    rows: dict[str, Any] = {"units": states[0].store.counts[0]}
+    for size in sizes["batches"]:
+        steps(states[:size], 3)
+        bench.wait()
+        started = time.perf_counter()
+        steps(states[:size], sizes["steps"])
+        bench.wait()
+        step = (time.perf_counter() - started) / sizes["steps"]
+        rows[str(size)] = {"ms_per_step": 1e3 * step, "tok_per_s": size / step}
+        if "card" in bench.found:
+            limit = (weights + size * slot) / bench.found["card"]["copy_gb_per_s"] / 1e9
+            rows[str(size)]["share_of_bandwidth"] = limit / step
+    first, *_, last = (rows[str(size)]["tok_per_s"] for size in sizes["batches"])
+    return rows | {"last_over_first": last / first}
+
+
+@torch.no_grad()
+def full(bench: Bench) -> dict[str, Any]:
+    """Stock transformers, everything kept, the same chunks."""
+    rows, chunk = {}, bench.sizes["chunk"]
+    ids = bench.ids(16).to(bench.device)
+    for tokens in bench.sizes["full"]:
+        cache = DynamicCache(config=bench.model.config)
+        if bench.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        bench.wait()
+        started = time.perf_counter()
+        for n in range(tokens // chunk):
+            bench.model.model(ids[n % len(ids)][None], past_key_values=cache, use_cache=True)
+        bench.wait()
+        rows[str(tokens)] = {"tok_per_s": tokens // chunk * chunk / (time.perf_counter() - started)}
+        token = ids[:1, :1]
+        step = bench.seconds(lambda cache=cache, token=token: bench.model(token, past_key_values=cache), 10)
+        rows[str(tokens)]["decode_ms"] = 1e3 * step
+        if bench.cuda:
+            rows[str(tokens)]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        del cache
+    return rows
+
+
+@torch.no_grad()
+def choices(bench: Bench) -> dict[str, float]:
+    """Milliseconds of one layer's operation, each way that there is."""
+    sizes = bench.sizes
+    heads, groups, dim, new = sizes["kv_heads"], sizes["heads"] // sizes["kv_heads"], sizes["dim"], sizes["chunk"]
+    count = sizes["budget"] + new
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=bench.device, dtype=bench.dtype)
+
+    q = random(new, heads * groups, dim).transpose(0, 1)
+    k, v = random(heads, count, dim), random(heads, count, dim)
+    own_k, own_v = (random(new, heads, dim).transpose(0, 1) for _ in range(2))
+    fc1, fc2 = random(sizes["width"], (groups + 2) * heads * dim), random(heads, sizes["width"])
+    ways: dict[str, Callable[[], Any]] = {
+        "prefill_attention torch": lambda: torch_ops.prefill_attention(q, k, v, dim**-0.5),
+        "score_units torch": lambda: torch_ops.score_units(q, own_k, own_v, fc1, fc2, nn.functional.silu)}
+    if uses_triton(q):
+        from locret_stream.kernels.triton import prefill_attention, score_units
+        ways["prefill_attention triton"] = lambda: prefill_attention.prefill_attention(q, k, v, dim**-0.5)
+
+        def score(variant: str) -> torch.Tensor:
+            score_units.VARIANT = variant
+            return score_units.score_units(q, own_k, own_v, fc1, fc2, nn.functional.silu)
+
+        default = score_units.VARIANT
+        ways |= {f"score_units triton {variant}": functools.partial(score, variant)
+                 for variant in ("fused", "cublas") if variant != default} | {
+                     f"score_units triton {default}": functools.partial(score, default)}
+    return {name: 1e3 * bench.seconds(way, 10) for name, way in ways.items()}
+
+
+SECTIONS = (kernels, card, prefill, parts, decode, full, choices)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="toy sizes, on a CPU too: measures nothing")
+    parser.add_argument("--only", metavar="A,B", help="of " + ", ".join(one.__name__ for one in SECTIONS))
+    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
+    parser.add_argument("--json", action="store_true", help="accepted for symmetry: the result is JSON in any case")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() and not options.small:
+        parser.error("no CUDA device here; expected one, or --small to try the script at toy sizes")
+    wanted = set(options.only.split(",")) if options.only else {one.__name__ for one in SECTIONS}
+    bench = Bench(SMALL if options.small else LARGE, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    failed = []
+    for section in SECTIONS:
+        if section.__name__ not in wanted:
+            continue
+        started = time.perf_counter()
+        try:
+            with torch.no_grad():
+                bench.found[section.__name__] = section(bench)
+        except Exception as error:  # what else can be measured is worth having
+            traceback.print_exc()
+            bench.found[section.__name__] = {"error": re.sub(r"\s+", " ", str(error))[:500]}
+            failed.append(section.__name__)
+        print(f"{section.__name__}: {time.perf_counter() - started:.1f} s, {bench.found[section.__name__]}",
+              file=sys.stderr, flush=True)
+        if bench.cuda:
+            torch.cuda.empty_cache()
+    record(options.keep or "gpu", {"small": options.small, **bench.found}, keep=options.keep is not None)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Prefill under a budget against stock transformers, whose cache grows: `python benchmarks/prefill.py`.
+
+Both read the same ids with the same random Llama in the same chunks, ours through the public async face, stock with a
+DynamicCache and without the LM head; every case in a fresh process, in turn. `timing.py` tells what the figures are.
+
+    python benchmarks/prefill.py --tokens 32768 --repeats 3
+    python benchmarks/prefill.py --chunks 1000                  # ours alone: is it flat over 1,000 chunks?
+
+Flat is measured by the median second per chunk of the last 50 chunks over that of chunks 20 to 5 % before the end, and
+by the growth of the process (RssAnon + RssFile) from chunk 20 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from timing import (
+    MIB,
+    add_options,
+    answer,
+    check_options,
+    figures,
+    finish,
+    in_turn,
+    ours,
+    pool_note,
+    ratio,
+    run_case,
+    settings_of,
+    spread,
+    spreads,
+    stock,
+    tiny_llama,
+)
+
+CASES = {"ours": lambda told: asyncio.run(ours(told)), "stock": stock}
+FROM, LAST, LEAST = 20, 50, 200  # chunks
+
+
+def flatness(run: dict[str, Any]) -> dict[str, float]:
+    """Late chunks against earlier ones, and growth."""
+    chunks, resident = run["chunk_s"], run["resident"]
+    middle, last = statistics.median(chunks[FROM:len(chunks) * 19 // 20]), statistics.median(chunks[-LAST:])
+    return {"chunk_ms": 1e3 * middle, "last_chunk_ms": 1e3 * last, "last_against_middle": last / middle,
+            "rss_growth_mib": (max(resident[FROM:]) - resident[FROM]) / MIB, "others_cores": run["others_cores"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, tokens=32_768, repeats=3)
+    parser.add_argument("--chunks", type=int, help="ours alone over so many chunks, in place of --tokens")
+    options = parser.parse_args()
+    if options.case:
+        answer(CASES[options.case])
+        return
+    if options.chunks is not None:
+        if options.chunks < LEAST:
+            parser.error(f"--chunks is {options.chunks}; expected at least {LEAST}")
+        options.tokens = options.chunks * options.chunk
+    check_options(parser, options)
+    names = ["ours"] if options.chunks else list(CASES)
+    with tiny_llama(options.tokens) as folder:
+        settings = settings_of(options, folder)
+        runs = in_turn(names, options.repeats,
+                       lambda case: run_case(sys.executable, Path(__file__).resolve(), case, settings))
+    memory = runs["ours"][0]["memory"]
+    result = {name: settings[name] for name in ("tokens", "budget", "chunk")} | {"memory": memory}
+    if options.chunks:
+        rows = {"ours": [flatness(run) for run in runs["ours"]]}
+        ratios: dict[str, dict[str, float]] = {}
+        result["every_50_chunks_ms"] = [[1e3 * statistics.median(run["chunk_s"][at:at + LAST]) for at in
+                                         range(0, options.chunks, LAST)] for run in runs["ours"]]
+    else:
+        steady = -(-options.budget // options.chunk) + 1
+        rows = {case: [figures(run, steady) for run in runs[case]] for case in runs}
+        ratios = {"tok_per_s ours/stock": ratio(rows["ours"], rows["stock"], "tok_per_s")}
+        result["last_chunk_ms"] = {case: spread(1e3 * run["chunk_s"][-1] for run in runs[case]) for case in runs}
+    finish(options, "flatness" if options.chunks else "prefill", {case: spreads(rows[case]) for case in rows}, ratios,
+           [pool_note(memory)], result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Decoding: the next token's logits of several contexts by one forward of shape [A, 1]. Knows no text and no sampling.
+
+Each context stays in its own slot and at its own ranks; who takes part is decided anew at every step. All that differs
+from step to step is in one small tensor, so that on CUDA the whole step is a graph, captured once per batch size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from locret_stream.engine.state import EngineState
+from locret_stream.kernels import decode_attention
+from locret_stream.models import Attended, LayerCall
+
+if TYPE_CHECKING:
+    from locret_stream.engine.core import Engine
+
+
+@dataclass(slots=True)
+class NextToken:
+    """What one context asks of a step: `choose` gives the id from logits [vocab] fp32, and it is accepted."""
+
+    state: EngineState
+    choose: Callable[[Tensor], int]
+
+
+class Decoder:
+    """One forward over the newest pending token of each of A contexts; writes tail areas only.
+
+    On CUDA steps are replayed as graphs (`LOCRET_CUDA_GRAPHS=0` runs them one operation at a time): batches are filled
+    up to a power of two with copies of their first row, which write what it writes.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._graphed = engine.attachment.device.type == "cuda" and os.environ.get("LOCRET_CUDA_GRAPHS") != "0"
+        self._graphs: dict[int, _Graph] = {}
+
+    def run(self, states: Sequence[EngineState]) -> tuple[Tensor, Tensor]:
+        """Hidden states [A, 1, hidden] and logits [A, vocab] fp32; each state has just one pending id without units.
+
+        Counters are the caller's to move.
+        """
+        store = [state.store for state in states]
+        rows = [[state.pending[-1] for state in states], [each.slot for each in store]]
+        for layer in range(self.engine.shape.layers):
+            rows.append([each.counts[layer] + state.provisional for each, state in zip(store, states, strict=True)])
+        for state, *ranks in zip(states, *rows[2:], strict=True):
+            state.peaks = [max(peak, rank + 1) for peak, rank in zip(state.peaks, ranks, strict=True)]
+        if not self._graphed:
+            return self._forward(torch.tensor(rows, device=self.engine.attachment.device))
+        size = 1 << (len(states) - 1).bit_length()
+        batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows], pin_memory=True)
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._graphs[size] = _Graph(self._forward, batch.to(self.engine.attachment.device))
+        hidden, logits = graph.replay(batch)
+        return hidden[:len(states)].clone(), logits[:len(states)].clone()
+
+    def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets."""
+        engine, attachment, tables = self.engine, self.engine.attachment, self.engine.tables
+        slots = batch[1]
+        # Layers of one budget have always equally many units, and those of one table turn alike.
+        kinds = [(units, id(tables.layers[layer])) for layer, units in enumerate(engine.budgets)]
+        shared: dict[tuple[int, int], tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
+
+        def step(call: LayerCall) -> Attended:
+            layer, heads, buffers = call.layer, call.q.shape[1], engine.pool.layers[call.layer]
+            if kinds[layer] not in shared:
+                ranks = batch[2 + layer]
+                shared[kinds[layer]] = ranks, ranks + 1, attachment.turns(layer, tables, ranks)
+            ranks, lengths, turns = shared[kinds[layer]]
+            cos = sin = None
+            if engine.on_load[layer]:
+                cos, sin = (table[0] for table in tables.layers[layer])
+                q, k = attachment.rotate_each(layer, call.q, turns), call.k
+            else:
+                both = attachment.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
+                q, k = both[:, :heads], both[:, heads:]
+            buffers.write_each(slots, ranks, call.k, k, call.v)
+            return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
+                                    window=engine.shape.sliding[layer], softcap=call.softcap, sinks=call.sinks)
+
+        hidden = attachment.hidden(batch[0][:, None], step)
+        return hidden, attachment.logits(hidden)[:, -1].float()
+
+
+class _Graph:
+    """A CUDA graph of one batch size. Its inputs and outputs have fixed addresses, as the pool has."""
+
+    def __init__(self, forward: Callable[[Tensor], tuple[Tensor, Tensor]], batch: Tensor):
+        self._batch = batch
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):  # compiles kernels and fills caches; it writes what the step will write
+            for _ in range(2):
+                forward(batch)
+        torch.cuda.current_stream().wait_stream(beside)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads may use the device
+            self._out = forward(batch)
+
+    def replay(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs are overwritten by the next replay."""
+        self._batch.copy_(batch, non_blocking=True)
+        self._graph.replay()
+        return self._out

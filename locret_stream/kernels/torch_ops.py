@@ -1,0 +1,100 @@
+"""The operations in torch, at speed: for CPUs, and for CUDA without Triton. Knows tensors only.
+
+Where the plain form of `reference` is fast already, it is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from locret_stream.kernels import reference
+from locret_stream.kernels.reference import reduced_attention, select_units
+
+__all__ = ["compact_units", "decode_attention", "prefill_attention", "reduced_attention", "score_units",
+           "select_units"]
+
+_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
+
+
+def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
+    """`reference.compact_units`: whole rows of all heads by one copy each way."""
+    heads, budget = keep.shape
+    indices: dict[int, Tensor] = {}  # of the rows of all heads, by how many rows lie between two heads
+    for x in planes:
+        apart, ragged = divmod(x.stride(0), x.stride(1))
+        if keep.is_cuda or ragged or x.stride(1) != x[0, 0].numel():
+            reference.compact_units([x], keep, scratch)
+            continue
+        if apart not in indices:
+            indices[apart] = (keep + apart * torch.arange(heads)[:, None]).flatten()
+        rows = x.as_strided(((heads - 1) * apart + x.shape[1], *x.shape[2:]), x.stride()[1:])
+        out = scratch[:keep.numel() * x[0, 0].numel() * x.element_size()].view(x.dtype).view(-1, *x.shape[2:])
+        torch.index_select(rows, 0, indices[apart], out=out)
+        x[:, :budget].copy_(out.view(heads, budget, *x.shape[2:]))
+
+
+def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],
+                bias1: Tensor | None = None, bias2: Tensor | None = None) -> Tensor:
+    """`reference.score_units`: three products in place of a concatenation of q, k and v."""
+    parts = [t.transpose(0, 1).flatten(1).to(fc1.dtype) for t in (q, k, v)]
+    weights = fc1.split([part.shape[1] for part in parts], dim=1)
+    hidden = F.linear(parts[0], weights[0], bias1)
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        hidden.addmm_(part, weight.t())
+    return reference.project(act(hidden), fc2, bias2)
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
+                      softcap: float | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`reference.prefill_attention` by torch's flash kernels; KV heads are never repeated.
+
+    On a CPU in two parts, joined by their log-sum-exps: the units before the chunk are seen by every row and need no
+    mask, and of the chunk against itself only the causal half is computed.
+    """
+    heads, count, dim = k.shape
+    held = count - q.shape[1]
+    if window is not None and window >= count:
+        window = None
+    plain = window is None and softcap is None and sinks is None
+    if not plain or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
+        return reference.prefill_attention(q, k, v, scale, window=window, softcap=softcap, sinks=sinks)
+    if q.is_cuda:  # this kernel's causal mask has its ends aligned, and it shares KV heads itself
+        out, lse, *_ = _FLASH_CUDA(q[None], k[None], v[None], is_causal=True, scale=scale)
+        return out[0], lse[0]
+    grouped = q.unflatten(0, (heads, -1))
+    shape = (heads, grouped.shape[1], -1, dim)
+
+    def part(of: slice, causal: bool) -> tuple[Tensor, Tensor]:
+        return _FLASH_CPU(grouped, k[:, None, of].expand(shape), v[:, None, of].expand(shape), is_causal=causal,
+                          scale=scale)
+
+    out, lse = part(slice(held, count), True)
+    if held:
+        before, before_lse = part(slice(0, held), False)
+        out = torch.lerp(out, before, torch.sigmoid(before_lse - lse).to(out.dtype)[..., None])
+        lse = torch.logaddexp(lse, before_lse)
+    return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
+                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    """`reference.decode_attention`: the queries of one group are rows of one attention over views of their slot."""
+    if q.shape[2] > 1 or softcap is not None or sinks is not None:
+        return reference.decode_attention(q, keys, values, slots, lengths, scale, cos=cos, sin=sin, window=window,
+                                          softcap=softcap, sinks=sinks)
+    out = torch.empty_like(q)
+    heads = keys.shape[1]
+    for a, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        first = max(0, length - window) if window else 0
+        k, v = keys[slot, None, :, first:length], values[slot, None, :, first:length]
+        if cos is not None:
+            k = reference.rotate_halves(k, cos[first:length], sin[first:length])
+        rows = q[a].view(1, heads, -1, q.shape[-1])
+        out[a] = F.scaled_dot_product_attention(rows, k, v, scale=scale).view_as(out[a])
+    return out

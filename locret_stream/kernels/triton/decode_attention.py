@@ -1,0 +1,198 @@
+"""Queries of several contexts, each against its own slot: split-K attention (flash-decoding), RoPE on load.
+
+The grid depends on shapes alone and lengths are read on the device, so that a CUDA graph can hold the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from locret_stream.kernels.triton.prefill_attention import (
+    LOG2E,
+    base2_logits,
+    block_dim,
+    dot_dtype,
+    finish,
+    load_tile,
+    softmax_step,
+)
+
+_PROGRAMS = 2 * 132  # two for each SM of an H100
+_IN_FLIGHT = 100 << 10  # bytes of its shared memory for each of the two
+
+
+@triton.jit
+def _partial(q, keys, values, slots, lengths, cos, sin, sinks, out, lse, stride_q, stride_k, stride_v, stride_cos,
+             stride_sin, stride_out, T, H, scale, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+             SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """One split of one context's units, for a tile of the G * T rows of one KV head.
+
+    SPLIT: normalized rows and their base-2 log-sum-exp into [A * H*G * T, splits, D] and [A * H*G * T, splits]; else
+    the result itself.
+    """
+    split = tl.program_id(0)
+    context = tl.program_id(2).to(tl.int64)
+    tiles = tl.cdiv(G * T, BLOCK_M)
+    head = (tl.program_id(1) // tiles).to(tl.int64)
+    rows = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < G * T
+    query_heads = head * G + rows // T
+    slot = tl.load(slots + context).to(tl.int64)
+    length = tl.load(lengths + context).to(tl.int32)
+    ranks = length - T + rows % T
+    # The units that some query sees, in equal splits: those of a short context are as many, and shorter.
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - T - WINDOW + 1, 0)
+    span = tl.cdiv(tl.cdiv(length - first, tl.num_programs(0)), 16) * 16
+    lo = first + split * span
+    hi = tl.minimum(lo + span, length)
+
+    units = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    halves = tl.arange(0, BLOCK_HALF)
+    HALF: tl.constexpr = D // 2
+    q_rows = (q + context * stride_q[0] + query_heads * stride_q[1] + rows % T * stride_q[2])[:, None]
+    if ROPE:
+        q_at = q_rows + halves[None, :] * stride_q[3]
+        q_mask = inside[:, None] & (halves[None, :] < HALF)
+        q1 = tl.load(q_at, mask=q_mask, other=0.0).to(DOT)
+        q2 = tl.load(q_at + HALF * stride_q[3], mask=q_mask, other=0.0).to(DOT)
+        cos += lo.to(tl.int64) * stride_cos[0]
+        sin += lo.to(tl.int64) * stride_sin[0]
+    else:
+        q1 = tl.load(q_rows + dims[None, :] * stride_q[3], mask=inside[:, None] & (dims[None, :] < D), other=0.0)
+        q1 = q1.to(DOT)
+    k = keys + slot * stride_k[0] + head * stride_k[1] + lo.to(tl.int64) * stride_k[2]
+    v = values + slot * stride_v[0] + head * stride_v[1] + lo.to(tl.int64) * stride_v[2]
+
+    top = tl.zeros([BLOCK_M], tl.float32) - float("inf")
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # counted once, by the first split
+        counted = rows < tl.where(split == 0, G * T, 0)
+        sink = tl.load(sinks + query_heads, mask=counted, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, sink * LOG2E)
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(lo, hi, BLOCK_N):
+        left = hi - start
+        v_tile = load_tile(v, units, dims, stride_v[2], stride_v[3], left, D, True, D < BLOCK_D)
+        if ROPE:
+            k1 = load_tile(k, units, halves, stride_k[2], stride_k[3], left, HALF, True, HALF < BLOCK_HALF)
+            k2 = load_tile(k + HALF * stride_k[3], units, halves, stride_k[2], stride_k[3], left, HALF, True,
+                           HALF < BLOCK_HALF)
+            c1 = load_tile(cos, units, halves, stride_cos[0], stride_cos[1], left, HALF, True, HALF < BLOCK_HALF)
+            c2 = load_tile(cos + HALF * stride_cos[1], units, halves, stride_cos[0], stride_cos[1], left, HALF, True,
+                           HALF < BLOCK_HALF)
+            s1 = load_tile(sin, units, halves, stride_sin[0], stride_sin[1], left, HALF, True, HALF < BLOCK_HALF)
+            s2 = load_tile(sin + HALF * stride_sin[1], units, halves, stride_sin[0], stride_sin[1], left, HALF, True,
+                           HALF < BLOCK_HALF)
+            x1 = k1.to(tl.float32)
+            x2 = k2.to(tl.float32)
+            turned1 = x1 * c1.to(tl.float32) - x2 * s1.to(tl.float32)
+            turned2 = x2 * c2.to(tl.float32) + x1 * s2.to(tl.float32)
+            products = tl.dot(q1, tl.trans(turned1.to(k1.dtype).to(DOT)), input_precision="ieee")
+            products = tl.dot(q2, tl.trans(turned2.to(k2.dtype).to(DOT)), products, input_precision="ieee")
+            cos += BLOCK_N * stride_cos[0]
+            sin += BLOCK_N * stride_sin[0]
+        else:
+            k1 = load_tile(k, units, dims, stride_k[2], stride_k[3], left, D, True, D < BLOCK_D)
+            products = tl.dot(q1, tl.trans(k1.to(DOT)), input_precision="ieee")
+        distance = ranks[:, None] - (start + units)[None, :]
+        seen = (distance >= 0) & (units < left)[None, :]
+        if WINDOW > 0:
+            seen = seen & (distance < WINDOW)
+        logits = tl.where(seen, base2_logits(products, scale, SOFTCAP), float("-inf"))
+        acc, top, total = softmax_step(acc, top, total, logits, v_tile, DOT)
+        k += BLOCK_N * stride_k[2]
+        v += BLOCK_N * stride_v[2]
+    acc, top = finish(acc, top, total)
+
+    if SPLIT:
+        at = ((context * H + head) * (G * T) + rows) * tl.num_programs(0) + split
+        # Rows that saw nothing stay unwritten; that their log-sum-exp is -inf keeps them from being read.
+        written = inside & (top > float("-inf"))
+        tl.store(out + at[:, None] * D + dims[None, :], acc, mask=written[:, None] & (dims[None, :] < D))
+        tl.store(lse + at, top, mask=inside)
+    else:
+        at = context * stride_out[0] + query_heads * stride_out[1] + rows % T * stride_out[2]
+        tl.store(out + at[:, None] + dims[None, :] * stride_out[3], acc.to(out.dtype.element_ty),
+                 mask=inside[:, None] & (dims[None, :] < D))
+
+
+@triton.jit
+def _combine(partial, lse, out, stride_out, T, HEADS, SPLITS, D: tl.constexpr, BLOCK_D: tl.constexpr,
+             BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):
+    """One row of the output: its splits, weighted by their sums."""
+    row = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, BLOCK_S)
+    sums = tl.load(lse + row * SPLITS + every, mask=every < SPLITS, other=float("-inf"))
+    top = tl.max(sums, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(sums - top), 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    chunk = tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, SPLITS, CHUNK):
+        at = row * SPLITS + start + chunk
+        some = tl.load(lse + at, mask=start + chunk < SPLITS, other=float("-inf"))
+        written = (some > float("-inf"))[:, None] & (dims < D)[None, :]
+        tile = tl.load(partial + at[:, None] * D + dims[None, :], mask=written, other=0.0)
+        acc += tl.sum(tl.exp2(some - top)[:, None] * tile, 0)
+    context = row // (HEADS * T)
+    at = context * stride_out[0] + row // T % HEADS * stride_out[1] + row % T * stride_out[2]
+    tl.store(out + at + dims * stride_out[3], (acc / total).to(out.dtype.element_ty), mask=dims < D)
+
+
+def _blocks(dtype: tl.dtype, dim: int, unit_bytes: int) -> dict[str, int]:
+    """Units of a block, warps and stages; `unit_bytes` of shared memory hold what is loaded of one unit.
+
+    Only a GPU run can say whether they are the fastest.
+    """
+    most = 64
+    if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers
+        most = 32 if dim <= 128 else 16
+    count = max(16, min(most, _IN_FLIGHT // (2 * unit_bytes) // 16 * 16))
+    count = 1 << count.bit_length() - 1
+    return {"BLOCK_N": count, "num_warps": 4, "num_stages": 3 if 2 * count * unit_bytes <= _IN_FLIGHT else 2}
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
+                     cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    """As `reference.decode_attention`."""
+    contexts, query_heads, new, dim = q.shape
+    heads, capacity = keys.shape[1:3]
+    group = query_heads // heads
+    out = torch.empty_like(q)
+    dtype, wide = dot_dtype(q, keys, values), block_dim(dim)
+    rows = min(64, max(16, triton.next_power_of_2(group * new)))
+    tiles = heads * triton.cdiv(group * new, rows)
+    rope = cos is not None and sin is not None
+    loaded = keys.element_size() + values.element_size() + (cos.element_size() + sin.element_size() if rope else 0)
+    blocks = _blocks(dtype, wide, wide * loaded)
+    most = triton.cdiv(capacity, blocks["BLOCK_N"])
+    splits = max(1, min(most, triton.cdiv(_PROGRAMS, max(1, contexts * tiles))))
+    if splits > 1:
+        partial = q.new_empty(contexts * query_heads * new, splits, dim, dtype=torch.float32)
+        lse = q.new_empty(contexts * query_heads * new, splits, dtype=torch.float32)
+    else:
+        partial = lse = out
+    if not rope:
+        cos = sin = q  # not read
+    _partial[splits, tiles, contexts](
+        q, keys, values, slots.contiguous(), lengths.contiguous(), cos, sin,
+        q if sinks is None else sinks.contiguous(), partial, lse, q.stride(), keys.stride(), values.stride(),
+        cos.stride(), sin.stride(), out.stride(), new, heads, scale, G=group, D=dim, WINDOW=window or 0,
+        SOFTCAP=softcap or 0.0, SINKS=sinks is not None, ROPE=rope, SPLIT=splits > 1, DOT=dtype, BLOCK_M=rows,
+        BLOCK_D=wide, BLOCK_HALF=block_dim(dim // 2), enable_fp_fusion=True, **blocks)
+    if splits > 1:
+        _combine[(contexts * query_heads * new,)](
+            partial, lse, out, out.stride(), new, query_heads, splits, D=dim, BLOCK_D=wide,
+            BLOCK_S=triton.next_power_of_2(splits), CHUNK=16, num_warps=4, enable_fp_fusion=True)
+    return out

@@ -1,0 +1,125 @@
+"""Attention that each unit receives, summed over rows; a program owns its columns, so that nothing needs atomics."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from locret_stream.kernels.triton.prefill_attention import LN2, LOG2E, base2_logits, block_dim, dot_dtype, load_tile
+
+
+@triton.jit
+def _row_lse(q, k, ranks, sinks, lse, stride_q, stride_k, R, N, scale, G: tl.constexpr, D: tl.constexpr,
+             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Log-sum-exp of a block of rows of one query head, sinks included."""
+    head = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    units = tl.arange(0, BLOCK_N)
+    inside = start + rows < R
+    rank = tl.load(ranks + start + rows, mask=inside, other=-1).to(tl.int32)
+    # What the block's rows see lies in lo .. hi - 1.
+    hi = tl.minimum(tl.max(rank, 0) + 1, N)
+    lo = hi * 0
+    if WINDOW > 0:
+        lo = tl.maximum(tl.min(tl.where(inside, rank, N), 0) - WINDOW + 1, 0)
+    tile = load_tile(q + head * stride_q[0] + start.to(tl.int64) * stride_q[1], rows, dims, stride_q[1], stride_q[2],
+                     R - start, D, True, D < BLOCK_D).to(DOT)
+    if SINKS:
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = tl.zeros([BLOCK_M], tl.float32) + 1.0
+    else:
+        top = tl.zeros([BLOCK_M], tl.float32) - float("inf")
+        total = tl.zeros([BLOCK_M], tl.float32)
+    k += head // G * stride_k[0] + lo.to(tl.int64) * stride_k[1]
+    for n in range(lo, hi, BLOCK_N):
+        keys = load_tile(k, units, dims, stride_k[1], stride_k[2], hi - n, D, True, D < BLOCK_D).to(DOT)
+        logits = base2_logits(tl.dot(tile, tl.trans(keys), input_precision="ieee"), scale, SOFTCAP)
+        distance = rank[:, None] - (n + units)[None, :]
+        seen = (distance >= 0) & (units < hi - n)[None, :]  # ranks may lie beyond the last unit
+        if WINDOW > 0:
+            seen = seen & (distance < WINDOW)
+        logits = tl.where(seen, logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+        top = new_top
+        k += BLOCK_N * stride_k[1]
+    top += tl.log2(tl.where(total == 0.0, 1.0, total))
+    tl.store(lse + head * R + start + rows, top * LN2, mask=inside)
+
+
+@triton.jit
+def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale, G: tl.constexpr, D: tl.constexpr,
+             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Sums over all rows and the G heads, for a block of columns of one KV head."""
+    start = tl.program_id(0) * BLOCK_N
+    head = tl.program_id(1).to(tl.int64)
+    units = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    # Only rows first .. last - 1 see anything here: exact for ranks in order, never too few for others.
+    first = start * 0 + R
+    last = start * 0
+    for r in range(0, R, BLOCK_R):
+        row = r + tl.arange(0, BLOCK_R)
+        rank = tl.load(ranks + row, mask=row < R, other=-1).to(tl.int32)
+        sees = rank >= start
+        if WINDOW > 0:
+            sees = sees & (rank - WINDOW < start + BLOCK_N - 1)
+        first = tl.minimum(first, tl.min(tl.where(sees, row, R), 0))
+        last = tl.maximum(last, tl.max(tl.where(sees, row + 1, 0), 0))
+    span = tl.maximum(last - first, 0)
+    keys = load_tile(k + head * stride_k[0] + start.to(tl.int64) * stride_k[1], units, dims, stride_k[1], stride_k[2],
+                     N - start, D, True, D < BLOCK_D).to(DOT)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for m in range(0, G * span, BLOCK_M):
+        at = m + tl.arange(0, BLOCK_M)
+        inside = at < G * span
+        query_head = head * G + at // span
+        row = (first + at % span).to(tl.int64)
+        rank = tl.load(ranks + row, mask=inside, other=-1).to(tl.int32)
+        total = tl.load(lse + query_head * stride_lse[0] + row * stride_lse[1], mask=inside, other=0.0) * LOG2E
+        total = tl.where(total == float("-inf"), float("inf"), total)  # a row that sees nothing: weights 0, not NaN
+        queries = (q + query_head * stride_q[0] + row * stride_q[1])[:, None] + dims[None, :] * stride_q[2]
+        tile = tl.load(queries, mask=inside[:, None] & (dims[None, :] < D), other=0.0).to(DOT)
+        logits = base2_logits(tl.dot(keys, tl.trans(tile), input_precision="ieee"), scale, SOFTCAP)
+        distance = rank[None, :] - (start + units)[:, None]
+        seen = distance >= 0
+        if WINDOW > 0:
+            seen = seen & (distance < WINDOW)
+        acc += tl.exp2(tl.where(seen, logits, float("-inf")) - total[None, :])
+    tl.store(sums + head * N + start + units, tl.sum(acc, 1), mask=start + units < N)
+
+
+def _blocks(dtype: tl.dtype, dim: int) -> dict[str, int]:
+    """Block shapes, warps and stages. Only a GPU run can say whether they are the fastest."""
+    if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers
+        size = 32 if dim <= 128 else 16
+        return {"BLOCK_M": size, "BLOCK_N": size, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3 if dim <= 128 else 2}
+
+
+def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
+                      window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    """As `reference.reduced_attention`."""
+    query_heads, rows, dim = q.shape
+    heads, count, _ = k.shape
+    dtype, wide = dot_dtype(q, k), block_dim(dim)
+    blocks = _blocks(dtype, wide)
+    shared = {"G": query_heads // heads, "D": dim, "WINDOW": window or 0, "SOFTCAP": softcap or 0.0, "DOT": dtype,
+              "BLOCK_D": wide, "enable_fp_fusion": True, **blocks}
+    ranks = ranks.contiguous()
+    if lse is None:
+        lse = q.new_empty(query_heads, rows, dtype=torch.float32)
+        _row_lse[query_heads, triton.cdiv(rows, blocks["BLOCK_M"])](
+            q, k, ranks, q if sinks is None else sinks.contiguous(), lse, q.stride(), k.stride(), rows, count, scale,
+            SINKS=sinks is not None, **shared)
+    sums = q.new_empty(heads, count, dtype=torch.float32)
+    _columns[triton.cdiv(count, blocks["BLOCK_N"]), heads](
+        q, k, ranks, lse, sums, q.stride(), k.stride(), lse.stride(), rows, count, scale, BLOCK_R=256, **shared)
+    return sums

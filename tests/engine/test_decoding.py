@@ -1,0 +1,134 @@
+"""Batched decoding: contexts of any lengths share a step, join and leave between steps, and are what they are alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from locret_stream.engine import Engine, EngineState, NextToken
+from tests.kit import EVICTING, Boom, assert_same, build, failing_in_layer, feed, ids_of, model
+
+CHUNK, UNITS = 8, 20
+TOLERANCE = 1e-5  # of provisional logits, law 2
+
+
+def engine_of(policy: str = "locret", on: str = "llama", slots: int = 6) -> Engine:
+    return build(policy, on=model(on), units=UNITS, chunk_size=CHUNK, slots=slots)
+
+
+def alone(engine: Engine, state: EngineState, tokens: list[int]) -> list[Tensor]:
+    """Logits before each of the tokens, which are accepted one by one."""
+    found = []
+    for token in tokens:
+        found.append(engine.logits(state))
+        feed(engine, state, [token])
+    return found
+
+
+def together(engine: Engine, states: list[EngineState], tokens: list[int]) -> list[Tensor]:
+    """One joint step in which each context takes the given token; returns the logits that each saw."""
+    seen: dict[int, Tensor] = {}
+
+    def choose(n: int, logits: Tensor) -> int:
+        seen[n] = logits.clone()
+        return tokens[n]
+
+    found = engine.decode([NextToken(state, lambda logits, n=n: choose(n, logits)) for n, state in enumerate(states)])
+    assert found == tokens
+    for state in states:
+        while engine.ready(state):
+            engine.commit(state)
+    return [seen[n] for n in range(len(states))]
+
+
+@pytest.mark.parametrize(("on", "policy"), [*(("llama", policy) for policy in EVICTING), ("qwen3", "locret"),
+                                            ("gemma2", "locret"), ("gemma3", "h2o"), ("gpt-oss", "locret"),
+                                            ("mistral-sliding", "keydiff"), ("smollm3", "locret"),
+                                            ("phi3-longrope", "locret")])
+def test_contexts_that_join_and_leave_are_each_what_they_are_alone(on: str, policy: str):
+    """Logits to 1e-5 at every step, committed states bit for bit; prompts of 1 to 50 tokens, 30 steps."""
+    engine = engine_of(policy, on)
+    lengths, dice = (1, 7, 8, 29, 50), random.Random(on + policy)
+    prompts = [ids_of(length, seed=length) for length in lengths]
+    replies = [ids_of(30, seed=100 + length) for length in lengths]
+    expected, states = [], []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        state = engine.open(5)
+        feed(engine, state, prompt)
+        expected.append((alone(engine, state, reply), engine.export(state), state.peaks))
+    for slot, prompt in zip((3, 0, 4, 1, 2), prompts, strict=True):
+        states.append(engine.open(slot))
+        feed(engine, states[-1], prompt)
+    done, widest = [0] * len(states), 0
+    while any(count < 30 for count in done):
+        members = [n for n, count in enumerate(done) if count < 30 and dice.random() < 0.8]
+        dice.shuffle(members)
+        found = together(engine, [states[n] for n in members], [replies[n][done[n]] for n in members])
+        widest = max(widest, len(members))
+        for n, logits in zip(members, found, strict=True):
+            torch.testing.assert_close(logits, expected[n][0][done[n]], rtol=TOLERANCE, atol=TOLERANCE)
+            done[n] += 1
+    assert widest == len(states)
+    for state, (_, export, peaks) in zip(states, expected, strict=True):
+        assert_same(engine.export(state), export)
+        assert state.peaks == peaks
+        assert all(peak <= units + CHUNK for peak, units in zip(state.peaks, engine.budgets, strict=True))
+
+
+def test_a_step_together_is_one_forward(monkeypatch):
+    engine, shapes = engine_of(), []
+    states = [engine.open(slot) for slot in range(4)]
+    for length, state in enumerate(states, start=9):
+        feed(engine, state, ids_of(length))
+    hidden = engine.attachment.hidden
+    monkeypatch.setattr(engine.attachment, "hidden", lambda ids, step: shapes.append(tuple(ids.shape)) or
+                        hidden(ids, step))
+    together(engine, states, [5, 6, 7, 8])
+    assert shapes == [(1, 1), (1, 2), (1, 3), (1, 4)], "what of a prompt is pending is read first"
+    shapes.clear()
+    for _ in range(3):
+        together(engine, states, [5, 6, 7, 8])
+    assert [shape for shape in shapes if shape[1] != CHUNK] == [(4, 1)] * 3
+
+
+def test_what_fails_for_one_fails_for_it_alone():
+    engine = engine_of()
+    states = [engine.open(slot) for slot in range(4)]
+    for length, state in enumerate(states, start=9):
+        feed(engine, state, ids_of(length))
+    together(engine, states, [1, 2, 3, 4])
+    before = [engine.export(state) for state in states]
+
+    def boom(logits: Tensor) -> int:
+        raise Boom("choice")
+
+    states[2].broken = True
+    found = engine.decode([NextToken(states[0], lambda logits: 5), NextToken(states[1], boom),
+                           NextToken(states[2], lambda logits: 6), NextToken(states[3], lambda logits: 7)])
+    assert found[0] == 5 and found[3] == 7
+    assert isinstance(found[1], Boom) and "lost" in str(found[2])
+    states[2].broken = False
+    for n in (1, 2):
+        assert_same(engine.export(states[n]), before[n])
+    with failing_in_layer(engine, 1):
+        assert all(isinstance(one, Boom) for one in engine.decode(
+            [NextToken(states[n], lambda logits: 5) for n in (0, 3)]))
+    assert [state.pending[-1] for state in states] == [5, 2, 3, 7]
+    assert engine.decode([NextToken(state, lambda logits: 9) for state in states]) == [9] * 4
+
+
+def test_nobody_else_is_written_to():
+    """A context that takes no part keeps its tail, its provisional units included."""
+    engine = engine_of()
+    states = [engine.open(slot) for slot in range(3)]
+    for state in states:
+        feed(engine, state, ids_of(12))
+        engine.logits(state)
+    still = [tensor[states[1].store.slot].clone() for layer in engine.pool.layers for tensor in layer.tensors]
+    for _ in range(3):
+        together(engine, [states[0], states[2]], [1, 2])
+    for kept, tensor in zip(still, (t for layer in engine.pool.layers for t in layer.tensors), strict=True):
+        assert torch.equal(tensor[states[1].store.slot], kept)

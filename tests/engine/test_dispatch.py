@@ -1,0 +1,127 @@
+"""The same engine on Triton's kernels (under its interpreter, where there is no GPU): the laws hold there too.
+
+Small on purpose, as the interpreter is slow. `-m slow` runs the whole of test_laws.py and test_decoding.py there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+from locret_stream import kernels
+from locret_stream.engine import Engine, NextToken
+from locret_stream.errors import ConfigError
+from tests.kit import assert_same, build, feed, ids_of, model, stock_logits
+
+ROOT = Path(__file__).resolve().parents[2]
+CHUNK, UNITS = 8, 12
+MATRIX = [("llama", "locret"), ("llama", "h2o"), ("gemma3", "keydiff"), ("gpt-oss", "locret"), ("gemma2", "h2o"),
+          ("phi3-partial", "streaming_llm")]
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    monkeypatch.setenv("LOCRET_KERNELS", "triton")
+
+
+def engine_of(policy: str, on: str) -> Engine:
+    return build(policy, on=model(on), units=UNITS, chunk_size=CHUNK, slots=3)
+
+
+@pytest.mark.parametrize(("on", "policy"), MATRIX)
+def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
+    """The kernels differ from torch by roundings: the same units stay, and what they hold agrees to 1e-4."""
+    states, ids = {}, ids_of(5 * CHUNK + 3)
+    for dispatch in ("torch", "triton"):
+        monkeypatch.setenv("LOCRET_KERNELS", dispatch)
+        engine = engine_of(policy, on)
+        state = engine.open(1)
+        feed(engine, state, ids)
+        states[dispatch] = engine.export(state), engine.logits(state)
+        held = [rotates for rotates, pair in zip(engine.pool.rope, engine.tables.layers, strict=True) if pair]
+        assert all(held) == (dispatch == "torch" or on in ("gpt-oss", "phi3-partial")), "halves are rotated on load"
+        assert engine.pool.bytes_resident == engine.pool.formula_bytes()
+    (expected, expected_logits), (found, logits) = states["torch"], states["triton"]
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: name + m)
+        else:
+            assert torch.equal(found[name], tensor), name
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_law_2_the_committed_state_is_a_function_of_the_tokens(triton):
+    """Bit for bit: in pieces, with answers between, beside a neighbour, in another slot."""
+    engine, ids = engine_of("h2o", "llama"), ids_of(3 * CHUNK + 2)
+    whole, pieces, other = (engine.open(slot) for slot in range(3))
+    feed(engine, whole, ids)
+    for start in range(0, len(ids), 5):
+        feed(engine, pieces, ids[start:start + 5])
+        engine.logits(pieces)
+        feed(engine, other, ids_of(4, seed=start))
+    assert_same(engine.export(pieces), engine.export(whole))
+
+
+@pytest.mark.parametrize("on", ["llama", "gpt-oss"])
+def test_law_3_exact_while_it_fits(triton, on: str):
+    ids = ids_of(UNITS)
+    engine = engine_of("locret", on)
+    state, rows = engine.open(0), []
+    for start in (0, 5, 6, 7):  # in pieces of 5, 1, 1 and the rest
+        feed(engine, state, ids[start:{0: 5, 5: 6, 6: 7}.get(start, UNITS)])
+        rows.append(engine.logits(state))
+    expected = stock_logits(model(on), ids)[[4, 5, 6, UNITS - 1]]
+    torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("on", ["llama", "gemma3"])
+def test_law_2_a_step_together_agrees_with_steps_alone(triton, on: str):
+    engine = engine_of("locret", on)
+    states, alone = [], []
+    for slot, length in ((2, 3), (0, 26)):
+        single = engine.open(1)
+        feed(engine, single, ids_of(length))
+        rows = []
+        for token in (7, 8, 9):
+            rows.append(engine.logits(single))
+            feed(engine, single, [token])
+        alone.append((torch.stack(rows), engine.export(single)))
+        states.append(engine.open(slot))
+        feed(engine, states[-1], ids_of(length))
+    seen: list[list[torch.Tensor]] = [[], []]
+    for token in (7, 8, 9):
+        asked = [NextToken(state, lambda logits, n=n, token=token: seen[n].append(logits.clone()) or token)
+                 for n, state in enumerate(states)]
+        assert engine.decode(asked) == [token, token]
+        for state in states:
+            feed(engine, state, [])
+    for n, (rows, export) in enumerate(alone):
+        torch.testing.assert_close(torch.stack(seen[n]), rows, rtol=1e-5, atol=1e-5)
+        assert_same(engine.export(states[n]), export)
+
+
+@pytest.mark.parametrize(("kernels_say", "interpret", "said"), [("cuda", "1", "expected 'torch', 'triton'"),
+                                                                ("triton", "0", "TRITON_INTERPRET=1")])
+def test_a_dispatch_that_cannot_be_is_refused(monkeypatch, kernels_say: str, interpret: str, said: str):
+    monkeypatch.setenv("LOCRET_KERNELS", kernels_say)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    with pytest.raises(ConfigError, match=said):
+        kernels.select_units(torch.zeros(1, 4), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["test_laws.py", "test_decoding.py"])
+def test_every_law_holds_in_triton(file: str):
+    env = os.environ | {"LOCRET_KERNELS": "triton", "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT),
+                        "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                           str(Path(__file__).parent / file)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

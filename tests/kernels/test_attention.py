@@ -1,0 +1,111 @@
+"""Attention in all its forms: the numeric specification against a softmax in float64, the fast forms against both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from locret_stream.kernels import reference, torch_ops
+from locret_stream.kernels.reference import attention, rotate_halves
+
+OPERATIONS = [reference, torch_ops]
+EXTRAS = [{}, {"window": 5}, {"softcap": 2.0}, {"sinks": True}, {"window": 9, "softcap": 1.5, "sinks": True}]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: list[int], window=None, softcap=None,
+          sinks=None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp and column sums, one softmax per query head and row, in float64."""
+    group = q.shape[0] // k.shape[0]
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
+    sums = torch.zeros(k.shape[:2], dtype=torch.float64)
+    for head in range(q.shape[0]):
+        for row, rank in enumerate(ranks):
+            seen = slice(0 if window is None else max(0, rank + 1 - window), rank + 1)
+            logits = k[head // group, seen].double() @ q[head, row].double() * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            whole = logits if sinks is None else torch.cat([logits, sinks[head:head + 1].double()])
+            lse[head, row] = whole.logsumexp(0)
+            weights = (logits - lse[head, row]).exp()
+            out[head, row] = weights @ v[head // group, seen].double()
+            sums[head // group, seen] += weights
+    return out, lse, sums
+
+
+def inputs(T: int, N: int, G: int, D: int = 10, H: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """q as a model gives it, [T, H*G, D] in memory; k and v as views of a larger pool."""
+    noise = torch.Generator().manual_seed(seed + T + N)
+    q = torch.randn(T, H * G, D, generator=noise).transpose(0, 1) * 2
+    pool = torch.randn(2, H, N + 3, D, generator=noise)
+    return q, pool[0, :, :N], pool[1, :, :N]
+
+
+def filled(extra: dict, heads: int) -> dict:
+    return {**extra, "sinks": torch.linspace(-1, 2, heads)} if "sinks" in extra else extra
+
+
+@pytest.mark.parametrize("block", [1 << 22, 1, 300])
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(("T", "N", "G"), [(13, 13, 1), (7, 30, 3), (1, 9, 2)])
+def test_attention_and_reduced_attention_against_a_dense_softmax(T, N, G, extra, block, monkeypatch):
+    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", block)
+    q, k, v = inputs(T, N, G)
+    extra = filled(extra, 2 * G)
+    ranks = torch.randperm(N, generator=torch.Generator().manual_seed(N))[:T]  # any rows, in any order
+    out, lse, sums = dense(q, k, v, 0.3, ranks.tolist(), **extra)
+    found_out, found_lse = attention(q, k, v, 0.3, ranks, **extra)
+    torch.testing.assert_close(found_out.double(), out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-6)
+    for given in (None, found_lse):
+        found = reference.reduced_attention(q, k, 0.3, ranks, given, **extra)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), sums, rtol=1e-5, atol=1e-6)
+    if "sinks" not in extra:  # every row gives one unit of attention per query head
+        torch.testing.assert_close(found.sum(1), torch.full((2,), float(T * G)), rtol=1e-5, atol=1e-5)
+
+
+def test_reduced_attention_survives_large_logits():
+    """Logits of 14,400: no overflow; what is lost is fp32's spacing there, 1e-3."""
+    q, k = torch.full((2, 3, 4), 60.0), torch.full((1, 5, 4), 60.0)
+    found = reference.reduced_attention(q, k, 1.0, torch.arange(2, 5)).sum()
+    assert torch.allclose(found, torch.tensor(6.0), rtol=2e-3)
+
+
+@pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(("T", "N", "G"), [(13, 13, 1), (7, 30, 3), (40, 41, 2), (1, 9, 2), (33, 100, 1)])
+def test_prefill_attention_is_causal_with_its_ends_aligned(ops, T, N, G, extra):
+    q, k, v = inputs(T, N, G)
+    extra = filled(extra, 2 * G)
+    out, lse, _ = dense(q, k, v, 0.3, list(range(N - T, N)), **extra)
+    found_out, found_lse = ops.prefill_attention(q, k, v, 0.3, **extra)
+    torch.testing.assert_close(found_out.double(), out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize("on_load", [False, True])
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(("T", "G"), [(1, 1), (1, 3), (3, 2)])
+def test_decode_attention_reads_each_slot_to_its_own_length(ops, T, G, extra, on_load):
+    """What lies behind a length, or in a slot that nobody asked for, is nan here and must not be read."""
+    noise = torch.Generator().manual_seed(T)
+    capacity, D = 21, 10
+    keys, values = (torch.full((5, 2, capacity, D), float("nan")) for _ in range(2))
+    slots, lengths = torch.tensor([3, 0, 4]), torch.tensor([T, 8, capacity])
+    for slot, length in zip(slots, lengths, strict=True):
+        keys[slot, :, :length] = torch.randn(2, int(length), D, generator=noise)
+        values[slot, :, :length] = torch.randn(2, int(length), D, generator=noise)
+    q = torch.randn(3, T, 2 * G, D, generator=noise).transpose(1, 2)
+    angles = torch.randn(capacity + 2, D // 2, generator=noise).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    extra = filled(extra, 2 * G)
+    found = ops.decode_attention(q, keys, values, slots, lengths, 0.3, cos=cos if on_load else None,
+                                 sin=sin if on_load else None, **extra)
+    assert found.shape == q.shape
+    for a, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        k = keys[slot, :, :length]
+        k = rotate_halves(k, cos[:length], sin[:length]) if on_load else k
+        out, _, _ = dense(q[a], k, values[slot, :, :length], 0.3, list(range(length - T, length)), **extra)
+        torch.testing.assert_close(found[a].double(), out, rtol=1e-5, atol=1e-6)
