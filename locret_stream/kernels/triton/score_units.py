@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from locret_stream.kernels.reference import project
+
 VARIANT = "cublas"  # which is faster is for a GPU to say; not with fp32 weights, whose products use no tensor cores
 
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
@@ -35,7 +37,7 @@ def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: 
         return _score_fused(q, k, v, fc1, fc2, name, bias1, bias2)
     hidden = _hidden(q, k, v, fc1, bias1)
     if name is None:
-        return F.linear(act(hidden), fc2, bias2).float().t()
+        return project(act(hidden), fc2, bias2)
     return _project(hidden, fc2, name, bias2)
 
 
