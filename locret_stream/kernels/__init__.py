@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from locret_stream.errors import ConfigError
@@ -56,7 +57,10 @@ def _dispatched(operation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operation)
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first[0]
-        return (_triton(name) if uses_triton(tensor) else operation)(first, *args, **kwargs)
+        if not uses_triton(tensor):
+            return operation(first, *args, **kwargs)
+        with torch.cuda.device_of(tensor):  # Triton launches on the current device
+            return _triton(name)(first, *args, **kwargs)
 
     return run
 

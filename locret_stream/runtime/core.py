@@ -186,6 +186,13 @@ class Runtime:
         """
         if self._open:
             raise ConfigError("this runtime is running already; expected one `async with` per runtime")
+        # In a thread that ends, so that torch's threads which serve it end with it. Left behind they would outnumber
+        # the cores, and OpenMP lets those of the engine's thread sleep then between any two operations: decoding on a
+        # CPU took half as long again.
+        with ThreadPoolExecutor(1, thread_name_prefix="locret-start") as own:
+            own.submit(self._start).result()
+
+    def _start(self) -> None:
         model, tokenizer = self.load()
         attachment = attach(model, self._attn, self._number)
         try:

@@ -30,7 +30,7 @@ def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> No
         tile_rows = min(_TILE // columns, triton.next_power_of_2(budget))
         _gather[(heads * triton.cdiv(budget, tile_rows),)](
             rows, keep, out, budget, width, rows.stride(0), rows.stride(1), *keep.stride(), ROWS=tile_rows,
-            COLUMNS=columns)
+            COLUMNS=columns, enable_fp_fusion=True)
         rows[:, :budget].copy_(out)
 
 

@@ -67,7 +67,8 @@ def _project(hidden: Tensor, fc2: Tensor, name: str, bias2: Tensor | None) -> Te
     tile = _tile(tokens, 32)
     _activate_project[(triton.cdiv(tokens, tile),)](
         hidden, fc2, bias2, out, tokens, width, heads, *fc2.stride(), TOKENS=tile, WIDTH=_tile(width, 128),
-        HEADS=_tile(heads), ACT=name, WIDEN=_widen(), num_warps=4)
+        HEADS=_tile(heads), ACT=name, WIDEN=_widen(), num_warps=4,
+        enable_fp_fusion=True)
     return out
 
 
@@ -83,7 +84,7 @@ def _score_fused(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, name
     _score[(triton.cdiv(tokens, tile) * blocks,)](
         *_flat(q), *_flat(k), *_flat(v), fc1, fc2, bias1, bias2, partial, tokens, width, heads, *fc1.stride(),
         *fc2.stride(), TOKENS=tile, WIDTH=columns, DEPTH=depth, HEADS=_tile(heads), ACT=name, WIDEN=_widen(),
-        num_warps=warps, num_stages=3)
+        num_warps=warps, num_stages=3, enable_fp_fusion=True)
     return partial.sum(0)
 
 

@@ -19,8 +19,10 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
     keys = torch.empty(heads, count, dtype=torch.int32, device=scores.device)
     block = min(_BLOCK, max(256, triton.next_power_of_2(count)))
     blocks = triton.cdiv(count, block)
-    _order[(heads * blocks,)](scores, keys, count, blocks, sinks, stabilizers, *scores.stride(), BLOCK=block)
-    _select[(heads,)](keys, out, count, budget, BLOCK=block, num_warps=max(4, block // 256))
+    _order[(heads * blocks,)](scores, keys, count, blocks, sinks, stabilizers, *scores.stride(), BLOCK=block,
+                              enable_fp_fusion=True)
+    _select[(heads,)](keys, out, count, budget, BLOCK=block, num_warps=max(4, block // 256),
+                     enable_fp_fusion=True)
     return out
 
 
