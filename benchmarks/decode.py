@@ -36,6 +36,7 @@ from timing import (
     finish,
     in_turn,
     load,
+    load_ids,
     ours,
     ratio,
     run_case,
@@ -57,8 +58,7 @@ def pending(number: int) -> int:
 @torch.no_grad()
 def engine(told: SimpleNamespace) -> dict[str, Any]:
     """The engine without worker, sampling and text."""
-    model, ids = load(told)
-    runtime = runtime_of(told, model)
+    ids, runtime = load_ids(told), runtime_of(told, lambda: load(told))
     runtime.start()
     core = runtime.engine
     state = core.open(0)

@@ -255,11 +255,15 @@ class HighWater:
         return status_bytes("VmHWM:") - self.base
 
 
-def load(told: SimpleNamespace) -> tuple[Any, torch.Tensor]:
-    """Model and ids of the folder."""
+def load(told: SimpleNamespace) -> Any:
+    """The model of the folder."""
     from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(told.folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    return model, torch.from_numpy(np.load(Path(told.folder) / "ids.npy")[:told.tokens])
+    return AutoModelForCausalLM.from_pretrained(told.folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def load_ids(told: SimpleNamespace) -> torch.Tensor:
+    """The ids of the folder."""
+    return torch.from_numpy(np.load(Path(told.folder) / "ids.npy")[:told.tokens])
 
 
 def words() -> Any:
@@ -272,7 +276,8 @@ def words() -> Any:
 
 
 def runtime_of(told: SimpleNamespace, model: Any) -> Any:
-    """Our runtime over the tiny Llama and its random heads."""
+    """Our runtime over the tiny Llama (or a function that loads it: then in the runtime's thread, as users do) and its
+    random heads."""
     from locret_stream import Runtime
     from locret_stream.config import Budget
     return Runtime(model, words(), heads=Path(told.folder) / "heads", policy="locret", max_live=1,
@@ -281,12 +286,15 @@ def runtime_of(told: SimpleNamespace, model: Any) -> Any:
 
 async def ours(told: SimpleNamespace) -> dict[str, Any]:
     """Our side through the public async face: chunks are fed one after the other, then tokens generated."""
-    model, ids = load(told)
-    import locret_stream.runtime  # so that code is resident before the mark
-    assert locret_stream.runtime
-    whole = HighWater()
-    async with runtime_of(told, model) as runtime:
-        engine = runtime.engine
+    ids, marks = load_ids(told), []
+
+    def loaded() -> Any:
+        model = load(told)
+        marks.append(HighWater())
+        return model
+
+    async with runtime_of(told, loaded) as runtime:
+        engine, [whole] = runtime.engine, marks
 
         async def decode(context: Any, steps: int) -> list[float]:
             at = [time.perf_counter() async for _ in context.generate(max_new_tokens=steps + 1, ignore_eos=True)]
@@ -347,7 +355,7 @@ def stock(told: SimpleNamespace, press: Any = contextlib.nullcontext) -> dict[st
     `press` gives a context manager for a model, in which the prefill runs.
     """
     from transformers import DynamicCache
-    model, ids = load(told)
+    model, ids = load(told), load_ids(told)
     ids = ids[None]
     positions = torch.arange(ids.shape[1] + max(told.decode, WARM_UP))[None]
 

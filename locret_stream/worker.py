@@ -5,7 +5,8 @@ work take turns, one step each, so that a long feed never holds up somebody's an
 
 A *joint* step is one that many contexts take together: the first of them whose turn it is takes along all others that
 wait for the same one. Contexts that took the last one together come again in a moment, as each waits for its result, so
-the next one waits a little for those that are still on their way.
+the next one waits a little for those that are still on their way. What can be done ahead for them is done meanwhile,
+unless there is other work.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ _PATIENCE_S = 0.002, 0.5, 0.01  # of a joint step for its last members: at least
 
 @dataclass(slots=True)
 class _Work:
-    """A queued step; of a joint one, `step` takes the items of all and gives a result or an error for each."""
+    """A queued step; of a joint one, `step` takes the items of all and gives a result or an error for each, and `ahead`
+    is run when these are on their way."""
 
     future: Future
     step: Callable[..., Any]
     group: Hashable = None
     item: Any = None
+    ahead: Callable[[], None] | None = None
 
 
 class Worker:
@@ -61,13 +64,15 @@ class Worker:
         return self._queue(key, _Work(Future(), step))
 
     def submit_joint(self, key: Hashable, group: Hashable, item: I,
-                     step: Callable[[Sequence[I]], Sequence[T | Exception]]) -> Future[T]:
+                     step: Callable[[Sequence[I]], Sequence[T | Exception]],
+                     ahead: Callable[[], None] | None = None) -> Future[T]:
         """Queue an item of the context `key` for a step that all waiting contexts of that group take together.
 
         The step gets their items and gives a result, or an error of that item alone, for each in the same order. All
-        of a group give the same step.
+        of a group give the same step, and the same `ahead`, which is called afterwards if no other work is waiting; it
+        raises nothing.
         """
-        return self._queue(key, _Work(Future(), step, group, item))
+        return self._queue(key, _Work(Future(), step, group, item, ahead))
 
     def _queue(self, key: Hashable, work: _Work) -> Future:
         with self._wake:
@@ -135,8 +140,10 @@ class Worker:
         with torch.no_grad():
             while (works := self._next()) is not None:
                 if works and works[0].group is not None:
-                    started = time.monotonic()
+                    started, ahead = time.monotonic(), works[0].ahead
                     self._run_joint(works)
+                    if ahead is not None and not self._turns:
+                        ahead()
                     self._last = *self._last[:2], time.monotonic() - started
                 elif works:
                     self._run(works)
@@ -168,7 +175,7 @@ class Worker:
         futures, items, step = [work.future for work in running], [work.item for work in running], running[0].step
         running.clear()
         try:
-            results = step(items)
+            results = list(step(items))
             assert len(results) == len(futures), "a joint step gives one result per item"
         except BaseException as error:
             results = [error] * len(futures)

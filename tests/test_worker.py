@@ -244,6 +244,26 @@ def test_a_joint_step_waits_for_a_moment_only_and_not_again(worker: Worker, monk
     assert step.calls == [[1, 2], [1], [1]]
 
 
+def test_what_can_be_done_ahead_is_done_when_nothing_else_waits(worker: Worker):
+    gate, ran = Gate(worker), []
+
+    def step(items):
+        ran.append(list(items))
+        return items
+
+    def ahead():
+        ran.append("ahead")
+
+    first = worker.submit_joint("a", "g", 1, step, ahead)
+    waits = worker.submit("b", lambda: ran.append("other"))
+    gate.open.set()
+    assert first.result(WAIT_S) == 1
+    waits.result(WAIT_S)
+    worker.submit_joint("a", "g", 2, step, ahead).result(WAIT_S)
+    worker.submit("b", lambda: None).result(WAIT_S)
+    assert ran == [[1], "other", [2], "ahead"]
+
+
 def test_closing_ends_a_joint_step_that_waits(patient):
     worker, step = Worker("locret-test"), Together()
     gate = Gate(worker)

@@ -87,7 +87,7 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(str(layer), f"{units:,}", f"window {window:,}" if window else "full", f"{units + chunk:,}",
                       in_bytes(size))
     out.print(table)
-    out.print("bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · D · item\n"
+    out.print("bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)\n"
               f"      = {found['formula_bytes']:,} bytes for {found['slots']} slots; the tensors hold "
               f"{found['bytes_resident']:,}; one context is {in_bytes(found['slot_bytes'])}", soft_wrap=True)
     per_token = found["full_cache_bytes_per_token"]

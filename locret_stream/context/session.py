@@ -130,7 +130,7 @@ class Session:
         contexts which are generating take together; cancelled as any step is."""
         engine = self.host.engine
         return await self._submitted(lambda: self.host.worker.submit_joint(
-            id(self.state), id(engine), NextToken(self.state, choose), engine.decode))
+            id(self.state), id(engine), NextToken(self.state, choose), engine.decode, engine.run_ahead))
 
     async def _submitted(self, submit: Callable[[], Future[T]]) -> T:
         self.check_open()

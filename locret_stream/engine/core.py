@@ -69,6 +69,7 @@ class Engine:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
                                   "expected fewer than the budget")
         self.decoder = Decoder(self)
+        self._decoding: list[EngineState] = []  # who took the last step
         self._masks: dict[tuple[int, int, int], Tensor] = {}  # the last ones used: in a long stream always the same
 
     @property
@@ -90,7 +91,8 @@ class Engine:
             twin = EngineState(UnitStore(self.pool, slot), dict(state.policy_state))
             twin.store.copy_from(state.store, state.provisional)
             twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
-            twin.last_hidden, twin.tail_hidden = state.last_hidden, state.tail_hidden
+            twin.last_hidden, twin.tail_hidden, twin.tail_logits = (state.last_hidden, state.tail_hidden,
+                                                                    state.tail_logits)
             twin.committed_ids, twin.peaks = state.committed_ids.copy(), list(state.peaks)
             return twin
 
@@ -140,8 +142,9 @@ class Engine:
     def put_away(self, state: EngineState) -> int:
         """Let go of the slot; returns it. The units are elsewhere, and nothing but `bring_back` may use the state."""
         self._check(state)
-        slot, state.provisional, state.tail_hidden = state.store.slot, 0, None
-        return slot
+        with state.lock:
+            state.away, state.provisional, state.tail_hidden, state.tail_logits = True, 0, None, None
+        return state.store.slot
 
     def bring_back(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
         """Put the units of a state that was put away into a slot, out of its own snapshot.
@@ -154,7 +157,7 @@ class Engine:
             raise SnapshotCorrupt(f"found units of position {int(tensors['seen'])}; expected {state.seen}")
         store = UnitStore(self.pool, slot)
         store.load(tensors, self._rotate_keys)
-        state.store = store
+        state.store, state.away = store, False
 
     # -- tokens -----------------------------------------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class Engine:
         self._check(state)
         assert self.ready(state), "commit needs a whole chunk pending"
         ids = state.pending[:self.chunk_size]
-        state.provisional, state.tail_hidden = 0, None  # their place in the tail is used now
+        state.provisional, state.tail_hidden, state.tail_logits = 0, None, None  # their place in the tail is used now
         scorer = Scorer(self, state)
         hidden = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
@@ -225,11 +228,16 @@ class Engine:
             return self.attachment.logits(state.last_hidden)[0, -1].float()
         new = state.pending[state.provisional:]
         if len(new) == 1:
-            return self._decode([state])[0]
-        if new:
+            self.decoder.run([state])
+        elif new:
             hidden = self._forward(state, new, state.provisional, None)
-            state.tail_hidden, state.provisional = hidden[:, -1:].clone(), len(state.pending)
-        return self.attachment.logits(state.tail_hidden)[0, -1].float()
+            state.tail_hidden, state.tail_logits = hidden[:, -1:].clone(), None
+            state.provisional += len(new)
+        if state.tail_logits is None:
+            state.tail_logits = self.attachment.logits(state.tail_hidden)[0, -1].float()
+        state.peaks = [max(peak, count + state.provisional)
+                       for peak, count in zip(state.peaks, state.store.counts, strict=True)]
+        return state.tail_logits
 
     def decode(self, asked: Sequence[NextToken]) -> list[int | Exception]:
         """One step of several contexts: for each the id it chose, which is accepted, or what went wrong with it alone.
@@ -237,30 +245,33 @@ class Engine:
         Those with just one pending id without units, as all have after their first step, share one forward; it agrees
         with a forward of each alone to 1e-5 (fp32).
         """
-        shared = [one.state for one in asked if len(one.state.pending) - one.state.provisional == 1
-                  and not (one.state.broken or self.ready(one.state))]
-        found: dict[int, Tensor] = {}
-        if len(shared) > 1:
-            # What is wrong with one is not the others' fault: then each runs alone, and fails or not by itself.
-            with contextlib.suppress(Exception):
-                found = dict(zip(map(id, shared), self._decode(shared), strict=True))
+        self._run_shared([one.state for one in asked])
         chosen: list[int | Exception] = []
         for one in asked:
             try:
-                logits = found.pop(id(one.state), None)
-                token = one.choose(self.logits(one.state) if logits is None else logits)
+                token = one.choose(self.logits(one.state))
                 self.accept(one.state, [token])
                 chosen.append(token)
             except Exception as error:
                 chosen.append(error)
+        self._decoding = [one.state for one in asked]
         return chosen
 
-    def _decode(self, states: Sequence[EngineState]) -> Tensor:
-        """Logits [A, vocab] of contexts with one pending id without units, which gets provisional ones."""
-        hidden, logits = self.decoder.run(states)
-        for a, state in enumerate(states):
-            state.tail_hidden, state.provisional = hidden[a:a + 1], len(state.pending)
-        return logits
+    def run_ahead(self) -> None:
+        """The forward of the next `decode`, should the same contexts go on: while what they chose is handed out.
+
+        Its units are provisional as all before a commit, so it shows only in that the next step has less to do.
+        """
+        states, self._decoding = self._decoding, []
+        self._run_shared(states, least=1)
+
+    def _run_shared(self, states: Sequence[EngineState], least: int = 2) -> None:
+        shared = [state for state in states if len(state.pending) - state.provisional == 1
+                  and not (state.broken or state.away or self.ready(state))]
+        if len(shared) >= least:
+            # What is wrong with one is not the others' fault: then each runs alone, and fails or not by itself.
+            with contextlib.suppress(Exception):
+                self.decoder.run(shared)
 
     def receipts(self, state: EngineState, start: int = 0, end: int | None = None) -> Receipts:
         """Kept or evicted, per layer and KV head, for accepted tokens start .. end-1 (None: all so far)."""

@@ -42,17 +42,24 @@ class Decoder:
         self._graphed = engine.attachment.device.type == "cuda" and os.environ.get("LOCRET_CUDA_GRAPHS") != "0"
         self._graphs: dict[int, _Graph] = {}
 
-    def run(self, states: Sequence[EngineState]) -> tuple[Tensor, Tensor]:
-        """Hidden states [A, 1, hidden] and logits [A, vocab] fp32; each state has just one pending id without units.
+    def run(self, states: Sequence[EngineState]) -> None:
+        """Give each state's next pending id provisional units, and know the logits behind it. A state that was put away
+        meanwhile stays as it is: what was written lies in the tail of a slot whose next user writes it anew."""
+        counts = [state.provisional for state in states]
+        hidden, logits = self._step(states, counts)
+        for a, (state, count) in enumerate(zip(states, counts, strict=True)):
+            with state.lock:
+                if not state.away:
+                    state.tail_hidden, state.tail_logits = hidden[a:a + 1], logits[a]
+                    state.provisional = count + 1
 
-        Counters are the caller's to move.
-        """
+    def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states [A, 1, hidden] and logits [A, vocab] fp32 of the ids behind the first `counts` pending ones."""
         store = [state.store for state in states]
-        rows = [[state.pending[-1] for state in states], [each.slot for each in store]]
+        rows = [[state.pending[count] for state, count in zip(states, counts, strict=True)],
+                [each.slot for each in store]]
         for layer in range(self.engine.shape.layers):
-            rows.append([each.counts[layer] + state.provisional for each, state in zip(store, states, strict=True)])
-        for state, *ranks in zip(states, *rows[2:], strict=True):
-            state.peaks = [max(peak, rank + 1) for peak, rank in zip(state.peaks, ranks, strict=True)]
+            rows.append([each.counts[layer] + count for each, count in zip(store, counts, strict=True)])
         if not self._graphed:
             return self._forward(torch.tensor(rows, device=self.engine.attachment.device))
         size = 1 << (len(states) - 1).bit_length()

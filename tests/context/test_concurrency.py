@@ -58,7 +58,8 @@ async def test_a_long_feed_never_delays_a_question_by_more_than_a_step():
             return run
 
         worker.submit = lambda key, step: submit(key, counting(key, step))
-        worker.submit_joint = lambda key, group, item, step: submit_joint(key, group, item, counting(key, step))
+        worker.submit_joint = lambda key, group, item, step, ahead: submit_joint(key, group, item, counting(key, step),
+                                                                                 ahead)
         await short.feed("hello")
         feeding = asyncio.ensure_future(long.feed([7] * (60 * CHUNK))._drain())
         while len(ran) < 3:  # noqa: ASYNC110 - an event would need a thread's help

@@ -120,6 +120,61 @@ def test_what_fails_for_one_fails_for_it_alone():
     assert engine.decode([NextToken(state, lambda logits: 9) for state in states]) == [9] * 4
 
 
+def test_what_was_run_ahead_is_only_ever_used_for_the_tokens_it_was_run_for():
+    """Taken back and answered otherwise, forked, put away and brought back: always what a fresh context says."""
+    engine = engine_of()
+    state, prompt = engine.open(0), ids_of(11)
+    feed(engine, state, prompt)
+
+    def said(ids: list[int], slot: int = 4) -> Tensor:
+        fresh = engine.open(slot)
+        feed(engine, fresh, ids)
+        return engine.logits(fresh)
+
+    def step(token: int) -> None:
+        assert engine.decode([NextToken(state, lambda logits: token)]) == [token]
+        engine.run_ahead()
+
+    step(5)
+    assert state.provisional == 4 and state.tail_logits is not None
+    torch.testing.assert_close(engine.logits(state), said([*prompt, 5]), rtol=TOLERANCE, atol=TOLERANCE)
+    twin = engine.fork(state, 1)
+    engine.truncate(state, 3)
+    feed(engine, state, [6])
+    for one, last in ((state, 6), (twin, 5)):
+        torch.testing.assert_close(engine.logits(one), said([*prompt, last]), rtol=TOLERANCE, atol=TOLERANCE)
+    step(7)
+    feed(engine, state, [8])  # accepted by somebody else, behind what was run
+    torch.testing.assert_close(engine.logits(state), said([*prompt, 6, 7, 8]), rtol=TOLERANCE, atol=TOLERANCE)
+    assert engine.decode([NextToken(state, lambda logits: 9)]) == [9]
+    saved = engine.export(state)
+    engine.put_away(state)
+    engine.run_ahead()  # too late
+    assert state.provisional == 0 and state.tail_logits is None
+    engine.bring_back(state, saved, 2)
+    torch.testing.assert_close(engine.logits(state), said([*prompt, 6, 7, 8, 9]), rtol=TOLERANCE, atol=TOLERANCE)
+    for token in range(10, 20):
+        step(token)
+        feed(engine, state, [])  # a whole chunk is committed, with its units computed anew
+    alone = engine.open(3)
+    feed(engine, alone, [*prompt, 6, 7, 8, 9, *range(10, 20)])
+    assert_same(engine.export(state), engine.export(alone))
+
+
+def test_running_ahead_never_raises_and_what_failed_is_tried_again():
+    engine = engine_of()
+    state = engine.open(0)
+    feed(engine, state, ids_of(11))
+    assert engine.decode([NextToken(state, lambda logits: 5)]) == [5]
+    with failing_in_layer(engine, 1):
+        engine.run_ahead()
+    assert state.provisional == 3
+    [token] = engine.decode([NextToken(state, lambda logits: int(logits.argmax()))])
+    fresh = engine.open(1)
+    feed(engine, fresh, [*ids_of(11), 5])
+    assert token == int(engine.logits(fresh).argmax())
+
+
 def test_nobody_else_is_written_to():
     """A context that takes no part keeps its tail, its provisional units included."""
     engine = engine_of()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_stream.config import Budget, ModelShape, StreamConfig
-from locret_stream.engine import Engine, EngineState
+from locret_stream.engine import Engine, EngineState, NextToken
 from locret_stream.engine import state as engine_module
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
 from locret_stream.models import attach
@@ -111,10 +111,16 @@ class Rig:
             del ids[:size]
 
     def decode(self, steps: int) -> None:
-        """Greedy, by hand; each token that was chosen is accepted."""
-        for _ in range(steps):
-            token = int(self.engine.logits(self.state).argmax()) if self.tokens else 1
-            feed(self.engine, self.state, [token])
+        """Greedy, by hand or as generations do, with the next step's forward run ahead or not."""
+        for step in range(steps):
+            if not self.tokens or step % 3 == 0:
+                token = int(self.engine.logits(self.state).argmax()) if self.tokens else 1
+                feed(self.engine, self.state, [token])
+            else:
+                [token] = self.engine.decode([NextToken(self.state, lambda logits: int(logits.argmax()))])
+                if step % 3 == 1:
+                    self.engine.run_ahead()
+                feed(self.engine, self.state, [])
             self.tokens.append(token)
 
     def ask(self) -> None:
@@ -176,7 +182,7 @@ class Rig:
         if not state.pending:
             return
         twin, before, provisional = engine.fork(state, self.spare), engine.export(state), state.provisional
-        if provisional == len(state.pending) and where != "head":
+        if provisional == len(state.pending) and (where != "head" or state.tail_logits is not None):
             return  # nothing to run
         with pytest.raises(Boom):
             if where == "head":
