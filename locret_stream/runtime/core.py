@@ -27,7 +27,14 @@ from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, Locret
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, make_policy
-from locret_stream.runtime.loading import BUNDLED, check_device, check_dtype, load_model, load_tokenizer
+from locret_stream.runtime.loading import (
+    BUNDLED,
+    check_device,
+    check_dtype,
+    in_passing,
+    load_model,
+    load_tokenizer,
+)
 from locret_stream.runtime.slots import CLOSED, Slots, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
@@ -189,8 +196,7 @@ class Runtime:
         # In a thread that ends, so that torch's threads which serve it end with it. Left behind they would outnumber
         # the cores, and OpenMP lets those of the engine's thread sleep then between any two operations: decoding on a
         # CPU took half as long again.
-        with ThreadPoolExecutor(1, thread_name_prefix="locret-start") as own:
-            own.submit(self._start).result()
+        in_passing(self._start)
 
     def _start(self) -> None:
         model, tokenizer = self.load()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from locret_stream.errors import ConfigError, UnsupportedModel
 
+T = TypeVar("T")
 BUNDLED = Path(__file__).parents[1] / "assets" / "bundled"
 
 
@@ -90,3 +93,19 @@ def _readable(path: str | Path) -> Iterator[None]:
         raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer: {error}; "
                                'expected a folder with config.json, weights and tokenizer files, a hub id, or "bundled"'
                                ) from error
+
+
+def in_passing(work: Callable[[], T]) -> T:
+    """The result of `work` in a thread of its own. Ctrl-C does not wait for it: the thread ends with the process."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name="locret-start", daemon=True).start()
+    return done.result()
