@@ -14,8 +14,8 @@ from torch import Tensor
 from locret_stream.cache.pool import Pool
 from locret_stream.kernels import compact_units
 
-Rotate = Callable[[int, Tensor, int], Tensor]
-"""(layer, keys [1, H, T, D] before RoPE, first rank) -> rotated keys."""
+Rotate = Callable[[int, Tensor, int, Tensor], Tensor]
+"""(layer, keys [1, H, T, D] before RoPE, first rank, where the rotated ones are to be)."""
 
 
 class UnitStore:
@@ -25,14 +25,14 @@ class UnitStore:
         self.pool, self.slot = pool, slot
         self.counts = [0] * len(pool.layers)
 
-    def write(self, layer: int, start: int, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
         """Write new units [1, H, T, D] at ranks start .. start+T-1, which must lie behind the committed ones."""
         buffers, stop = self.pool.layers[layer], start + keys.shape[2]
         assert self.counts[layer] <= start and stop <= buffers.keys.shape[2], "a forward writes the tail area only"
         buffers.keys[self.slot, :, start:stop] = keys[0]
         buffers.values[self.slot, :, start:stop] = values[0]
         if buffers.rotated is not buffers.keys:
-            buffers.rotated[self.slot, :, start:stop] = rotated[0]
+            rotate(layer, keys, start, buffers.rotated[self.slot:self.slot + 1, :, start:stop])
 
     def keys(self, layer: int, count: int) -> Tensor:
         """Keys before RoPE of the first `count` ranks, [1, H, count, D]; a view, as all of these."""
@@ -62,7 +62,7 @@ class UnitStore:
             first_position: absolute position of the first new unit.
             scores: [P, H, counts + new] fp32 for all units, old and new.
             keep: [H, B] int64 ascending ranks; None keeps everything.
-            rotate: gives rotated keys for the ranks that units move to.
+            rotate: rotates keys for the ranks that units move to.
         """
         buffers, total = self.pool.layers[layer], self.counts[layer] + new
         buffers.scores[self.slot, :, :, :total] = scores
@@ -75,8 +75,7 @@ class UnitStore:
         compact_units([buffers.keys[self.slot, :, :total], buffers.values[self.slot, :, :total],
                        *buffers.scores[self.slot, :, :, :total], positions[:, :total]], keep, self.pool.scratch)
         if buffers.rotated is not buffers.keys:
-            keys = buffers.keys[self.slot:self.slot + 1, :, :budget]
-            buffers.rotated[self.slot, :, :budget] = rotate(layer, keys, 0)[0]
+            rotate(layer, self.keys(layer, budget), 0, self.rotated(layer, budget))
         self.counts[layer] = budget
 
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
@@ -109,5 +108,5 @@ class UnitStore:
             buffers.scores[self.slot, :, :, :count] = units[f"{layer}.scores"]
             buffers.positions[self.slot, :, :count] = units[f"{layer}.positions"]
             if buffers.rotated is not buffers.keys and count:
-                buffers.rotated[self.slot, :, :count] = rotate(layer, keys[None], 0)[0]
+                rotate(layer, self.keys(layer, count), 0, self.rotated(layer, count))
             self.counts[layer] = count

@@ -298,8 +298,8 @@ class Engine:
             raise ContextClosed("a commit failed while units were moved, so this context is lost; expected to be "
                                 "closed and opened anew (restored, if it was saved)")
 
-    def _rotate_keys(self, layer: int, keys: Tensor, start: int) -> Tensor:
-        return self.attachment.rotate(layer, keys, self.tables, start)
+    def _rotate_keys(self, layer: int, keys: Tensor, start: int, out: Tensor | None = None) -> Tensor:
+        return self.attachment.rotate(layer, keys, self.tables, start, out)
 
     def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
         """Run ids at ranks counts[l] + offset; writes tail areas only. Returns hidden states [1, T, hidden]."""
@@ -308,8 +308,7 @@ class Engine:
         def step(call: LayerCall) -> Attended:
             layer, start = call.layer, store.counts[call.layer] + offset
             total = start + new
-            rotated = call.k if self.on_load[layer] else self.attachment.rotate(layer, call.k, self.tables, start)
-            store.write(layer, start, call.k, rotated, call.v)
+            store.write(layer, start, call.k, call.v, self._rotate_keys)
             state.peaks[layer] = max(state.peaks[layer], total)
             q = self.attachment.rotate(layer, call.q, self.tables, start)
             k, v = store.rotated(layer, total), store.values(layer, total)

@@ -78,10 +78,13 @@ def project(hidden: Tensor, fc2: Tensor, bias2: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(hidden.float(), fc2.float(), None if bias2 is None else bias2.float()).t()
 
 
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x * cos + (-x2, x1) * sin, with x1, x2 the halves of x [..., D]; cos and sin broadcast to it (RoPE)."""
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """x * cos + (-x2, x1) * sin, with x1, x2 the halves of x [..., D]; cos and sin broadcast to it (RoPE).
+
+    `out`: where it is to be, apart from x.
+    """
     half = x.shape[-1] // 2
-    out = x * cos
+    out = torch.mul(x, cos, out=out)
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
     out[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return out

@@ -88,13 +88,20 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
     if q.shape[2] > 1 or softcap is not None or sinks is not None:
         return reference.decode_attention(q, keys, values, slots, lengths, scale, cos=cos, sin=sin, window=window,
                                           softcap=softcap, sinks=sinks)
-    out = torch.empty_like(q)
-    heads = keys.shape[1]
-    for a, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+    rows = q.view(len(q), keys.shape[1], -1, q.shape[-1]).split(1)
+    out = []
+    for row, slot, length in zip(rows, slots.tolist(), lengths.tolist(), strict=True):
         first = max(0, length - window) if window else 0
-        k, v = keys[slot, None, :, first:length], values[slot, None, :, first:length]
+        k, v = _units(keys, slot, first, length), _units(values, slot, first, length)
         if cos is not None:
             k = reference.rotate_halves(k, cos[first:length], sin[first:length])
-        rows = q[a].view(1, heads, -1, q.shape[-1])
-        out[a] = F.scaled_dot_product_attention(rows, k, v, scale=scale).view_as(out[a])
-    return out
+        out.append(F.scaled_dot_product_attention(row, k, v, scale=scale) if q.is_cuda
+                   else _FLASH_CPU(row, k, v, scale=scale)[0])
+    return torch.cat(out).view(q.shape)
+
+
+def _units(pool: Tensor, slot: int, first: int, length: int) -> Tensor:
+    """pool[slot, :, first:length] of [S, H, C, D], as [1, H, length - first, D]; one operation in place of four."""
+    apart, across, along, inside = pool.stride()
+    return pool.as_strided((1, pool.shape[1], length - first, pool.shape[3]), (apart, across, along, inside),
+                           pool.storage_offset() + slot * apart + first * along)

@@ -257,13 +257,20 @@ class Attachment:
             layers.append(made[kind] if rope else None)
         return RopeTables(capacity, layers)
 
-    def rotate(self, layer: int, x: Tensor, tables: RopeTables, start: int) -> Tensor:
-        """x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE."""
+    def rotate(self, layer: int, x: Tensor, tables: RopeTables, start: int, out: Tensor | None = None) -> Tensor:
+        """x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE.
+
+        `out`: where it is to be, apart from x.
+        """
         pair = tables.layers[layer]
         if pair is None:
-            return x
+            return x if out is None else out.copy_(x)
         stop = start + x.shape[2]
-        return self._turn(layer, x, pair[0][:, start:stop], pair[1][:, start:stop])
+        cos, sin = pair[0][:, start:stop], pair[1][:, start:stop]
+        if self._plain_rope[layer]:
+            return rotate_halves(x, cos[:, None], sin[:, None], out)
+        turned = self._apply_rope(self._attentions[layer], x, cos, sin)
+        return turned if out is None else out.copy_(turned)
 
     def turns(self, layer: int, tables: RopeTables, ranks: Tensor) -> tuple[Tensor, Tensor] | None:
         """What `rotate_each` needs to rotate one token at each of the ranks [B]; the same for all layers whose tables
@@ -284,12 +291,6 @@ class Attachment:
         if self._plain_rope[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
             return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
         return self._apply_rope(self._attentions[layer], x, *turns)
-
-    def _turn(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, heads, T, D]; cos and sin [B or 1, T, D]."""
-        if self._plain_rope[layer]:
-            return rotate_halves(x, cos[:, None], sin[:, None])
-        return self._apply_rope(self._attentions[layer], x, cos, sin)
 
     def _apply_rope(self, module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         apply = sys.modules[type(module).__module__].apply_rotary_pos_emb  # the model's own: half, pairs, partial

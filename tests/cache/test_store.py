@@ -23,9 +23,10 @@ def pool_of(slots: int = 3, planes: int = 1, dtype: torch.dtype = torch.float32)
                 device=torch.device("cpu"))
 
 
-def turn(layer: int, keys: torch.Tensor, start: int) -> torch.Tensor:
+def turn(layer: int, keys: torch.Tensor, start: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Stands in for RoPE: what it gives depends on the rank."""
-    return keys * 2 + torch.arange(start, start + keys.shape[2])[:, None]
+    turned = keys * 2 + torch.arange(start, start + keys.shape[2])[:, None]
+    return turned if out is None else out.copy_(turned)
 
 
 def write_and_commit(store: UnitStore, layer: int, first: int, keep: torch.Tensor | None, seed: int) -> tuple:
@@ -33,7 +34,7 @@ def write_and_commit(store: UnitStore, layer: int, first: int, keep: torch.Tenso
     dtype = store.pool.layers[0].keys.dtype
     k, v = (torch.randn(1, H, CHUNK, D, generator=noise).to(dtype) for _ in range(2))
     start = store.counts[layer]
-    store.write(layer, start, k, turn(layer, k, start), v)
+    store.write(layer, start, k, v, turn)
     total = start + CHUNK
     scores = torch.randn(store.pool.planes, H, total, generator=noise)
     store.commit(layer, first, CHUNK, scores, keep, turn)
@@ -64,10 +65,10 @@ def test_a_forward_writes_the_tail_area_only():
     write_and_commit(store, 0, 0, None, 1)
     unit = torch.zeros(1, H, 1, D)
     with pytest.raises(AssertionError):
-        store.write(0, 3, unit, unit, unit)  # a committed unit
-    store.write(0, 8, unit, unit, unit)  # the last row: 5 + 4 - 1
+        store.write(0, 3, unit, unit, turn)  # a committed unit
+    store.write(0, 8, unit, unit, turn)  # the last row: 5 + 4 - 1
     with pytest.raises(AssertionError):
-        store.write(0, 9, unit, unit, unit)
+        store.write(0, 9, unit, unit, turn)
 
 
 def test_slots_and_layers_are_apart():
@@ -90,7 +91,7 @@ def test_copy_from_copies_units_and_tail_and_nothing_else(tail: int):
         write_and_commit(one, layer, 0, torch.tensor([[0, 1, 3]] * H) if layer == 2 else None, layer)
     rows = torch.randn(1, H, 3, D)
     for layer in range(3):
-        one.write(layer, one.counts[layer], rows, rows * 2, rows * 3)
+        one.write(layer, one.counts[layer], rows, rows * 3, turn)
         for tensor in pool.layers[layer].tensors:
             tensor[2].fill_(-1)
     two.copy_from(one, tail)

@@ -329,7 +329,14 @@ def test_law_1_cap_during_decode_of_five_chunks(policy: str, monkeypatch):
         highest[layer] = max(highest[layer], start + keys.shape[2])
         write(store, layer, start, keys, *rest)
 
+    def watched_each(buffers, slots, ranks, *rest):
+        layer = next(n for n, other in enumerate(pool.layers) if other is buffers)
+        highest[layer] = max(highest[layer], int(ranks.max()) + 1)
+        write_each(buffers, slots, ranks, *rest)
+
+    write_each = type(pool.layers[0]).write_each
     monkeypatch.setattr(type(state.store), "write", watched)
+    monkeypatch.setattr(type(pool.layers[0]), "write_each", watched_each)
     feed(engine, state, ids_of(45))
     for _ in range(5 * CHUNK):
         feed(engine, state, [int(engine.logits(state).argmax())])

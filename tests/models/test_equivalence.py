@@ -109,13 +109,20 @@ def test_the_model_never_receives_a_position_above_capacity(name: str, monkeypat
     engine = build("streaming_llm", on=model(name), units=24, chunk_size=8)
     state, real, highest = engine.open(0), engine.attachment.rotate, 0
 
-    def rotate(layer, x, tables, start):
+    def rotate(layer, x, tables, start, out=None):
         nonlocal highest
         highest = max(highest, start + x.shape[2] - 1)
         assert tables.capacity == 32
-        return real(layer, x, tables, start)
+        return real(layer, x, tables, start, out)
 
+    def turns(layer, tables, ranks):
+        nonlocal highest
+        highest = max(highest, int(ranks.max()))
+        return real_turns(layer, tables, ranks)
+
+    real_turns = engine.attachment.turns
     monkeypatch.setattr(engine.attachment, "rotate", rotate)
+    monkeypatch.setattr(engine.attachment, "turns", turns)
     logits_at_each(engine, state, ids_of(100))
     assert highest == 24 + 8 - 1
 
