@@ -9,6 +9,7 @@ What a case measures:
 
   chunk_s, resident   seconds of every chunk, and bytes resident after it (not on the clock)
   decode_s            seconds of every greedy token behind the prefill
+  yard_s              with `yardstick`: seconds of a fixed product of matrices after every chunk, on the same thread
   units               cache length per KV head after the prefill (the longest layer)
   kv_final_bytes      K and V that are held then
   kv_peak_bytes       stock and peers: the most K and V that lived at any cache update. Ours: all of one slot, allocated
@@ -22,6 +23,7 @@ What a case measures:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import json
@@ -216,7 +218,7 @@ def settings_of(options: argparse.Namespace, folder: str, **others: Any) -> dict
     """What a case is told."""
     torch.set_num_threads(options.threads)  # so that the record tells what the cases ran with
     return {name: getattr(options, name) for name in ("tokens", "budget", "chunk", "decode", "threads")} | {
-        "folder": folder} | others
+        "folder": folder, "yardstick": False} | others
 
 
 # -- the cases --------------------------------------------------------------------------------------------------------
@@ -305,23 +307,35 @@ async def ours(told: SimpleNamespace) -> dict[str, Any]:
             await decode(context, WARM_UP)
         before, prefill = whole.growth(), HighWater()
         async with runtime.open("timed", raw=True) as context:
-            chunk_s, resident = [], []
+            chunk_s, resident, yard_s = [], [], []
             for piece in ids.split(told.chunk):
                 given = piece.tolist()
                 began = time.perf_counter()
                 await context.feed(given)
                 chunk_s.append(time.perf_counter() - began)
                 resident.append(resident_bytes())
+                if told.yardstick:
+                    yard_s.append(await asyncio.wrap_future(runtime.worker.submit("yardstick", yardstick)))
             after, units = prefill.growth(), context.memory.units
             decode_s = await decode(context, told.decode)
         memory, shape = runtime.memory, engine.shape
         pair = 2 * shape.kv_heads * shape.head_dim * shape.item_bytes
         return {"tokens": len(ids), "chunk_s": chunk_s, "resident": resident, "decode_s": decode_s, "units": max(units),
+                "yard_s": yard_s,
                 "kv_peak_bytes": memory.slot_bytes, "kv_final_bytes": sum(units) * pair,
                 "rss_prefill_bytes": after, "rss_total_bytes": max(before, prefill.base - whole.base + after),
                 "parameters": sum(p.numel() for p in engine.policy.heads.parameters()),
                 "memory": {name: getattr(memory, name) for name in memory.__struct_fields__}
                 | {"formula_bytes": engine.pool.formula_bytes()}}
+
+
+def yardstick() -> float:
+    """Seconds of a fixed piece of work, on the thread that it is called on: how fast the machine is just now."""
+    a = torch.ones(1024, 1024)
+    began = time.perf_counter()
+    for _ in range(3):
+        torch.mm(a, a)
+    return time.perf_counter() - began
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from hypothesis import strategies as st
 from locret_stream.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed")
 
 from locret_stream.kernels.triton import compact_units as compact_file  # noqa: E402

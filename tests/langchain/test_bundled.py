@@ -64,6 +64,7 @@ def test_a_fact_of_the_first_turn_is_known_in_turn_200(tmp_path: Path):
     expect_bounded(history, memory, 100)
 
 
+@pytest.mark.slow
 async def test_thirty_two_threads_recall_their_own_secret_and_nobody_elses(tmp_path: Path):
     facts = tasks.make_facts(random.Random(11), 32, forms=tasks.FORMS[:2])
     model = LocretChatModel(model="bundled", store=str(tmp_path), max_live=8, max_tokens=8)
