@@ -274,6 +274,20 @@ def start(*args: object, **more: object) -> subprocess.Popen[str]:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **more)
 
 
+def wait_until_idle(process: subprocess.Popen) -> None:
+    """Until it has used no CPU for half a second: whatever it was given is read."""
+    used, still = None, 0
+    for _ in range(600):
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        now = int(fields[11]) + int(fields[12])
+        still = still + 1 if now == used else 0
+        if still >= 5:
+            return
+        used = now
+        time.sleep(0.1)
+    raise AssertionError("the process never came to rest")
+
+
 def wait_for(process: subprocess.Popen[str], word: str) -> None:
     for line in process.stderr:
         if word in line:
@@ -432,7 +446,7 @@ def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path,
         wait_for(process, "reading stdin")
         process.stdin.write("All work and no play.\n" * 200)
         process.stdin.flush()
-        time.sleep(2)
+        wait_until_idle(process)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
