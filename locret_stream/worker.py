@@ -115,11 +115,14 @@ class Worker:
             return [self._pop(key) for key in keys]
 
     def _wait_for_the_others(self, group: Hashable) -> None:
-        """Until all that took the last step of the group together are back, with whatever work, or for a moment."""
+        """Until all that took the last step of the group together are back, with whatever work, or for a moment; not
+        while there is other work."""
         last_group, keys, seconds = self._last
         least, share, most = _PATIENCE_S
         deadline = time.monotonic() + min(max(least, share * seconds), most)
-        while last_group == group and not self._closed and any(key not in self._queues for key in keys):
+        while last_group == group and not self._closed and (
+                any(key not in self._queues for key in keys)
+                and all(self._queues[key][0].group == group for key in self._turns)):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -140,13 +143,16 @@ class Worker:
         with torch.no_grad():
             while (works := self._next()) is not None:
                 if works and works[0].group is not None:
-                    started, ahead = time.monotonic(), works[0].ahead
-                    self._run_joint(works)
-                    if ahead is not None and not self._turns:
-                        ahead()
-                    self._last = *self._last[:2], time.monotonic() - started
+                    self._take_joint(works)
                 elif works:
                     self._run(works)
+
+    def _take_joint(self, works: list[_Work]) -> None:
+        started, ahead = time.monotonic(), works[0].ahead
+        # Only behind a step that ran: what it left to be done ahead may be of contexts that are gone by the next one.
+        if self._run_joint(works) and ahead is not None and not self._turns:
+            ahead()
+        self._last = *self._last[:2], time.monotonic() - started
 
     @staticmethod
     def _run(works: list[_Work]) -> None:
@@ -166,19 +172,20 @@ class Worker:
             future.set_result(result)
 
     @staticmethod
-    def _run_joint(works: list[_Work]) -> None:
-        """Run a joint step for those of its members that were not cancelled meanwhile."""
+    def _run_joint(works: list[_Work]) -> bool:
+        """Run a joint step for those of its members that were not cancelled meanwhile; whether it ran to its end."""
         running = [work for work in works if work.future.set_running_or_notify_cancel()]
         works.clear()
         if not running:
-            return
+            return False
         futures, items, step = [work.future for work in running], [work.item for work in running], running[0].step
         running.clear()
+        ran = True
         try:
             results = list(step(items))
             assert len(results) == len(futures), "a joint step gives one result per item"
         except BaseException as error:
-            results = [error] * len(futures)
+            ran, results = False, [error] * len(futures)
         del step
         items.clear()
         for future, result in zip(futures, results, strict=True):
@@ -186,6 +193,7 @@ class Worker:
                 _fail(future, result)
             else:
                 future.set_result(result)
+        return ran
 
 
 def _fail(future: Future, error: BaseException) -> None:

@@ -264,6 +264,33 @@ def test_what_can_be_done_ahead_is_done_when_nothing_else_waits(worker: Worker):
     assert ran == [[1], "other", [2], "ahead"]
 
 
+def test_nothing_is_done_ahead_behind_a_step_that_did_not_run(worker: Worker):
+    ran: list[str] = []
+
+    def fails(items):
+        raise KeyError("all")
+
+    gate = Gate(worker)
+    cancelled = worker.submit_joint("a", "g", 1, Together(), lambda: ran.append("cancelled"))
+    assert cancelled.cancel()
+    gate.open.set()
+    with pytest.raises(KeyError):
+        worker.submit_joint("b", "g", 1, fails, lambda: ran.append("failed")).result(WAIT_S)
+    worker.submit("c", lambda: None).result(WAIT_S)
+    assert ran == []
+
+
+def test_a_joint_step_does_not_wait_for_its_members_while_others_have_work(worker: Worker, patient):
+    gate, step = Gate(worker), Together()
+    both = [worker.submit_joint(key, "g", key, step) for key in (1, 2)]
+    gate.open.set()
+    assert [future.result(WAIT_S) for future in both] == [2, 4]
+    early = worker.submit_joint(1, "g", 1, step)
+    time.sleep(0.05)
+    assert not early.done()
+    assert worker.submit("feed", lambda: "read").result(WAIT_S) == "read" and early.result(WAIT_S) == 2
+
+
 def test_closing_ends_a_joint_step_that_waits(patient):
     worker, step = Worker("locret-test"), Together()
     gate = Gate(worker)
@@ -272,7 +299,9 @@ def test_closing_ends_a_joint_step_that_waits(patient):
     assert [future.result(WAIT_S) for future in both] == [2, 4]
     waits = worker.submit_joint(1, "g", 1, step)
     time.sleep(0.02)
+    started = time.monotonic()
     worker.close()
+    assert time.monotonic() - started < WAIT_S / 4
     with pytest.raises(ContextClosed):
         waits.result(WAIT_S)
     assert not worker._thread.is_alive()

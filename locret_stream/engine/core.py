@@ -245,6 +245,7 @@ class Engine:
         Those with just one pending id without units, as all have after their first step, share one forward; it agrees
         with a forward of each alone to 1e-5 (fp32).
         """
+        self._decoding = []  # whoever took an earlier step may be closed, and the slot another's
         self._run_shared([one.state for one in asked])
         chosen: list[int | Exception] = []
         for one in asked:
@@ -260,6 +261,7 @@ class Engine:
     def run_ahead(self) -> None:
         """The forward of the next `decode`, should the same contexts go on: while what they chose is handed out.
 
+        Right behind that step and nothing else: what it writes lies in tails that nobody else has written since.
         Its units are provisional as all before a commit, so it shows only in that the next step has less to do.
         """
         states, self._decoding = self._decoding, []

@@ -7,6 +7,8 @@ from step to step is in one small tensor, so that on CUDA the whole step is a gr
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +22,9 @@ from locret_stream.models import Attended, LayerCall
 
 if TYPE_CHECKING:
     from locret_stream.engine.core import Engine
+
+
+_capturing = threading.Lock()  # one capture at a time in a process
 
 
 @dataclass(slots=True)
@@ -38,8 +43,9 @@ class Decoder:
     """
 
     def __init__(self, engine: Engine):
-        self.engine = engine
-        self._graphed = engine.attachment.device.type == "cuda" and os.environ.get("LOCRET_CUDA_GRAPHS") != "0"
+        self.engine = weakref.proxy(engine)  # which owns this: the pool's memory is freed when it goes
+        self._graphed = (engine.triton and engine.attachment.device.type == "cuda"
+                         and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph] = {}
 
     def run(self, states: Sequence[EngineState]) -> None:
@@ -50,7 +56,8 @@ class Decoder:
         for a, (state, count) in enumerate(zip(states, counts, strict=True)):
             with state.lock:
                 if not state.away:
-                    state.tail_hidden, state.tail_logits = hidden[a:a + 1], logits[a]
+                    # Copies: a row would keep the whole batch.
+                    state.tail_hidden, state.tail_logits = hidden[a:a + 1].clone(), logits[a].clone()
                     state.provisional = count + 1
 
     def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -64,11 +71,13 @@ class Decoder:
             return self._forward(torch.tensor(rows, device=self.engine.attachment.device))
         size = 1 << (len(states) - 1).bit_length()
         batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows], pin_memory=True)
-        graph = self._graphs.get(size)
-        if graph is None:
-            graph = self._graphs[size] = _Graph(self._forward, batch.to(self.engine.attachment.device))
-        hidden, logits = graph.replay(batch)
-        return hidden[:len(states)].clone(), logits[:len(states)].clone()
+        with torch.cuda.device(self.engine.attachment.device):
+            graph = self._graphs.get(size)
+            if graph is None:
+                with _capturing:
+                    graph = self._graphs[size] = _Graph(self._forward, batch.cuda())
+            hidden, logits = graph.replay(batch)
+        return hidden[:len(states)], logits[:len(states)]
 
     def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets."""
@@ -111,7 +120,8 @@ class _Graph:
                 forward(batch)
         torch.cuda.current_stream().wait_stream(beside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads may use the device
+        # On a stream of its own: torch's default one belongs to the device that was first. Other threads may go on.
+        with torch.cuda.graph(self._graph, stream=beside, capture_error_mode="thread_local"):
             self._out = forward(batch)
 
     def replay(self, batch: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,14 +98,17 @@ def _readable(path: str | Path) -> Iterator[None]:
 def in_passing(work: Callable[[], T]) -> T:
     """The result of `work` in a thread of its own. Ctrl-C does not wait for it: the thread ends with the process."""
     done: Future[T] = Future()
+    threading.Thread(target=_settle, args=(done, work), name="locret-start", daemon=True).start()
+    try:
+        return done.result()
+    finally:
+        del done  # an error holds the frames it went through: with this it would hold itself, and the model
 
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(result)
 
-    threading.Thread(target=run, name="locret-start", daemon=True).start()
-    return done.result()
+def _settle(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
+    finally:
+        del done

@@ -175,6 +175,32 @@ def test_running_ahead_never_raises_and_what_failed_is_tried_again():
     assert token == int(engine.logits(fresh).argmax())
 
 
+def test_nothing_is_run_ahead_for_a_context_whose_slot_is_another_s():
+    """A step whose members are gone by the next one: the slot's next owner keeps every bit."""
+    engine = engine_of()
+    old, owner = engine.open(0), None
+    feed(engine, old, ids_of(11))
+    assert engine.decode([NextToken(old, lambda logits: 5)]) == [5]  # other work waits, so nothing is run ahead
+    owner = engine.open(0)
+    feed(engine, owner, ids_of(64, seed=5))
+    before = engine.export(owner)
+    assert engine.decode([]) == []
+    engine.run_ahead()
+    assert_same(engine.export(owner), before)
+
+
+def test_a_row_of_a_batch_does_not_keep_the_batch():
+    engine = engine_of()
+    states = [engine.open(slot) for slot in range(3)]
+    for state in states:
+        feed(engine, state, ids_of(12))
+    for _ in range(2):
+        together(engine, states, [1, 2, 3])
+    for state in states:
+        for tensor in (state.tail_logits, state.tail_hidden):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_nobody_else_is_written_to():
     """A context that takes no part keeps its tail, its provisional units included."""
     engine = engine_of()
