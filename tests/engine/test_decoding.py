@@ -78,6 +78,24 @@ def test_contexts_that_join_and_leave_are_each_what_they_are_alone(on: str, poli
         assert all(peak <= units + CHUNK for peak, units in zip(state.peaks, engine.budgets, strict=True))
 
 
+@pytest.mark.parametrize("on", ["llama", "gemma3", "gpt-oss", "smollm3"])
+def test_a_step_agrees_with_a_forward_of_the_same_tokens_at_once(on: str):
+    """Layers of unequal budgets, all full, so that every layer has ranks of its own."""
+    engine = build("locret", on=model(on), units=UNITS, chunk_size=CHUNK, slots=3, allocation=(0.8, 1.0, 1.2))
+    ids, reply = ids_of(64 + 3), [5, 6, 7]
+    states = [engine.open(slot) for slot in (2, 0)]
+    for state in states:
+        feed(engine, state, ids)
+        engine.logits(state)
+    assert len(set(states[0].store.counts)) > 1
+    for token in reply:
+        together(engine, states, [token, token])
+    at_once = engine.open(1)
+    feed(engine, at_once, [*ids, *reply])
+    for state in states:
+        torch.testing.assert_close(engine.logits(state), engine.logits(at_once), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_a_step_together_is_one_forward(monkeypatch):
     engine, shapes = engine_of(), []
     states = [engine.open(slot) for slot in range(4)]
