@@ -26,6 +26,7 @@ from locret_stream import (
 )
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.models import attach, detach
+from locret_stream.runtime import core as runtime_core
 from tests.context.support import (
     CHUNK,
     TEXT,
@@ -411,3 +412,23 @@ def test_ctrl_c_in_a_sync_context_stops_the_work_and_waits_for_it(folder: str):
             ctx.feed([9])  # free at once
             assert ctx.ask("q", max_new_tokens=1) is not None
     assert not our_threads()
+
+
+def test_a_start_that_ctrl_c_ends_opens_nothing_and_can_be_made_again(monkeypatch):
+    """Also when the thread that loads is done only afterwards."""
+    runtime, built = unstarted(), []
+
+    def interrupted(work):
+        built.append(work())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_core, "in_passing", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.start()
+    assert built and not runtime.running
+    with pytest.raises(ContextClosed):
+        runtime.open()
+    runtime.start()
+    assert runtime.running
+    asyncio.run(runtime.aclose())

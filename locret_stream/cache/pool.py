@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locret_stream.config import ModelShape
+from locret_stream.config import ModelShape, unit_bytes
 
 
 @dataclass(slots=True)
@@ -90,7 +90,8 @@ class Pool:
 
     def formula_bytes(self) -> int:
         """The printed formula of this module, worked out: what `bytes_resident` must equal."""
-        shape, item = self.shape, self.layers[0].keys.element_size()
-        units = sum((budget + self.chunk_size) * ((3 if rotates else 2) * shape.head_dim * item + 4 * self.planes + 8)
+        shape = self.shape
+        units = sum((budget + self.chunk_size) * unit_bytes(shape, self.planes, key_copies=2 if rotates else 1)
                     for budget, rotates in zip(self.budgets, self.rope, strict=True))
-        return self.slots * shape.kv_heads * units + shape.kv_heads * max(self.budgets) * max(shape.head_dim * item, 8)
+        row = max(shape.head_dim * shape.item_bytes, 8)
+        return self.slots * shape.kv_heads * units + shape.kv_heads * max(self.budgets) * row

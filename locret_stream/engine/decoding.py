@@ -6,6 +6,7 @@ from step to step is in one small tensor, so that on CUDA the whole step is a gr
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from locret_stream.engine.core import Engine
 
 
+_log = logging.getLogger(__name__)
 _capturing = threading.Lock()  # one capture at a time in a process
 
 
@@ -67,17 +69,31 @@ class Decoder:
                 [each.slot for each in store]]
         for layer in range(self.engine.shape.layers):
             rows.append([each.counts[layer] + count for each, count in zip(store, counts, strict=True)])
-        if not self._graphed:
-            return self._forward(torch.tensor(rows, device=self.engine.attachment.device))
-        size = 1 << (len(states) - 1).bit_length()
-        batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows], pin_memory=True)
-        with torch.cuda.device(self.engine.attachment.device):
-            graph = self._graphs.get(size)
-            if graph is None:
+        device = self.engine.attachment.device
+        if self._graphed:
+            size = 1 << (len(states) - 1).bit_length()
+            batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows],
+                                 pin_memory=torch.cuda.is_available())
+            with torch.cuda.device_of(self.engine.pool.scratch):
+                graph = self._graph_of(size, batch.to(device))
+                if graph is not None:
+                    hidden, logits = graph.replay(batch)
+                    return hidden[:len(states)], logits[:len(states)]
+        return self._forward(torch.tensor(rows, device=device))
+
+    def _graph_of(self, size: int, batch: Tensor) -> _Graph | None:
+        """The graph of that batch size; None if the model's forward cannot be captured, as where it waits for the
+        device. That is said once, and all steps run without graphs from then on."""
+        if size not in self._graphs:
+            try:
                 with _capturing:
-                    graph = self._graphs[size] = _Graph(self._forward, batch.cuda())
-            hidden, logits = graph.replay(batch)
-        return hidden[:len(states)], logits[:len(states)]
+                    self._graphs[size] = _Graph(self._forward, batch)
+            except RuntimeError as error:
+                _log.warning("decoding goes on without CUDA graphs, more slowly: this model's forward cannot be "
+                             "captured (%s)", error)
+                self._graphed = False
+                self._graphs.clear()
+        return self._graphs.get(size)
 
     def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets."""

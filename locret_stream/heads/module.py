@@ -22,6 +22,7 @@ from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
 from locret_stream.heads.published import infer_sizes, read_published
 from locret_stream.kernels import score_units
+from locret_stream.kernels.reference import project
 
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 
@@ -93,9 +94,7 @@ class RetainingHeads(nn.Module):
         x = x.to(weight.dtype)
         if self.config.input_norm:
             x = nn.functional.layer_norm(x, x.shape[-1:])
-        hidden, last = self.act(self.fc1[layer](x)).float(), self.fc2[layer]
-        bias = None if last.bias is None else last.bias.float()
-        return nn.functional.linear(hidden, last.weight.float(), bias).transpose(1, 2)
+        return project(self.act(self.fc1[layer](x)), self.fc2[layer].weight, self.fc2[layer].bias)
 
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write heads.safetensors and heads.json; each file is replaced whole or not at all."""

@@ -74,8 +74,9 @@ def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: 
 
 
 def project(hidden: Tensor, fc2: Tensor, bias2: Tensor | None) -> Tensor:
-    """hidden [T, W] after the activation, in fp32 from here on -> [H, T]."""
-    return torch.nn.functional.linear(hidden.float(), fc2.float(), None if bias2 is None else bias2.float()).t()
+    """hidden [..., T, W] after the activation, in fp32 from here on -> [..., H, T]."""
+    bias = None if bias2 is None else bias2.float()
+    return torch.nn.functional.linear(hidden.float(), fc2.float(), bias).transpose(-1, -2)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
@@ -100,15 +101,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, w
     Returns:
         [H*G, R, D] of q's dtype, and the log-sum-exp of the rows [H*G, R] fp32, sinks included.
     """
-    heads, count, _ = k.shape
+    count = k.shape[1]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
     rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
         logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
-        total = logits.logsumexp(-1)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.float().view(heads, -1, 1))
+        total = log_sum(logits, sinks)
         weights = (logits - total[..., None]).exp()
         out[:, part] = torch.einsum("hgrn,hnd->hgrd", weights, v.float()).flatten(0, 1).to(q.dtype)
         lse[:, part] = total.flatten(0, 1)
@@ -124,6 +123,12 @@ def masked_logits(q: Tensor, k: Tensor, scale: float, ranks: Tensor, *, window: 
         logits = softcap * torch.tanh(logits / softcap)
     distance = ranks[:, None] - torch.arange(count, device=q.device)
     return logits.masked_fill((distance < 0) | (distance >= (window or count + 1)), float("-inf"))
+
+
+def log_sum(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Log-sum-exp [H, G, R] of logits [H, G, R, N], with the extra logit `sinks` [H*G] of each query head."""
+    total = logits.logsumexp(-1)
+    return total if sinks is None else torch.logaddexp(total, sinks.float().view(*logits.shape[:2], 1))
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
@@ -179,11 +184,6 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
         logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
-        if lse is not None:
-            total = lse[:, part].reshape(heads, -1, logits.shape[2])
-        else:
-            total = logits.logsumexp(-1)
-            if sinks is not None:
-                total = torch.logaddexp(total, sinks.float().view(heads, -1, 1))
+        total = log_sum(logits, sinks) if lse is None else lse[:, part].reshape(heads, -1, logits.shape[2])
         sums += (logits - total[..., None]).exp().sum((1, 2))
     return sums

@@ -196,19 +196,8 @@ class Runtime:
         # In a thread that ends, so that torch's threads which serve it end with it. Left behind they would outnumber
         # the cores, and OpenMP lets those of the engine's thread sleep then between any two operations: decoding on a
         # CPU took half as long again.
-        in_passing(self._start)
-
-    def _start(self) -> None:
-        model, tokenizer = self.load()
-        attachment = attach(model, self._attn, self._number)
-        try:
-            self.codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
-            ends = getattr(model.generation_config, "eos_token_id", None)
-            self.frames = ChatFrame(self.codec, tokenizer, template=self._template, eos=ends)
-            self.engine = self._engine(attachment)
-        except BaseException:
-            detach(model, self._attn, self._number)
-            raise
+        # Only what came back counts: a start that Ctrl-C ends here opens nothing, whenever that thread is done.
+        model, tokenizer, attachment, self.codec, self.frames, self.engine = in_passing(self._build)
         self.model, self.tokenizer, self.attachment = model, tokenizer, attachment
         self.worker: Worker = share_worker(attachment)
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
@@ -218,6 +207,19 @@ class Runtime:
         numbers = list(range(self.max_live + self.scratch))
         self._live_slots, self._scratch_slots = Slots(numbers[:self.max_live]), Slots(numbers[self.max_live:])
         self._open = True
+
+    def _build(self) -> tuple[Any, Any, Attachment, TextCodec, ChatFrame, Engine]:
+        """The long part of starting. Nothing of this runtime changes."""
+        model, tokenizer = self.load()
+        attachment = attach(model, self._attn, self._number)
+        try:
+            codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
+            ends = getattr(model.generation_config, "eos_token_id", None)
+            frames = ChatFrame(codec, tokenizer, template=self._template, eos=ends)
+            return model, tokenizer, attachment, codec, frames, self._engine(attachment)
+        except BaseException:
+            detach(model, self._attn, self._number)
+            raise
 
     def _engine(self, attachment: Attachment) -> Engine:
         heads = self._load_heads(attachment)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from locret_stream.engine import Engine, EngineState, NextToken
+from locret_stream.engine import Engine, EngineState, NextToken, decoding
 from tests.kit import EVICTING, Boom, assert_same, build, failing_in_layer, feed, ids_of, model
 
 CHUNK, UNITS = 8, 20
@@ -217,6 +217,53 @@ def test_a_row_of_a_batch_does_not_keep_the_batch():
     for state in states:
         for tensor in (state.tail_logits, state.tail_hidden):
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_forward_that_cannot_be_captured_runs_without_graphs_and_says_so_once(monkeypatch, caplog):
+    engine, tried = engine_of(), []
+
+    def refuses(forward, batch):
+        tried.append(tuple(batch.shape))
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(decoding, "_Graph", refuses)
+    engine.decoder._graphed = True
+    states = [engine.open(slot) for slot in range(3)]
+    for state in states:
+        feed(engine, state, ids_of(12))
+    for _ in range(3):
+        together(engine, states, [1, 2, 3])
+    assert len(tried) == 1 and caplog.text.count("without CUDA graphs") == 1
+    alone = engine.open(4)
+    feed(engine, alone, [*ids_of(12), 1, 1, 1])
+    torch.testing.assert_close(engine.logits(states[0]), engine.logits(alone), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_graphs_are_padded_with_copies_of_the_first_row(monkeypatch):
+    """The graph itself, replaced here by the forward that it would replay."""
+    engine, sizes = engine_of(), []
+
+    class Plain:
+        def __init__(self, forward, batch):
+            self.forward = forward
+            sizes.append(batch.shape[1])
+
+        def replay(self, batch):
+            return self.forward(batch)
+
+    monkeypatch.setattr(decoding, "_Graph", Plain)
+    plain, states = [engine.open(slot) for slot in range(3)], [engine.open(slot) for slot in range(3, 6)]
+    for state in (*plain, *states):
+        feed(engine, state, ids_of(12))
+    for tokens in ([1, 2, 3], [4, 5, 6]):
+        engine.decoder._graphed = False
+        expected = together(engine, plain, tokens)
+        engine.decoder._graphed = True
+        for found, logits in zip(together(engine, states, tokens), expected, strict=True):
+            torch.testing.assert_close(found, logits, rtol=TOLERANCE, atol=TOLERANCE)
+    assert 4 in sizes and len(sizes) == len(set(sizes)), "one graph per power of two"
+    for one, other in zip(plain, states, strict=True):
+        assert_same(engine.export(other), engine.export(one))
 
 
 def test_nobody_else_is_written_to():
