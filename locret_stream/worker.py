@@ -64,7 +64,7 @@ class Worker:
         return self._queue(key, _Work(Future(), step))
 
     def submit_joint(self, key: Hashable, group: Hashable, item: I,
-                     step: Callable[[Sequence[I]], Sequence[T | Exception]],
+                     step: Callable[[Sequence[I]], Sequence[T | BaseException]],
                      ahead: Callable[[], None] | None = None) -> Future[T]:
         """Queue an item of the context `key` for a step that all waiting contexts of that group take together.
 

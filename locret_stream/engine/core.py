@@ -91,8 +91,7 @@ class Engine:
             twin = EngineState(UnitStore(self.pool, slot), dict(state.policy_state))
             twin.store.copy_from(state.store, state.provisional)
             twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
-            twin.last_hidden, twin.tail_hidden, twin.tail_logits = (state.last_hidden, state.tail_hidden,
-                                                                    state.tail_logits)
+            twin.last_hidden, twin.tail_logits = state.last_hidden, state.tail_logits
             twin.committed_ids, twin.peaks = state.committed_ids.copy(), list(state.peaks)
             return twin
 
@@ -143,7 +142,7 @@ class Engine:
         """Let go of the slot; returns it. The units are elsewhere, and nothing but `bring_back` may use the state."""
         self._check(state)
         with state.lock:
-            state.away, state.provisional, state.tail_hidden, state.tail_logits = True, 0, None, None
+            state.away, state.provisional, state.tail_logits = True, 0, None
         return state.store.slot
 
     def bring_back(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
@@ -202,7 +201,7 @@ class Engine:
         self._check(state)
         assert self.ready(state), "commit needs a whole chunk pending"
         ids = state.pending[:self.chunk_size]
-        state.provisional, state.tail_hidden, state.tail_logits = 0, None, None  # their place in the tail is used now
+        state.provisional, state.tail_logits = 0, None  # their place in the tail is used now
         scorer = Scorer(self, state)
         hidden = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
@@ -231,15 +230,14 @@ class Engine:
             self.decoder.run([state])
         elif new:
             hidden = self._forward(state, new, state.provisional, None)
-            state.tail_hidden, state.tail_logits = hidden[:, -1:].clone(), None
+            state.tail_logits = self.attachment.logits(hidden[:, -1:])[0, -1].float()
             state.provisional += len(new)
-        if state.tail_logits is None:
-            state.tail_logits = self.attachment.logits(state.tail_hidden)[0, -1].float()
+        assert state.tail_logits is not None
         state.peaks = [max(peak, count + state.provisional)
                        for peak, count in zip(state.peaks, state.store.counts, strict=True)]
         return state.tail_logits
 
-    def decode(self, asked: Sequence[NextToken]) -> list[int | Exception]:
+    def decode(self, asked: Sequence[NextToken]) -> list[int | BaseException]:
         """One step of several contexts: for each the id it chose, which is accepted, or what went wrong with it alone.
 
         Those with just one pending id without units, as all have after their first step, share one forward; it agrees
@@ -247,13 +245,13 @@ class Engine:
         """
         self._decoding = []  # whoever took an earlier step may be closed, and the slot another's
         self._run_shared([one.state for one in asked])
-        chosen: list[int | Exception] = []
+        chosen: list[int | BaseException] = []
         for one in asked:
             try:
                 token = one.choose(self.logits(one.state))
                 self.accept(one.state, [token])
                 chosen.append(token)
-            except Exception as error:
+            except BaseException as error:  # whatever it is, what the others chose is accepted already
                 chosen.append(error)
         self._decoding = [one.state for one in asked]
         return chosen

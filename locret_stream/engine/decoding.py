@@ -54,16 +54,15 @@ class Decoder:
         """Give each state's next pending id provisional units, and know the logits behind it. A state that was put away
         meanwhile stays as it is: what was written lies in the tail of a slot whose next user writes it anew."""
         counts = [state.provisional for state in states]
-        hidden, logits = self._step(states, counts)
+        logits = self._step(states, counts)
         for a, (state, count) in enumerate(zip(states, counts, strict=True)):
             with state.lock:
                 if not state.away:
-                    # Copies: a row would keep the whole batch.
-                    state.tail_hidden, state.tail_logits = hidden[a:a + 1].clone(), logits[a].clone()
+                    state.tail_logits = logits[a].clone()  # a row would keep the whole batch
                     state.provisional = count + 1
 
-    def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states [A, 1, hidden] and logits [A, vocab] fp32 of the ids behind the first `counts` pending ones."""
+    def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> Tensor:
+        """Logits [A, vocab] fp32 of the ids behind the first `counts` pending ones."""
         store = [state.store for state in states]
         rows = [[state.pending[count] for state, count in zip(states, counts, strict=True)],
                 [each.slot for each in store]]
@@ -77,8 +76,7 @@ class Decoder:
             with torch.cuda.device_of(self.engine.pool.scratch):
                 graph = self._graph_of(size, batch.to(device))
                 if graph is not None:
-                    hidden, logits = graph.replay(batch)
-                    return hidden[:len(states)], logits[:len(states)]
+                    return graph.replay(batch)[:len(states)]
         return self._forward(torch.tensor(rows, device=device))
 
     def _graph_of(self, size: int, batch: Tensor) -> _Graph | None:
@@ -95,8 +93,9 @@ class Decoder:
                 self._graphs.clear()
         return self._graphs.get(size)
 
-    def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets."""
+    def _forward(self, batch: Tensor) -> Tensor:
+        """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets. Logits [A, vocab]
+        fp32."""
         engine, attachment, tables = self.engine, self.engine.attachment, self.engine.tables
         slots = batch[1]
         # Layers of one budget have always equally many units, and those of one table turn alike.
@@ -121,13 +120,13 @@ class Decoder:
                                     window=engine.shape.sliding[layer], softcap=call.softcap, sinks=call.sinks)
 
         hidden = attachment.hidden(batch[0][:, None], step)
-        return hidden, attachment.logits(hidden)[:, -1].float()
+        return attachment.logits(hidden)[:, -1].float()
 
 
 class _Graph:
-    """A CUDA graph of one batch size. Its inputs and outputs have fixed addresses, as the pool has."""
+    """A CUDA graph of one batch size. Its input and output have fixed addresses, as the pool has."""
 
-    def __init__(self, forward: Callable[[Tensor], tuple[Tensor, Tensor]], batch: Tensor):
+    def __init__(self, forward: Callable[[Tensor], Tensor], batch: Tensor):
         self._batch = batch
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
@@ -140,8 +139,8 @@ class _Graph:
         with torch.cuda.graph(self._graph, stream=beside, capture_error_mode="thread_local"):
             self._out = forward(batch)
 
-    def replay(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs are overwritten by the next replay."""
+    def replay(self, batch: Tensor) -> Tensor:
+        """The output is overwritten by the next replay."""
         self._batch.copy_(batch, non_blocking=True)
         self._graph.replay()
         return self._out

@@ -37,8 +37,7 @@ class EngineState:
         self.provisional = 0
         self.peaks = [0] * len(store.counts)  # the most units ever held per layer, the tail included
         self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
-        self.tail_hidden: Tensor | None = None  # the same of pending[provisional - 1]
-        self.tail_logits: Tensor | None = None  # [vocab] fp32 behind it, where they are known already
+        self.tail_logits: Tensor | None = None  # [vocab] fp32 behind pending[provisional - 1]
         self.away = False  # the slot is another's
         self.committed_ids: deque[int] = deque(maxlen=HISTORY)
         self.broken = False

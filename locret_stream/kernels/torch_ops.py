@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from locret_stream.kernels import reference
 from locret_stream.kernels.reference import reduced_attention, select_units
@@ -61,7 +62,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
     if window is not None and window >= count:
         window = None
     plain = window is None and softcap is None and sinks is None
-    if not plain or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
+    if not plain or (q.is_cuda and not _flash_can(q, k, v)):
         return reference.prefill_attention(q, k, v, scale, window=window, softcap=softcap, sinks=sinks)
     if q.is_cuda:  # this kernel's causal mask has its ends aligned, and it shares KV heads itself
         out, lse, *_ = _FLASH_CUDA(q[None], k[None], v[None], is_causal=True, scale=scale)
@@ -79,6 +80,11 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
         out = torch.lerp(out, before, torch.sigmoid(before_lse - lse).to(out.dtype)[..., None])
         lse = torch.logaddexp(lse, before_lse)
     return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def _flash_can(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this GPU and torch have the flash kernel for such tensors: dtype, head dimension, generation."""
+    return can_use_flash_attention(SDPAParams(q[None], k[None], v[None], None, 0.0, False, True))
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,

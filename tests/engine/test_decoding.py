@@ -78,16 +78,24 @@ def test_contexts_that_join_and_leave_are_each_what_they_are_alone(on: str, poli
         assert all(peak <= units + CHUNK for peak, units in zip(state.peaks, engine.budgets, strict=True))
 
 
-@pytest.mark.parametrize("on", ["llama", "gemma3", "gpt-oss", "smollm3"])
-def test_a_step_agrees_with_a_forward_of_the_same_tokens_at_once(on: str):
-    """Layers of unequal budgets, all full, so that every layer has ranks of its own."""
-    engine = build("locret", on=model(on), units=UNITS, chunk_size=CHUNK, slots=3, allocation=(0.8, 1.0, 1.2))
+@pytest.mark.parametrize(("on", "allocation"), [("llama", (0.8, 1.0, 1.2)), ("gemma3", (0.8, 1.0, 1.2)),
+                                                ("gpt-oss", (0.8, 1.0, 1.2)), ("smollm3", (0.8, 1.0, 1.2)),
+                                                ("gemma3", "uniform"), ("smollm3", "uniform")])
+def test_a_step_agrees_with_a_forward_of_the_same_tokens_at_once(on: str, allocation):
+    """Layers of unequal budgets, all full, so that every layer has ranks of its own; or of one budget and unlike
+    rotations, so that layers of one rank turn by tables of their own."""
+    engine = build("locret", on=model(on), units=UNITS, chunk_size=CHUNK, slots=3, allocation=allocation)
+    if allocation == "uniform":
+        alike: dict[int, set[int]] = {}
+        for units, tables in zip(engine.budgets, engine.tables.layers, strict=True):
+            alike.setdefault(units, set()).add(id(tables))
+        assert any(len(tables) > 1 for tables in alike.values())
     ids, reply = ids_of(64 + 3), [5, 6, 7]
     states = [engine.open(slot) for slot in (2, 0)]
     for state in states:
         feed(engine, state, ids)
         engine.logits(state)
-    assert len(set(states[0].store.counts)) > 1
+    assert allocation == "uniform" or len(set(states[0].store.counts)) > 1
     for token in reply:
         together(engine, states, [token, token])
     at_once = engine.open(1)
@@ -123,6 +131,9 @@ def test_what_fails_for_one_fails_for_it_alone():
     def boom(logits: Tensor) -> int:
         raise Boom("choice")
 
+    def quit(logits: Tensor) -> int:
+        raise SystemExit("a sampler may raise what it likes")
+
     states[2].broken = True
     found = engine.decode([NextToken(states[0], lambda logits: 5), NextToken(states[1], boom),
                            NextToken(states[2], lambda logits: 6), NextToken(states[3], lambda logits: 7)])
@@ -135,6 +146,8 @@ def test_what_fails_for_one_fails_for_it_alone():
         assert all(isinstance(one, Boom) for one in engine.decode(
             [NextToken(states[n], lambda logits: 5) for n in (0, 3)]))
     assert [state.pending[-1] for state in states] == [5, 2, 3, 7]
+    left, right = engine.decode([NextToken(states[0], lambda logits: 8), NextToken(states[1], quit)])
+    assert left == 8 and isinstance(right, SystemExit)
     assert engine.decode([NextToken(state, lambda logits: 9) for state in states]) == [9] * 4
 
 
@@ -207,6 +220,62 @@ def test_nothing_is_run_ahead_for_a_context_whose_slot_is_another_s():
     assert_same(engine.export(owner), before)
 
 
+def test_a_context_that_is_put_away_is_left_out_of_what_is_run_ahead():
+    """Its slot's next owner keeps every bit, tail included; one put away during the forward knows nothing of it."""
+    engine = engine_of()
+    old, other = engine.open(0), engine.open(1)
+    feed(engine, old, ids_of(CHUNK))  # after a step one id of it is pending
+    feed(engine, other, ids_of(11))
+    together(engine, [old, other], [5, 6])
+    engine.put_away(old)
+    owner = engine.open(0)
+    feed(engine, owner, ids_of(23, seed=5))
+    engine.logits(owner)
+    slot = [tensor[0].clone() for layer in engine.pool.layers for tensor in layer.tensors]
+    engine.run_ahead()
+    assert other.provisional == 4 and (old.provisional, old.tail_logits) == (0, None)
+    for kept, tensor in zip(slot, (t for layer in engine.pool.layers for t in layer.tensors), strict=True):
+        assert torch.equal(tensor[0], kept)
+
+
+def test_a_context_that_is_put_away_during_a_forward_knows_nothing_of_it(monkeypatch):
+    engine = engine_of()
+    state = engine.open(0)
+    feed(engine, state, ids_of(11))
+    together(engine, [state], [5])
+    hidden = engine.attachment.hidden
+
+    def put_away(ids: Tensor, step) -> Tensor:
+        found = hidden(ids, step)
+        engine.put_away(state)
+        return found
+
+    monkeypatch.setattr(engine.attachment, "hidden", put_away)
+    engine.run_ahead()
+    assert (state.provisional, state.tail_logits) == (0, None)
+
+
+def test_a_fork_has_the_tail_of_the_original(monkeypatch):
+    """Units, and the logits behind them: it goes on without a forward, from tensors that are its own."""
+    engine = engine_of()
+    state = engine.open(0)
+    feed(engine, state, ids_of(11))
+    expected = engine.logits(state).clone()
+    twin = engine.fork(state, 1)
+    with failing_in_layer(engine, 0):
+        assert torch.equal(engine.logits(twin), expected)
+    engine.put_away(state)
+    feed(engine, engine.open(0), ids_of(40, seed=3))
+    shapes, run = [], engine.attachment.hidden
+    monkeypatch.setattr(engine.attachment, "hidden", lambda ids, step: shapes.append(ids.shape) or run(ids, step))
+    feed(engine, twin, [5])
+    found = engine.logits(twin)
+    assert shapes == [(1, 1)], "the units of the tail were copied"
+    fresh = engine.open(2)
+    feed(engine, fresh, [*ids_of(11), 5])
+    torch.testing.assert_close(found, engine.logits(fresh), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_a_row_of_a_batch_does_not_keep_the_batch():
     engine = engine_of()
     states = [engine.open(slot) for slot in range(3)]
@@ -215,8 +284,7 @@ def test_a_row_of_a_batch_does_not_keep_the_batch():
     for _ in range(2):
         together(engine, states, [1, 2, 3])
     for state in states:
-        for tensor in (state.tail_logits, state.tail_hidden):
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert state.tail_logits.untyped_storage().nbytes() == state.tail_logits.nbytes
 
 
 def test_a_forward_that_cannot_be_captured_runs_without_graphs_and_says_so_once(monkeypatch, caplog):
