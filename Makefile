@@ -1,10 +1,12 @@
 # Everything runs in .venv, which is made on first use and only remade when the requirements change.
 #   make demo [ARGS="--tokens 50000"]    make test [ARGS="-k laws"]    make lint    make clean
 #   PYTHON=/path/to/python   the interpreter to make .venv from (3.11 or newer)
+#   JOBS=4                   how many tests run at once; 0 for one after another in one process
 #   PIP_FLAGS="..."          further flags for pip, such as --index-url for a CPU-only torch
 
 PIP_FLAGS ?=
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -35,7 +37,7 @@ demo: $(STAMP)
 	@$(BIN)/locret-stream demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

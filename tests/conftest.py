@@ -1,9 +1,12 @@
 """For every test: one thread (models this small only lose time to a second), one hypothesis profile, and, where there
-is no GPU, Triton's interpreter."""
+is no GPU, Triton's interpreter. Under `pytest -n` the processes that tests start have one thread as well."""
 
 from __future__ import annotations
 
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # teams of threads on too few cores wait for each other for ever
 
 import torch
 from hypothesis import HealthCheck, settings
