@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ import torch
 import transformers
 
 RESULTS = Path(__file__).parent / "results"
+SETTINGS = "LOCRET_KERNELS", "LOCRET_CUDA_GRAPHS", "OMP_NUM_THREADS", "TRITON_INTERPRET"  # of the environment
 
 
 def _git(*arguments: str) -> str:
@@ -35,6 +37,13 @@ def hardware() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores, {gib:.0f} GiB{gpu}"
 
 
+def _triton() -> dict[str, str]:
+    try:
+        return {"triton": importlib.metadata.version("triton")}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+
+
 def record(name: str, result: dict[str, Any], *, keep: bool) -> None:
     """Print the result as one JSON object with its circumstances; with `keep` also write it to results/NAME.json."""
     script = Path(sys.argv[0]).name
@@ -44,7 +53,8 @@ def record(name: str, result: dict[str, Any], *, keep: bool) -> None:
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "transformers": transformers.__version__},
+                     "transformers": transformers.__version__} | _triton(),
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "date": datetime.date.today().isoformat(),
         "result": result,
     }
