@@ -26,6 +26,17 @@ def order_keys(scores: Tensor) -> Tensor:
     return (ordered.long() << 32) + ranks
 
 
+def competing_keys(scores: Tensor, sinks: int, stabilizers: int) -> Tensor:
+    """`order_keys`, with the first `sinks` and the last `stabilizers` units above all others; still all different."""
+    count = scores.shape[-1]
+    keys = order_keys(scores)
+    if sinks + stabilizers:
+        above = torch.arange(count, device=keys.device) + ((1 << 63) - 1 - count)
+        for part in (slice(sinks), slice(count - stabilizers, count)):
+            keys[..., part] = above[part]
+    return keys
+
+
 def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int = 0) -> Tensor:
     """Which units stay: scores [H, N] fp32 in time order -> [H, B] int64 slab ranks, ascending.
 
@@ -35,12 +46,7 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
     count = scores.shape[-1]
     if count <= budget:
         return torch.arange(count, device=scores.device).expand(*scores.shape[:-1], count)
-    keys = order_keys(scores)
-    protected = (1 << 63) - 1 - count
-    if sinks:
-        keys[..., :sinks] = protected
-    if stabilizers:
-        keys[..., count - stabilizers:] = protected
+    keys = competing_keys(scores, sinks, stabilizers)
     return keys.topk(budget, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from locret_stream.kernels import reference
-from locret_stream.kernels.reference import reduced_attention, select_units
+from locret_stream.kernels.reference import reduced_attention
 
 __all__ = ["compact_units", "decode_attention", "prefill_attention", "reduced_attention", "score_units",
            "select_units"]
@@ -37,6 +38,16 @@ def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> No
         out = scratch[:keep.numel() * x[0, 0].numel() * x.element_size()].view(x.dtype).view(-1, *x.shape[2:])
         torch.index_select(rows, 0, indices[apart], out=out)
         x[:, :budget].copy_(out.view(heads, budget, *x.shape[2:]))
+
+
+def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int = 0) -> Tensor:
+    """`reference.select_units`: by the least key that stays, which needs no sorting."""
+    count = scores.shape[-1]
+    if scores.is_cuda or count <= budget:
+        return reference.select_units(scores, budget, sinks, stabilizers)
+    keys = reference.competing_keys(scores, sinks, stabilizers)
+    least = torch.from_numpy(numpy.partition(keys.numpy(), count - budget, axis=-1)[..., count - budget, None])
+    return (keys >= least).nonzero()[..., -1].view(*scores.shape[:-1], budget)
 
 
 def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],

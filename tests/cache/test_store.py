@@ -43,12 +43,15 @@ def write_and_commit(store: UnitStore, layer: int, first: int, keep: torch.Tenso
 
 @pytest.mark.parametrize("planes", [1, 3])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_commit_keeps_exactly_the_units_it_is_told(planes: int, layer: int):
+@pytest.mark.parametrize("kept", [[[0, 1, 4, 7], [2, 3, 5, 6]], [[0, 1, 2, 7], [0, 1, 5, 6]],
+                                  [[0, 1, 2, 3], [0, 1, 2, 4]], [[0, 1, 2, 3], [0, 1, 2, 3]]])
+def test_commit_keeps_exactly_the_units_it_is_told(planes: int, layer: int, kept: list[list[int]]):
+    """Whether all, some or none of them move."""
     store = UnitStore(pool_of(planes=planes), 1)
     k1, v1, s1 = write_and_commit(store, layer, 0, None, 1)
     assert store.counts[layer] == 4 and store.positions(layer).tolist() == [[0, 1, 2, 3]] * H
     assert torch.equal(store.scores(layer), s1)
-    keep = torch.tensor([[0, 1, 4, 7], [2, 3, 5, 6]])
+    keep = torch.tensor(kept)
     k2, v2, s2 = write_and_commit(store, layer, 4, keep, 2)
     assert store.counts[layer] == 4 and store.positions(layer).tolist() == keep.tolist()
     for name, parts in (("keys", (k1, k2)), ("values", (v1, v2))):

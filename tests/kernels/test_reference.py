@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_stream.kernels import reference, torch_ops
-from locret_stream.kernels.reference import order_keys, select_units
+from locret_stream.kernels.reference import order_keys
 
+OPERATIONS = [reference, torch_ops]
 awkward = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1.0, -1.0, 1e-45, -1e-45, 3e38])
 score = st.one_of(awkward, st.floats(width=32))
 scores = st.lists(score, min_size=1, max_size=24)
@@ -62,16 +63,17 @@ def test_order_keys_take_half_precision_and_many_dimensions():
     assert torch.equal(order_keys(half), order_keys(half.float()))
 
 
+@pytest.mark.parametrize("ops", OPERATIONS)
 @settings(max_examples=150)
 @given(st.data())
-def test_select_units_against_sorted(data):
+def test_select_units_against_sorted(ops, data):
     values = data.draw(scores)
     count = len(values)
     budget = data.draw(st.integers(1, count + 2))
     sinks = data.draw(st.integers(0, budget))
     stabilizers = data.draw(st.integers(0, budget - sinks))
     other = data.draw(st.permutations(values))
-    found = select_units(torch.tensor([values, other]), budget, sinks, stabilizers)
+    found = ops.select_units(torch.tensor([values, other]), budget, sinks, stabilizers)
     for head, row in zip((values, other), found.tolist(), strict=True):
         if count <= budget:
             expected = list(range(count))
@@ -82,26 +84,36 @@ def test_select_units_against_sorted(data):
         assert row == expected
 
 
-def test_select_units_protects_over_infinite_scores_and_never_prefers_nan():
+@pytest.mark.parametrize("ops", OPERATIONS)
+def test_select_units_protects_over_infinite_scores_and_never_prefers_nan(ops):
     values = torch.tensor([[math.nan, math.inf, math.inf, 0.0, math.nan, math.inf, -math.inf, math.nan]])
-    assert select_units(values, 5, sinks=1, stabilizers=2).tolist() == [[0, 2, 5, 6, 7]]
-    assert select_units(values, 5).tolist() == [[1, 2, 3, 5, 6]]
-    assert select_units(values, 2, sinks=1, stabilizers=1).tolist() == [[0, 7]]
+    assert ops.select_units(values, 5, sinks=1, stabilizers=2).tolist() == [[0, 2, 5, 6, 7]]
+    assert ops.select_units(values, 5).tolist() == [[1, 2, 3, 5, 6]]
+    assert ops.select_units(values, 2, sinks=1, stabilizers=1).tolist() == [[0, 7]]
 
 
-def test_select_units_leaves_scores_alone():
+@pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize(("H", "N", "B", "sinks", "stabilizers"), [
+    (2, 3040, 2784, 4, 32), (3, 352, 96, 0, 96), (8, 4097, 1, 0, 0), (1, 129, 128, 64, 64)])
+def test_select_units_of_many_is_what_sorting_gives(ops, H: int, N: int, B: int, sinks: int, stabilizers: int):
+    values = torch.randn(H, N, generator=torch.Generator().manual_seed(N)).round(decimals=1)  # many are equal
+    keys = order_keys(values)
+    keys[:, :sinks] = keys[:, N - stabilizers:] = torch.iinfo(torch.int64).max
+    expected = keys.sort(dim=-1, descending=True, stable=True).indices[:, :B].sort(dim=-1).values
+    assert torch.equal(ops.select_units(values, B, sinks, stabilizers), expected)
+
+
+@pytest.mark.parametrize("ops", OPERATIONS)
+def test_select_units_leaves_scores_alone(ops):
     values = torch.randn(2, 9)
     before = values.clone()
-    select_units(values, 4, 1, 1)
+    ops.select_units(values, 4, 1, 1)
     assert torch.equal(values, before)
 
 
 def test_order_keys_know_ranks_beyond_float_precision():
     """2^24 and more units: ranks are integers of their own, not sums with scores."""
     assert (order_keys(torch.zeros(2**24 + 9))[-20:].diff() == 1).all()
-
-
-OPERATIONS = [reference, torch_ops]
 
 
 @pytest.mark.parametrize("ops", OPERATIONS)
