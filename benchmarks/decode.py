@@ -1,12 +1,16 @@
 """A token's time in decode against stock transformers at the same cache length: `python benchmarks/decode.py`.
 
-On one random Llama, greedy, every case in a fresh process, in turn:
+On one random Llama, greedy, every case in a process of its own:
 
   face     `ctx.generate` through the public async face: worker, sampling and text included
   engine   the engine alone, in one thread: logits, argmax, accept
   stock    transformers' own forward over a DynamicCache that holds as many units per head, argmax, in a bare loop
 
-    python benchmarks/decode.py --repeats 9
+How fast a shared machine is changes from second to second, so the three stand ready together and take turns: each
+decodes --decode tokens, then the next one, --bursts times; one runs while the others wait. All three caches grow by
+what was decoded. The ratio is the median over the rounds of two neighbours' times.
+
+    python benchmarks/decode.py --repeats 3
     python benchmarks/decode.py --batched --contexts 8 --repeats 5
 
 With --batched: N contexts of the bundled model generate at once (asyncio.gather), and one after the other: tokens of
@@ -20,30 +24,32 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import statistics
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from timing import (
     WARM_UP,
     add_options,
     answer,
     check_options,
-    figures,
     finish,
     in_turn,
     load,
     load_ids,
-    ours,
     ratio,
     run_case,
     runtime_of,
+    serve,
     settings_of,
     spreads,
-    stock,
+    take_turns,
     tiny_llama,
 )
 
@@ -55,31 +61,61 @@ def pending(number: int) -> int:
     return 16 + 3 * number
 
 
+async def face(told: SimpleNamespace) -> AsyncIterator[list[float]]:
+    """The public face; the first thing it yields says that it is ready, as with all of these."""
+    async with runtime_of(told, lambda: load(told)) as runtime, runtime.open("timed", raw=True) as context:
+        await context.feed(load_ids(told).tolist())
+        warm = WARM_UP
+        while True:
+            # The first token of a reply needs no forward: the reply before it ended behind one.
+            at = [time.perf_counter() async for _ in context.generate(max_new_tokens=warm + 1, ignore_eos=True)]
+            yield np.diff(at).tolist()
+            warm = told.decode
+
+
 @torch.no_grad()
-def engine(told: SimpleNamespace) -> dict[str, Any]:
+def engine(told: SimpleNamespace) -> Iterator[list[float]]:
     """The engine without worker, sampling and text."""
     ids, runtime = load_ids(told), runtime_of(told, lambda: load(told))
     runtime.start()
     core = runtime.engine
     state = core.open(0)
-    chunk_s = []
     for piece in ids.split(told.chunk):
-        began = time.perf_counter()
         core.accept(state, piece.tolist())
         core.commit(state)
-        chunk_s.append(time.perf_counter() - began)
-    core.accept(state, [int(core.logits(state).argmax())])  # needs no forward: the commit left what it needs
 
     def step() -> float:
         began = time.perf_counter()
         core.accept(state, [int(core.logits(state).argmax())])
         return time.perf_counter() - began
 
-    for _ in range(WARM_UP):
+    step()  # needs no forward: the commit left what it needs
+    yield [step() for _ in range(WARM_UP)]
+    while True:
+        step()  # the face's first token
+        yield [step() for _ in range(told.decode)]
+
+
+@torch.inference_mode()
+def stock(told: SimpleNamespace) -> Iterator[list[float]]:
+    """transformers over a cache that holds the budget."""
+    from transformers import DynamicCache
+    model, cache, at = load(told), DynamicCache(), told.budget
+    ids = load_ids(told)[None, :told.budget]
+    token = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+    def step() -> float:
+        nonlocal token, at
+        began = time.perf_counter()
+        out = model(input_ids=token, position_ids=torch.tensor([[at]]), past_key_values=cache)
+        token = out.logits[:, -1:].argmax(-1)
+        at += 1
+        return time.perf_counter() - began
+
+    yield [step() for _ in range(WARM_UP)]
+    while True:
         step()
-    core.truncate(state, 1)
-    units = max(state.store.counts)
-    return {"tokens": len(ids), "chunk_s": chunk_s, "decode_s": [step() for _ in range(told.decode)], "units": units}
+        yield [step() for _ in range(told.decode)]
 
 
 async def batched(told: SimpleNamespace, together: bool) -> dict[str, Any]:
@@ -119,21 +155,32 @@ async def batched(told: SimpleNamespace, together: bool) -> dict[str, Any]:
                 "units": [max(context.memory.units) for context in contexts]}
 
 
-CASES = {"face": lambda told: asyncio.run(ours(told)), "engine": engine, "stock": stock,
-         "at once": lambda told: asyncio.run(batched(told, together=True)),
+TURNS = {"face": face, "engine": engine, "stock": stock}
+CASES = {"at once": lambda told: asyncio.run(batched(told, together=True)),
          "in turn": lambda told: asyncio.run(batched(told, together=False))}
 
 
 def one_stream(options: argparse.Namespace) -> None:
+    """All three, in turns."""
     with tiny_llama(options.tokens) as folder:
         told = settings_of(options, folder)
-        held = {"stock": {"tokens": options.budget}}  # so that its cache is as long as ours
-        runs = in_turn(("face", "engine", "stock"), options.repeats, lambda case: run_case(
-            sys.executable, Path(__file__).resolve(), case, told | held.get(case, {})))
-    steps = {case: [figures(run) for run in runs[case]] for case in runs}
-    ratios = {f"decode_ms {case}/stock": ratio(steps[case], steps["stock"], "decode_ms") for case in ("face", "engine")}
-    finish(options, "decode", {case: spreads(steps[case]) for case in steps}, ratios, [],
-           {name: told[name] for name in ("tokens", "budget", "chunk", "decode")})
+        rounds: dict[str, list[float]] = {case: [] for case in TURNS}
+        for repeat in range(options.repeats):
+            print(f"repeat {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
+            for case, spent in take_turns(Path(__file__).resolve(), TURNS, told, options.bursts).items():
+                rounds[case] += [1e3 * statistics.mean(burst) for burst in spent]
+    rows = {case: [{"decode_ms": ms} for ms in found] for case, found in rounds.items()}
+    ratios = {}
+    for case in ("face", "engine"):
+        pairs = [one / other for one, other in zip(rounds[case], rounds["stock"], strict=True)]
+        quarters = statistics.quantiles(pairs, n=4)
+        ratios[f"decode_ms {case}/stock"] = {"of_medians": statistics.median(rounds[case]) / statistics.median(
+            rounds["stock"]), "median_of_rounds": statistics.median(pairs), "quartiles": [quarters[0], quarters[2]],
+            "min": min(pairs), "max": max(pairs)}
+    notes = [f"{name}: {one['median_of_rounds']:.3f}, median of {len(rounds['stock'])} rounds; half of them "
+             f"{one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f}" for name, one in ratios.items()]
+    finish(options, "decode", {case: spreads(found) for case, found in rows.items()}, ratios, notes,
+           {name: told[name] for name in ("tokens", "budget", "chunk", "decode")} | {"bursts": options.bursts})
 
 
 def many_contexts(options: argparse.Namespace) -> None:
@@ -158,14 +205,21 @@ def many_contexts(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, tokens=8192, repeats=5)
+    add_options(parser, tokens=8192, repeats=3)
+    parser.add_argument("--bursts", type=int, default=12, help="turns of each case (default 12)")
     parser.add_argument("--batched", action="store_true", help="several contexts of the bundled model")
     parser.add_argument("--contexts", type=int, default=8, metavar="N", help="with --batched (default 8)")
     options = parser.parse_args()
+    if options.case in TURNS:
+        serve(TURNS[options.case])
+        return
     if options.case:
         answer(CASES[options.case])
         return
     check_options(parser, options)
+    if not 2 <= options.bursts < (options.chunk - WARM_UP - 1) / (options.decode + 1):
+        parser.error(f"--bursts is {options.bursts}; expected at least 2, and fewer tokens in all than --chunk: a "
+                     "commit in between would shorten the cache")
     if options.contexts < 2:
         parser.error(f"--contexts is {options.contexts}; expected at least 2")
     (many_contexts if options.batched else one_stream)(options)

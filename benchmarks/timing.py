@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +104,35 @@ def run_case(python: str, script: Path, case: str, settings: dict[str, Any]) -> 
         sys.exit(f"case {case} ended with status {done.returncode}; why stands above")
     others = (others_seconds() - before) / (time.perf_counter() - began)
     return json.loads(done.stdout) | {"others_cores": max(0.0, others)}
+
+
+def take_turns(script: Path, cases: Iterable[str], settings: dict[str, Any],
+               turns: int) -> dict[str, list[list[float]]]:
+    """What `serve`d cases measure in that many turns each, one at a time, all of them ready beforehand."""
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
+             "OMP_NUM_THREADS": str(settings["threads"])}
+    spent: dict[str, list[list[float]]] = {case: [] for case in cases}
+    with contextlib.ExitStack() as stack:
+        running = {}
+
+        def ask(case: str, line: str) -> list[float]:
+            running[case].stdin.write(line + "\n")
+            running[case].stdin.flush()
+            told = running[case].stdout.readline()
+            if not told:
+                sys.exit(f"case {case} ended; why stands above")
+            return json.loads(told)
+
+        for case in spent:
+            running[case] = stack.enter_context(subprocess.Popen(
+                [sys.executable, str(script), "--case", case], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=os.environ | quiet))
+            stack.callback(running[case].kill)
+            ask(case, json.dumps(settings))
+        for _ in range(turns):
+            for case in spent:
+                spent[case].append(ask(case, ""))
+    return spent
 
 
 def others_seconds() -> float:
@@ -232,6 +261,24 @@ def answer(case: Callable[[SimpleNamespace], dict[str, Any]]) -> None:
         torch.set_num_threads(told.threads)
         found = case(told)
     print(json.dumps(found), file=out, flush=True)
+
+
+def serve(case: Callable[[SimpleNamespace], Iterator[list[float]] | AsyncIterator[list[float]]]) -> None:
+    """In a process of its own: take the case that the first line of stdin describes one step further for every line."""
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), asyncio.Runner() as loop:
+        found: Any = None
+        for line in sys.stdin:
+            if found is None:
+                told = SimpleNamespace(**json.loads(line))
+                torch.set_num_threads(told.threads)
+                found = case(told)
+            step = loop.run(_next(found)) if hasattr(found, "__anext__") else next(found)
+            print(json.dumps(step), file=out, flush=True)
+
+
+async def _next(steps: AsyncIterator[list[float]]) -> list[float]:
+    return await anext(steps)
 
 
 def status_bytes(*names: str) -> int:

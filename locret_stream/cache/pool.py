@@ -42,14 +42,22 @@ class LayerBuffers:
         """
         if len(slots) == 1 and not slots.is_cuda:
             slot, rank = int(slots), int(ranks)
-            self.keys[slot, :, rank], self.values[slot, :, rank] = keys[0, :, 0], values[0, :, 0]
+            _unit(self.keys, slot, rank).copy_(keys)
+            _unit(self.values, slot, rank).copy_(values)
             if self.rotated is not self.keys:
-                self.rotated[slot, :, rank] = rotated[0, :, 0]
+                _unit(self.rotated, slot, rank).copy_(rotated)
             return
         self.keys[slots, :, ranks] = keys[:, :, 0]
         self.values[slots, :, ranks] = values[:, :, 0]
         if self.rotated is not self.keys:
             self.rotated[slots, :, ranks] = rotated[:, :, 0]
+
+
+def _unit(tensor: Tensor, slot: int, rank: int) -> Tensor:
+    """tensor[slot, :, rank] of [S, H, C, D] as [1, H, 1, D], by one operation."""
+    apart, across, along, inside = tensor.stride()
+    return tensor.as_strided((1, tensor.shape[1], 1, tensor.shape[3]), (apart, across, along, inside),
+                             tensor.storage_offset() + slot * apart + rank * along)
 
 
 class Pool:

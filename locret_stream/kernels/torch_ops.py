@@ -105,8 +105,8 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
     if q.shape[2] > 1 or softcap is not None or sinks is not None:
         return reference.decode_attention(q, keys, values, slots, lengths, scale, cos=cos, sin=sin, window=window,
                                           softcap=softcap, sinks=sinks)
-    rows = q.view(len(q), keys.shape[1], -1, q.shape[-1]).split(1)
-    out = []
+    whole = q.view(len(q), keys.shape[1], -1, q.shape[-1])
+    rows, out = whole.split(1) if len(q) > 1 else [whole], []
     for row, slot, length in zip(rows, slots.tolist(), lengths.tolist(), strict=True):
         first = max(0, length - window) if window else 0
         k, v = _units(keys, slot, first, length), _units(values, slot, first, length)
@@ -114,7 +114,7 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
             k = reference.rotate_halves(k, cos[first:length], sin[first:length])
         out.append(F.scaled_dot_product_attention(row, k, v, scale=scale) if q.is_cuda
                    else _FLASH_CPU(row, k, v, scale=scale)[0])
-    return torch.cat(out).view(q.shape)
+    return (torch.cat(out) if len(out) > 1 else out[0]).view(q.shape)
 
 
 def _units(pool: Tensor, slot: int, first: int, length: int) -> Tensor:

@@ -12,6 +12,7 @@ In the shadow
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import sys
@@ -19,6 +20,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +40,12 @@ NAME = "locret"  # of our attention function; has no mask function, so transform
 class LayerCall:
     """One layer's attention, before RoPE: q [B, H*G, T, D], k and v [B, H, T, D].
 
-    `softcap` bounds logits where the model does that (Gemma2); `sinks` [H*G] are extra logits in the softmax's
-    denominator (GPT-OSS).
+    `hidden` [B, T, hidden] is what the attention module was given, normed. `softcap` bounds logits where the model does
+    that (Gemma2); `sinks` [H*G] are extra logits in the softmax's denominator (GPT-OSS).
     """
 
     layer: int
+    hidden: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
@@ -134,6 +137,7 @@ class Attachment:
         if getattr(self._shadow, prefix, None) is not self._decoder:
             raise UnsupportedModel(f"{type(model).__name__}: found no decoder under {prefix!r}; expected a text-only "
                                    "causal LM (for multimodal models load the text part alone)")
+        self._head = self._shadow.get_output_embeddings()
         self._stub = _DecoderStub()
         setattr(self._shadow, prefix, self._stub)
         self._rotary = self._decoder.rotary_emb
@@ -144,6 +148,7 @@ class Attachment:
         for module in self._attentions:
             module.locret_attachment = this
         self._step: Step | None = None
+        self._input: Tensor | None = None  # of the attention module that is running
         self._layer_types = getattr(self._config, "layer_types", None)
         self._sliced: dict[int, bool] = {}
         self._uses_rope = [self._probe_rope(module) for module in self._attentions]
@@ -152,6 +157,8 @@ class Attachment:
         for module, uses in zip(self._attentions, self._uses_rope, strict=True):
             if uses:
                 _spare_rotation(module)
+            _note_inputs(module)
+        self._plain_head = self._probe_head()
         self.fingerprint = _fingerprint(model)
         self.users = 0
 
@@ -336,8 +343,16 @@ class Attachment:
                 module(hidden_states=x, position_embeddings=pair, attention_mask=None, past_key_values=None,
                        position_ids=positions)
         finally:
-            self._step = None
+            self._step = self._input = None
         return not torch.equal(seen[0], seen[1])
+
+    @torch.no_grad()
+    def _probe_head(self) -> bool:
+        """Whether logits are what the output embeddings give and nothing more: then the rest of the causal LM's
+        forward, which takes longer than a small head, is spared."""
+        x = torch.linspace(-3, 3, 2 * self.shape.hidden, dtype=self.dtype, device=self.device)
+        x = x.view(1, 2, self.shape.hidden)
+        return torch.equal(self._whole_logits(x), self._head(x))
 
     # -- running ----------------------------------------------------------------------------------------------
 
@@ -349,11 +364,16 @@ class Attachment:
         try:
             return self._decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         finally:
-            self._step = None
+            self._step = self._input = None
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, hidden] -> logits [B, T, vocab], through the model's own head, scaling and softcap."""
+        if self._plain_head:
+            return self._head(hidden)
+        return self._whole_logits(hidden)
+
+    def _whole_logits(self, hidden: Tensor) -> Tensor:
         self._stub.hidden = hidden
         try:
             dummy = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
@@ -364,7 +384,7 @@ class Attachment:
     def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float | None,
                 kwargs: dict) -> tuple[Tensor, None]:
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-        call = LayerCall(module.layer_idx, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+        call = LayerCall(module.layer_idx, self._input, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
         found = self._step(call)
         if isinstance(found, Tensor):
             return found.transpose(1, 2).contiguous(), None
@@ -380,6 +400,19 @@ class Attachment:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         kwargs.pop("dropout", None)
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
+
+
+def _note_inputs(module: nn.Module) -> None:
+    """Let an attention module tell its attachment what it is given: transformers' attention functions do not learn it.
+    Its forward is wrapped, as hooks cost more per step."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        module.locret_attachment()._input = args[0] if args else kwargs["hidden_states"]
+        return forward(*args, **kwargs)
+
+    module.forward = noting
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
