@@ -13,6 +13,9 @@ import msgspec
 
 from locret_stream.errors import ConfigError, WindowExceeded
 
+ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
+PYRAMID_BETA = 20
+
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
 _FACTORS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -50,8 +53,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         units: mean over the layers of units per KV head; the total L * units is what is capped.
         sinks: the first units of the stream, always kept.
         stabilizers: the last units at every eviction, always kept. Both count inside the budget; 0 means 0.
-        allocation: "auto" (the shares stored with the retaining heads, else uniform), "uniform", or one
-            number per layer: relative shares of L * units.
+        allocation: how L * units are divided: "auto" (the shares stored with the retaining heads, else uniform),
+            "adaptive" (those, or an error), "uniform", "pyramid" (from more in the first layer linearly to less in the
+            last, beside what is protected; PyramidKV, arXiv:2406.02069, section 4.2, beta = 20), or one number per
+            layer: relative shares.
 
     Raises:
         ConfigError: values that cannot work together.
@@ -69,25 +74,21 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"budget: {name} is {value!r}; expected a whole number of units, "
                                   f"at least {1 if name == 'units' else 0}")
         if isinstance(self.allocation, str):
-            if self.allocation not in ("auto", "uniform"):
-                raise ConfigError(f"budget: allocation is {self.allocation!r}; expected 'auto', 'uniform' or one "
-                                  "share per layer")
+            if self.allocation not in ALLOCATIONS:
+                raise ConfigError(f"budget: allocation is {self.allocation!r}; expected one of "
+                                  f"{', '.join(map(repr, ALLOCATIONS))}, or one share per layer")
         elif not (isinstance(self.allocation, tuple) and self.allocation
                   and all(_is_number(share) and share > 0 for share in self.allocation)):
             raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected a tuple of positive finite "
                               "numbers")
 
     def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
-        """Units per KV head of every layer, [L]; `shares` are those of the heads, used by "auto".
+        """Units per KV head of every layer, [L]; `shares` are those of the heads, used by "auto" and "adaptive".
 
         Sliding-window layers never hold more than their window. Rounds by largest remainder, so that the sum
         is exactly L * units before that cap.
         """
-        allocation = self.allocation
-        if allocation == "auto":
-            allocation = shares or "uniform"
-        if allocation == "uniform":
-            allocation = (1.0,) * shape.layers
+        allocation = self._shares(shape, shares)
         if len(allocation) != shape.layers:
             raise ConfigError(f"budget: {len(allocation)} layer shares for a model of {shape.layers} layers; "
                               "expected one per layer")
@@ -99,13 +100,31 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             units[i] += 1
         capped = tuple(min(u, w) if w else u for u, w in zip(units, shape.sliding, strict=True))
         protected = self.sinks + self.stabilizers
-        least = math.ceil((protected + 1) * weight / (min(allocation) * shape.layers))
+        least = (protected + PYRAMID_BETA if self.allocation == "pyramid" else
+                 math.ceil((protected + 1) * weight / (min(allocation) * shape.layers)))
         full = [u for u, w in zip(capped, shape.sliding, strict=True) if not w] or list(capped)
         if protected >= min(full):
             raise ConfigError(f"budget: of {self.units} units the smallest layer gets {min(full)}, and {self.sinks} "
                               f"sinks + {self.stabilizers} stabilizers always stay; expected at least {least} units at "
                               "these settings")
         return capped
+
+
+    def _shares(self, shape: ModelShape, shares: tuple[float, ...] | None) -> tuple[float, ...]:
+        if not isinstance(self.allocation, str):
+            return self.allocation
+        if self.allocation == "adaptive" and not shares:
+            raise ConfigError("budget: allocation is 'adaptive', and no shares are stored with retaining heads; "
+                              "expected heads trained with `locret-stream train-heads --allocate`, or 'uniform'")
+        if self.allocation in ("auto", "adaptive") and shares:
+            return shares
+        if self.allocation == "pyramid" and shape.layers > 1:
+            protected = self.sinks + self.stabilizers
+            free = max(0, self.units - protected)
+            least = free / PYRAMID_BETA
+            step = 2 * (free - least) / (shape.layers - 1)
+            return tuple(protected + 2 * free - least - step * layer for layer in range(shape.layers))
+        return (1.0,) * shape.layers
 
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):

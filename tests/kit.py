@@ -14,12 +14,15 @@ from locret_stream.config import Budget, StreamConfig
 from locret_stream.engine import Engine, EngineState
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.models import Attachment, attach
+from locret_stream.policies import POLICIES as POLICY_CLASSES
 from locret_stream.policies import make_policy
 from tests.architectures import BASE, make
 
 VOCAB = BASE["vocab_size"]
-EVICTING = ("locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm")
+EVICTING = ("locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm", "nacl", "snapkv", "tova", "scissorhands",
+            "infllm", "kvzap", "trimkv")
 POLICIES = (*EVICTING, "full")
+WITH_HEADS = ("locret", "kvzap", "trimkv")
 
 
 @cache
@@ -28,11 +31,12 @@ def model(name: str = "llama", attn: str | None = None) -> PreTrainedModel:
     return make(name, attn=attn)
 
 
-def random_heads(attachment: Attachment, seed: int = 3, width: int = 24) -> RetainingHeads:
-    """Untrained retaining heads that fit this model."""
-    shape = attachment.shape
+def random_heads(attachment: Attachment, seed: int = 3, width: int = 24, policy: str = "locret") -> RetainingHeads:
+    """Untrained retaining heads that fit this model and that policy."""
+    shape, kind = attachment.shape, POLICY_CLASSES[policy]
     heads = RetainingHeads(HeadsConfig(layers=shape.layers, query_heads=shape.kv_heads * shape.groups,
-                                       kv_heads=shape.kv_heads, head_dim=shape.head_dim, width=width))
+                                       kv_heads=shape.kv_heads, head_dim=shape.head_dim, width=width,
+                                       features=kind.features or "hidden", hidden=shape.hidden, output=kind.output))
     noise = torch.Generator().manual_seed(seed)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=noise) * parameter.shape[-1] ** -0.5
@@ -41,10 +45,10 @@ def random_heads(attachment: Attachment, seed: int = 3, width: int = 24) -> Reta
 
 def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto", units: int = 20, chunk_size: int = 8,
           sinks: int = 2, stabilizers: int = 3, slots: int = 4, allocation: str | tuple[float, ...] = "uniform",
-          heads: RetainingHeads | None = None, **knobs: float) -> Engine:
-    """A small engine of that policy, locret with random heads."""
+          heads: RetainingHeads | None = None, **knobs: float | str) -> Engine:
+    """A small engine of that policy, with random heads if it takes any."""
     attachment = attach(on or model(), attn)
-    heads = heads or (random_heads(attachment) if policy == "locret" else None)
+    heads = heads or (random_heads(attachment, policy=policy) if policy in WITH_HEADS else None)
     config = StreamConfig(budget=Budget(units=units, sinks=sinks, stabilizers=stabilizers, allocation=allocation),
                           chunk_size=chunk_size, policy=policy, knobs=knobs)
     return Engine(attachment, config, make_policy(policy, knobs, heads), slots)

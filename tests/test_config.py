@@ -87,6 +87,29 @@ def test_auto_takes_the_shares_of_the_heads():
     assert uniform.per_layer(shape_of(), (1.0, 2.0, 3.0)) == (40, 40, 40)
 
 
+def test_adaptive_is_the_shares_of_the_heads_or_an_error():
+    budget = Budget(units=40, sinks=0, stabilizers=0, allocation="adaptive")
+    assert budget.per_layer(shape_of(), (1.0, 2.0, 3.0)) == (20, 40, 60)
+    with pytest.raises(ConfigError, match=r"no shares are stored .* train-heads --allocate"):
+        budget.per_layer(shape_of())
+
+
+def test_a_pyramid_falls_linearly_and_leaves_every_layer_what_is_protected():
+    """PyramidKV's numbers: of 128 - 8 units a twentieth in the last layer, the rest of twice that in the first."""
+    budget = Budget(units=128, sinks=0, stabilizers=8, allocation="pyramid")
+    assert budget.per_layer(shape_of(5)) == (8 + 234, 8 + 177, 8 + 120, 8 + 63, 8 + 6)
+    assert budget.per_layer(shape_of(1)) == (128,)
+    for layers, units in ((2, 61), (32, 6000), (7, 100)):
+        found = Budget(units=units, sinks=4, stabilizers=32, allocation="pyramid").per_layer(shape_of(layers))
+        assert sum(found) == layers * units and list(found) == sorted(found, reverse=True)
+        assert found[-1] == pytest.approx(36 + (units - 36) / 20, abs=1)
+        steps = [a - b for a, b in itertools.pairwise(found)]
+        assert max(steps) - min(steps) <= 2
+    with pytest.raises(ConfigError, match="at least 56 units"):
+        Budget(units=44, sinks=4, stabilizers=32, allocation="pyramid").per_layer(shape_of())
+    assert Budget(units=56, sinks=4, stabilizers=32, allocation="pyramid").per_layer(shape_of())
+
+
 def test_sliding_layers_never_hold_more_than_their_window():
     shape = shape_of(sliding=(24, None, None))
     assert Budget(units=100).per_layer(shape) == (24, 100, 100)

@@ -33,7 +33,10 @@ Examples:
   # a short run for a small model
   locret-stream train-heads --model bundled --data pairs.jsonl --out ./heads --steps 200 --width 128
   # the paper's label
-  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --label logit"""
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --label logit
+  # heads for the policies kvzap and trimkv
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./zap --features hidden
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./trim --output retention"""
 
 
 def train_heads(
@@ -45,6 +48,9 @@ def train_heads(
     batch: Annotated[int, typer.Option(help="Examples per step.")] = 1,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-4,
     width: Annotated[int, typer.Option(help="Of the heads' hidden layer.")] = 1024,
+    features: Annotated[str, typer.Option(help="What the heads read: qkv (Locret) or hidden (KVzap).")] = "qkv",
+    output: Annotated[str, typer.Option(help="What they give: score, or retention (TRIM-KV).")] = "score",
+    horizon: Annotated[int, typer.Option(help="Tokens after which a unit is worth its label (retention).")] = 4096,
     input_norm: Annotated[bool, typer.Option("--input-norm", help="LayerNorm before the heads.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="Biases in the heads.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longer examples are cut.")] = 10_240,
@@ -59,8 +65,9 @@ def train_heads(
         from locret_stream import training
 
         config = training.TrainConfig(
-            label=label, steps=steps, batch=batch, lr=lr, width=width, input_norm=input_norm, bias=bias,
-            max_tokens=max_tokens, held_out=held_out, eval_every=eval_every, seed=seed)
+            label=label, steps=steps, batch=batch, lr=lr, width=width, features=features, output=output,
+            horizon=horizon, input_norm=input_norm, bias=bias, max_tokens=max_tokens, held_out=held_out,
+            eval_every=eval_every, seed=seed)
         loaded, tokenizer = load(model)
         with training.progress_bar(err) as progress:
             result = training.train_heads(loaded, data, to, config, tokenizer=tokenizer, progress=progress,
@@ -71,4 +78,6 @@ def train_heads(
     out.print(f"{result.out}: {result.steps:,} steps on {result.examples:,} examples, top-10 % overlap "
               f"{result.overlap_before:.1%} before and {result.overlap:.1%} after on {result.held_out} held out",
               soft_wrap=True)
-    out.print(f"use them: locret-stream run TEXT --model {model} --heads {result.out}", soft_wrap=True)
+    policy = "trimkv" if output == "retention" else "kvzap" if features == "hidden" else "locret"
+    out.print(f"use them: locret-stream run TEXT --model {model} --heads {result.out}"
+              + (f" --policy {policy}" if policy != "locret" else ""), soft_wrap=True)

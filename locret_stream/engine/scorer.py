@@ -10,7 +10,7 @@ from torch import Tensor
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import reduced_attention
 from locret_stream.models import LayerCall
-from locret_stream.policies import Chunk
+from locret_stream.policies import Chunk, ColumnSums
 
 if TYPE_CHECKING:
     from locret_stream.engine.core import Engine
@@ -33,19 +33,26 @@ class Scorer:
         """
         store, layer = self.state.store, call.layer
         total = store.counts[layer] + call.k.shape[2]
+        sinks, stabilizers = self.engine.protection[layer]
         chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
-                      keys=store.keys(layer, total)[0], scores=store.scores(layer), state=self.policy_state)
+                      keys=store.keys(layer, total)[0], scores=store.scores(layer), budget=self.engine.budgets[layer],
+                      sinks=sinks, stabilizers=stabilizers, state=self.policy_state)
+        if "hidden" in self.needs:
+            chunk.hidden = call.hidden[0]
+        if "positions" in self.needs:
+            held = store.positions(layer)
+            new = torch.arange(chunk.start, chunk.start + call.k.shape[2], device=held.device)
+            chunk.positions = torch.cat([held, new.expand(len(held), -1)], dim=1)
         if self.engine.shape.sliding[layer]:
             planes, heads = chunk.scores.shape[:2]
             self.scores.append(chunk.scores.new_zeros(planes, heads, total))
-        elif "token_logprob" in self.needs:
+            return
+        if "column_sums" in self.needs:
+            chunk.column_sums = _column_sums(call, q[0], k[0], lse)
+        if "token_logprob" in self.needs:
             self.chunks.append(chunk)
             self.scores.append(chunk.scores)  # replaced by `finish`
         else:
-            if "column_sums" in self.needs:
-                ranks = torch.arange(store.counts[layer], total, device=k.device)
-                chunk.column_sums = lambda: reduced_attention(q[0], k[0], call.scale, ranks, lse, softcap=call.softcap,
-                                                              sinks=call.sinks)
             self.scores.append(self._all_units(chunk))
 
     def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:
@@ -77,3 +84,14 @@ class Scorer:
         if before is None:
             logprobs[0] = float("nan")
         return logprobs
+
+
+def _column_sums(call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None) -> ColumnSums:
+    """q [H*G, T, D] and k [H, n+T, D] after RoPE; lse [H*G, T] if it is known."""
+    def sums(rows: slice | Tensor | None = None, *, above_mean: bool = False) -> Tensor:
+        rows = slice(None) if rows is None else rows
+        ranks = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=k.device)[rows]
+        return reduced_attention(q[:, rows], k, call.scale, ranks, None if lse is None else lse[:, rows],
+                                 above_mean=above_mean, softcap=call.softcap, sinks=call.sinks)
+
+    return sums

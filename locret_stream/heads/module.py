@@ -2,7 +2,10 @@
 
     score = fc2(act(fc1([q; k; v])))        (Locret, arXiv:2410.01805, section 3.2)
 
-q, k, v are what the attention function sees before RoPE: after q/k-norm on models that have it.
+q, k, v are what the attention function sees before RoPE: after q/k-norm on models that have it. `features="hidden"`
+reads what the layer's attention module is given in their place (KVzap, arXiv:2601.07891). `output="retention"` takes
+what comes out for the log odds of beta, the factor by which a unit's worth falls with every token
+(TRIM-KV, arXiv:2512.03324).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -30,6 +34,7 @@ WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How heads were made and for which model. New fields always have a default.
 
+    features: "qkv", or "hidden" of the size `hidden`. output: "score", or "retention", see the module.
     trained_layers: layers that have a head, None for all; in the others every unit scores 0, so the newest stay.
     """
 
@@ -48,10 +53,15 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_input: str = "pre-rope, post-norm"
     budget_shares: tuple[float, ...] | None = None
     trained_layers: tuple[int, ...] | None = None
+    features: Literal["qkv", "hidden"] = "qkv"
+    hidden: int = 0
+    output: Literal["score", "retention"] = "score"
     version: int = 1
 
     @property
     def in_features(self) -> int:
+        if self.features == "hidden":
+            return self.hidden
         return (self.query_heads + 2 * self.kv_heads) * self.head_dim
 
     def has_head(self, layer: int) -> bool:
@@ -76,10 +86,15 @@ class RetainingHeads(nn.Module):
         self.fc2 = nn.ModuleList(nn.Linear(config.width, config.kv_heads, bias=config.bias)
                                  if config.has_head(layer) else nn.Identity() for layer in range(config.layers))
 
-    def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, H*G, T, D], k and v [B, H, T, D], all before RoPE -> [B, H, T] fp32, higher is kept longer."""
+    def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """q [B, H*G, T, D], k and v [B, H, T, D], all before RoPE -> [B, H, T] fp32, higher is kept longer.
+
+        `hidden` [B, T, hidden] is what heads of `features="hidden"` read instead.
+        """
         if not self.config.has_head(layer):
             return k.new_zeros(k.shape[:3], dtype=torch.float32)
+        if self.config.features == "hidden":
+            return self.forward(layer, hidden)
         if len(q) == 1 and not self.config.input_norm and not torch.is_grad_enabled():
             fc1, fc2 = self.fc1[layer], self.fc2[layer]
             return score_units(q[0], k[0], v[0], fc1.weight, fc2.weight, self.act, fc1.bias, fc2.bias)[None]
@@ -87,7 +102,7 @@ class RetainingHeads(nn.Module):
         return self.forward(layer, x)
 
     def forward(self, layer: int, x: Tensor) -> Tensor:
-        """x [B, T, in_features], the concatenated q, k, v -> [B, H, T] fp32; zeros from a layer without a head."""
+        """x [B, T, in_features]: q, k, v in a row, or hidden -> [B, H, T] fp32; zeros from a layer without a head."""
         if not self.config.has_head(layer):
             return x.new_zeros(x.shape[0], self.config.kv_heads, x.shape[1], dtype=torch.float32)
         weight = self.fc1[layer].weight
@@ -151,7 +166,9 @@ class RetainingHeads(nn.Module):
         Raises:
             HeadsMismatch: naming the first tensor with both shapes, or both fingerprints.
         """
-        width, features = self.config.width, (shape.groups + 2) * shape.kv_heads * shape.head_dim
+        width = self.config.width
+        features = (shape.hidden if self.config.features == "hidden" else
+                    (shape.groups + 2) * shape.kv_heads * shape.head_dim)
         layers = [n for n in range(shape.layers) if n >= self.config.layers or self.config.has_head(n)]
         expected = {f"fc1.{n}.weight": (width, features) for n in layers}
         expected |= {f"fc2.{n}.weight": (shape.kv_heads, width) for n in layers}

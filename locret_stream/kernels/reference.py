@@ -177,12 +177,14 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
 
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
-                      window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+                      above_mean: bool = False, window: int | None = None, softcap: float | None = None,
+                      sinks: Tensor | None = None) -> Tensor:
     """Attention that each unit receives from some rows: sum over r of softmax(q_r k^T * scale), and over the G heads.
 
     q [H*G, R, D] and k [H, N, D] after RoPE; ranks [R] int64, the rank of each row, in any order; `lse` [H*G, R] fp32
     as `attention` gives it, sinks included (None: worked out here) -> [H, N] fp32. In blocks of rows: never an R x N
-    matrix of all heads (NaCl, arXiv:2408.03675, Algorithm 2).
+    matrix of all heads (NaCl, arXiv:2408.03675, Algorithm 2). `above_mean` counts the rows that give a unit more than
+    1 / (units they see) in place of summing what they give (Scissorhands, arXiv:2305.17118, Algorithm 2).
     """
     heads, count, _ = k.shape
     sums = torch.zeros(heads, count, device=q.device)
@@ -191,5 +193,8 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
         part = slice(start, start + rows)
         logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
         total = log_sum(logits, sinks) if lse is None else lse[:, part].reshape(heads, -1, logits.shape[2])
-        sums += (logits - total[..., None]).exp().sum((1, 2))
+        weights = (logits - total[..., None]).exp()
+        if above_mean:
+            weights = (weights * logits.isfinite().sum(-1, keepdim=True) > 1).float()
+        sums += weights.sum((1, 2))
     return sums

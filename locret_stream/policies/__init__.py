@@ -1,6 +1,6 @@
 """Which units stay: one method per file, named as its paper names it. Tensors in, scores out."""
 
-from locret_stream.policies.base import Chunk, Policy
+from locret_stream.policies.base import Chunk, ColumnSums, Policy
 from locret_stream.policies.registry import POLICIES, make_policy
 
-__all__ = ["POLICIES", "Chunk", "Policy", "make_policy"]
+__all__ = ["POLICIES", "Chunk", "ColumnSums", "Policy", "make_policy"]

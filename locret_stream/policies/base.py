@@ -6,13 +6,19 @@ returns scores for all n + T units of the layer, the held ones first. Higher is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
 from locret_stream.config import ModelShape
+
+
+class ColumnSums(Protocol):
+    """See `Chunk`."""
+
+    def __call__(self, rows: slice | Tensor | None = None, *, above_mean: bool = False) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -20,9 +26,15 @@ class Chunk:
     """One layer at one commit. H KV heads, T new tokens, n held units.
 
     q [H*G, T, D], k and v [H, T, D] before RoPE; `keys` [H, n+T, D] before RoPE, held ones first; `scores` [P, H, n]
-    of the held units; `start` is the absolute position of the first new token. `column_sums` gives [H, n+T], and
-    `logprobs` [T] is log p(token | everything before it), nan for the first token of a stream; each is there only if
-    declared in `needs`. `state` holds the context's tensors that `begin` made, to be replaced, never written into.
+    of the held units; `start` is the absolute position of the first new token. Of the n+T units the layer keeps
+    `budget`, among them the first `sinks` and the last `stabilizers`. `state` holds the context's tensors that `begin`
+    made, to be replaced, never written into. There only if declared in `needs`:
+
+    hidden: [T, hidden], what the layer's attention module was given (normed).
+    positions: [H, n+T] int64, absolute and ascending.
+    column_sums: softmax attention that units receive, [H, n+T] fp32: from all T queries, or those of the chunk's
+        `rows` (a slice, or indices [R]); `above_mean` counts queries in place of summing (see `reduced_attention`).
+    logprobs: [T], log p(token | everything before it), nan for the first token of a stream.
     """
 
     layer: int
@@ -32,7 +44,12 @@ class Chunk:
     v: Tensor
     keys: Tensor
     scores: Tensor
-    column_sums: Callable[[], Tensor] | None = None
+    budget: int
+    sinks: int
+    stabilizers: int
+    hidden: Tensor | None = None
+    positions: Tensor | None = None
+    column_sums: ColumnSums | None = None
     logprobs: Tensor | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
 
@@ -42,11 +59,13 @@ class Policy:
 
     Class attributes:
         name: in the registry and in snapshots.
-        needs: of "qkv", "keys", "column_sums", "token_logprob".
+        needs: of "qkv", "hidden", "keys", "positions", "column_sums", "token_logprob".
         scope: "head" scores [H, ...], "layer" [1, ...] for all heads of a layer, "model" [1, ...] for all layers.
         stateful: returns scores of held units too.
         bounded: False never serves an endless stream.
         planes: fp32 numbers per unit, the score first; more than one returns [P, H, ...].
+        features, output: of the retaining heads that it is made with (see `HeadsConfig`), where it takes any;
+            features None: whatever they read.
     """
 
     name: ClassVar[str]
@@ -55,6 +74,8 @@ class Policy:
     stateful: ClassVar[bool] = False
     bounded: ClassVar[bool] = True
     planes: ClassVar[int] = 1
+    features: ClassVar[str | None] = None
+    output: ClassVar[str] = "score"
 
     knobs: Mapping[str, float | int | str | bool] = {}  # all of them, defaults included; `make_policy` sets it
 

@@ -17,6 +17,7 @@ class Locret(Policy):
 
     name = "locret"
     needs = frozenset({"qkv"})
+    features = "qkv"
 
     def __init__(self, heads: RetainingHeads):
         self.heads = heads

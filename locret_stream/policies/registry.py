@@ -10,14 +10,22 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.policies.base import Policy
 from locret_stream.policies.full import Full
 from locret_stream.policies.h2o import H2O
+from locret_stream.policies.infllm import InfLLM
 from locret_stream.policies.keydiff import KeyDiff
+from locret_stream.policies.kvzap import KVzap
 from locret_stream.policies.locret import Locret
+from locret_stream.policies.nacl import NaCl
 from locret_stream.policies.random import Random
+from locret_stream.policies.scissorhands import Scissorhands
 from locret_stream.policies.sirllm import SirLLM
+from locret_stream.policies.snapkv import SnapKV
 from locret_stream.policies.streaming_llm import StreamingLLM
+from locret_stream.policies.tova import TOVA
+from locret_stream.policies.trimkv import TrimKV
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Full, H2O, KeyDiff, Locret, Random, SirLLM, StreamingLLM)
+    policy.name: policy for policy in (Full, H2O, InfLLM, KeyDiff, KVzap, Locret, NaCl, Random, Scissorhands, SirLLM,
+                                       SnapKV, StreamingLLM, TOVA, TrimKV)
 }
 
 
@@ -27,28 +35,39 @@ def make_policy(name: str, knobs: dict[str, float | int | str | bool] | None = N
 
     Raises:
         UnknownPolicy: with the closest known name.
-        ConfigError: a knob it does not have or of another type, or Locret without heads.
+        ConfigError: a knob it does not have or of another type; no heads where it needs them, or other ones.
     """
     if not isinstance(name, str) or name not in POLICIES:
         raise UnknownPolicy(name, POLICIES)
     kind, knobs = POLICIES[name], dict(knobs or {})
-    if kind is Locret:
-        if knobs:
-            raise ConfigError(f"policy 'locret' has no knobs; found {sorted(knobs)}")
-        if heads is None:
-            raise ConfigError("policy 'locret' needs retaining heads; expected heads=<folder>, made by "
-                              "`locret-stream train-heads`, or another policy such as 'keydiff'")
-        return Locret(heads)
     signature = {} if kind.__init__ is object.__init__ else {
         p.name: p.default for p in inspect.signature(kind).parameters.values()}
+    with_heads = {} if signature.pop("heads", None) is None else {"heads": _fitting(kind, heads)}
     for knob, value in knobs.items():
         if knob not in signature:
             raise ConfigError(f"policy {name!r} has no knob {knob!r}; expected {sorted(signature) or 'none'}")
         default = signature[knob]
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or (isinstance(default, int) and not isinstance(value, int)):
+        fits = isinstance(value, str) if isinstance(default, str) else (
+            number and not (isinstance(default, int) and not isinstance(value, int)))
+        if not fits:
             raise ConfigError(f"policy {name!r}: {knob} is {value!r}; expected {type(default).__name__}, "
                               f"such as {default!r}")
-    policy = kind(**knobs)
+    policy = kind(**with_heads, **knobs)
     policy.knobs = {**signature, **knobs}
     return policy
+
+
+def _fitting(kind: type[Policy], heads: RetainingHeads | None) -> RetainingHeads:
+    """The heads, if they are what that policy scores with."""
+    if heads is None:
+        raise ConfigError(f"policy {kind.name!r} needs retaining heads; expected heads=<folder>, made by "
+                          "`locret-stream train-heads`, or another policy such as 'keydiff'")
+    found = heads.config
+    if found.output != kind.output or kind.features not in (None, found.features):
+        other = next(p for p in POLICIES.values() if inspect.signature(p).parameters.get("heads")
+                     and p.output == found.output and p.features in (None, found.features))
+        raise ConfigError(f"policy {kind.name!r} needs heads that read {kind.features or 'anything'} and give a "
+                          f"{kind.output}; found heads that read {found.features} and give a {found.output}, which are "
+                          f"those of policy {other.name!r}")
+    return heads

@@ -26,7 +26,7 @@ from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, LocretError
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
-from locret_stream.policies import POLICIES, make_policy
+from locret_stream.policies import POLICIES, Policy, make_policy
 from locret_stream.runtime.loading import (
     BUNDLED,
     check_device,
@@ -69,7 +69,7 @@ class Runtime:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, heads: str | Path | RetainingHeads | None = None,
-                 policy: str = "locret", knobs: dict[str, Any] | None = None,
+                 policy: str | Policy = "locret", knobs: dict[str, Any] | None = None,
                  budget: int | str | Budget | None = None, chunk_size: int | None = None,
                  sinks: int | None = None, stabilizers: int | None = None, max_live: int = 4, scratch: int = 1,
                  template: str = "auto", attn: str = "auto", ingest_rate: float | None = None,
@@ -80,8 +80,10 @@ class Runtime:
         Args:
             model: a transformers causal LM, or a function that loads one; it is never changed.
             tokenizer: its tokenizer, or a function that loads one.
-            heads: retaining heads or their folder; the "locret" policy needs them, other policies take their shares.
-            policy: one of `locret_stream.policies.POLICIES`; `knobs` are its own settings.
+            heads: retaining heads or their folder; the policies "locret", "kvzap" and "trimkv" score with them, all
+                take their budget shares.
+            policy: one of `locret_stream.policies.POLICIES`, `knobs` being its own settings; or a Policy of your own,
+                made for this runtime alone.
             budget: units per KV head, mean over the layers; or bytes of one context ("512MiB"); or a Budget.
             chunk_size: tokens between two evictions.
             sinks, stabilizers: first and last units that always stay; defaults 4 and 32.
@@ -107,7 +109,10 @@ class Runtime:
             if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)
                                       or not math.isfinite(value) or value <= 0):
                 raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
-        if policy not in POLICIES:
+        if isinstance(policy, Policy):
+            if knobs:
+                raise ConfigError(f"knobs {sorted(knobs)} were given beside a policy that is made; expected them in it")
+        elif policy not in POLICIES:
             make_policy(policy)  # raises UnknownPolicy, with the closest name
         if key is not None and (store is None or isinstance(store, Store)):
             raise ConfigError("key= is for a store given as a folder or URL; expected store=..., or "
@@ -170,7 +175,7 @@ class Runtime:
         return (model() if callable(model) and not isinstance(model, torch.nn.Module) else model,
                 tokenizer() if callable(tokenizer) and not hasattr(tokenizer, "get_vocab") else tokenizer)
 
-    def beside(self, policy: str, *, own_thread: bool = False, **knobs: Any) -> Runtime:
+    def beside(self, policy: str | Policy, *, own_thread: bool = False, **knobs: Any) -> Runtime:
         """Another runtime, not running yet, over the same model object and heads, with the same budget in every layer
         and the same chunk size: for a fair comparison of policies.
 
@@ -223,14 +228,15 @@ class Runtime:
 
     def _engine(self, attachment: Attachment) -> Engine:
         heads = self._load_heads(attachment)
-        policy = make_policy(self._policy, self._knobs, heads)
+        made = isinstance(self._policy, Policy)
+        policy = self._policy if made else make_policy(self._policy, self._knobs, heads)
         # What never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         chunk_size = DEFAULT_CHUNK if self._chunk_size is None else self._chunk_size
         copies = attachment.key_copies
         budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
                              sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, key_copies=copies)
-        config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=self._policy, knobs=self._knobs)
+        config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self._knobs)
         slots = self.max_live + self.scratch
         try:
             return Engine(attachment, config, policy, slots, shares=shares)

@@ -10,6 +10,7 @@ import msgspec
 from locret_stream.errors import ConfigError
 
 LABELS = ("logprob", "zscore", "logit")
+FEATURES, OUTPUTS = ("qkv", "hidden"), ("score", "retention")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         lr, betas, weight_decay: of AdamW. warmup: share of the steps with rising lr, then linear to 0.
         clip: largest magnitude of one gradient element; alpha: weight of the smoothing loss.
         width: of the heads' hidden layer; act: its activation, None for the model's own.
+        features: "qkv" (Locret), or "hidden": what the layer's attention module is given (KVzap, TRIM-KV).
+        output: "score", or "retention": the rate at which a unit's worth decays, so that its label is what is left
+            after `horizon` tokens (for policy "trimkv"; always with biases; needs label "logprob").
         input_norm: LayerNorm without weights before the heads; bias: biases in both of their layers, the last one
             set to the mean label of the first batch at the start. Neither is in the paper.
         eps: what is added to probabilities before the log: the floor of "logprob" labels.
@@ -46,6 +50,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     alpha: float = 2.5e-3
     width: int = 1024
     act: str | None = None
+    features: str = "qkv"
+    output: str = "score"
+    horizon: int = 4096
     input_norm: bool = False
     bias: bool = False
     eps: float = 1e-5
@@ -64,7 +71,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"train: {name} is {getattr(self, name)!r}; expected {expected}")
 
         check("label", self.label in LABELS, f"one of {', '.join(LABELS)}")
-        for name in ("steps", "batch", "width", "held_out_max", "eval_every", "checkpoint_every", "block_mib"):
+        check("features", self.features in FEATURES, f"one of {', '.join(FEATURES)}")
+        check("output", self.output in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
+        check("label", self.output == "score" or self.label == "logprob", "'logprob' for heads of output 'retention'")
+        for name in ("steps", "batch", "width", "held_out_max", "eval_every", "checkpoint_every", "block_mib",
+                     "horizon"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         check("max_tokens", _whole(self.max_tokens, 2), "a whole number of tokens, at least 2")
         check("seed", _whole(self.seed, 0), "a whole number, 0 or more")

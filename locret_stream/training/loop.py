@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -77,7 +78,7 @@ def evaluate_heads(attachment: Attachment, heads: RetainingHeads, examples: Sequ
     losses, overlaps = [0.0] * layers, [0.0] * layers
     for group in _groups(examples, config.batch):
         def visit(call: LayerCall, labels: Tensor, valid: Tensor, size: int = len(group)) -> None:
-            scores = _scores(heads, call, labels)
+            scores = _scores(heads, call, labels, config)
             regression, smoothing = layer_losses(scores, labels, valid)
             losses[call.layer] += size * (regression / layers + config.alpha * smoothing).item()
             overlaps[call.layer] += size * top_overlap(scores, labels, valid).item()
@@ -134,7 +135,7 @@ class _Run:
     def _train_step(self) -> None:
         config, layers = self.config, self.attachment.shape.layers
         batch = self.source.draw()
-        if self.step == 0 and config.bias:
+        if self.step == 0 and self.heads.config.bias:
             self._set_bias(batch)
         self.optimizer.zero_grad(set_to_none=True)
         terms = torch.zeros(2, dtype=torch.float64, device=self.attachment.device)
@@ -143,7 +144,8 @@ class _Run:
 
             def visit(call: LayerCall, labels: Tensor, valid: Tensor, share: float = share) -> None:
                 with torch.enable_grad():
-                    regression, smoothing = layer_losses(_scores(self.heads, call, labels), labels, valid)
+                    scores = _scores(self.heads, call, labels, config)
+                    regression, smoothing = layer_losses(scores, labels, valid)
                     (share * (regression / layers + config.alpha * smoothing)).backward()
                 terms.add_(share * torch.stack([regression.detach() / layers, smoothing.detach()]))
 
@@ -167,7 +169,7 @@ class _Run:
         self._report()
 
     def _set_bias(self, batch: Sequence[Example]) -> None:
-        """Start the last layer's bias at the mean label of `batch`, per model layer and KV head."""
+        """Start the last layer's bias where the heads say the mean label of `batch`, per model layer and KV head."""
         shape = self.attachment.shape
         sums = torch.zeros(shape.layers, shape.kv_heads, device=self.attachment.device)
         counts = torch.zeros(shape.layers, device=self.attachment.device)
@@ -180,7 +182,11 @@ class _Run:
             _visit(self.attachment, self.tables, group, visit, self.config)
         with torch.no_grad():
             for layer, fc2 in enumerate(self.heads.fc2):
-                fc2.bias.copy_(sums[layer] / counts[layer])
+                mean = sums[layer] / counts[layer]
+                if self.config.output == "retention":
+                    rate = (mean / self.config.horizon).clamp(max=-1e-7)
+                    mean = rate - torch.log(-torch.expm1(rate))  # the log odds of exp(rate)
+                fc2.bias.copy_(mean)
 
     def _evaluate_if_due(self) -> None:
         due = self.step % self.config.eval_every == 0 or self.step == self.config.steps
@@ -218,17 +224,20 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
     described = HeadsConfig(
         layers=shape.layers, query_heads=shape.kv_heads * shape.groups, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, width=config.width, act=config.act or attachment.activation,
-        input_norm=config.input_norm, bias=config.bias, label=config.label, alpha=config.alpha,
-        fingerprint=attachment.fingerprint, budget_shares=config.budget_shares)
+        input_norm=config.input_norm, bias=config.bias or config.output == "retention", label=config.label,
+        alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
+        features=config.features, hidden=shape.hidden, output=config.output)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         heads = RetainingHeads(described)
     return heads.to(attachment.device)
 
 
-def _scores(heads: RetainingHeads, call: LayerCall, labels: Tensor) -> Tensor:
+def _scores(heads: RetainingHeads, call: LayerCall, labels: Tensor, config: TrainConfig) -> Tensor:
+    """What the heads say of the labelled tokens, [B, H, n]: to be near the labels."""
     n = labels.shape[-1]
-    return heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n])
+    found = heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n], call.hidden[:, :n])
+    return found if config.output == "score" else F.logsigmoid(found) * config.horizon
 
 
 def _visit(attachment: Attachment, tables: RopeTables, group: Sequence[Example], visit, config: TrainConfig) -> None:

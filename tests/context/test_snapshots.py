@@ -31,15 +31,15 @@ from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.local import LocalFiles
 from tests import tiny_tokenizers
 from tests.context.support import CHUNK, TEXT, Snap, cut_at_every_await, expect_same, model, snap, tiny
-from tests.kit import POLICIES, assert_same, random_heads
+from tests.kit import POLICIES, WITH_HEADS, assert_same, random_heads
 
 LONG = TEXT * 3
 
 
-def heads_of(seed: int = 3) -> RetainingHeads:
+def heads_of(seed: int = 3, policy: str = "locret") -> RetainingHeads:
     """Random heads for the tiny model; no use of it is left behind."""
     try:
-        return random_heads(attach(model()), seed=seed)
+        return random_heads(attach(model()), seed=seed, policy=policy)
     finally:
         detach(model())
 
@@ -47,8 +47,8 @@ def heads_of(seed: int = 3) -> RetainingHeads:
 def options(policy: str) -> dict:
     """A tiny runtime of that policy; the one that never evicts gets room."""
     more = {"policy": policy, "on": model()}
-    if policy == "locret":
-        more["heads"] = heads_of()
+    if policy in WITH_HEADS:
+        more["heads"] = heads_of(policy=policy)
     if policy == "full":
         more["units"] = 1500
     return more

@@ -65,6 +65,23 @@ def test_attention_and_reduced_attention_against_a_dense_softmax(T, N, G, extra,
         torch.testing.assert_close(found.sum(1), torch.full((2,), float(T * G)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(("T", "N", "G"), [(13, 13, 1), (7, 30, 3), (1, 9, 2)])
+def test_reduced_attention_counts_rows_that_pay_more_than_their_mean(T, N, G, extra):
+    """Row by row: what one row pays is its column sums, and it sees as many units as it pays anything."""
+    q, k, _ = inputs(T, N, G)
+    extra, sums = filled(extra, 2 * G), torch.zeros(2, N)
+    ranks = torch.randperm(N, generator=torch.Generator().manual_seed(N))[:T]
+    for row in range(T):
+        for group in range(G):
+            own = [group, G + group]
+            sinks = {"sinks": extra["sinks"][own]} if "sinks" in extra else {}
+            paid = reference.reduced_attention(q[own, row:row + 1], k, 0.3, ranks[row:row + 1], **extra | sinks)
+            sums += paid > 1 / (paid > 0).sum(1, keepdim=True)
+    assert 0 < sums.sum() < 2 * N * T * G
+    assert torch.equal(reference.reduced_attention(q, k, 0.3, ranks, above_mean=True, **extra), sums)
+
+
 def test_reduced_attention_survives_large_logits():
     """Logits of 14,400: no overflow; what is lost is fp32's spacing there, 1e-3."""
     q, k = torch.full((2, 3, 4), 60.0), torch.full((1, 5, 4), 60.0)

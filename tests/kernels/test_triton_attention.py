@@ -188,6 +188,11 @@ def check_reduced(ranks, N, H, G, D, dtype, window, softcap, sinks, given):
     found = reduced_attention(q, k, D**-0.5, ranks, lse, **extra)
     close(found, reference.reduced_attention(q, k, D**-0.5, ranks, lse, **extra), SUMS[dtype])
     assert torch.equal(found, reduced_attention(q, k, D**-0.5, ranks, lse, **extra))
+    counted = reduced_attention(q, k, D**-0.5, ranks, lse, above_mean=True, **extra)
+    expected = reference.reduced_attention(q, k, D**-0.5, ranks, lse, above_mean=True, **extra)
+    # Whole numbers; a row that pays just about its mean may be counted or not.
+    assert torch.equal(counted, counted.round())
+    assert float((counted - expected).abs().sum()) <= (0 if dtype == F32 else 0.01 * R * H * G * N)
 
 
 def shuffled(N: int, R: int) -> list[int]:

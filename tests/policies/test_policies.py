@@ -10,8 +10,7 @@ import torch
 from locret_stream.errors import ConfigError, UnknownPolicy
 from locret_stream.kernels import select_units
 from locret_stream.policies import POLICIES, Chunk, make_policy
-from tests.engine.naive import NaiveStream
-from tests.kit import build, feed, ids_of, model, random_heads
+from tests.kit import build, feed, ids_of, model
 
 # -- locret -----------------------------------------------------------------------------------------------------------
 
@@ -70,7 +69,7 @@ def test_streaming_llm_keeps_sinks_and_recent_exactly(base: int):
 def random_scores(policy, start: int, count: int, layer: int = 0, heads: int = 2) -> torch.Tensor:
     empty = torch.zeros(heads, count, 4)
     return policy.score(Chunk(layer=layer, start=start, q=empty, k=empty, v=empty, keys=empty,
-                              scores=torch.zeros(1, heads, 0)))
+                              scores=torch.zeros(1, heads, 0), budget=count, sinks=0, stabilizers=0))
 
 
 def test_random_is_uniform_and_uncorrelated():
@@ -167,43 +166,6 @@ def test_h2o_sums_the_attention_of_the_stock_model(name: str):
     assert checked >= 1
 
 
-class NaiveH2O(NaiveStream):
-    """Each unit's score is all the attention it was ever given by queries of committed chunks."""
-
-    def forward(self, ids, first_position, held):
-        self.given: list[tuple[object, float]] = []
-        return super().forward(ids, first_position, held)
-
-    def saw(self, layer, head, units, weights):
-        self.given += list(zip(units, weights.tolist(), strict=False))
-
-    def commit(self):
-        keep, self.keep = self.keep, lambda units, budget: units  # first every unit, then the scores, then the budget
-        super().commit()
-        self.keep = keep
-        for layer in self.held:
-            for head in layer:
-                for unit in head:
-                    unit.score = 0.0 if unit.position >= self.seen - self.chunk else unit.score
-        for unit, weight in self.given:
-            unit.score += weight
-        self.held = [[self.keep(head, self.budgets[layer]) for head in heads] for layer, heads in enumerate(self.held)]
-
-
-def test_h2o_evicts_as_the_naive_one_does():
-    """12 chunks with eviction; half of every budget goes to the last units."""
-    engine = build("h2o", units=20, chunk_size=8, sinks=2, stabilizers=3)
-    assert engine.protection == [(2, 10)] * 3
-    naive = NaiveH2O(model(), random_heads(engine.attachment), [20] * 3, 8, 2, 10)
-    state, ids = engine.open(0), ids_of(12 * 8, seed=3)
-    for at in range(0, len(ids), 8):
-        feed(engine, state, ids[at:at + 8])
-        naive.feed(ids[at:at + 8])
-        for layer in range(3):
-            assert state.store.positions(layer).tolist() == naive.positions(layer)
-            assert torch.allclose(state.store.scores(layer)[0], torch.tensor(naive.scores(layer)), atol=1e-4)
-
-
 def test_h2o_recent_share_fits_any_budget():
     policy = make_policy("h2o", {"recent": 1.0})
     assert policy.protection(10, 4, 2) == (4, 5)
@@ -252,10 +214,12 @@ def test_sirllm_keeps_the_same_tokens_everywhere_and_decays_them():
 
 
 def test_policies_bear_the_names_of_their_papers():
-    assert set(POLICIES) == {"locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm", "full"}
+    assert set(POLICIES) == {"locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm", "nacl", "snapkv", "tova",
+                             "scissorhands", "infllm", "kvzap", "trimkv", "full"}
     assert all(kind.name == name for name, kind in POLICIES.items())
     assert [name for name, kind in POLICIES.items() if not kind.bounded] == ["full"]
-    assert {name for name, kind in POLICIES.items() if kind.stateful} == {"keydiff", "h2o", "sirllm"}
+    static = {name for name, kind in POLICIES.items() if not kind.stateful}
+    assert static == {"locret", "streaming_llm", "random", "kvzap", "full"}
     assert POLICIES["sirllm"].scope == "model" and POLICIES["locret"].needs == {"qkv"}
 
 
@@ -273,7 +237,11 @@ def test_unknown_policies_are_refused_with_suggestions(name, close):
     ("h2o", {"recnt": 0.5}), ("h2o", {"recent": "half"}), ("h2o", {"recent": math.nan}), ("h2o", {"recent": -0.1}),
     ("h2o", {"recent": 1.5}), ("h2o", {"recent": True}), ("random", {"seed": 1.5}), ("random", {"seed": "a"}),
     ("sirllm", {"decay": math.inf}), ("sirllm", {"decay": 0}), ("sirllm", {"decay": 1.5}), ("keydiff", {"seed": 1}),
-    ("streaming_llm", {"sinks": 4}), ("full", {"x": 1}), ("locret", {"alpha": 1}), ("locret", {}),
+    ("streaming_llm", {"sinks": 4}), ("full", {"x": 1}), ("locret", {"alpha": 1}), ("locret", {}), ("kvzap", {}),
+    ("trimkv", {}), ("nacl", {"proxies": 0}), ("nacl", {"random": 1.1}), ("nacl", {"where": "middle"}),
+    ("nacl", {"where": 1}), ("nacl", {"draw": ""}), ("nacl", {"seed": 0.5}), ("snapkv", {"window": 0}),
+    ("snapkv", {"kernel": 4}), ("snapkv", {"kernel": -1}), ("tova", {"window": 1}), ("scissorhands", {"window": 0}),
+    ("scissorhands", {"recent": -1}), ("infllm", {"block": 0}), ("infllm", {"decay": 1.1}),
 ])
 def test_knobs_are_checked(name: str, knobs: dict):
     with pytest.raises(ConfigError, match=name):

@@ -40,6 +40,7 @@ def same(one, two) -> bool:
 
 @pytest.mark.parametrize("label, more", [
     ("logprob", dict(bias=True, input_norm=True)), ("logprob", {}), ("zscore", {}), ("logit", {}),
+    ("logprob", dict(features="hidden")), ("logprob", dict(features="hidden", output="retention", input_norm=True)),
 ])
 def test_training_learns_what_held_out_examples_need(tmp_path, label, more):
     model = make("llama")  # what its embeddings share is in every query, so that some tokens matter to all replies
@@ -54,10 +55,11 @@ def test_training_learns_what_held_out_examples_need(tmp_path, label, more):
     before = next(line for line in lines if "held_out_loss" in line)
     assert before["step"] == 0 and before["overlap"] == result.overlap_before < 0.15
     assert result.held_out_loss < {"logprob": 0.3, "zscore": 0.85, "logit": 0.3}[label] * before["held_out_loss"]
-    assert result.overlap > 2 * result.overlap_before
+    assert result.overlap > 0.2 > 1.5 * result.overlap_before
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 61))
     heads = RetainingHeads.load(tmp_path)
     assert heads.config.label == label and heads.config.alpha == 2.5e-3 and heads.config.act == "silu"
+    assert heads.config.features == more.get("features", "qkv") and heads.config.output == more.get("output", "score")
 
 
 def test_alpha_smooths_and_clip_bounds_every_gradient(model, tmp_path, monkeypatch):
@@ -80,9 +82,10 @@ def test_alpha_smooths_and_clip_bounds_every_gradient(model, tmp_path, monkeypat
     assert max(largest[:30]) > 1e-3 and max(largest[30:]) <= 1.0001e-3
 
 
-def test_bias_starts_at_the_mean_label(model, tmp_path):
+@pytest.mark.parametrize("more", [dict(bias=True), dict(output="retention", horizon=50)])
+def test_bias_starts_at_the_mean_label(model, tmp_path, more):
     examples = make_examples(2)
-    config = msgspec.structs.replace(QUICK, steps=1, lr=1e-9, bias=True)
+    config = msgspec.structs.replace(QUICK, steps=1, lr=1e-9, **more)
     train_heads(model, examples[:1], tmp_path, config, held_out=examples[1:])
     attachment, means = models.attach(model), {}
     visit_layers(attachment, attachment.tables(64), examples[:1], lambda call, labels, valid: means.update(
@@ -90,7 +93,9 @@ def test_bias_starts_at_the_mean_label(model, tmp_path):
     models.detach(model)
     heads = RetainingHeads.load(tmp_path)
     for layer, mean in means.items():
-        torch.testing.assert_close(heads.fc2[layer].bias.detach(), mean)
+        said = heads.fc2[layer].bias.detach()
+        said = 50 * said.sigmoid().log() if more.get("output") else said
+        torch.testing.assert_close(said, mean, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_know_their_model(model, tmp_path):

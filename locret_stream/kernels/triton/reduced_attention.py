@@ -55,9 +55,9 @@ def _row_lse(q, k, ranks, sinks, lse, stride_q, stride_k, R, N, scale, G: tl.con
 
 @triton.jit
 def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale, G: tl.constexpr, D: tl.constexpr,
-             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Sums over all rows and the G heads, for a block of columns of one KV head."""
+             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ABOVE: tl.constexpr, DOT: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Sums over all rows and the G heads, for a block of columns of one KV head; ABOVE: of what exceeds the mean."""
     start = tl.program_id(0) * BLOCK_N
     head = tl.program_id(1).to(tl.int64)
     units = tl.arange(0, BLOCK_N)
@@ -92,7 +92,13 @@ def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale
         seen = distance >= 0
         if WINDOW > 0:
             seen = seen & (distance < WINDOW)
-        acc += tl.exp2(tl.where(seen, logits, float("-inf")) - total[None, :])
+        weights = tl.exp2(tl.where(seen, logits, float("-inf")) - total[None, :])
+        if ABOVE:
+            visible = tl.minimum(rank + 1, N)
+            if WINDOW > 0:
+                visible -= tl.maximum(rank - WINDOW + 1, 0)
+            weights = tl.where(weights * visible[None, :] > 1.0, 1.0, 0.0)
+        acc += weights
     tl.store(sums + head * N + start + units, tl.sum(acc, 1), mask=start + units < N)
 
 
@@ -105,7 +111,8 @@ def _blocks(dtype: tl.dtype, dim: int) -> dict[str, int]:
 
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
-                      window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+                      above_mean: bool = False, window: int | None = None, softcap: float | None = None,
+                      sinks: Tensor | None = None) -> Tensor:
     """As `reference.reduced_attention`."""
     query_heads, rows, dim = q.shape
     heads, count, _ = k.shape
@@ -121,5 +128,6 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
             SINKS=sinks is not None, **shared)
     sums = q.new_empty(heads, count, dtype=torch.float32)
     _columns[triton.cdiv(count, blocks["BLOCK_N"]), heads](
-        q, k, ranks, lse, sums, q.stride(), k.stride(), lse.stride(), rows, count, scale, BLOCK_R=256, **shared)
+        q, k, ranks, lse, sums, q.stride(), k.stride(), lse.stride(), rows, count, scale,
+        ABOVE=above_mean, BLOCK_R=256, **shared)
     return sums

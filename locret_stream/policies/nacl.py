@@ -1,0 +1,74 @@
+"""NaCl: the units that proxy tokens attend to, and a random share of the others (arXiv:2408.03675)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from locret_stream.errors import ConfigError
+from locret_stream.kernels import order_keys
+from locret_stream.policies.base import Chunk, Policy
+from locret_stream.policies.noise import gumbel
+
+
+class NaCl(Policy):
+    """Of the units that compete in a layer, C_p stay by score and C_r by lot, drawn anew in every head and layer.
+
+    The score of a unit is the softmax attention that the proxy tokens pay to it, summed over them (section 5.1); the
+    proxies themselves stay. The lot is drawn without replacement from softmax(score) of the others (section 5.2), as
+    the largest of score + Gumbel noise keyed by (seed, layer, head, position, grid point).
+
+    Args:
+        proxies: share of a chunk's tokens that are proxies (the paper suggests about a tenth of the input).
+        where: "end" takes the last tokens of a chunk, "both" one half of them from its beginning.
+        random: C_r / (C_p + C_r); the paper's table divides 12 to 7.
+        draw: "fresh" draws anew at every grid point; "reservoir" once per unit, so that a unit is lost only to others
+            of better luck (a weighted reservoir).
+        seed: of the draws.
+
+    Deviations: an input is a chunk, so there is one eviction per grid point, answers included, in place of one for a
+    prompt; heads that share keys share their score (the mean); when there are more proxies than C_p, the newest stay.
+    With "fresh" a unit that the proxies do not see survives each grid point by luck alone, so its chance falls
+    geometrically with the length of the stream: "reservoir" is meant for streams.
+    """
+
+    name = "nacl"
+    needs = frozenset({"column_sums", "positions"})
+    stateful = True
+
+    def __init__(self, proxies: float = 0.1, where: str = "end", random: float = 0.37, draw: str = "fresh",
+                 seed: int = 0):
+        if not 0 < proxies <= 1:
+            raise ConfigError(f"policy 'nacl': proxies is {proxies!r}; expected a share of the chunk in (0, 1]")
+        if not 0 <= random <= 1:
+            raise ConfigError(f"policy 'nacl': random is {random!r}; expected a share of the budget in [0, 1]")
+        if where not in ("end", "both"):
+            raise ConfigError(f"policy 'nacl': where is {where!r}; expected 'end' or 'both'")
+        if draw not in ("fresh", "reservoir"):
+            raise ConfigError(f"policy 'nacl': draw is {draw!r}; expected 'fresh' or 'reservoir'")
+        self.proxies, self.where, self.random, self.draw, self.seed = proxies, where, random, draw, seed
+
+    def _rows(self, new: int, device: torch.device) -> Tensor:
+        """Which of a chunk's tokens are proxies, [R]."""
+        count = max(1, round(self.proxies * new))
+        first = count // 2 if self.where == "both" else 0
+        rows = torch.arange(new, device=device)
+        return torch.cat([rows[:first], rows[new - (count - first):]])
+
+    def score(self, chunk: Chunk) -> Tensor:
+        rows = self._rows(chunk.k.shape[1], chunk.k.device)
+        scores = chunk.column_sums(rows) / (chunk.q.shape[0] // chunk.k.shape[0])
+        total = scores.shape[1]
+        if total <= chunk.budget:
+            return scores
+        room = chunk.budget - chunk.sinks - chunk.stabilizers
+        by_score = room - int(room * self.random)
+        keys = order_keys(scores.index_fill(1, total - chunk.k.shape[1] + rows, math.inf))
+        for protected in (slice(chunk.sinks), slice(total - chunk.stabilizers, total)):
+            keys[:, protected] = torch.iinfo(keys.dtype).min  # stays anyhow, and takes nobody's place here
+        stays = torch.zeros_like(scores, dtype=torch.bool)
+        stays.scatter_(1, keys.topk(by_score, dim=1).indices, True)
+        step = chunk.start if self.draw == "fresh" else None
+        return torch.where(stays, math.inf, scores + gumbel(self.seed, chunk.layer, chunk.positions, step))
