@@ -138,19 +138,16 @@ class Session:
             await self.host.bring_back(self)
         self.used_at = time.monotonic()
         future = submit()
-        waiting = asyncio.wrap_future(future)
         self.steps += 1
         try:
-            return await asyncio.shield(waiting)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if not future.cancel():
+            if not future.cancel():  # it runs already
+                loop, ended = asyncio.get_running_loop(), asyncio.Event()
+                future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
                 while not future.done():
-                    try:
-                        await asyncio.wait([waiting])
-                    except asyncio.CancelledError:
-                        continue
-            if waiting.done() and not waiting.cancelled():
-                waiting.exception()  # retrieved: the cancellation is what the caller sees
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await ended.wait()
             raise
         finally:
             self.steps -= 1
