@@ -47,9 +47,10 @@ def _triton() -> dict[str, str]:
 def record(name: str, result: dict[str, Any], *, keep: bool) -> None:
     """Print the result as one JSON object with its circumstances; with `keep` also write it to results/NAME.json."""
     script = Path(sys.argv[0]).name
+    changed = _git("status", "--porcelain", "-uno", ":(top)", ":(top,exclude)benchmarks/results")
     whole = {
         "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
