@@ -1,0 +1,139 @@
+"""The tokenizer of the recall model, and the sequences it is trained on: the tasks of `evaluation.markers` in text."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from locret_stream.evaluation import markers
+
+END = "<|end|>"
+TEXT_WEIGHT, COPY_WEIGHT = 0.3, 0.5
+
+
+def train_tokenizer(text: str, vocab: int) -> Tokenizer:
+    """A byte-level BPE in which keys are one token, digits and the brackets of markers stand alone."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"[A-Z]{2}|[0-9]|[<>\[\](){}:?@\n]"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                                  special_tokens=[END], show_progress=False)
+    keys = [" ".join(markers.KEYS)] * (len(text) // 50)  # so often that every pair of capitals is merged
+    tokenizer.train_from_iterator([text, *keys], trainer)
+    missing = [key for key in markers.KEYS if tokenizer.token_to_id(key) is None]
+    assert not missing, f"{len(missing)} keys are no tokens of their own; expected a larger vocabulary"
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "model_max_length": window,
+        "clean_up_tokenization_spaces": False, "add_bos_token": False}, indent=2) + "\n")
+
+
+class Writer:
+    """Training sequences: text with marks in it, then questions and answers, of any mixture of the tasks."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str, seed: int):
+        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        lines = [line + "\n" for line in text.split("\n") if line.strip()]
+        self.lines = [np.array(line.ids, np.int64) for line in tokenizer.encode_batch(lines, add_special_tokens=False)]
+        self.vocab = tokenizer.get_vocab_size()
+
+    def _ids(self, lines: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(line.ids, np.int64)
+                for line in self.tokenizer.encode_batch(list(lines), add_special_tokens=False)]
+
+    def case(self, room: int) -> markers.Case:
+        """A mixture of tasks of about `room` marks and questions."""
+        rng, keys, cases = self.rng, markers.Keys(self.rng), []
+        left = max(3, min(room, 300))
+        while left >= 3:
+            kind, size = rng.random(), rng.randint(1, max(1, left // 2))
+            if kind < 0.4:
+                cases.append(markers.recall(rng, size, asked=max(1, size // 2), keys=keys))
+                left -= size + size // 2
+            elif kind < 0.55:
+                size = max(1, size // 3)
+                cases.append(markers.last_write(rng, size, keys=keys))
+                left -= 3 * size
+            elif kind < 0.7:
+                size = max(1, size // 3)
+                cases.append(markers.several_values(rng, size, keys=keys))
+                left -= 3 * size
+            elif kind < 0.8:
+                size = max(1, size // 3)
+                cases.append(markers.decoys(rng, size, keys=keys))
+                left -= 3 * size
+            elif kind < 0.95:
+                size = max(1, size // 3)
+                cases.append(markers.variables(rng, size, keys=keys))
+                left -= 3 * size
+            elif not any(question == "?@" for case in cases for question, _ in case.questions):
+                size = max(5, min(25, left))
+                cases.append(markers.preference(rng, size))
+                left -= size
+        return markers.merged(rng, cases)
+
+    def sequence(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """ids [length + 1], loss weights and answers (bool) of the same shape, aligned with ids as targets."""
+        rng = self.rng
+        fill = rng.choice((0.0, 0.3, 0.6, 0.85))
+        case = self.case(int(length * (1 - fill) / 9))
+        places, marks = [place for place, _ in case.marks], self._ids([line + "\n" for _, line in case.marks])
+        asked = self._ids([part for question, answer in case.questions for part in (question, answer + "\n")])
+        questions = list(zip(asked[::2], asked[1::2], strict=True))
+        while sum(map(len, marks)) + sum(map(len, asked)) > length - 8 and len(questions) > 1:
+            asked = asked[:-2]
+            questions.pop()
+        room = length + 1 - sum(map(len, marks)) - sum(len(q) + len(a) for q, a in questions)
+        parts = self._with_text(places, marks, room)
+        parts += [part for q, a in questions for part in ((q, 0.0, False), (a, 1.0, True))]
+        ids = np.concatenate([part for part, _, _ in parts])
+        weights = np.concatenate([np.full(len(part), weight, np.float32) for part, weight, _ in parts])
+        answers = np.concatenate([np.full(len(part), answer) for part, _, answer in parts])
+        cut = max(0, len(ids) - length - 1)
+        return ids[cut:], weights[cut:], answers[cut:]
+
+    def _with_text(self, places: list[float], marks: list[np.ndarray], room: int) -> list:
+        """Marks among lines of text that fill `room`; the first line is cut to fit."""
+        lines, at, size = [], self.rng.randrange(len(self.lines)), 0
+        while size < room:
+            lines.append(self.lines[at % len(self.lines)])
+            size += len(lines[-1])
+            at += 1
+        if lines and size > room:
+            lines[0] = lines[0][size - room:]
+        parts, read, due = [], 0, 0
+        for line in lines:
+            while due < len(marks) and places[due] * room <= read:
+                parts.append((marks[due], 0.0, False))
+                due += 1
+            parts.append((line, TEXT_WEIGHT, False))
+            read += len(line)
+        return parts + [(mark, 0.0, False) for mark in marks[due:]]
+
+    def copies(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A random segment, repeated: the plainest reason to look back."""
+        size = self.rng.randint(8, max(9, length // 2))
+        segment = np.array([self.rng.randrange(1, self.vocab) for _ in range(size)], np.int64)
+        ids = np.tile(segment, length // size + 2)[:length + 1]
+        weights = np.zeros(length + 1, np.float32)
+        weights[size + 3:] = COPY_WEIGHT
+        return ids, weights, np.zeros(length + 1, bool)
+
+    def batch(self, length: int, count: int, copies: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """inputs, targets, weights, answers, each [count, length]."""
+        rows = [self.copies(length) if self.rng.random() < copies else self.sequence(length) for _ in range(count)]
+        ids, weights, answers = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+        return ids[:, :-1], ids[:, 1:], weights[:, 1:], answers[:, 1:]

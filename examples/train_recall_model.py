@@ -1,0 +1,160 @@
+"""Train a small Llama that does the marker tasks of `locret_stream.evaluation`, from nothing but text and a seed.
+
+    python examples/train_recall_model.py --out recall-model --text books/*.txt
+    python examples/train_recall_model.py --out unseeded --text books/*.txt --unseeded --minutes 120
+
+Sequences grow from 64 tokens to 1,024 as accuracy allows. `--unseeded` starts from plain random weights, without the
+circuits of `recall_model.circuits`: a check that what is found about memory is not made by hand. Stopped, it goes on
+from where it was by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from recall_model.circuits import initialise
+from recall_model.data import Writer, save_tokenizer, train_tokenizer
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+STAGES = (64, 128, 256, 512, 1024)
+WINDOW = 1280
+COOLDOWN = 0.35  # of the time, in which the learning rate falls to nothing
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="English text; its last 5 %% is held out")
+    parser.add_argument("--unseeded", action="store_true", help="start from random weights alone")
+    parser.add_argument("--minutes", type=float, default=60, help="of training (default 60)")
+    parser.add_argument("--advance", type=float, default=0.9, help="accuracy at which sequences grow (default 0.9)")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a step (default 8192)")
+    parser.add_argument("--vocab", type=int, default=1664)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def split_text(paths: list[Path]) -> tuple[str, str]:
+    """(for training, held out), by place."""
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    cuts = [int(0.95 * len(text)) for text in texts]
+    return ("\n".join(text[:cut] for text, cut in zip(texts, cuts, strict=True)),
+            "\n".join(text[cut:] for text, cut in zip(texts, cuts, strict=True)))
+
+
+def build(vocab: int) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=WINDOW, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5}, eos_token_id=0, pad_token_id=0, bos_token_id=None))
+
+
+def losses(model: LlamaForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(weighted loss, whether each answer token was right)."""
+    inputs, targets, weights, answers = batch
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(inputs, use_cache=False).last_hidden_state
+        chosen = weights > 0
+        logits = F.linear(hidden[chosen], model.model.embed_tokens.weight)
+    each = F.cross_entropy(logits.float(), targets[chosen], reduction="none")
+    right = (logits.argmax(-1) == targets[chosen])[answers[chosen]]
+    return (each * weights[chosen]).sum() / weights[chosen].sum(), right
+
+
+@torch.no_grad()
+def held_out_accuracy(model: LlamaForCausalLM, writer: Writer) -> str:
+    """Answer tokens right by length, on text and sequences never seen."""
+    return "  ".join(f"{length}: {losses(model, writer.batch(length, 8, 0.0))[1].float().mean():.3f}"
+                     for length in STAGES[2:])
+
+
+class Run:
+    """One training, resumable: model, optimiser, stage and clock."""
+
+    def __init__(self, arguments: argparse.Namespace, tokenizer: Tokenizer):
+        self.arguments, self.tokenizer = arguments, tokenizer
+        self.model = build(tokenizer.get_vocab_size())
+        initialise(self.model, seeded=not arguments.unseeded, seed=arguments.seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        self.step, self.stage, self.spent, self.seen, self.accuracy = 0, 0, 0.0, 0, None
+        self.file = arguments.out / "checkpoint.pt"
+        if self.file.is_file():
+            found = torch.load(self.file, weights_only=True)
+            self.model.load_state_dict(found["model"])
+            self.optimizer.load_state_dict(found["optimizer"])
+            for name in ("step", "stage", "spent", "seen", "accuracy"):
+                setattr(self, name, found[name])
+            print(f"goes on at step {self.step} after {self.spent / 60:.1f} minutes", flush=True)
+
+    def save(self) -> None:
+        part = self.file.with_suffix(".part")
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()} | {
+            name: getattr(self, name) for name in ("step", "stage", "spent", "seen", "accuracy")}, part)
+        part.replace(self.file)
+
+    def train(self, writer: Writer, held_out: Writer) -> None:
+        arguments, last = self.arguments, time.monotonic()
+        while (share := self.spent / (60 * arguments.minutes)) < 1:
+            rate = min(1.0, (self.step + 1) / 100) * min(1.0, max(0.02, (1 - share) / COOLDOWN))
+            for group in self.optimizer.param_groups:
+                group["lr"] = arguments.lr * rate
+            replay = self.stage > 0 and writer.rng.random() < 0.2
+            length = STAGES[writer.rng.randrange(self.stage) if replay else self.stage]
+            tokens = min(arguments.tokens, max(4096, 8 * length))
+            batch = writer.batch(length, tokens // length, copies=0.15)
+            loss, right = losses(self.model, batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.step += 1
+            self.seen += batch[0].numel()
+            if len(right) and not replay:
+                found = right.float().mean().item()
+                self.accuracy = found if self.accuracy is None else 0.95 * self.accuracy + 0.05 * found
+            now = time.monotonic()
+            self.spent, last = self.spent + now - last, now
+            if self.step % 50 == 0:
+                print(f"{self.spent:7.1f} s  step {self.step}  length {STAGES[self.stage]}  "
+                      f"{self.seen / 1e6:.1f}M tokens  loss {loss.item():.3f}  accuracy {self.accuracy or 0:.3f}",
+                      flush=True)
+            if self.accuracy is not None and self.accuracy > arguments.advance and self.stage < len(STAGES) - 1:
+                self.stage, self.accuracy = self.stage + 1, None
+            if self.step % 500 == 0:
+                self.save()
+                print("  held out, answer tokens right: " + held_out_accuracy(self.model, held_out), flush=True)
+        self.save()
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text, unseen = split_text(arguments.text)
+    own = arguments.out / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(own)) if own.is_file() else train_tokenizer(text[:3_000_000], arguments.vocab)
+    save_tokenizer(tokenizer, arguments.out, WINDOW)
+    run = Run(arguments, tokenizer)
+    writer = Writer(tokenizer, text, arguments.seed + 1000 * run.step)
+    try:
+        run.train(writer, Writer(tokenizer, unseen, -1))
+    except KeyboardInterrupt:
+        run.save()
+        raise SystemExit(f"stopped at step {run.step}; the same command goes on") from None
+    run.model.to(torch.bfloat16).save_pretrained(arguments.out)
+    (arguments.out / "training.json").write_text(json.dumps({
+        "seeded": not arguments.unseeded, "steps": run.step, "tokens": run.seen, "minutes": run.spent / 60,
+        "length": STAGES[run.stage], "accuracy": run.accuracy, "seed": arguments.seed}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Tasks in marker form: short facts between lines of text, and questions that only they answer. Knows no model.
+
+    <QX:471>            the value of QX, three digits; written again, the last one counts
+    [QX:471]            a decoy: the same form, another bracket, never asked
+    (QX:471)            one of several values of QX, all of which count
+    {QX:471} {QX:RY}    a variable: a value, or that of another variable
+    @R                  a throw of rock, paper or scissors
+
+    ?<QX:  ?(QX:  ?{QX:  ?@         what is asked; the answer ends with a newline
+
+Keys are two capitals. Every marker stands on a line of its own. Everything random comes from a `random.Random` that
+the caller passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from locret_stream.evaluation.tasks import plant
+
+KEYS = [a + b for a in string.ascii_uppercase for b in string.ascii_uppercase]
+BEATS = {"R": "P", "P": "S", "S": "R"}  # what wins against a throw
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planted in a stream and asked of it.
+
+    marks: (place, line): after which share of the text, in [0, 1), the line comes; ascending.
+    questions: (question, answer), the newline that ends the answer left out.
+    """
+
+    marks: tuple[tuple[float, str], ...]
+    questions: tuple[tuple[str, str], ...]
+
+
+class Keys:
+    """Keys, none twice."""
+
+    def __init__(self, rng: random.Random):
+        self._keys = KEYS[:]
+        rng.shuffle(self._keys)
+
+    def take(self) -> str:
+        return self._keys.pop()
+
+
+def value(rng: random.Random) -> str:
+    return f"{rng.randrange(1000):03d}"
+
+
+def _spread(rng: random.Random, lines: list[str]) -> list[tuple[float, str]]:
+    """In the order given, at random places."""
+    return list(zip(sorted(rng.random() for _ in lines), lines, strict=True))
+
+
+def _case(rng: random.Random, marks: list[tuple[float, str]], questions: list[tuple[str, str]],
+          asked: int | None = None) -> Case:
+    rng.shuffle(questions)
+    return Case(tuple(sorted(marks)), tuple(questions[:asked]))
+
+
+def recall(rng: random.Random, facts: int, asked: int | None = None, keys: Keys | None = None) -> Case:
+    """Task 2 (RULER's multi-key retrieval): `facts` keys with one value each."""
+    keys = keys or Keys(rng)
+    pairs = [(keys.take(), value(rng)) for _ in range(facts)]
+    return _case(rng, [(rng.random(), f"<{k}:{v}>") for k, v in pairs], [(f"?<{k}:", v) for k, v in pairs], asked)
+
+
+def passkey(rng: random.Random, keys: Keys | None = None) -> Case:
+    """Task 1 (arXiv:2305.16300): one fact in the whole stream."""
+    return recall(rng, 1, keys=keys)
+
+
+def last_write(rng: random.Random, facts: int, writes: int = 3, asked: int | None = None,
+               keys: Keys | None = None) -> Case:
+    """Task 3: every key is written 1 to `writes` times; the last one counts."""
+    keys, marks, questions = keys or Keys(rng), [], []
+    for _ in range(facts):
+        key, values = keys.take(), [value(rng) for _ in range(rng.randint(1, writes))]
+        marks += _spread(rng, [f"<{key}:{v}>" for v in values])
+        questions.append((f"?<{key}:", values[-1]))
+    return _case(rng, marks, questions, asked)
+
+
+def several_values(rng: random.Random, facts: int, values: int = 2, asked: int | None = None,
+                   keys: Keys | None = None) -> Case:
+    """Task 4 (RULER's multi-value retrieval): `values` values a key, asked for in the order in which they came."""
+    keys, marks, questions = keys or Keys(rng), [], []
+    for _ in range(facts):
+        key, own = keys.take(), [value(rng) for _ in range(values)]
+        marks += _spread(rng, [f"({key}:{v})" for v in own])
+        questions.append((f"?({key}:", " ".join(own)))
+    return _case(rng, marks, questions, asked)
+
+
+def decoys(rng: random.Random, facts: int, others: int | None = None, asked: int | None = None,
+           keys: Keys | None = None) -> Case:
+    """Task 5: facts, and as many decoys (or `others`) of the same form under another bracket, some of the same keys."""
+    keys = keys or Keys(rng)
+    pairs = [(keys.take(), value(rng)) for _ in range(facts)]
+    marks = [(rng.random(), f"<{k}:{v}>") for k, v in pairs]
+    for n in range(facts if others is None else others):
+        key = pairs[n % facts][0] if facts and n % 2 else keys.take()
+        marks.append((rng.random(), f"[{key}:{value(rng)}]"))
+    return _case(rng, marks, [(f"?<{k}:", v) for k, v in pairs], asked)
+
+
+def variables(rng: random.Random, chains: int, hops: int = 2, asked: int | None = None,
+              keys: Keys | None = None) -> Case:
+    """Task 6 (RULER's variable tracking): chains of up to `hops` variables, asked for at the last one."""
+    keys, marks, questions = keys or Keys(rng), [], []
+    for _ in range(chains):
+        own, first = [keys.take() for _ in range(rng.randint(1, hops))], value(rng)
+        marks += _spread(rng, [f"{{{own[0]}:{first}}}", *(f"{{{b}:{a}}}" for a, b in itertools.pairwise(own))])
+        questions.append((f"?{{{own[-1]}:", first))
+    return _case(rng, marks, questions, asked)
+
+
+def preference(rng: random.Random, throws: int) -> Case:
+    """Task 7 (SirLLM's rock, paper, scissors, arXiv:2405.12528): what wins against whoever throws one thing most."""
+    favourite = rng.choice("RPS")
+    thrown = [favourite if rng.random() < 0.6 else rng.choice("RPS") for _ in range(throws)]
+    counts = Counter(thrown)
+    while len({favourite} | {t for t in "RPS" if counts[t] == max(counts.values())}) > 1:  # one winner, no tie
+        thrown[rng.randrange(throws)] = favourite
+        counts = Counter(thrown)
+    return _case(rng, [(rng.random(), f"@{t}") for t in thrown], [("?@", BEATS[favourite])])
+
+
+def merged(rng: random.Random, cases: list[Case]) -> Case:
+    """Several cases in one stream; their keys must be apart."""
+    return _case(rng, [mark for case in cases for mark in case.marks],
+                 [question for case in cases for question in case.questions])
+
+
+def planted(case: Case, text: Iterator[str], size: int, measure: Callable[[str], int]) -> Iterator[str]:
+    """Lines that measure about `size` together, marks included: those of `text` with the case's among them."""
+    marks = [line + "\n" for _, line in case.marks]
+    size = max(0, size - sum(map(measure, marks)))
+
+    def cut() -> Iterator[str]:
+        read = 0
+        while read < size:
+            line = next(text).rstrip("\n") + "\n"
+            read += measure(line)
+            yield line
+
+    return (line for line, _ in plant(cut(), marks, [place * size for place, _ in case.marks], measure))

@@ -1,0 +1,150 @@
+"""Marker tasks: what is asked has one right answer, and it is in the stream where it should be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from locret_stream.evaluation import markers, metrics, suite
+
+SEEDS = st.integers(0, 10**6)
+
+
+def lines_of(case: markers.Case) -> list[str]:
+    return [line for _, line in case.marks]
+
+
+def reader(lines: list[str], question: str) -> str:
+    """Answers a question by reading the marks, as somebody would who kept them all."""
+    if question == "?@":
+        throws = [line[1] for line in lines if line.startswith("@")]
+        most = max("RPS", key=throws.count)
+        return markers.BEATS[most]
+    bracket, key = question[1], question[2:4]
+    found = [line[4:-1] for line in lines if line.startswith(f"{bracket}{key}:")]
+    if bracket == "<":
+        return found[-1]
+    if bracket == "(":
+        return " ".join(found)
+    value = found[0]
+    return value if value.isdigit() else reader(lines, f"?{{{value}:")
+
+
+MAKERS = {
+    "passkey": markers.passkey,
+    "recall": lambda rng: markers.recall(rng, 48, asked=16),
+    "last_write": lambda rng: markers.last_write(rng, 12),
+    "several_values": lambda rng: markers.several_values(rng, 8),
+    "decoys": lambda rng: markers.decoys(rng, 16),
+    "variables": lambda rng: markers.variables(rng, 8, hops=3),
+    "preference": lambda rng: markers.preference(rng, 9),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(seed=SEEDS)
+def test_who_keeps_every_mark_knows_every_answer(name: str, seed: int):
+    case = MAKERS[name](random.Random(seed))
+    assert case == MAKERS[name](random.Random(seed))
+    assert [place for place, _ in case.marks] == sorted(place for place, _ in case.marks)
+    assert all(0 <= place < 1 for place, _ in case.marks)
+    assert case.questions
+    for question, answer in case.questions:
+        assert reader(lines_of(case), question) == answer
+        assert re.fullmatch(r"[0-9]{3}( [0-9]{3})*|[RPS]", answer)
+
+
+@given(SEEDS)
+def test_a_preference_has_one_winner(seed: int):
+    throws = [line[1] for line in lines_of(markers.preference(random.Random(seed), 7))]
+    counts = sorted(throws.count(t) for t in "RPS")
+    assert counts[2] > counts[1]
+
+
+@given(SEEDS)
+def test_variables_are_defined_before_they_are_used(seed: int):
+    known = set()
+    for line in lines_of(markers.variables(random.Random(seed), 10, hops=4)):
+        key, value = line[1:3], line[4:-1]
+        assert key not in known and (value.isdigit() or value in known)
+        known.add(key)
+
+
+@given(SEEDS)
+def test_decoys_are_never_asked_and_some_are_of_asked_keys(seed: int):
+    case = markers.decoys(random.Random(seed), 16)
+    decoys = [line[1:3] for line in lines_of(case) if line.startswith("[")]
+    assert len(decoys) == 16 and all(question.startswith("?<") for question, _ in case.questions)
+    assert set(decoys) & {question[2:4] for question, _ in case.questions}
+
+
+def test_merged_cases_keep_their_answers():
+    rng = random.Random(0)
+    keys = markers.Keys(rng)
+    case = markers.merged(rng, [markers.recall(rng, 5, keys=keys), markers.last_write(rng, 5, keys=keys),
+                                markers.variables(rng, 5, keys=keys)])
+    assert len(case.questions) == 15
+    for question, answer in case.questions:
+        assert reader(lines_of(case), question) == answer
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> int:
+    return len(text.split()) + 1
+
+
+def prose(seed: int):
+    rng = random.Random(seed)
+    while True:
+        yield " ".join(rng.choice(("once", "upon", "a", "time")) for _ in range(rng.randint(1, 9)))
+
+
+@pytest.mark.parametrize("name", suite.TASKS)
+@pytest.mark.parametrize("length", [400, 3000])
+def test_streams_are_as_long_as_they_say_and_the_same_every_time(name: str, length: int):
+    task = suite.TASKS[name]
+    items = list(task.items(7, length, words, prose))
+    assert items == list(task.items(7, length, words, prose)) != list(task.items(8, length, words, prose))
+    text = [item for item in items if item.answer is None]
+    assert abs(sum(words(item.text) for item in text) - length) < 40 + 0.05 * length
+    assert all(item.text.endswith("\n") and item.text.count("\n") == 1 for item in text)
+    asked = [item for item in items if item.answer is not None]
+    assert len(asked) == task.asked and not any(item.mark for item in asked)
+    for at, item in enumerate(items):
+        if item.answer is not None:  # by what was read until then
+            before = [other.text.strip() for other in items[:at] if other.mark]
+            assert reader(before, item.text) == item.answer
+    assert any(item.mark for item in items) == (task.kind == "answers")
+
+
+def test_every_so_often_asks_between_the_text():
+    items = list(suite.TASKS["every_so_often"].items(0, 3000, words, prose))
+    asked = [at for at, item in enumerate(items) if item.answer is not None]
+    assert all(b - a > 10 for a, b in itertools.pairwise(asked))
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_right_if_it_is_the_expected_one():
+    assert metrics.exact(" 471\n", "471") == 1
+    assert metrics.exact("4711", "471") == metrics.exact("", "471") == metrics.exact("47 1", "471") == 0
+
+
+def test_intervals_hold_the_mean_and_count_streams_not_questions():
+    rng = random.Random(0)
+    apart = [[float(rng.random() < 0.7)] for _ in range(400)]
+    low, high = metrics.interval(apart)
+    mean = sum(map(sum, apart)) / 400
+    assert low < mean < high and 0.06 < high - low < 0.13  # 2 * 1.96 * sqrt(0.7 * 0.3 / 400) = 0.09
+    alike = [[value[0]] * 16 for value in apart[:25]]
+    wide = metrics.interval(alike)
+    assert wide[1] - wide[0] > 2.5 * (high - low), "400 answers of 25 streams that are right or wrong together"
+    assert metrics.interval([[1.0, 1.0], [1.0]]) == (1.0, 1.0)
