@@ -23,6 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from locret_stream.training import TrainConfig, train_heads
+
 STAGES = (64, 128, 256, 512, 1024)
 WINDOW = 1280
 COOLDOWN = 0.35  # of the time, in which the learning rate falls to nothing
@@ -40,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=1664)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--heads-steps", type=int, default=400, help="of each set of retaining heads (default 400)")
     return parser.parse_args()
 
 
@@ -135,6 +138,20 @@ class Run:
         self.save()
 
 
+HEADS = {"heads": {}, "heads-logit": {"label": "logit"}, "heads-hidden": {"features": "hidden"},
+         "heads-retention": {"output": "retention", "features": "hidden"}}
+
+
+def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str) -> None:
+    """One folder of retaining heads for each policy that takes any, and one with the paper's label."""
+    model = LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
+    for name, more in HEADS.items():
+        config = TrainConfig(**{"steps": arguments.heads_steps, "width": 128, "input_norm": True, "bias": True,
+                                "batch": 4, "lr": 2e-3, "warmup": 0.1, "max_tokens": STAGES[-1] + 1} | more)
+        result = train_heads(model, Writer(tokenizer, text, -2).examples(STAGES[-1]), arguments.out / name, config)
+        print(f"{name}: top-10 % overlap {result.overlap_before:.3f} before, {result.overlap:.3f} after", flush=True)
+
+
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(arguments.threads)
@@ -154,6 +171,7 @@ def main() -> None:
     (arguments.out / "training.json").write_text(json.dumps({
         "seeded": not arguments.unseeded, "steps": run.step, "tokens": run.seen, "minutes": run.spent / 60,
         "length": STAGES[run.stage], "accuracy": run.accuracy, "seed": arguments.seed}, indent=1) + "\n")
+    train_all_heads(arguments, tokenizer, text)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 
 from locret_stream.evaluation import markers
+from locret_stream.training import Example
 
 END = "<|end|>"
 TEXT_WEIGHT, COPY_WEIGHT = 0.3, 0.5
@@ -122,6 +123,13 @@ class Writer:
             parts.append((line, TEXT_WEIGHT, False))
             read += len(line)
         return parts + [(mark, 0.0, False) for mark in marks[due:]]
+
+    def examples(self, length: int) -> Iterator[Example]:
+        """Sequences without end as examples for retaining heads: every answer is a reply."""
+        while True:
+            ids, _, answers = self.sequence(length)
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], answers, [False]]).astype(np.int8)))
+            yield Example(torch.from_numpy(ids), tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)))
 
     def copies(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A random segment, repeated: the plainest reason to look back."""
