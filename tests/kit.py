@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,11 @@ EVICTING = ("locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm", "na
             "infllm", "kvzap", "trimkv")
 POLICIES = (*EVICTING, "full")
 WITH_HEADS = ("locret", "kvzap", "trimkv")
+
+
+def examples(count: int) -> int:
+    """Of a property; LOCRET_TEST_FEWER=10 tries a tenth, where every step is slow."""
+    return max(2, count // int(os.environ.get("LOCRET_TEST_FEWER", "1")))
 
 
 @cache

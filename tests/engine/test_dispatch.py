@@ -117,11 +117,16 @@ def test_a_dispatch_that_cannot_be_is_refused(monkeypatch, kernels_say: str, int
         kernels.select_units(torch.zeros(1, 4), 2)
 
 
+# Policies that need no kernel which another one does not need as well.
+ALIKE = ("streaming_llm", "[random]", "keydiff", "sirllm", "nacl", "tova", "infllm", "kvzap", "trimkv")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["test_laws.py", "test_decoding.py"])
 def test_every_law_holds_in_triton(file: str):
     env = os.environ | {"LOCRET_KERNELS": "triton", "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT),
-                        "OMP_NUM_THREADS": "1"}
+                        "OMP_NUM_THREADS": "1", "LOCRET_TEST_FEWER": "10"}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                           str(Path(__file__).parent / file)], env=env, capture_output=True, text=True, check=False)
+                           "-k", f"not ({' or '.join(ALIKE)})", str(Path(__file__).parent / file)], env=env,
+                          capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

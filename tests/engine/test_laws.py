@@ -22,6 +22,7 @@ from tests.kit import (
     Boom,
     assert_same,
     build,
+    examples,
     failing_in_layer,
     feed,
     ids_of,
@@ -240,7 +241,7 @@ def test_committed_state_is_a_function_of_the_tokens(policy: str):
     else was served, equal tokens give bit-equal exports, and the invariants of `Rig.check` hold after every step."""
     engine = engine_of(policy)
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     @given(st.lists(operation, min_size=6, max_size=14))
     def law(operations):
         play(engine, operations)
@@ -254,7 +255,7 @@ def test_committed_state_is_a_function_of_the_tokens_on_other_architectures(on: 
     """The same with sliding layers, softcaps, learned sinks and layers without RoPE."""
     engine = engine_of(policy, on)
 
-    @settings(max_examples=12)
+    @settings(max_examples=examples(12))
     @given(st.lists(operation, min_size=6, max_size=12))
     def law(operations):
         play(engine, operations)
@@ -296,7 +297,7 @@ def test_law_6_planes_and_state_of_a_policy_move_with_the_units():
     """Over random operations: forked, failed, saved and restored like everything else, and never mixed up."""
     engine = toy_engine()
 
-    @settings(max_examples=20)
+    @settings(max_examples=examples(20))
     @given(st.lists(operation, min_size=6, max_size=14))
     def law(operations):
         play(engine, operations)
