@@ -14,7 +14,7 @@ from locret_stream.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"train_bundled_model.py"}  # takes most of an hour; its parts have tests of their own
+ELSEWHERE = {"train_bundled_model.py", "train_recall_model.py"}  # take most of an hour; tests of their own try them
 RUNS = {
     "quickstart.py": (["3000"], "truth: "),
     "own_text.py": (["{text}", "What is the door code of falcon?", "Again?"], "after the talk: "),

@@ -69,8 +69,7 @@ class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     """`score` is the share of right answers, or bits per byte; [low, high] its 95 % bootstrap interval over streams.
 
-    `slot_bytes` is what one context held all the time, `footprint` units held times tokens, summed over the stream, per
-    KV head and layer.
+    `slot_bytes` is what one context held all the time.
     """
 
     cell: Cell
@@ -85,8 +84,8 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Oracle(Policy):
-    """Knows which tokens will be asked about, and keeps them in every head and layer: the most that any choice of
-    tokens can give. `wanted` holds absolute positions of the stream that is fed; set it before."""
+    """Keeps every token of every mark, in every head and layer, asked about or not. `wanted` holds absolute positions
+    of the stream that is fed; set it before. No upper bound: a better choice keeps less of each."""
 
     name = "oracle"
     needs = frozenset({"positions"})

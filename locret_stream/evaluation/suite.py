@@ -5,7 +5,6 @@ A stream is a pure function of (task, seed, length): the same for every policy a
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -59,8 +58,8 @@ def _at_the_end(make: Callable[[random.Random], Case], name: str) -> Items:
 
 
 def _every_so_often(name: str, questions: int) -> Items:
-    """A fact at the beginning of each of as many stretches of text, and at the end of each a question about one of
-    those before."""
+    """A fact somewhere in each of as many stretches of text, and at the end of each a question about one of those so
+    far."""
     def items(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
         rng, text = random.Random(f"{name} {seed}"), lines(seed)
         keys, known, read = markers.Keys(rng), [], 0
@@ -110,13 +109,6 @@ def task_named(name: str) -> Task:
     if name not in TASKS:
         raise ConfigError(f"there is no task {name!r}; expected one of {', '.join(TASKS)}")
     return TASKS[name]
-
-
-@functools.cache
-def recall_of(facts: int, asked: int = 16) -> Task:
-    """Task 2 with another number of facts."""
-    return _task(f"recall_{facts}", f"{facts} facts of one value each", min(asked, facts),
-                 lambda rng: markers.recall(rng, facts, asked=min(asked, facts)))
 
 
 def stdlib(seed: int) -> Iterator[str]:

@@ -94,8 +94,10 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
 
 
 def _flash_can(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this GPU and torch have the flash kernel for such tensors: dtype, head dimension, generation."""
-    return can_use_flash_attention(SDPAParams(q[None], k[None], v[None], None, 0.0, False, True))
+    """Whether this GPU and torch have the flash kernel for such tensors: dtype, head dimension, generation. Called by
+    itself, the kernel does not pad heads to a multiple of 8."""
+    asked = SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
+    return q.shape[-1] % 8 == 0 and can_use_flash_attention(asked)
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import math
 import weakref
@@ -112,6 +113,9 @@ class Runtime:
         if isinstance(policy, Policy):
             if knobs:
                 raise ConfigError(f"knobs {sorted(knobs)} were given beside a policy that is made; expected them in it")
+            if store is not None and not policy.knobs and inspect.signature(type(policy)).parameters:
+                raise ConfigError(f"policy {policy.name!r} was given made, and its settings are not in `policy.knobs`: "
+                                  "snapshots could not tell them; expected its name, or knobs set in its constructor")
         elif policy not in POLICIES:
             make_policy(policy)  # raises UnknownPolicy, with the closest name
         if key is not None and (store is None or isinstance(store, Store)):

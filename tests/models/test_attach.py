@@ -279,3 +279,15 @@ def test_fingerprint_tells_models_apart(stock):
     tuned.model.layers[2].mlp.up_proj.weight.data *= 1.01
     assert len({attach(m).fingerprint for m in (stock, other_weights, other_rope, tuned)}) == 4
     assert attach(copy.deepcopy(stock)).fingerprint == attach(stock).fingerprint
+
+
+def test_a_head_of_another_dtype_is_attached():
+    """The norm and the head in fp32 behind a bf16 model: logits by the model's own way."""
+    mixed = make("llama").to(torch.bfloat16)
+    mixed.model.norm.float()
+    mixed.lm_head.float()
+    attachment = attach(mixed)
+    try:
+        assert not attachment._plain_head
+    finally:
+        detach(mixed)

@@ -7,7 +7,8 @@ import torch
 
 from locret_stream import Runtime
 from locret_stream.errors import ConfigError
-from locret_stream.policies import Chunk, Policy
+from locret_stream.policies import Chunk, Policy, make_policy
+from locret_stream.policies.nacl import NaCl
 from tests.context.support import tiny
 
 
@@ -36,3 +37,10 @@ async def test_a_runtime_takes_a_policy_that_is_made():
 def test_knobs_beside_a_policy_that_is_made_are_refused():
     with pytest.raises(ConfigError, match="beside a policy that is made"):
         Runtime("bundled", None, policy=Even(), knobs={"x": 1})
+
+
+def test_settings_that_snapshots_could_not_tell_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="snapshots could not tell"):
+        Runtime("bundled", None, policy=NaCl(seed=3), store=tmp_path)
+    Runtime("bundled", None, policy=make_policy("nacl", {"seed": 3}), store=tmp_path)
+    Runtime("bundled", None, policy=Even(), store=tmp_path)

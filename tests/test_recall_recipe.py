@@ -1,0 +1,66 @@
+"""The recipe of the recall model at toy sizes: what it reads is right."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = str(ROOT / "examples")
+LENGTH = 256
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    rng = random.Random(0)
+    vocabulary = ["".join(rng.choice("abcdefghijklmnop") for _ in range(rng.randint(2, 8))) for _ in range(400)]
+    return "\n".join(" ".join(rng.choices(vocabulary, k=rng.randint(3, 12))) for _ in range(1500))
+
+
+@pytest.fixture(scope="module")
+def data():
+    sys.path.insert(0, EXAMPLES)
+    try:
+        from recall_model import data
+        yield data
+    finally:
+        sys.path.remove(EXAMPLES)
+
+
+@pytest.fixture(scope="module")
+def writer(data, text):
+    return data.Writer(data.train_tokenizer(text, 1200), text, 3)
+
+
+def test_markers_are_tokens_of_their_own(data, writer):
+    ids = writer.tokenizer.encode("?<QX:471\n<AB:067>\n").tokens
+    assert ids == ["?", "<", "QX", ":", "4", "7", "1", "Ċ", "<", "AB", ":", "0", "6", "7", ">", "Ċ"]
+
+
+def test_every_answer_of_a_sequence_is_right(writer):
+    """Read back from the ids alone, by who kept every mark."""
+    from tests.evaluation.test_markers import reader
+    asked = 0
+    for _ in range(40):
+        ids, weights, answers = writer.sequence(LENGTH)
+        assert len(ids) == len(weights) == len(answers) == LENGTH + 1
+        assert (weights[answers] == 1).all()
+        lines = writer.tokenizer.decode(ids.tolist(), skip_special_tokens=False).split("\n")
+        for line in lines[1:-1]:  # the first may be cut
+            if line.startswith("?"):
+                question, answer = (line[:2], line[2:]) if line[1] == "@" else (line[:5], line[5:])
+                found = [mark for mark in lines if mark[:1] in ("<", "(", "{", "@")]
+                if len(found) == len([mark for mark in lines[1:] if mark[:1] in ("<", "(", "{", "@")]):
+                    assert reader(found, question) == answer
+                    asked += 1
+    assert asked > 100
+
+
+def test_examples_for_heads_label_the_answers(writer):
+    example = next(writer.examples(LENGTH))
+    for start, end in example.answer_spans:
+        said = writer.tokenizer.decode(example.ids[start:end].tolist())
+        assert said.endswith("\n") and said.strip().replace(" ", "").isalnum()
