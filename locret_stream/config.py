@@ -115,7 +115,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             return self.allocation
         if self.allocation == "adaptive" and not shares:
             raise ConfigError("budget: allocation is 'adaptive', and no shares are stored with retaining heads; "
-                              "expected heads trained with `locret-stream train-heads --allocate`, or 'uniform'")
+                              "expected heads whose heads.json has budget_shares, or one share per layer, or 'uniform'")
         if self.allocation in ("auto", "adaptive") and shares:
             return shares
         if self.allocation == "pyramid" and shape.layers > 1:

@@ -90,7 +90,7 @@ def test_auto_takes_the_shares_of_the_heads():
 def test_adaptive_is_the_shares_of_the_heads_or_an_error():
     budget = Budget(units=40, sinks=0, stabilizers=0, allocation="adaptive")
     assert budget.per_layer(shape_of(), (1.0, 2.0, 3.0)) == (20, 40, 60)
-    with pytest.raises(ConfigError, match=r"no shares are stored .* train-heads --allocate"):
+    with pytest.raises(ConfigError, match=r"no shares are stored .* budget_shares"):
         budget.per_layer(shape_of())
 
 
