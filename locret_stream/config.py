@@ -109,7 +109,6 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
                               "these settings")
         return capped
 
-
     def _shares(self, shape: ModelShape, shares: tuple[float, ...] | None) -> tuple[float, ...]:
         if not isinstance(self.allocation, str):
             return self.allocation

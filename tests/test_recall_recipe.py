@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = str(ROOT / "examples")
@@ -64,3 +65,20 @@ def test_examples_for_heads_label_the_answers(writer):
     for start, end in example.answer_spans:
         said = writer.tokenizer.decode(example.ids[start:end].tolist())
         assert said.endswith("\n") and said.strip().replace(" ", "").isalnum()
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_seeded_heads_of_the_first_layer_look_one_to_four_tokens_back(data, seeded: bool):
+    from recall_model.circuits import initialise
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=300, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5})).eval()
+    initialise(model, seeded=seeded, seed=0)
+    ids = torch.randint(0, 300, (1, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        first = model.model(ids, output_attentions=True).attentions[0][0]
+    back = torch.arange(20, 60) - first[:, 20:].argmax(-1)
+    expected = torch.arange(1, 5)[:, None].expand(4, 40)
+    assert ((back == expected).float().mean() > 0.95) == seeded

@@ -19,7 +19,8 @@ from .model import Recaller
 
 
 @torch.no_grad()
-def initialise(model: Recaller, seed: int) -> None:
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Random ones; what writes to the residual stream begins at zero."""
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() != 2:
@@ -28,6 +29,10 @@ def initialise(model: Recaller, seed: int) -> None:
             nn.init.zeros_(weight)
         else:
             nn.init.normal_(weight, std=0.08 if "embed" in name else 1 / math.sqrt(weight.shape[1]))
+
+
+def initialise(model: Recaller, seed: int) -> None:
+    draw_weights(model, seed)
     _seed_circuits(model)
 
 

@@ -11,22 +11,15 @@ import math
 
 import torch
 import torch.nn.functional as F
+from bundled_model.circuits import draw_weights
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 NGRAM = 3  # tokens that the matching head compares
 
 
-@torch.no_grad()
 def initialise(model: LlamaForCausalLM, *, seeded: bool, seed: int) -> None:
-    torch.manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if weight.dim() != 2:
-            continue
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            nn.init.zeros_(weight)
-        else:
-            nn.init.normal_(weight, std=0.08 if "embed" in name else 1 / math.sqrt(weight.shape[1]))
+    draw_weights(model, seed)
     if seeded:
         _seed(model)
 

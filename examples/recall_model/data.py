@@ -17,6 +17,8 @@ from locret_stream.training import Example
 
 END = "<|end|>"
 TEXT_WEIGHT, COPY_WEIGHT = 0.3, 0.5
+HARDER = ((0.55, markers.last_write), (0.7, markers.several_values), (0.8, markers.decoys), (0.95, markers.variables))
+"""Tasks of about three lines a question, and the draw below which each is taken."""
 
 
 def train_tokenizer(text: str, vocab: int) -> Tokenizer:
@@ -64,22 +66,10 @@ class Writer:
             if kind < 0.4:
                 cases.append(markers.recall(rng, size, asked=max(1, size // 2), keys=keys))
                 left -= size + size // 2
-            elif kind < 0.55:
-                size = max(1, size // 3)
-                cases.append(markers.last_write(rng, size, keys=keys))
-                left -= 3 * size
-            elif kind < 0.7:
-                size = max(1, size // 3)
-                cases.append(markers.several_values(rng, size, keys=keys))
-                left -= 3 * size
-            elif kind < 0.8:
-                size = max(1, size // 3)
-                cases.append(markers.decoys(rng, size, keys=keys))
-                left -= 3 * size
             elif kind < 0.95:
-                size = max(1, size // 3)
-                cases.append(markers.variables(rng, size, keys=keys))
-                left -= 3 * size
+                make = next(make for edge, make in HARDER if kind < edge)
+                cases.append(make(rng, max(1, size // 3), keys=keys))
+                left -= 3 * max(1, size // 3)
             elif not any(question == "?@" for case in cases for question, _ in case.questions):
                 size = max(5, min(25, left))
                 cases.append(markers.preference(rng, size))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.config import ModelShape, unit_bytes
+from locret_stream.kernels import slot_units
 
 
 @dataclass(slots=True)
@@ -42,22 +43,15 @@ class LayerBuffers:
         """
         if len(slots) == 1 and not slots.is_cuda:
             slot, rank = int(slots), int(ranks)
-            _unit(self.keys, slot, rank).copy_(keys)
-            _unit(self.values, slot, rank).copy_(values)
+            slot_units(self.keys, slot, rank, rank + 1).copy_(keys)
+            slot_units(self.values, slot, rank, rank + 1).copy_(values)
             if self.rotated is not self.keys:
-                _unit(self.rotated, slot, rank).copy_(rotated)
+                slot_units(self.rotated, slot, rank, rank + 1).copy_(rotated)
             return
         self.keys[slots, :, ranks] = keys[:, :, 0]
         self.values[slots, :, ranks] = values[:, :, 0]
         if self.rotated is not self.keys:
             self.rotated[slots, :, ranks] = rotated[:, :, 0]
-
-
-def _unit(tensor: Tensor, slot: int, rank: int) -> Tensor:
-    """tensor[slot, :, rank] of [S, H, C, D] as [1, H, 1, D], by one operation."""
-    apart, across, along, inside = tensor.stride()
-    return tensor.as_strided((1, tensor.shape[1], 1, tensor.shape[3]), (apart, across, along, inside),
-                             tensor.storage_offset() + slot * apart + rank * along)
 
 
 class Pool:

@@ -51,6 +51,7 @@ class Keys:
 
 
 def value(rng: random.Random) -> str:
+    """Three digits."""
     return f"{rng.randrange(1000):03d}"
 
 

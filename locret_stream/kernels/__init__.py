@@ -17,10 +17,10 @@ from torch import Tensor
 
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import torch_ops
-from locret_stream.kernels.reference import order_keys, rotate_halves
+from locret_stream.kernels.reference import order_keys, rotate_halves, slot_units
 
 __all__ = ["compact_units", "decode_attention", "order_keys", "prefill_attention", "reduced_attention",
-           "rotate_halves", "score_units", "select_units", "uses_triton"]
+           "rotate_halves", "score_units", "select_units", "slot_units", "uses_triton"]
 
 
 def uses_triton(x: Tensor) -> bool:

@@ -50,6 +50,13 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
     return keys.topk(budget, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
+def slot_units(pool: Tensor, slot: int, first: int, stop: int) -> Tensor:
+    """pool[slot, :, first:stop] of [S, H, C, D], as [1, H, stop - first, D]; a view, by one operation."""
+    apart, across, along, inside = pool.stride()
+    return pool.as_strided((1, pool.shape[1], stop - first, pool.shape[3]), (apart, across, along, inside),
+                           pool.storage_offset() + slot * apart + first * along)
+
+
 def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
     """Move the units `keep` to the front of every plane, in place: x[h, i] = old x[h, keep[h, i]] for i < B.
 

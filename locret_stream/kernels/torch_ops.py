@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from locret_stream.kernels import reference
-from locret_stream.kernels.reference import reduced_attention
+from locret_stream.kernels.reference import reduced_attention, slot_units
 
 __all__ = ["compact_units", "decode_attention", "prefill_attention", "reduced_attention", "score_units",
            "select_units"]
@@ -111,16 +111,9 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
     rows, out = whole.split(1) if len(q) > 1 else [whole], []
     for row, slot, length in zip(rows, slots.tolist(), lengths.tolist(), strict=True):
         first = max(0, length - window) if window else 0
-        k, v = _units(keys, slot, first, length), _units(values, slot, first, length)
+        k, v = slot_units(keys, slot, first, length), slot_units(values, slot, first, length)
         if cos is not None:
             k = reference.rotate_halves(k, cos[first:length], sin[first:length])
         out.append(F.scaled_dot_product_attention(row, k, v, scale=scale) if q.is_cuda
                    else _FLASH_CPU(row, k, v, scale=scale)[0])
     return (torch.cat(out) if len(out) > 1 else out[0]).view(q.shape)
-
-
-def _units(pool: Tensor, slot: int, first: int, length: int) -> Tensor:
-    """pool[slot, :, first:length] of [S, H, C, D], as [1, H, length - first, D]; one operation in place of four."""
-    apart, across, along, inside = pool.stride()
-    return pool.as_strided((1, pool.shape[1], length - first, pool.shape[3]), (apart, across, along, inside),
-                           pool.storage_offset() + slot * apart + first * along)

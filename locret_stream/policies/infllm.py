@@ -40,7 +40,7 @@ class InfLLM(Policy):
 
 def sum_of_blocks(x: Tensor, blocks: Tensor, longest: int) -> Tensor:
     """Sums of x [H, N] over runs of equal, ascending `blocks` [H, N], at every place of a run; no run is longer than
-    `longest`. By doubling, in one order: the same bits on every device, unlike scatter_add."""
+    `longest`. By doubling, in one order: the same bits every time, unlike scatter_add on a GPU."""
     apart, total = [1 << n for n in range((longest - 1).bit_length())], x.shape[1]
     out = x.clone()
     for step in apart:  # sums up to each place
