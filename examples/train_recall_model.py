@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -89,6 +91,7 @@ class Run:
         initialise(self.model, seeded=not arguments.unseeded, seed=arguments.seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
         self.step, self.stage, self.spent, self.seen, self.accuracy = 0, 0, 0.0, 0, None
+        self.stopped = False  # set by Ctrl-C: heeded between two updates
         self.file = arguments.out / "checkpoint.pt"
         if self.file.is_file():
             found = torch.load(self.file, weights_only=True)
@@ -106,7 +109,7 @@ class Run:
 
     def train(self, writer: Writer, held_out: Writer) -> None:
         arguments, last = self.arguments, time.monotonic()
-        while (share := self.spent / (60 * arguments.minutes)) < 1:
+        while (share := self.spent / (60 * arguments.minutes)) < 1 and not self.stopped:
             rate = min(1.0, (self.step + 1) / 100) * min(1.0, max(0.02, (1 - share) / COOLDOWN))
             for group in self.optimizer.param_groups:
                 group["lr"] = arguments.lr * rate
@@ -148,7 +151,8 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
     for name, more in HEADS.items():
         config = TrainConfig(**{"steps": arguments.heads_steps, "width": 128, "input_norm": True, "bias": True,
                                 "batch": 4, "lr": 2e-3, "warmup": 0.1, "max_tokens": STAGES[-1] + 1} | more)
-        result = train_heads(model, Writer(tokenizer, text, -2).examples(STAGES[-1]), arguments.out / name, config)
+        examples = Writer(tokenizer, text, f"heads {arguments.seed}").examples(STAGES[-1])
+        result = train_heads(model, examples, arguments.out / name, config)
         print(f"{name}: top-10 % overlap {result.overlap_before:.3f} before, {result.overlap:.3f} after", flush=True)
 
 
@@ -161,14 +165,18 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(own)) if own.is_file() else train_tokenizer(text[:3_000_000], arguments.vocab)
     save_tokenizer(tokenizer, arguments.out, WINDOW)
     run = Run(arguments, tokenizer)
-    writer = Writer(tokenizer, text, arguments.seed + 1000 * run.step)
-    try:
-        run.train(writer, Writer(tokenizer, unseen, -1))
-    except KeyboardInterrupt:
-        run.save()
-        raise SystemExit(f"stopped at step {run.step}; the same command goes on") from None
+    writer = Writer(tokenizer, text, f"training {arguments.seed}, from step {run.step}")
+    before = signal.signal(signal.SIGINT, lambda *_: setattr(run, "stopped", True))
+    run.train(writer, Writer(tokenizer, unseen, "held out"))
+    signal.signal(signal.SIGINT, before)
+    if run.stopped:
+        raise SystemExit(f"stopped at step {run.step}; the same command goes on")
     run.model.to(torch.bfloat16).save_pretrained(arguments.out)
-    (arguments.out / "training.json").write_text(json.dumps({
+    record = arguments.out / "training.json"
+    if record.is_file() and json.loads(record.read_bytes())["steps"] != run.step:
+        for name in HEADS:  # those of the model as it was
+            shutil.rmtree(arguments.out / name, ignore_errors=True)
+    record.write_text(json.dumps({
         "seeded": not arguments.unseeded, "steps": run.step, "tokens": run.seen, "minutes": run.spent / 60,
         "length": STAGES[run.stage], "accuracy": run.accuracy, "seed": arguments.seed}, indent=1) + "\n")
     train_all_heads(arguments, tokenizer, text)

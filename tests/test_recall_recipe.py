@@ -33,7 +33,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def writer(data, text):
-    return data.Writer(data.train_tokenizer(text, 1200), text, 3)
+    return data.Writer(data.train_tokenizer(text, 1200), text, "3")
 
 
 def test_markers_are_tokens_of_their_own(data, writer):

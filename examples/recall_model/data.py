@@ -17,8 +17,9 @@ from locret_stream.training import Example
 
 END = "<|end|>"
 TEXT_WEIGHT, COPY_WEIGHT = 0.3, 0.5
-HARDER = ((0.55, markers.last_write), (0.7, markers.several_values), (0.8, markers.decoys), (0.95, markers.variables))
-"""Tasks of about three lines a question, and the draw below which each is taken."""
+PLAIN = 0.3  # the share of plain recall
+HARDER = ((0.42, markers.last_write), (0.6, markers.several_values), (0.68, markers.decoys), (0.95, markers.variables))
+"""Tasks of about three lines a question, and the draw below which each is taken: most for what is learnt last."""
 
 
 def train_tokenizer(text: str, vocab: int) -> Tokenizer:
@@ -47,7 +48,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
 class Writer:
     """Training sequences: text with marks in it, then questions and answers, of any mixture of the tasks."""
 
-    def __init__(self, tokenizer: Tokenizer, text: str, seed: int):
+    def __init__(self, tokenizer: Tokenizer, text: str, seed: str):
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
         lines = [line + "\n" for line in text.split("\n") if line.strip()]
         self.lines = [np.array(line.ids, np.int64) for line in tokenizer.encode_batch(lines, add_special_tokens=False)]
@@ -63,10 +64,10 @@ class Writer:
         left = max(3, min(room, 300))
         while left >= 3:
             kind, size = rng.random(), rng.randint(1, max(1, left // 2))
-            if kind < 0.4:
+            if kind < PLAIN:
                 cases.append(markers.recall(rng, size, asked=max(1, size // 2), keys=keys))
                 left -= size + size // 2
-            elif kind < 0.95:
+            elif kind < HARDER[-1][0]:
                 make = next(make for edge, make in HARDER if kind < edge)
                 cases.append(make(rng, max(1, size // 3), keys=keys))
                 left -= 3 * max(1, size // 3)

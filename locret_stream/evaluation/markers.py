@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from locret_stream.errors import ConfigError
 from locret_stream.evaluation.tasks import plant
 
 KEYS = [a + b for a in string.ascii_uppercase for b in string.ascii_uppercase]
@@ -47,6 +48,8 @@ class Keys:
         rng.shuffle(self._keys)
 
     def take(self) -> str:
+        if not self._keys:
+            raise ConfigError(f"a stream of marker tasks has {len(KEYS)} keys at most (two capitals); ask for fewer facts")
         return self._keys.pop()
 
 
@@ -91,12 +94,12 @@ def last_write(rng: random.Random, facts: int, writes: int = 3, asked: int | Non
 
 def several_values(rng: random.Random, facts: int, values: int = 2, asked: int | None = None,
                    keys: Keys | None = None) -> Case:
-    """Task 4 (RULER's multi-value retrieval): `values` values a key, asked for in the order in which they came."""
+    """Task 4 (RULER's multi-value retrieval): `values` values a key, asked for from the newest to the oldest."""
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(facts):
         key, own = keys.take(), [value(rng) for _ in range(values)]
         marks += _spread(rng, [f"({key}:{v})" for v in own])
-        questions.append((f"?({key}:", " ".join(own)))
+        questions.append((f"?({key}:", " ".join(reversed(own))))
     return _case(rng, marks, questions, asked)
 
 

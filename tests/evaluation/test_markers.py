@@ -30,7 +30,7 @@ def reader(lines: list[str], question: str) -> str:
     if bracket == "<":
         return found[-1]
     if bracket == "(":
-        return " ".join(found)
+        return " ".join(reversed(found))
     value = found[0]
     return value if value.isdigit() else reader(lines, f"?{{{value}:")
 
