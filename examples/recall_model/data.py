@@ -71,7 +71,7 @@ class Writer:
                 make = next(make for edge, make in HARDER if kind < edge)
                 cases.append(make(rng, max(1, size // 3), keys=keys))
                 left -= 3 * max(1, size // 3)
-            elif not any(question == "?@" for case in cases for question, _ in case.questions):
+            elif not any(question.ask == "?@" for case in cases for question in case.questions):
                 size = max(5, min(25, left))
                 cases.append(markers.preference(rng, size))
                 left -= size
@@ -83,7 +83,7 @@ class Writer:
         fill = rng.choice((0.0, 0.3, 0.6, 0.85))
         case = self.case(int(length * (1 - fill) / 9))
         places, marks = [place for place, _ in case.marks], self._ids([line + "\n" for _, line in case.marks])
-        asked = self._ids([part for question, answer in case.questions for part in (question, answer + "\n")])
+        asked = self._ids([part for question in case.questions for part in (question.ask, question.answer + "\n")])
         questions = list(zip(asked[::2], asked[1::2], strict=True))
         while sum(map(len, marks)) + sum(map(len, asked)) > length - 8 and len(questions) > 1:
             asked = asked[:-2]

@@ -20,6 +20,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation.tasks import plant
@@ -28,16 +29,23 @@ KEYS = [a + b for a in string.ascii_uppercase for b in string.ascii_uppercase]
 BEATS = {"R": "P", "P": "S", "S": "R"}  # what wins against a throw
 
 
+class Question(NamedTuple):
+    """A question, its answer without the newline that ends it, and the marks from which the answer follows."""
+
+    ask: str
+    answer: str
+    needs: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Case:
     """What is planted in a stream and asked of it.
 
     marks: (place, line): after which share of the text, in [0, 1), the line comes; ascending.
-    questions: (question, answer), the newline that ends the answer left out.
     """
 
     marks: tuple[tuple[float, str], ...]
-    questions: tuple[tuple[str, str], ...]
+    questions: tuple[Question, ...]
 
 
 class Keys:
@@ -49,7 +57,8 @@ class Keys:
 
     def take(self) -> str:
         if not self._keys:
-            raise ConfigError(f"a stream of marker tasks has {len(KEYS)} keys at most (two capitals); ask for fewer facts")
+            raise ConfigError(f"a stream of marker tasks has {len(KEYS)} keys at most, all pairs of two capitals; "
+                              "expected fewer facts")
         return self._keys.pop()
 
 
@@ -58,12 +67,18 @@ def value(rng: random.Random) -> str:
     return f"{rng.randrange(1000):03d}"
 
 
+def fact(key: str, value: str) -> tuple[str, Question]:
+    """A mark of one value, and the question that it answers."""
+    mark = f"<{key}:{value}>"
+    return mark, Question(f"?<{key}:", value, (mark,))
+
+
 def _spread(rng: random.Random, lines: list[str]) -> list[tuple[float, str]]:
     """In the order given, at random places."""
     return list(zip(sorted(rng.random() for _ in lines), lines, strict=True))
 
 
-def _case(rng: random.Random, marks: list[tuple[float, str]], questions: list[tuple[str, str]],
+def _case(rng: random.Random, marks: list[tuple[float, str]], questions: list[Question],
           asked: int | None = None) -> Case:
     rng.shuffle(questions)
     return Case(tuple(sorted(marks)), tuple(questions[:asked]))
@@ -72,8 +87,8 @@ def _case(rng: random.Random, marks: list[tuple[float, str]], questions: list[tu
 def recall(rng: random.Random, facts: int, asked: int | None = None, keys: Keys | None = None) -> Case:
     """Task 2 (RULER's multi-key retrieval): `facts` keys with one value each."""
     keys = keys or Keys(rng)
-    pairs = [(keys.take(), value(rng)) for _ in range(facts)]
-    return _case(rng, [(rng.random(), f"<{k}:{v}>") for k, v in pairs], [(f"?<{k}:", v) for k, v in pairs], asked)
+    pairs = [fact(keys.take(), value(rng)) for _ in range(facts)]
+    return _case(rng, [(rng.random(), mark) for mark, _ in pairs], [question for _, question in pairs], asked)
 
 
 def passkey(rng: random.Random, keys: Keys | None = None) -> Case:
@@ -88,7 +103,7 @@ def last_write(rng: random.Random, facts: int, writes: int = 3, asked: int | Non
     for _ in range(facts):
         key, values = keys.take(), [value(rng) for _ in range(rng.randint(1, writes))]
         marks += _spread(rng, [f"<{key}:{v}>" for v in values])
-        questions.append((f"?<{key}:", values[-1]))
+        questions.append(fact(key, values[-1])[1])
     return _case(rng, marks, questions, asked)
 
 
@@ -98,8 +113,9 @@ def several_values(rng: random.Random, facts: int, values: int = 2, asked: int |
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(facts):
         key, own = keys.take(), [value(rng) for _ in range(values)]
-        marks += _spread(rng, [f"({key}:{v})" for v in own])
-        questions.append((f"?({key}:", " ".join(reversed(own))))
+        lines = [f"({key}:{v})" for v in own]
+        marks += _spread(rng, lines)
+        questions.append(Question(f"?({key}:", " ".join(reversed(own)), tuple(lines)))
     return _case(rng, marks, questions, asked)
 
 
@@ -107,12 +123,13 @@ def decoys(rng: random.Random, facts: int, others: int | None = None, asked: int
            keys: Keys | None = None) -> Case:
     """Task 5: facts, and as many decoys (or `others`) of the same form under another bracket, some of the same keys."""
     keys = keys or Keys(rng)
-    pairs = [(keys.take(), value(rng)) for _ in range(facts)]
-    marks = [(rng.random(), f"<{k}:{v}>") for k, v in pairs]
+    own = [keys.take() for _ in range(facts)]
+    pairs = [fact(key, value(rng)) for key in own]
+    marks = [(rng.random(), mark) for mark, _ in pairs]
     for n in range(facts if others is None else others):
-        key = pairs[n % facts][0] if facts and n % 2 else keys.take()
+        key = own[n % facts] if facts and n % 2 else keys.take()
         marks.append((rng.random(), f"[{key}:{value(rng)}]"))
-    return _case(rng, marks, [(f"?<{k}:", v) for k, v in pairs], asked)
+    return _case(rng, marks, [question for _, question in pairs], asked)
 
 
 def variables(rng: random.Random, chains: int, hops: int = 2, asked: int | None = None,
@@ -121,8 +138,9 @@ def variables(rng: random.Random, chains: int, hops: int = 2, asked: int | None 
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(chains):
         own, first = [keys.take() for _ in range(rng.randint(1, hops))], value(rng)
-        marks += _spread(rng, [f"{{{own[0]}:{first}}}", *(f"{{{b}:{a}}}" for a, b in itertools.pairwise(own))])
-        questions.append((f"?{{{own[-1]}:", first))
+        lines = [f"{{{own[0]}:{first}}}", *(f"{{{b}:{a}}}" for a, b in itertools.pairwise(own))]
+        marks += _spread(rng, lines)
+        questions.append(Question(f"?{{{own[-1]}:", first, tuple(lines)))
     return _case(rng, marks, questions, asked)
 
 
@@ -134,7 +152,8 @@ def preference(rng: random.Random, throws: int) -> Case:
     while len({favourite} | {t for t in "RPS" if counts[t] == max(counts.values())}) > 1:  # one winner, no tie
         thrown[rng.randrange(throws)] = favourite
         counts = Counter(thrown)
-    return _case(rng, [(rng.random(), f"@{t}") for t in thrown], [("?@", BEATS[favourite])])
+    needs = ("@R", "@P", "@S")  # every throw counts
+    return _case(rng, [(rng.random(), f"@{t}") for t in thrown], [Question("?@", BEATS[favourite], needs)])
 
 
 def merged(rng: random.Random, cases: list[Case]) -> Case:

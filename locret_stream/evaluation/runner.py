@@ -1,15 +1,13 @@
-"""Runs cells: one policy with one budget on the streams of one task. Every cell is a file; those that are there are not
-run again.
+"""Runs cells. Every cell is a file; those that are there are not run again.
 
-Streams go through the public face: fed, and asked on scratch copies, several questions at once; an answer ends with a
-newline and counts only if it is exactly right.
+Streams go through the public face: fed line by line, and asked on scratch copies, several questions at once; an answer
+ends with a newline and counts only if it is exactly right.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import math
+import functools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,178 +20,155 @@ from torch import Tensor
 from locret_stream.config import Budget
 from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError
+from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics, suite
-from locret_stream.evaluation.suite import Item, Task
-from locret_stream.policies import Chunk, Policy, make_policy
+from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResult
+from locret_stream.evaluation.probes import Attention, Listening, Oracle, PerHeadOracle
+from locret_stream.evaluation.suite import Item, Task, Text
+from locret_stream.heads import RetainingHeads
+from locret_stream.policies import Policy
 from locret_stream.runtime import Runtime
+from locret_stream.snapshot.identity import digest_tensors, digest_text
 
 AT_ONCE = 8  # questions that are answered together
 ANSWER_TOKENS = 24
+ORACLES = {kind.name: kind for kind in (Oracle, PerHeadOracle)}
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured. `units` None: everything is kept. `heads` is the folder of retaining heads, "" for none."""
+class Bench:
+    """A model, its tokenizer and a text, on which cells are run."""
 
-    task: str
-    policy: str
-    length: int
-    units: int | None = None
-    chunk_size: int = 128
-    sinks: int = 4
-    stabilizers: int = 16
-    allocation: str | tuple[float, ...] = "uniform"
-    knobs: dict[str, float | int | str | bool] = {}
-    heads: str = ""
-    model: str = ""
-    streams: int = 16
-    first_seed: int = 0
+    def __init__(self, model: Any, tokenizer: Any, text: Text = suite.STDLIB):
+        self.model, self.tokenizer, self.text = model, tokenizer, text
+        self._origins: dict[str, Origin] = {}
 
-    @property
-    def file(self) -> str:
-        """Its name: readable, and another one for any other cell."""
-        digest = hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=6).hexdigest()
-        return f"{self.task}-{self.policy}-{self.units or 'all'}-{self.length}-{digest}.json"
+    @functools.cached_property
+    def _base(self) -> tuple[str, str]:
+        """Digests of weights and tokenizer."""
+        definition = getattr(self.tokenizer, "backend_tokenizer", None)
+        told = definition.to_str() if definition is not None else str(sorted(self.tokenizer.get_vocab().items()))
+        return digest_tensors(self.model.state_dict().items()), digest_text(told)
 
+    def origin(self, heads: str) -> Origin:
+        """What results with those heads hold for. Raises HeadsMismatch as loading them does."""
+        if heads not in self._origins:
+            digest = ""
+            if heads:
+                loaded = RetainingHeads.load(heads)
+                digest = digest_text(digest_tensors(loaded.state_dict().items()),
+                                     msgspec.json.encode(loaded.config, order="sorted").decode())
+            self._origins[heads] = Origin(weights=self._base[0], tokenizer=self._base[1], heads=digest,
+                                          text=self.text.name, tasks=suite.VERSION)
+        return self._origins[heads]
 
-class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One stream: (question, expected, found) for each question, or bits and bytes of its text."""
+    def run(self, cells: Iterable[Cell], out: Path,
+            progress: Callable[[CellResult, bool], None] = lambda result, there: None) -> list[CellResult]:
+        """Every cell's result, those in `out` read and the others run; `progress(result, was_there)` after each.
 
-    seed: int
-    tokens: int
-    seconds: float
-    answers: list[tuple[str, str, str]] = []
-    bits: float = 0.0
-    bytes: int = 0
+        Interrupted, what is done is in `out`, and the same call goes on.
 
+        Raises:
+            ConfigError, HeadsMismatch, WindowExceeded: a cell cannot be run; those before it are done.
+            InputError: a file in `out` is damaged.
+        """
+        out.mkdir(parents=True, exist_ok=True)
+        results = []
+        for cell in cells:
+            suite.task_named(cell.task)
+            files.expect_streams(cell)
+            path = out / files.name_of(cell, self.origin(cell.heads))
+            there = path.is_file()
+            result = files.read(path) if there else asyncio.run(self.measure(cell))
+            if not there:
+                files.write(result, path)
+            results.append(result)
+            progress(result, there)
+        return results
 
-class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`score` is the share of right answers, or bits per byte; [low, high] its 95 % bootstrap interval over streams.
+    async def measure(self, cell: Cell) -> CellResult:
+        """One cell, with a runtime of its own."""
+        task, origin = suite.task_named(cell.task), self.origin(cell.heads)
+        seeds = range(cell.first_seed, cell.first_seed + cell.streams)
+        oracle = ORACLES[cell.policy]() if cell.policy in ORACLES else None
+        runtime = Runtime(self.model, self.tokenizer, policy=oracle or cell.policy,
+                          knobs=None if oracle else cell.knobs, heads=cell.heads or None,
+                          budget=self.budget(cell, task), chunk_size=cell.chunk_size, max_live=1, scratch=AT_ONCE)
+        async with runtime:
+            if task.kind == "bits":
+                runtime.engine.policy = Listening(runtime.engine.policy, runtime.engine.shape)
+            streams = []
+            for seed in seeds:
+                items = list(task.items(seed, cell.length, runtime.count_tokens, self.text.lines))
+                if isinstance(oracle, PerHeadOracle):
+                    oracle.worth = await self.worth(items)
+                streams.append(await run_stream(seed, items, task, runtime, oracle))
+            groups = [_values(task, one) for one in streams]
+            values = [value for group in groups for value in group]
+            low, high = metrics.interval(groups)
+            return CellResult(
+                cell=cell, origin=origin, score=sum(values) / len(values), low=low, high=high, questions=len(values),
+                tok_per_s=sum(s.tokens for s in streams) / max(1e-9, sum(s.seconds for s in streams)),
+                budgets=runtime.engine.budgets, peak_bytes=runtime.memory.slot_bytes, streams=streams)
 
-    `slot_bytes` is what one context held all the time.
-    """
+    def budget(self, cell: Cell, task: Task) -> Budget:
+        """That of the cell; without units, room for the longest of its streams and an answer.
 
-    cell: Cell
-    score: float
-    low: float
-    high: float
-    questions: int
-    tok_per_s: float
-    budgets: tuple[int, ...]
-    slot_bytes: int
-    streams: list[StreamResult]
+        The model's window must hold it: the runtime says so otherwise.
+        """
+        if cell.units is not None:
+            return Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
+        longest = 0
+        for seed in range(cell.first_seed, cell.first_seed + cell.streams):
+            items = list(task.items(seed, cell.length, self.count_tokens, self.text.lines))
+            asked = [self.count_tokens(item.text) for item in items if item.answer is not None]
+            fed = sum(self.count_tokens(item.text) for item in items if item.answer is None)
+            longest = max(longest, fed + max(asked, default=0) + ANSWER_TOKENS)
+        return Budget(units=longest, sinks=0, stabilizers=0, allocation="uniform")
 
+    def count_tokens(self, text: str) -> int:
+        """As a runtime counts them; it alone knows chat frames, for which there is a little room."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
-class Oracle(Policy):
-    """Keeps every token of every mark, in every head and layer, asked about or not. `wanted` holds absolute positions
-    of the stream that is fed; set it before. No upper bound: a better choice keeps less of each."""
-
-    name = "oracle"
-    needs = frozenset({"positions"})
-    stateful = True
-
-    def __init__(self) -> None:
-        self.wanted: Tensor = torch.zeros(0, dtype=torch.int64)
-
-    def score(self, chunk: Chunk) -> Tensor:
-        return torch.isin(chunk.positions, self.wanted.to(chunk.positions.device)).float()
-
-
-class Listening(Policy):
-    """Another policy, overheard: sums the bits of the text that passes."""
-
-    def __init__(self, policy: Policy):
-        self.inner = policy
-        for name in ("name", "stateful", "bounded", "planes", "scope", "knobs", "heads"):
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
-        self.needs = policy.needs | {"token_logprob"}
-        self.bits = 0.0
-
-    def begin(self, shape: Any) -> dict[str, Tensor]:
-        return self.inner.begin(shape)
-
-    def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:
-        return self.inner.protection(budget, sinks, stabilizers)
-
-    def score(self, chunk: Chunk) -> Tensor:
-        if chunk.layer == 0:
-            self.bits -= float(chunk.logprobs.nan_to_num(0.0).double().sum()) / math.log(2)
-        return self.inner.score(chunk)
-
-
-def run_cells(cells: Iterable[Cell], model: Any, tokenizer: Any, out: Path, *, lines: suite.Lines = suite.stdlib,
-              progress: Callable[[CellResult, bool], None] = lambda result, there: None) -> list[CellResult]:
-    """Every cell's result, those in `out` read and the others run; `progress(result, was_there)` after each.
-
-    Interrupted, what is done is in `out`, and the same call goes on.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for cell in cells:
-        path = out / cell.file
-        there = path.is_file()
-        if there:
-            result = msgspec.json.decode(path.read_bytes(), type=CellResult)
-        else:
-            result = asyncio.run(run_cell(cell, model, tokenizer, lines))
-            part = path.with_suffix(".part")
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-            part.replace(path)
-        results.append(result)
-        progress(result, there)
-    return results
-
-
-async def run_cell(cell: Cell, model: Any, tokenizer: Any, lines: suite.Lines) -> CellResult:
-    """One cell, with a runtime of its own."""
-    task = suite.task_named(cell.task)
-    policy = policy_of(cell, task)
-    async with Runtime(model, tokenizer, policy=policy, heads=cell.heads or None, budget=budget_of(cell),
-                       chunk_size=cell.chunk_size, max_live=1, scratch=AT_ONCE) as runtime:
-        streams = [await run_stream(cell, task, runtime, policy, seed, lines)
-                   for seed in range(cell.first_seed, cell.first_seed + cell.streams)]
-        if task.kind == "bits":
-            groups = [[one.bits / one.bytes] for one in streams]
-        else:
-            groups = [[metrics.exact(found, expected) for _, expected, found in one.answers] for one in streams]
-        values = [value for group in groups for value in group]
-        low, high = metrics.interval(groups)
-        return CellResult(cell=cell, score=sum(values) / len(values), low=low, high=high, questions=len(values),
-                          tok_per_s=sum(s.tokens for s in streams) / sum(s.seconds for s in streams),
-                          budgets=runtime.engine.budgets, slot_bytes=runtime.memory.slot_bytes, streams=streams)
+    async def worth(self, items: list[Item]) -> Tensor:
+        """[L, H, N]: the attention that answers pay to each of the N tokens of the needed lines, when those lines,
+        the questions and the answers are all there is."""
+        ids: list[int] = []
+        for item in items:
+            if item.needed:
+                ids += self.tokenizer.encode(item.text, add_special_tokens=False)
+        count, rows = len(ids), []
+        if not count:
+            raise ConfigError("the oracle has nothing to know: no line of this task is asked about")
+        for item in items:
+            if item.answer is not None:
+                ids += self.tokenizer.encode(item.text, add_special_tokens=False)
+                answer = self.tokenizer.encode(item.answer + "\n", add_special_tokens=False)
+                rows += range(len(ids) - 1, len(ids) + len(answer) - 1)  # each row predicts the next token
+                ids += answer
+        probe = Attention()
+        probe.rows = torch.tensor(rows)
+        whole = Budget(units=len(ids), sinks=0, stabilizers=0, allocation="uniform")
+        async with (Runtime(self.model, self.tokenizer, policy=probe, budget=whole, chunk_size=len(ids), max_live=1)
+                    as runtime, runtime.open(raw=True) as ctx):
+            await ctx.feed(ids)
+        return probe.received[:, :, :count]
 
 
-def policy_of(cell: Cell, task: Task) -> Policy:
-    """What the cell scores with, listening where bits are counted."""
-    if cell.policy == "oracle":
-        policy: Policy = Oracle()
-    else:
-        heads = None
-        if cell.heads:
-            from locret_stream.heads import RetainingHeads
-            heads = RetainingHeads.load(cell.heads)
-        policy = make_policy(cell.policy, cell.knobs, heads)
-    return Listening(policy) if task.kind == "bits" else policy
-
-
-def budget_of(cell: Cell) -> Budget:
-    """That of the cell; for "full" room for the whole stream."""
-    if cell.units is None:
-        return Budget(units=cell.length + cell.chunk_size, sinks=0, stabilizers=0, allocation="uniform")
-    return Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
-
-
-async def run_stream(cell: Cell, task: Task, runtime: Runtime, policy: Policy, seed: int,
-                     lines: suite.Lines) -> StreamResult:
+async def run_stream(seed: int, items: list[Item], task: Task, runtime: Runtime,
+                     oracle: Oracle | None = None) -> StreamResult:
     """Feed one stream, and ask what is asked where it is asked."""
-    items = list(task.items(seed, cell.length, runtime.count_tokens, lines))
-    if isinstance(policy, Oracle):
-        policy.wanted = wanted_positions(items, runtime)
-    if isinstance(policy, Listening):
-        policy.bits = 0.0
+    policy: Policy = runtime.engine.policy
     answers: list[tuple[str, str, str]] = []
-    seconds, waiting = 0.0, []
-    async with runtime.open(raw=True) as ctx:
+    wanted: list[int] = []
+    ends: list[tuple[int, int]] = []  # (tokens, bytes) after each line
+    seconds, unit_tokens, size, waiting = 0.0, 0.0, 0, []
+    if oracle is not None:
+        oracle.wanted = torch.zeros(0, dtype=torch.int64)
+        if not any(item.needed for item in items):
+            raise ConfigError(f"the oracle has nothing to know: no line of task {task.name!r} is asked about")
+    if isinstance(policy, Listening):
+        policy.logprobs = []
+    async with runtime.open(raw=True if task.raw else None) as ctx:
         for item in [*items, None]:
             if item is not None and item.answer is not None:
                 waiting.append(item)
@@ -201,14 +176,39 @@ async def run_stream(cell: Cell, task: Task, runtime: Runtime, policy: Policy, s
             if waiting:
                 answers += await ask_all(ctx, waiting)
                 waiting = []
-            if item is not None:
-                started = time.perf_counter()
-                await ctx.feed(item.text)
-                seconds += time.perf_counter() - started
-        committed = cell.chunk_size * (ctx.memory.tokens // cell.chunk_size)
-        size = len("".join(item.text for item in items if item.answer is None).encode())
-        return StreamResult(seed=seed, tokens=ctx.memory.tokens, seconds=seconds, answers=answers,
-                            bits=getattr(policy, "bits", 0.0), bytes=size * committed // max(1, ctx.memory.tokens))
+            if item is None:
+                break
+            before = ctx.memory.tokens
+            if oracle is not None and item.needed:
+                wanted.extend(range(before, before + runtime.count_tokens(item.text)))
+                oracle.wanted = torch.tensor(wanted)
+            started = time.perf_counter()
+            await ctx.feed(item.text)
+            seconds += time.perf_counter() - started
+            memory = ctx.memory
+            unit_tokens += (memory.tokens - before) * (sum(memory.units) / len(memory.units) + memory.pending)
+            size += len(item.text.encode())
+            ends.append((memory.tokens, size))
+        tokens = ctx.memory.tokens
+    bits, counted = heard(policy, ends) if isinstance(policy, Listening) else (0.0, 0)
+    return StreamResult(seed=seed, tokens=tokens, seconds=seconds, unit_tokens=unit_tokens, answers=answers, bits=bits,
+                        bytes=counted)
+
+
+def heard(policy: Listening, ends: list[tuple[int, int]]) -> tuple[float, int]:
+    """Bits and bytes of the whole lines that were committed; `ends` are (tokens, bytes) after each line."""
+    committed = sum(map(len, policy.logprobs))
+    tokens, size = max((end for end in ends if end[0] <= committed), default=(0, 0))
+    if not size:
+        raise ConfigError(f"the {committed} tokens of whole chunks hold no whole line, so there are no bits to count; "
+                          "expected a longer stream or smaller chunks")
+    return policy.bits(tokens), size
+
+
+def _values(task: Task, stream: StreamResult) -> list[float]:
+    if task.kind == "bits":
+        return [stream.bits / stream.bytes]
+    return [metrics.exact(found, expected) for _, expected, found in stream.answers]
 
 
 async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[str, str, str]]:
@@ -216,18 +216,3 @@ async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[st
     found = await asyncio.gather(*(ctx.ask(item.text, max_new_tokens=ANSWER_TOKENS, stop=("\n",))
                                    for item in questions))
     return [(item.text, item.answer, answer) for item, answer in zip(questions, found, strict=True)]
-
-
-def wanted_positions(items: list[Item], runtime: Runtime) -> Tensor:
-    """Absolute positions of the tokens of the marks; every line is a segment of its own."""
-    at, wanted = 0, []
-    for item in items:
-        if item.answer is not None:
-            continue
-        count = runtime.count_tokens(item.text)
-        if item.mark:
-            wanted.extend(range(at, at + count))
-        at += count
-    if not wanted:
-        raise ConfigError("the oracle has nothing to know: no line of this task is asked about")
-    return torch.tensor(wanted)

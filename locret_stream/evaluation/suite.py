@@ -1,33 +1,48 @@
-"""The nine tasks, each as streams of lines with questions; what a run asks for by name. Knows no model.
+"""The tasks, each as streams of lines with questions; what a run asks for by name. Knows no model.
 
-A stream is a pure function of (task, seed, length): the same for every policy and budget.
+A stream is a pure function of (task, seed, length, text): the same for every policy and budget. Nine tasks are in
+marker form; "sentences" asks in plain words.
 """
 
 from __future__ import annotations
 
+import itertools
+import platform
 import random
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import markers, tasks
 from locret_stream.evaluation.markers import Case
 
+VERSION = 1
+"""Of the streams: counted up whenever one of them changes, so that results of other streams are never mixed in."""
+
 Measure = Callable[[str], int]
 Lines = Callable[[int], Iterator[str]]
-"""Text without end for a seed, in lines."""
 Items = Callable[[int, int, Measure, Lines], "Iterator[Item]"]
 """items(seed, length, measure, lines): a stream of about `length` as measured, questions aside."""
 
 
 @dataclass(frozen=True)
+class Text:
+    """What the marks lie in: lines(seed) gives lines without end. `name` tells it from any other text."""
+
+    name: str
+    lines: Lines
+
+
+@dataclass(frozen=True)
 class Item:
-    """A line of the stream, or with `answer` a question put to the memory there. `mark`: it is what questions are
-    about."""
+    """A line of the stream, or with `answer` a question put to the memory there. `needed`: a question that is asked
+    follows from it."""
 
     text: str
     answer: str | None = None
-    mark: bool = False
+    needed: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class Task:
     """`asked` questions are in each of its streams.
 
     kind: "answers", scored by whether the answer is exactly right, or "bits", by the bits per byte of the text itself.
+    raw: no chat frame, even if the tokenizer has one.
     """
 
     name: str
@@ -42,17 +58,18 @@ class Task:
     asked: int
     items: Items
     kind: str = "answers"
+    raw: bool = True
 
 
 def _at_the_end(make: Callable[[random.Random], Case], name: str) -> Items:
     """The case's marks among lines of text, then its questions."""
     def items(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
         case = make(random.Random(f"{name} {seed}"))
-        marks = {line + "\n" for _, line in case.marks}
+        needed = {mark + "\n" for question in case.questions for mark in question.needs}
         for line in markers.planted(case, lines(seed), length, measure):
-            yield Item(line, mark=line in marks)
-        for question, answer in case.questions:
-            yield Item(question, answer)
+            yield Item(line, needed=line in needed)
+        for question in case.questions:
+            yield Item(question.ask, question.answer)
 
     return items
 
@@ -62,16 +79,16 @@ def _every_so_often(name: str, questions: int) -> Items:
     far."""
     def items(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
         rng, text = random.Random(f"{name} {seed}"), lines(seed)
-        keys, known, read = markers.Keys(rng), [], 0
-        for number in range(questions):
-            known.append((keys.take(), markers.value(rng)))
-            case = replace(Case((), ()), marks=((rng.random(), "<{}:{}>".format(*known[-1])),))
+        keys, read = markers.Keys(rng), 0
+        facts = [markers.fact(keys.take(), markers.value(rng)) for _ in range(questions)]
+        asked = [rng.choice(facts[:number + 1])[1] for number in range(questions)]
+        needed = {mark + "\n" for question in asked for mark in question.needs}
+        for number, (mark, _) in enumerate(facts):
             due = length * (number + 1) // questions - read  # what one stretch is too long, the next one is shorter
-            for line in markers.planted(case, text, due, measure):
+            for line in markers.planted(Case(((rng.random(), mark),), ()), text, due, measure):
                 read += measure(line)
-                yield Item(line, mark=line.strip() == case.marks[0][1])
-            key, value = rng.choice(known)
-            yield Item(f"?<{key}:", value)
+                yield Item(line, needed=line in needed)
+            yield Item(asked[number].ask, asked[number].answer)
 
     return items
 
@@ -82,6 +99,16 @@ def _plain(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[I
         line = next(text).rstrip("\n") + "\n"
         read += measure(line)
         yield Item(line)
+
+
+def _sentences(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
+    """12 facts, and a decoy for every 256 tokens."""
+    planted = tasks.planted_stream(seed, length, decoys=length // 256, measure=measure, lines=lambda: lines(seed))
+    needed = {fact.sentence + "\n" for fact in planted.facts}
+    for piece in planted:
+        yield Item(piece, needed=piece.lstrip("\n") in needed)
+    for fact in planted.facts:
+        yield Item(fact.question, fact.answer)
 
 
 def _task(name: str, title: str, asked: int, make: Callable[[random.Random], Case]) -> Task:
@@ -101,7 +128,9 @@ TASKS = {task.name: task for task in (
     Task("text", "bits per byte of text", 0, _plain, kind="bits"),
     Task("every_so_often", "a fact and a question in each of 16 stretches", 16,
          _every_so_often("every_so_often", 16)),
+    Task("sentences", "12 facts in plain sentences, among others of the same form", 12, _sentences, raw=False),
 )}
+MARKER_TASKS = tuple(name for name in TASKS if name != "sentences")
 
 
 def task_named(name: str) -> Task:
@@ -111,6 +140,23 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
-def stdlib(seed: int) -> Iterator[str]:
-    """Sources of the standard library that no recipe of this project reads."""
-    return tasks.stdlib_lines(seed)
+STDLIB = Text(f"standard library of Python {platform.python_version()}", tasks.stdlib_lines)
+"""Its sources, those that no recipe of this project reads."""
+
+
+def text_of(path: Path) -> Text:
+    """The lines of a file, from a place drawn by the seed, over and over.
+
+    Raises:
+        ConfigError: it has no lines.
+    """
+    data = path.read_bytes()
+    lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"{path} has no text in it; expected lines to hide facts in")
+
+    def read(seed: int) -> Iterator[str]:
+        at = random.Random(f"place {seed}").randrange(len(lines))
+        return itertools.cycle(itertools.chain(lines[at:], lines[:at]))
+
+    return Text(f"{path.name} {zlib.crc32(data):08x}", read)

@@ -117,8 +117,8 @@ def test_a_dispatch_that_cannot_be_is_refused(monkeypatch, kernels_say: str, int
         kernels.select_units(torch.zeros(1, 4), 2)
 
 
-# Policies that need no kernel which another one does not need as well.
-ALIKE = ("streaming_llm", "[random]", "keydiff", "sirllm", "nacl", "tova", "infllm", "kvzap", "trimkv")
+# Policies that need no kernel which locret, scissorhands or full does not need as well.
+ALIKE = ("h2o", "streaming_llm", "[random]", "keydiff", "sirllm", "nacl", "snapkv", "tova", "infllm", "kvzap", "trimkv")
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from locret_stream.errors import ConfigError
 from locret_stream.evaluation import markers, metrics, suite
 
 SEEDS = st.integers(0, 10**6)
@@ -54,8 +56,9 @@ def test_who_keeps_every_mark_knows_every_answer(name: str, seed: int):
     assert [place for place, _ in case.marks] == sorted(place for place, _ in case.marks)
     assert all(0 <= place < 1 for place, _ in case.marks)
     assert case.questions
-    for question, answer in case.questions:
+    for question, answer, needs in case.questions:
         assert reader(lines_of(case), question) == answer
+        assert reader([line for line in lines_of(case) if line in needs], question) == answer, "of what it needs alone"
         assert re.fullmatch(r"[0-9]{3}( [0-9]{3})*|[RPS]", answer)
 
 
@@ -79,8 +82,8 @@ def test_variables_are_defined_before_they_are_used(seed: int):
 def test_decoys_are_never_asked_and_some_are_of_asked_keys(seed: int):
     case = markers.decoys(random.Random(seed), 16)
     decoys = [line[1:3] for line in lines_of(case) if line.startswith("[")]
-    assert len(decoys) == 16 and all(question.startswith("?<") for question, _ in case.questions)
-    assert set(decoys) & {question[2:4] for question, _ in case.questions}
+    assert len(decoys) == 16 and all(question.startswith("?<") for question, *_ in case.questions)
+    assert set(decoys) & {question.ask[2:4] for question in case.questions}
 
 
 def test_merged_cases_keep_their_answers():
@@ -89,8 +92,13 @@ def test_merged_cases_keep_their_answers():
     case = markers.merged(rng, [markers.recall(rng, 5, keys=keys), markers.last_write(rng, 5, keys=keys),
                                 markers.variables(rng, 5, keys=keys)])
     assert len(case.questions) == 15
-    for question, answer in case.questions:
+    for question, answer, _ in case.questions:
         assert reader(lines_of(case), question) == answer
+
+
+def test_who_wants_more_keys_than_there_are_is_told():
+    with pytest.raises(ConfigError, match="676 keys at most"):
+        markers.recall(random.Random(0), 677)
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -106,7 +114,7 @@ def prose(seed: int):
         yield " ".join(rng.choice(("once", "upon", "a", "time")) for _ in range(rng.randint(1, 9)))
 
 
-@pytest.mark.parametrize("name", suite.TASKS)
+@pytest.mark.parametrize("name", suite.MARKER_TASKS)
 @pytest.mark.parametrize("length", [400, 3000])
 def test_streams_are_as_long_as_they_say_and_the_same_every_time(name: str, length: int):
     task = suite.TASKS[name]
@@ -116,12 +124,48 @@ def test_streams_are_as_long_as_they_say_and_the_same_every_time(name: str, leng
     assert abs(sum(words(item.text) for item in text) - length) < 40 + 0.05 * length
     assert all(item.text.endswith("\n") and item.text.count("\n") == 1 for item in text)
     asked = [item for item in items if item.answer is not None]
-    assert len(asked) == task.asked and not any(item.mark for item in asked)
+    assert len(asked) == task.asked and not any(item.needed for item in asked)
     for at, item in enumerate(items):
         if item.answer is not None:  # by what was read until then
-            before = [other.text.strip() for other in items[:at] if other.mark]
+            before = [other.text.strip() for other in items[:at] if other.needed]
             assert reader(before, item.text) == item.answer
-    assert any(item.mark for item in items) == (task.kind == "answers")
+    assert any(item.needed for item in items) == (task.kind == "answers")
+
+
+def test_only_what_an_answer_follows_from_is_needed():
+    """What the oracle keeps: not the facts that nobody asks for, not what was overwritten, no decoy."""
+    for name, brackets in (("recall", "<"), ("last_write", "<"), ("decoys", "<"), ("variables", "{"),
+                           ("every_so_often", "<")):
+        items = list(suite.TASKS[name].items(3, 3000, words, prose))
+        needed = [item.text.strip() for item in items if item.needed]
+        asked = {item.text[2:4] for item in items if item.answer is not None}
+        marks = [item.text for item in items if item.answer is None and item.text[0] in "<[{"]
+        assert all(line[0] in brackets for line in needed) and len(needed) <= len(marks)
+        assert asked <= {line[1:3] for line in needed}
+        if name != "variables":
+            assert len(needed) == len(asked) < len(marks)
+
+
+def test_sentences_ask_for_what_was_planted():
+    items = list(suite.TASKS["sentences"].items(0, 3000, words, prose))
+    assert items == list(suite.TASKS["sentences"].items(0, 3000, words, prose))
+    asked = [item for item in items if item.answer is not None]
+    assert len(asked) == 12 == sum(item.needed for item in items)
+    needed = "".join(item.text for item in items if item.needed)
+    assert all(item.answer in needed for item in asked)
+
+
+def test_a_file_of_text_begins_where_the_seed_says(tmp_path: Path):
+    path = tmp_path / "book.txt"
+    path.write_text("one\n\ntwo\nthree\n")
+    text = suite.text_of(path)
+    found = {tuple(itertools.islice(text.lines(seed), 4)) for seed in range(20)}
+    assert found == {("one", "two", "three", "one"), ("two", "three", "one", "two"), ("three", "one", "two", "three")}
+    path.write_text("other\n")
+    assert suite.text_of(path).name != text.name
+    path.write_text("\n\n")
+    with pytest.raises(ConfigError, match="no text in it"):
+        suite.text_of(path)
 
 
 def test_every_so_often_asks_between_the_text():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from locret_stream.errors import ConfigError
+from locret_stream.errors import ConfigError, InputError, LocretError
+from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import runner, suite
-from locret_stream.evaluation.runner import Cell, CellResult, run_cells
+from locret_stream.evaluation.cells import Cell, CellResult, Origin
+from locret_stream.evaluation.runner import Bench
+from locret_stream.runtime import Runtime
 from tests.context.support import model, tokenizer
 
 
@@ -21,6 +25,13 @@ def prose(seed: int):
         yield " ".join(rng.choice(("once", "upon", "a", "time")) for _ in range(rng.randint(1, 9)))
 
 
+PROSE = suite.Text("prose", prose)
+
+
+def bench() -> Bench:
+    return Bench(model(), tokenizer(), PROSE)
+
+
 def cell(**more) -> Cell:
     return Cell(**{"task": "recall", "policy": "streaming_llm", "length": 700, "units": 64, "chunk_size": 32,
                    "stabilizers": 8, "streams": 2} | more)
@@ -28,35 +39,68 @@ def cell(**more) -> Cell:
 
 def test_a_cell_is_run_once_and_read_afterwards(tmp_path: Path, monkeypatch):
     cells, seen = [cell(), cell(units=48)], []
-    results = run_cells(cells, model(), tokenizer(), tmp_path, lines=prose,
-                        progress=lambda result, there: seen.append(there))
+    results = bench().run(cells, tmp_path, progress=lambda result, there: seen.append(there))
     assert seen == [False, False] and len(list(tmp_path.iterdir())) == 2
     first = results[0]
     assert first.cell == cells[0] and first.questions == 32 and first.budgets == (64, 64)
-    assert 0 <= first.low <= first.score <= first.high <= 1 and first.tok_per_s > 0 and first.slot_bytes > 0
+    assert 0 <= first.low <= first.score <= first.high <= 1 and first.tok_per_s > 0 and first.peak_bytes > 0
     assert all(500 < one.tokens and len(one.answers) == 16 for one in first.streams)
-    assert results[1].slot_bytes < first.slot_bytes
-    monkeypatch.setattr(runner, "run_cell", None)
-    again = run_cells(cells, model(), tokenizer(), tmp_path, lines=prose,
-                      progress=lambda result, there: seen.append(there))
+    assert results[1].peak_bytes < first.peak_bytes
+    monkeypatch.setattr(Bench, "measure", None)
+    again = bench().run(cells, tmp_path, progress=lambda result, there: seen.append(there))
     assert msgspec.json.encode(again) == msgspec.json.encode(results) and seen[2:] == [True, True]
+    assert files.read_all(tmp_path) == sorted(results, key=lambda one: files.name_of(one.cell, one.origin))
 
 
-def test_cells_that_differ_have_files_that_differ():
+def test_an_interrupted_run_keeps_what_is_done(tmp_path: Path):
+    def stop(result: CellResult, there: bool) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench().run([cell(), cell(units=48)], tmp_path, progress=stop)
+    assert len(list(tmp_path.iterdir())) == 1
+    seen = []
+    bench().run([cell(), cell(units=48)], tmp_path, progress=lambda result, there: seen.append(there))
+    assert seen == [True, False]
+
+
+def test_a_damaged_result_is_named_and_not_believed(tmp_path: Path):
+    origin = bench().origin("")
+    path = tmp_path / files.name_of(cell(), origin)
+    path.write_text("{}")
+    with pytest.raises(InputError, match=rf"{path.name} is no result .* remove it"):
+        bench().run([cell()], tmp_path)
+
+
+def test_cells_and_origins_that_differ_have_files_that_differ():
+    origin = Origin(weights="w", tokenizer="t", heads="", text="x", tasks=1)
     cells = [cell(), cell(units=None), cell(policy="h2o"), cell(knobs={"recent": 0.1}), cell(streams=3),
-             cell(allocation="pyramid"), cell(allocation=(1.0, 2.0)), cell(heads="x"), cell(model="y")]
-    assert len({one.file for one in cells}) == len(cells)
-    assert cell(knobs={"a": 1, "b": 2}).file == cell(knobs={"b": 2, "a": 1}).file
+             cell(allocation="pyramid"), cell(allocation=(1.0, 2.0))]
+    origins = [origin, *(msgspec.structs.replace(origin, **{name: 2 if name == "tasks" else "other"})
+                         for name in Origin.__struct_fields__)]
+    assert len({files.name_of(one, where) for one in cells for where in origins}) == len(cells) * len(origins)
+    assert files.name_of(cell(knobs={"a": 1, "b": 2}), origin) == files.name_of(cell(knobs={"b": 2, "a": 1}), origin)
+    assert files.name_of(cell(heads="here"), origin) == files.name_of(cell(heads="there"), origin), "by content"
+
+
+def test_another_model_has_another_origin():
+    other = copy.deepcopy(model())
+    with torch.no_grad():
+        next(iter(other.parameters())).add_(1e-3)
+    assert Bench(other, tokenizer(), PROSE).origin("") != bench().origin("")
+    assert Bench(model(), tokenizer(), suite.STDLIB).origin("") != bench().origin("") == bench().origin("")
 
 
 def test_answers_do_not_depend_on_which_cells_ran_before(tmp_path: Path):
     def answers(folder: Path, cells: list[Cell]) -> list:
-        return [one.answers for one in run_cells(cells, model(), tokenizer(), folder, lines=prose)[-1].streams]
+        return [one.answers for one in bench().run(cells, folder)[-1].streams]
 
     assert answers(tmp_path / "a", [cell(policy="h2o")]) == answers(tmp_path / "b", [cell(), cell(policy="h2o")])
 
 
-def test_the_oracle_keeps_what_is_asked_about_everywhere(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("policy", ["oracle", "oracle_per_head"])
+@pytest.mark.parametrize("task", ["passkey", "last_write"])
+def test_the_oracles_keep_what_answers_follow_from(policy: str, task: str, tmp_path: Path, monkeypatch):
     kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     real = runner.ask_all
 
@@ -67,29 +111,93 @@ def test_the_oracle_keeps_what_is_asked_about_everywhere(tmp_path: Path, monkeyp
         return await real(ctx, questions)
 
     monkeypatch.setattr(runner, "ask_all", look)
-    run_cells([cell(task="passkey", policy="oracle", units=40)], model(), tokenizer(), tmp_path, lines=prose)
+    bench().run([cell(task=task, policy=policy, units=220, length=1500)], tmp_path)
     for wanted, layers in kept:
         committed = wanted[wanted < max(int(positions.max()) for positions in layers)]
+        assert len(committed)
         for positions in layers:
             for head in positions:
                 assert torch.isin(committed, head).all()
 
 
+async def test_the_oracle_by_head_measures_the_attention_that_answers_pay():
+    """By the stock model's own attention matrices on the needed lines, the questions and the answers."""
+    own = bench()
+    items = list(suite.TASKS["last_write"].items(1, 300, own.count_tokens, prose))
+    worth = await own.worth(items)
+    ids, rows = [i for item in items if item.needed for i in tokenizer().encode(item.text)], []
+    count = len(ids)
+    for item in items:
+        if item.answer is not None:
+            ids += tokenizer().encode(item.text)
+            answer = tokenizer().encode(item.answer + "\n")
+            rows += [len(ids) - 1 + n for n in range(len(answer))]
+            ids += answer
+    stock = copy.deepcopy(model())
+    stock.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = stock(torch.tensor([ids]), output_attentions=True).attentions
+    groups = stock.config.num_attention_heads // stock.config.num_key_value_heads
+    for layer, matrix in enumerate(found):
+        sums = matrix[0][:, rows, :count].sum(1)
+        torch.testing.assert_close(worth[layer], sums.view(-1, groups, count).sum(1), rtol=1e-4, atol=1e-5)
+
+
 def test_bits_are_those_of_the_stock_model_while_everything_fits(tmp_path: Path):
-    result: CellResult = run_cells([cell(task="text", policy="full", units=None, length=150, streams=1)], model(),
-                                   tokenizer(), tmp_path, lines=prose)[0]
-    items = list(suite.TASKS["text"].items(0, 150, lambda text: len(tokenizer().encode(text)), prose))
-    ids = [token for item in items for token in tokenizer().encode(item.text)]
-    one = result.streams[0]
+    result = bench().run([cell(task="text", policy="full", units=None, length=150, streams=1)], tmp_path)[0]
+    items = list(suite.TASKS["text"].items(0, 150, bench().count_tokens, prose))
+    pieces = [tokenizer().encode(item.text) for item in items]
+    ids, one = [token for piece in pieces for token in piece], result.streams[0]
     assert one.tokens == len(ids)
     with torch.no_grad():
         logprobs = model()(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
-    committed = len(ids) // 32 * 32
-    bits = -sum(float(logprobs[t - 1, ids[t]]) for t in range(1, committed)) / 0.6931471805599453
+    lines = max(n for n in range(len(items) + 1) if sum(map(len, pieces[:n])) <= len(ids) // 32 * 32)
+    counted = sum(map(len, pieces[:lines]))
+    assert one.bytes == len("".join(item.text for item in items[:lines]).encode())
+    bits = -sum(float(logprobs[t - 1, ids[t]]) for t in range(1, counted)) / 0.6931471805599453
     assert one.bits == pytest.approx(bits, rel=1e-4)
     assert result.score == pytest.approx(bits / one.bytes, rel=1e-4)
 
 
-def test_a_task_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no task 'recal'; expected one of passkey, recall"):
-        run_cells([cell(task="recal")], model(), tokenizer(), tmp_path)
+def test_bits_of_a_stream_too_short_are_an_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no bits to count"):
+        bench().run([cell(task="text", policy="full", units=None, length=20, streams=1,
+                          chunk_size=512)], tmp_path)
+
+
+def test_full_has_room_for_marks_that_are_longer_than_the_stream(tmp_path: Path):
+    result = bench().run([cell(policy="full", units=None, length=50, streams=1)], tmp_path)[0]
+    assert result.streams[0].tokens > 300 and result.questions == 16
+
+
+def test_the_footprint_is_units_held_times_tokens_fed(tmp_path: Path):
+    everything, few = bench().run([cell(policy="full", units=None, streams=1), cell(streams=1)], tmp_path)
+    n = everything.streams[0].tokens
+    assert everything.streams[0].unit_tokens == pytest.approx(n * n / 2, rel=0.05), "each unit until the end"
+    assert 64 * 0.8 * n < few.streams[0].unit_tokens < 96 * n
+
+
+def test_heads_reach_the_runtime_as_everywhere_else(tmp_path: Path):
+    """By folder: checked against the model, rounded and moved as a runtime does."""
+    with pytest.raises(LocretError, match="nowhere"):
+        bench().run([cell(policy="locret", heads=str(tmp_path / "nowhere"))], tmp_path / "out")
+
+
+async def test_sentences_are_asked_in_the_chat_frame(monkeypatch):
+    raw = []
+    real = Runtime.open
+    monkeypatch.setattr(Runtime, "open", lambda self, *a, **k: raw.append(k["raw"]) or real(self, *a, **k))
+    await bench().measure(cell(task="sentences", length=400, units=160, streams=1))
+    await bench().measure(cell(task="recall", length=400, units=160, streams=1))
+    assert raw == [None, True]
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    ({"task": "recal"}, r"no task 'recal'; expected one of passkey, recall"),
+    ({"streams": 0}, "streams is 0"),
+    ({"length": -5}, "length is -5"),
+    ({"policy": "oracle", "task": "text"}, "no line of task 'text' is asked about"),
+])
+def test_cells_that_cannot_be_run_are_refused(more: dict, message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        bench().run([cell(**more)], tmp_path)

@@ -1,0 +1,122 @@
+"""What is measured and what came out, as files: one policy with one budget on one task is a cell. Runs nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from locret_stream.errors import ConfigError, InputError
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured.
+
+    Args:
+        task: one of `suite.TASKS`. length: tokens of each of its `streams`, which are number first_seed and on.
+        policy: one of `POLICIES`, or "oracle" or "oracle_per_head"; with `knobs`.
+        units: the budget, None for everything. sinks, stabilizers, allocation: see `Budget`.
+        heads: folder of retaining heads, "" for none.
+    """
+
+    task: str
+    policy: str
+    length: int
+    units: int | None = None
+    chunk_size: int = 128
+    sinks: int = 4
+    stabilizers: int = 16
+    allocation: str | tuple[float, ...] = "uniform"
+    knobs: dict[str, float | int | str | bool] = {}
+    heads: str = ""
+    streams: int = 16
+    first_seed: int = 0
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a result holds for, by content: digests of weights, tokenizer and heads, the text's name, the version of
+    the tasks."""
+
+    weights: str
+    tokenizer: str
+    heads: str
+    text: str
+    tasks: int
+
+
+class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One stream: (question, expected, found) for each question, or bits and bytes of its text.
+
+    unit_tokens: units held, mean over the layers, summed over the tokens fed: the KV footprint.
+    """
+
+    seed: int
+    tokens: int
+    seconds: float
+    unit_tokens: float
+    answers: list[tuple[str, str, str]] = []
+    bits: float = 0.0
+    bytes: int = 0
+
+
+class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+    """`score` is the share of right answers, or bits per byte; [low, high] its 95 % bootstrap interval over streams.
+
+    tok_per_s: of feeding, questions aside. budgets: units per layer. peak_bytes: what one context held, all the time.
+    """
+
+    cell: Cell
+    origin: Origin
+    score: float
+    low: float
+    high: float
+    questions: int
+    tok_per_s: float
+    budgets: tuple[int, ...]
+    peak_bytes: int
+    streams: list[StreamResult]
+
+
+def name_of(cell: Cell, origin: Origin) -> str:
+    """Its file's name: readable, and another one for any other cell or origin."""
+    content = msgspec.json.encode((msgspec.structs.replace(cell, heads=""), origin), order="sorted")
+    digest = hashlib.blake2b(content, digest_size=6).hexdigest()
+    return f"{cell.task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
+
+
+def read(path: Path) -> CellResult:
+    """Raises InputError: not a cell's file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CellResult)
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{path} is no result of an evaluation: {error}; expected a file that `locret-stream eval` "
+                         "wrote; remove it to run that cell again") from error
+
+
+def read_all(folder: Path) -> list[CellResult]:
+    """Every result in the folder, in the order of their names. Raises InputError as `read`."""
+    return [read(path) for path in sorted(folder.glob("*-*-*-*-*.json"))]
+
+
+def write(result: CellResult, path: Path) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    part.replace(path)
+
+
+def by_origin(results: Iterable[CellResult]) -> Iterator[tuple[Origin, list[CellResult]]]:
+    """Results that may stand in one table: of the same weights, tokenizer, text and tasks."""
+    groups: dict[Origin, list[CellResult]] = {}
+    for result in results:
+        groups.setdefault(msgspec.structs.replace(result.origin, heads=""), []).append(result)
+    yield from groups.items()
+
+
+def expect_streams(cell: Cell) -> None:
+    """Raises ConfigError: no streams, or no length."""
+    for name in ("streams", "length"):
+        if getattr(cell, name) < 1:
+            raise ConfigError(f"evaluation: {name} is {getattr(cell, name)}; expected at least 1")
