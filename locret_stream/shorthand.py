@@ -17,12 +17,12 @@ from locret_stream.runtime import Runtime
 
 @contextlib.asynccontextmanager
 async def open_context(model: str | Path = "bundled", *, name: str | None = None, system: str | None = None,
-                       raw: bool | None = None, trusted: bool = False,
+                       raw: bool | None = None, trusted: bool = False, focus: str | None = None,
                        **options: Any) -> AsyncIterator[StreamingContext]:
     """One context in a private runtime: `async with open_context("bundled") as ctx: ...`. Options: Runtime's."""
     options.setdefault("max_live", 1)
     async with Runtime.from_pretrained(model, **options) as runtime:
-        async with runtime.open(name, system=system, raw=raw, trusted=trusted) as ctx:
+        async with runtime.open(name, system=system, raw=raw, trusted=trusted, focus=focus) as ctx:
             yield ctx
 
 
@@ -94,6 +94,10 @@ class SyncContext:
     def feed(self, source: Source) -> FeedReport:
         """Take in a whole source; as `StreamingContext.feed`."""
         return self._run(self._context().feed(source))
+
+    def focus(self, text: str | None) -> None:
+        """As `StreamingContext.focus`."""
+        self._run(self._context().focus(text))
 
     def ask(self, question: str, **options: Any) -> str:
         """As `StreamingContext.ask`."""

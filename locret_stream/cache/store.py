@@ -6,7 +6,7 @@ not, until `commit` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -88,25 +88,56 @@ class UnitStore:
                 tensor[self.slot][cut].copy_(tensor[other.slot][cut])
         self.counts = list(other.counts)
 
-    def export(self) -> dict[str, Tensor]:
-        """Copies of the committed units: `l.keys`, `l.values` [H, n, D], `l.scores` [P, H, n], `l.positions` [H, n]."""
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, rotate: Rotate) -> None:
+        """Write units [1, H, q, D] (K before RoPE, V; None: no units) at the first ranks, and behind them, of those
+        that are there, the ranks `keep` [H, n] ascending."""
+        buffers, slot = self.pool.layers[layer], self.slot
+        new = 0 if units is None else units[0].shape[2]
+        total = new + keep.shape[1]
+        assert total <= buffers.keys.shape[2]
+        for rows in (buffers.keys[slot], buffers.values[slot]):
+            rows[:, new:total] = rows.gather(1, keep[..., None].expand(-1, -1, rows.shape[-1]))
+        for row in (*buffers.scores[slot], buffers.positions[slot]):
+            row[:, new:total] = row.gather(1, keep)
+        self._write_front(layer, units)
+        if buffers.rotated is not buffers.keys and total:
+            rotate(layer, self.keys(layer, total), 0, self.rotated(layer, total))
+        self.counts[layer] = total
+
+    def _write_front(self, layer: int, units: tuple[Tensor, Tensor] | None) -> int:
+        """Units at the first ranks, with score 0 and positions before the stream's; returns how many."""
+        if units is None:
+            return 0
+        buffers, new = self.pool.layers[layer], units[0].shape[2]
+        buffers.keys[self.slot, :, :new], buffers.values[self.slot, :, :new] = units[0][0], units[1][0]
+        buffers.scores[self.slot, :, :, :new] = 0
+        buffers.positions[self.slot, :, :new] = torch.arange(-new, 0, device=buffers.positions.device)
+        return new
+
+    def export(self, fronts: Sequence[int] = ()) -> dict[str, Tensor]:
+        """Copies of the committed units, but the first `fronts[l]` of each layer: `l.keys`, `l.values` [H, n, D],
+        `l.scores` [P, H, n], `l.positions` [H, n]."""
         out: dict[str, Tensor] = {}
-        for layer, (buffers, count) in enumerate(zip(self.pool.layers, self.counts, strict=True)):
-            out[f"{layer}.keys"] = buffers.keys[self.slot, :, :count].clone()
-            out[f"{layer}.values"] = buffers.values[self.slot, :, :count].clone()
-            out[f"{layer}.scores"] = buffers.scores[self.slot, :, :, :count].clone()
-            out[f"{layer}.positions"] = buffers.positions[self.slot, :, :count].clone()
+        fronts = fronts or [0] * len(self.counts)
+        for layer, (buffers, count, front) in enumerate(zip(self.pool.layers, self.counts, fronts, strict=True)):
+            out[f"{layer}.keys"] = buffers.keys[self.slot, :, front:count].clone()
+            out[f"{layer}.values"] = buffers.values[self.slot, :, front:count].clone()
+            out[f"{layer}.scores"] = buffers.scores[self.slot, :, :, front:count].clone()
+            out[f"{layer}.positions"] = buffers.positions[self.slot, :, front:count].clone()
         return out
 
-    def load(self, units: dict[str, Tensor], rotate: Rotate) -> None:
-        """Take over what `export` gave; shapes were checked by the caller."""
+    def load(self, units: Mapping[str, Tensor], rotate: Rotate,
+             fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:
+        """Take over what `export` gave, behind the units `fronts[l]` (see `put_in_front`); shapes were checked by the
+        caller."""
         for layer, buffers in enumerate(self.pool.layers):
             keys = units[f"{layer}.keys"].to(buffers.keys.device)
-            count = keys.shape[1]
-            buffers.keys[self.slot, :, :count] = keys
-            buffers.values[self.slot, :, :count] = units[f"{layer}.values"]
-            buffers.scores[self.slot, :, :, :count] = units[f"{layer}.scores"]
-            buffers.positions[self.slot, :, :count] = units[f"{layer}.positions"]
+            front = self._write_front(layer, fronts[layer] if fronts else None)
+            count = front + keys.shape[1]
+            buffers.keys[self.slot, :, front:count] = keys
+            buffers.values[self.slot, :, front:count] = units[f"{layer}.values"]
+            buffers.scores[self.slot, :, :, front:count] = units[f"{layer}.scores"]
+            buffers.positions[self.slot, :, front:count] = units[f"{layer}.positions"]
             if buffers.rotated is not buffers.keys and count:
                 rotate(layer, self.keys(layer, count), 0, self.rotated(layer, count))
             self.counts[layer] = count

@@ -59,6 +59,8 @@ Examples:
   journalctl | locret-stream run --ask "Which unit failed?" --ask "When?"
   # read two files, then chat
   locret-stream run part1.txt part2.txt
+  # what to watch for, when it is known before reading
+  locret-stream run big.log --focus "Which unit failed?" --ask "Which unit failed?"
   # a memory that goes on tomorrow
   locret-stream run today.log --session builds
   locret-stream run --session builds --ask "What broke on Monday?"
@@ -79,6 +81,9 @@ def run(
     device: Device = None,
     dtype: Dtype = "auto",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    focus: Annotated[str | None, typer.Option(help=(
+        "What will be asked about: it stands in front of all that is read, so that heads trained for it keep what "
+        "matters."))] = None,
     session: Annotated[str | None, typer.Option(help=(
         "Name of a stored session: goes on where it stopped, and is saved at the end."))] = None,
     store: StoreUrl = DEFAULT_STORE,
@@ -121,7 +126,7 @@ def run(
 
         async def talk() -> None:
             async with aclosing(runtime), runtime.open(session, system=system, raw=True if raw else None,
-                                                       on_mismatch=on_mismatch) as context:
+                                                       on_mismatch=on_mismatch, focus=focus) as context:
                 text = pieces(names) if names else None
                 if piped and session is not None:
                     text = await if_any(text)

@@ -50,11 +50,11 @@ class StreamingContext:
     """
 
     def __init__(self, host: Host, name: str, *, system: str | None, raw: bool | None, trusted: bool,
-                 stored: bool = False, on_mismatch: str = "raise", at: int | None = None,
+                 stored: bool = False, on_mismatch: str = "raise", at: int | None = None, focus: str | None = None,
                  _fork_of: StreamingContext | None = None):
         self.name, self.resumed, self.rebuilt = name, False, ""
         self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
-        self.stored, self._on_mismatch, self._at = stored, on_mismatch, at
+        self.stored, self._on_mismatch, self._at, self._focus = stored, on_mismatch, at, focus
         self.expendable = False
         self._session: Session | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,12 +125,15 @@ class StreamingContext:
                     session = await saving.resume(self._host, branch, slot, self._at,
                                                   rebuild=self._on_mismatch == "rebuild")
                     saving.check_system(session, self.name, self._system, self._raw)
+                    if self._focus is not None:
+                        await session.focus(saving.focus_ids(self._host, self._focus))
                 except BaseException:
                     branch.close()
                     raise
                 self.resumed, self.rebuilt = True, session.rebuilt
                 return session
-        return await saving.begin(self._host, branch, slot, self._system, raw=self._raw, trusted=self._trusted)
+        return await saving.begin(self._host, branch, slot, self._system, raw=self._raw, trusted=self._trusted,
+                                  focus=self._focus)
 
     @property
     def _live(self) -> Session:
@@ -217,6 +220,20 @@ class StreamingContext:
         """
         return Generation(self._live, prompt, sampling_of(sampling, options), name="generate",
                           skip_special=skip_special)
+
+    async def focus(self, text: str | None) -> None:
+        """Tell the memory what it will be asked about: the text stands in front of the stream from the next grid point
+        on, inside the budget, seen by all that is read behind it (Locret-Q, arXiv:2410.01805). It takes the place of
+        the one before; None: no focus. It is no part of the conversation, and what was scored before keeps its score.
+
+        With heads that were trained for it (`train-heads --query-aware`) units stay that matter for the query; other
+        policies gain as far as the model's attention reads what it was told to look for.
+
+        Raises:
+            ConfigError: it is longer than the budget allows. BudgetExceeded, ContextClosed, InputError.
+        """
+        session = self._live
+        await session.focus(saving.focus_ids(self._host, text))
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
                   **options: object) -> str:
@@ -390,7 +407,7 @@ class StreamingContext:
         slot = session.state.store.slot
         if restored is None:
             past = await saving.begin(self._host, branch, slot, self._system if session.system else None,
-                                      raw=session.raw, trusted=session.trusted)
+                                      raw=session.raw, trusted=session.trusted, focus=self._focus)
         else:
             past = await saving.revive(self._host, branch, restored, slot)
         session.end(REWOUND)
@@ -458,7 +475,7 @@ class StreamingContext:
                       capacity=tuple(units + engine.chunk_size for units in engine.budgets),
                       peak=tuple(state.peaks),
                       bytes_resident=0 if session.away else engine.pool.slot_bytes,
-                      bytes_full_cache=state.position * per_token)
+                      bytes_full_cache=state.position * per_token, focus=len(state.focus))
 
     async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:
         """Which of the tokens start .. end-1 are kept, per layer and KV head, and with which score."""

@@ -60,6 +60,7 @@ async def _save(session: Session) -> Snapshot:
     async with session.still():
         _expect_no_turn(session, "snapshot")
         position, frame, held, note = state.position, frame_of(session), held_of(session), session.note
+        told = _told(session)
         moment = await session.step(lambda: engine.moment(state, position))
         moment = dataclasses.replace(moment, frame=frame, note=note, state={**moment.state, "held": held})
         identity = await storing(host, lambda: host.identity)  # the first time it hashes all weights
@@ -75,7 +76,7 @@ async def _save(session: Session) -> Snapshot:
             done = await storing(host, save.finish, host.library, moment.seen)
         finally:
             await storing(host, save.__exit__)
-    session.saved_at = (position, held.numpy().tobytes(), frame, note)
+    session.saved_at = told
     return done
 
 
@@ -141,8 +142,10 @@ def unsaved(session: Session) -> bool:
     return session.saved_at != _told(session)
 
 
-def _told(session: Session) -> tuple[int, bytes, Frame, bytes]:
-    return session.state.position, held_of(session).numpy().tobytes(), frame_of(session), session.note
+def _told(session: Session) -> tuple[object, ...]:
+    state = session.state
+    return (state.position, held_of(session).numpy().tobytes(), frame_of(session), session.note, state.focus,
+            state.next_focus)
 
 
 def frame_of(session: Session) -> Frame:
@@ -160,7 +163,7 @@ def held_of(session: Session) -> Tensor:
 
 
 async def begin(host: Host, branch: Branch | None, slot: int, system: str | None, *, raw: bool | None,
-                trusted: bool) -> Session:
+                trusted: bool, focus: str | None = None) -> Session:
     """A session from nothing; as long as it is told nothing it counts as saved, and leaves nothing behind."""
     raw = host.frames.raw if raw is None else raw
     if raw and system is not None:
@@ -172,12 +175,25 @@ async def begin(host: Host, branch: Branch | None, slot: int, system: str | None
         branch.begin()
         session.branch = branch
     try:
+        if focus is not None:
+            await session.focus(focus_ids(host, focus))
         await session.take(ids)
     except BaseException:
         session.close_branch()
         raise
     session.saved_at = _told(session)
     return session
+
+
+def focus_ids(host: Host, text: str | None) -> list[int]:
+    """Token ids of a focus; None or nothing but spaces is none.
+
+    Raises:
+        InputError: not text.
+    """
+    if text is not None and not isinstance(text, str):
+        raise InputError(f"the focus is a {type(text).__name__}; expected text, or None for none")
+    return host.codec.encode_text(text) if text is not None and text.strip() else []
 
 
 async def resume(host: Host, branch: Branch, slot: int, generation: int | None = None, *, rebuild: bool) -> Session:
@@ -291,16 +307,27 @@ async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> S
     session = Session(host, host.engine.open(slot), FrameState(), raw=found.frame.raw, trusted=found.frame.trusted)
     session.branch, session.system = branch, found.frame.system
     await storing(host, branch.begin_anew)
-    parts = found.ids()
-    while (ids := await storing(host, next, parts, None)) is not None:
-        if len(ids) and not 0 <= ids.min() <= ids.max() < host.engine.shape.vocab:
+    pieces = found.pieces()
+    while (piece := await storing(host, next, pieces, None)) is not None:
+        ids, focuses = piece
+        if any(len(part) and not 0 <= min(part) <= max(part) < host.engine.shape.vocab
+               for part in (ids, *(event.ids for event in focuses))):
             raise _saying(why, "it cannot be rebuilt: its log holds ids that the model does not have")
-        for start in range(0, len(ids), host.engine.chunk_size):
-            await session.take(ids[start:start + host.engine.chunk_size].tolist())
+        first = session.state.position
+        for event in focuses:
+            await _take(session, ids[session.state.position - first:event.position - first])
+            await session.focus(list(event.ids))
+        await _take(session, ids[session.state.position - first:])
     session.frame, session.segmenter, session.left_by_break = frame, segmenter, found.frame.left_by_break
     session.segments.extend(segments)
     session.rebuilt = str(why)
     return session
+
+
+async def _take(session: Session, ids: np.ndarray) -> None:
+    """Feed ids of a log, a chunk at a time."""
+    for start in range(0, len(ids), session.host.engine.chunk_size):
+        await session.take(ids[start:start + session.host.engine.chunk_size].tolist())
 
 
 def _saying(error: SnapshotCorrupt | SnapshotMismatch, more: str) -> SnapshotCorrupt | SnapshotMismatch:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from locret_stream.context.host import Host
     from locret_stream.snapshot import Branch
+    from locret_stream.snapshot.log import Refocus
 
 T = TypeVar("T")
 Segment = str | list[int]
@@ -180,6 +181,25 @@ class Session:
             if self.branch is not None:
                 self.branch.note(state.seen, state.pending[:engine.chunk_size])
             engine.commit(state)
+
+    async def focus(self, ids: list[int]) -> None:
+        """Give the memory that focus, as of this call. Raises ConfigError, BudgetExceeded: there is no room for it."""
+        engine, state = self.host.engine, self.state
+
+        if ids == (state.focus if state.next_focus is None else state.next_focus):
+            return
+
+        def give() -> None:
+            position = state.position
+            engine.focus(state, ids)
+            if self.branch is not None:
+                self.branch.note_focus(position, ids)
+
+        await self.until_free()
+        if self.before_commit is not None:  # units may move: an open turn needs its backup before
+            await self.before_commit()
+        async with self.still():
+            await self.step(give)
 
     async def until_free(self) -> None:
         """Wait while a save or a fork needs the committed units to stay as they are."""
@@ -343,12 +363,14 @@ class Session:
         Inside a feed what it holds was not accepted yet, so it waits behind a question, as after a `break`.
         """
         engine, state, frame, position = self.host.engine, self.state, self.frame, self.state.position
+        coming = state.next_focus
         held = (Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids),
                 self.left_by_break or self.busy is not None)
 
         def copy() -> EngineState:
             twin = engine.fork(state, slot)
             engine.truncate(twin, position - twin.seen)  # another task may have fed more since: it is pending still
+            twin.next_focus = coming
             return twin
 
         twin = Session(self.host, await self.step(copy), frame, raw=self.raw, trusted=self.trusted)
@@ -359,8 +381,10 @@ class Session:
     def mark(self) -> Mark:
         """Where the session is; `back_at` goes there."""
         state = self.state
-        return Mark(state.seen, len(state.pending), self.frame, Segmenter(self.segmenter.held),
-                     deque(self.segments), deque(self.ids), self.left_by_break, self.note)
+        focuses = [] if self.branch is None else [*self.branch.focuses]
+        held = Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids)
+        return Mark(state.seen, len(state.pending), state.next_focus, focuses, self.frame, *held, self.left_by_break,
+                    self.note)
 
     def back_at(self, mark: Mark, backup: Session | None) -> Session:
         """A session at the mark, in place of this one, which ends: operations of it that are still around are dead.
@@ -376,6 +400,8 @@ class Session:
         past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
         past.left_by_break = mark.left_by_break
         past.away = self.away and backup is None  # then its slot is another's
+        if past.branch is not None:
+            past.branch.focuses = mark.focuses
         return past
 
 
@@ -385,6 +411,8 @@ class Mark:
 
     seen: int
     pending: int
+    next_focus: list[int] | None
+    focuses: list[Refocus]
     frame: FrameState
     segmenter: Segmenter
     segments: deque[Segment]

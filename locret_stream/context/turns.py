@@ -65,13 +65,18 @@ class Turn:
 
     async def settle(self, settled: Future[None]) -> None:
         """Wait for the steps that ran for the block, then let the engine forget what they left."""
-        past, engine = self.past, self.past.host.engine
+        past = self.past
         if self._backup is not None:  # its slot is this context's now, and the other one is spare
             self._backup.state = self.session.state
         with contextlib.suppress(ContextClosed):  # closed meanwhile
             await asyncio.wrap_future(settled)
-            await past.step(lambda: engine.truncate(past.state, self._mark.pending))
+            await past.step(self._take_back)
         past.release(self)
+
+    def _take_back(self) -> None:
+        state = self.past.state
+        self.past.host.engine.truncate(state, self._mark.pending)
+        state.next_focus = self._mark.next_focus
 
     def end(self) -> None:
         """Give the slot back."""

@@ -13,7 +13,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """What a context holds. Units are per KV head and layer.
 
     tokens: accepted since the beginning. pending: of these, not committed yet. held: token ids and characters that were
-    pulled from a source and not accepted yet; the next feed takes them first. units: committed, per layer.
+    pulled from a source and not accepted yet; the next feed takes them first. units: committed, per layer, those of
+    the focus included. focus: tokens of the focus in force.
     capacity: the most that units and the tail may take, per layer. peak: the most they ever took.
     bytes_resident: of this context's slot, as its tensors are; 0 while it waits in the store. bytes_full_cache: K and
     V of all accepted tokens, what a cache that never evicts would need.
@@ -27,6 +28,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     peak: tuple[int, ...]
     bytes_resident: int
     bytes_full_cache: int
+    focus: int = 0
 
 
 def sampling_of(base: Sampling | None, options: dict[str, object]) -> Sampling:

@@ -3,7 +3,7 @@
 The state of a context is committed units + pending ids (fewer than `chunk_size` when it rests). A chunk is committed
 by one forward of shape [1, chunk_size] over the committed units; what answers need in between is provisional: written
 in the same tail, never scored, dropped and recomputed at the commit. So the committed state is a pure function of
-model, config and tokens.
+model, config and tokens (and of the focus, if it was given one: see `engine.focus`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from locret_stream.cache import Pool, UnitStore
 from locret_stream.config import StreamConfig, check_window
 from locret_stream.engine.decoding import Decoder, NextToken
+from locret_stream.engine.focus import expect_focus, put_in_front, units_of
 from locret_stream.engine.scorer import Scorer
-from locret_stream.engine.state import EngineState, Receipts, expect_loadable
+from locret_stream.engine.state import EngineState, Receipts, expect_loadable, focus_in
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, SnapshotCorrupt
 from locret_stream.kernels import prefill_attention, select_units, uses_triton
 from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
@@ -61,9 +62,7 @@ class Engine:
                          device=attachment.device,
                          rope=tuple(pair is not None and not on_load
                                     for pair, on_load in zip(self.tables.layers, self.on_load, strict=True)))
-        self.protection = [(0, 0) if window else
-                           policy.protection(units, config.budget.sinks, config.budget.stabilizers)
-                           for units, window in zip(self.budgets, shape.sliding, strict=True)]
+        self.protection = [self.protection_of(layer) for layer in range(shape.layers)]
         for units, (sinks, stabilizers) in zip(self.budgets, self.protection, strict=True):
             if sinks + stabilizers > units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
@@ -93,23 +92,26 @@ class Engine:
             twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
             twin.last_hidden, twin.tail_logits = state.last_hidden, state.tail_logits
             twin.committed_ids, twin.peaks = state.committed_ids.copy(), list(state.peaks)
+            twin.focus, twin.next_focus, twin.had_focus = state.focus, state.next_focus, state.had_focus
             return twin
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
-        """All that a context is, as copies: units, pending ids, last hidden state, policy state, newest ids."""
+        """All that a context is, as copies: units (those of the focus follow from its ids), pending ids, focus, last
+        hidden state, policy state, newest ids."""
         self._check(state)
-        return {**state.store.export(), **state.small_tensors()}
+        return {**state.store.export(self._fronts(state.focus)), **state.small_tensors()}
 
     def moment(self, state: EngineState, position: int) -> Moment:
         """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU."""
         self._check(state)
         assert state.seen <= position <= state.position
         small = state.small_tensors(position - state.seen)
-        store, layers = state.store, range(self.shape.layers)
-        small |= {f"{layer}.scores": store.scores(layer).clone() for layer in layers}
+        store, fronts = state.store, self._fronts(state.focus)
+        small |= {f"{layer}.scores": store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)}
         small["peaks"] = torch.tensor(state.peaks)
-        return Moment(seen=state.seen, tokens=position, counts=tuple(store.counts),
-                      positions=[store.positions(layer).cpu().clone() for layer in layers],
+        return Moment(seen=state.seen, tokens=position,
+                      counts=tuple(count - front for count, front in zip(store.counts, fronts, strict=True)),
+                      positions=[store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)],
                       state={name: tensor.cpu() for name, tensor in small.items()})
 
     def units_between(self, state: EngineState, layer: int, start: int, end: int) -> LayerUnits:
@@ -127,7 +129,9 @@ class Engine:
         """
         state = self.open(slot)
         expect_loadable(self, tensors, state)
-        state.store.load(tensors, self._rotate_keys)
+        (state.focus, state.next_focus), state.had_focus = focus_in(tensors), "focus" in tensors
+        self._expect_focus_again(state)
+        state.store.load(tensors, self.rotate_keys, units_of(self, state.focus))
         state.seen = int(tensors["seen"])
         state.pending = tensors["pending"].tolist()
         state.committed_ids.extend(tensors["history"].tolist())
@@ -152,17 +156,19 @@ class Engine:
             SnapshotCorrupt: not tensors of this state; nothing changed.
         """
         expect_loadable(self, tensors, self.open(slot))
-        if int(tensors["seen"]) != state.seen:
-            raise SnapshotCorrupt(f"found units of position {int(tensors['seen'])}; expected {state.seen}")
+        if int(tensors["seen"]) != state.seen or focus_in(tensors) != (state.focus, state.next_focus):
+            raise SnapshotCorrupt(f"found units of position {int(tensors['seen'])} and focus {focus_in(tensors)}; "
+                                  f"expected {state.seen} and {state.focus, state.next_focus}")
         store = UnitStore(self.pool, slot)
-        store.load(tensors, self._rotate_keys)
+        store.load(tensors, self.rotate_keys, units_of(self, state.focus))
         state.store, state.away = store, False
 
     # -- tokens -----------------------------------------------------------------------------------------------
 
     def room(self, state: EngineState) -> int | None:
         """How many more tokens can be accepted; None: no end. Only policies that never evict have one."""
-        return None if self.policy.bounded else min(self.budgets) - state.position
+        return None if self.policy.bounded else min(self.budgets) - state.position - len(
+            state.focus if state.next_focus is None else state.next_focus)
 
     def expect_room(self, state: EngineState, count: int) -> None:
         """Raises BudgetExceeded unless `count` more tokens can be accepted."""
@@ -202,13 +208,16 @@ class Engine:
         assert self.ready(state), "commit needs a whole chunk pending"
         ids = state.pending[:self.chunk_size]
         state.provisional, state.tail_logits = 0, None  # their place in the tail is used now
+        focus = None if state.next_focus is None else units_of(self, state.next_focus)
         scorer = Scorer(self, state)
         hidden = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
-        keeps = [self._keep(layer, total) for layer, total in enumerate(scores)]
+        keeps = [self._keep(layer, total, len(state.focus)) for layer, total in enumerate(scores)]
         state.broken = True  # from here on a failure would leave layers that do not match
         for layer, total in enumerate(scores):
-            state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self._rotate_keys)
+            state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.rotate_keys)
+        if focus is not None:
+            put_in_front(self, state, state.next_focus, focus)
         state.broken = False
         state.policy_state = scorer.policy_state
         state.last_hidden = hidden[:, -1:].clone()
@@ -216,6 +225,29 @@ class Engine:
             state.seen += len(ids)
             state.committed_ids.extend(ids)
             del state.pending[:len(ids)]
+
+    def focus(self, state: EngineState, ids: Sequence[int]) -> None:
+        """Put a query in front of the stream from the next grid point on (at once on one), in place of the one before;
+        no ids: none. Source: Locret-Q, arXiv:2410.01805.
+
+        Raises:
+            ConfigError: there is no room for it; BudgetExceeded: a policy that never evicts has none left. The focus is
+                as it was.
+        """
+        self._check(state)
+        ids = list(ids)
+        expect_focus(self, ids)
+        room = self.room(state)
+        if room is not None and len(ids) > room + len(state.focus if state.next_focus is None else state.next_focus):
+            raise BudgetExceeded(f"policy {self.policy.name!r} never evicts, and has no room for a focus of {len(ids)} "
+                                 "tokens; expected a larger budget or an evicting policy")
+        if state.pending:
+            state.next_focus = ids
+            return
+        units = units_of(self, ids)
+        state.broken = True  # from here on a failure would leave layers that do not match
+        put_in_front(self, state, ids, units)
+        state.broken = False
 
     def logits(self, state: EngineState) -> Tensor:
         """Logits [vocab] fp32 of the next token; pending ids without units get provisional ones."""
@@ -298,7 +330,7 @@ class Engine:
             raise ContextClosed("a commit failed while units were moved, so this context is lost; expected to be "
                                 "closed and opened anew (restored, if it was saved)")
 
-    def _rotate_keys(self, layer: int, keys: Tensor, start: int, out: Tensor | None = None) -> Tensor:
+    def rotate_keys(self, layer: int, keys: Tensor, start: int, out: Tensor | None = None) -> Tensor:
         return self.attachment.rotate(layer, keys, self.tables, start, out)
 
     def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
@@ -308,16 +340,16 @@ class Engine:
         def step(call: LayerCall) -> Attended:
             layer, start = call.layer, store.counts[call.layer] + offset
             total = start + new
-            store.write(layer, start, call.k, call.v, self._rotate_keys)
+            store.write(layer, start, call.k, call.v, self.rotate_keys)
             state.peaks[layer] = max(state.peaks[layer], total)
             q = self.attachment.rotate(layer, call.q, self.tables, start)
             k, v = store.rotated(layer, total), store.values(layer, total)
             if self.on_load[layer]:
-                k = self._rotate_keys(layer, k, 0)
-            if not self._by_kernel(call, total):
+                k = self.rotate_keys(layer, k, 0)
+            if not self.by_kernel(call, total):
                 if scorer is not None:
                     scorer.see(call, q, k, None)
-                first, mask = self._visible(layer, start, new)
+                first, mask = self.visible(layer, start, new)
                 return q, k[:, :, first:], v[:, :, first:], mask
             out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.shape.sliding[layer],
                                          softcap=call.softcap, sinks=call.sinks)
@@ -328,13 +360,13 @@ class Engine:
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)
         return self.attachment.hidden(tensor, step)
 
-    def _by_kernel(self, call: LayerCall, total: int) -> bool:
+    def by_kernel(self, call: LayerCall, total: int) -> bool:
         """Whether `prefill_attention` is the fast way: in Triton always, in torch where it needs no mask."""
         window = self.shape.sliding[call.layer]
         return self.triton or (self.attachment.attn == "sdpa" and call.softcap is None and call.sinks is None
                                and (window is None or window >= total))
 
-    def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
+    def visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
         """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""
         window = self.shape.sliding[layer]
         first = max(0, start + 1 - window) if window else 0
@@ -351,10 +383,28 @@ class Engine:
         self._masks[key] = mask
         return first, mask
 
-    def _keep(self, layer: int, scores: Tensor) -> Tensor | None:
+    def protection_of(self, layer: int, focus: int = 0) -> tuple[int, int]:
+        """How many of the first units of a layer always stay, a focus of that many tokens included, and of the last."""
+        if self.shape.sliding[layer]:
+            return 0, 0
+        budget = self.config.budget
+        return self.policy.protection(self.budgets[layer], focus + budget.sinks, budget.stabilizers)
+
+    def _fronts(self, focus: Sequence[int]) -> list[int]:
+        """For every layer the units of that focus."""
+        return [0 if window else len(focus) for window in self.shape.sliding]
+
+    def _expect_focus_again(self, state: EngineState) -> None:
+        for ids in (state.focus, state.next_focus or []):
+            try:
+                expect_focus(self, ids)
+            except ConfigError as error:
+                raise SnapshotCorrupt(str(error)) from error
+
+    def _keep(self, layer: int, scores: Tensor, focus: int) -> Tensor | None:
         """Ranks that stay, [H, B], or None where everything fits. Sliding layers keep their last units."""
         if scores.shape[-1] <= self.budgets[layer]:
             return None
-        sinks, stabilizers = self.protection[layer]
+        sinks, stabilizers = self.protection_of(layer, focus)
         rank_by = torch.zeros_like(scores[0]) if self.shape.sliding[layer] else scores[0]
         return select_units(rank_by, self.budgets[layer], sinks, stabilizers)

@@ -98,9 +98,10 @@ class Decoder:
         fp32."""
         engine, attachment, tables = self.engine, self.engine.attachment, self.engine.tables
         slots = batch[1]
-        # Layers of one budget have always equally many units, and those of one table turn alike.
-        kinds = [(units, id(tables.layers[layer])) for layer, units in enumerate(engine.budgets)]
-        shared: dict[tuple[int, int], tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
+        # Layers of one budget have always equally many units, but for the focus; and those of one table turn alike.
+        kinds = [(units, engine.shape.sliding[layer], id(tables.layers[layer]))
+                 for layer, units in enumerate(engine.budgets)]
+        shared: dict[tuple[int, int | None, int], tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
 
         def step(call: LayerCall) -> Attended:
             layer, heads, buffers = call.layer, call.q.shape[1], engine.pool.layers[call.layer]

@@ -33,7 +33,7 @@ class Scorer:
         """
         store, layer = self.state.store, call.layer
         total = store.counts[layer] + call.k.shape[2]
-        sinks, stabilizers = self.engine.protection[layer]
+        sinks, stabilizers = self.engine.protection_of(layer, len(self.state.focus))
         chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
                       keys=store.keys(layer, total)[0], scores=store.scores(layer), budget=self.engine.budgets[layer],
                       sinks=sinks, stabilizers=stabilizers, state=self.policy_state)
@@ -56,13 +56,17 @@ class Scorer:
             self.scores.append(self._all_units(chunk))
 
     def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:
-        """Scores [P, H, n + T] of every layer, once the whole forward succeeded."""
+        """Scores [P, H, n + T] of every layer, once the whole forward succeeded; those of the focus are 0 for ever."""
         if self.chunks:
             logprobs = self._logprobs(ids, hidden)
             for chunk in self.chunks:
                 chunk.logprobs = logprobs
                 self.scores[chunk.layer] = self._all_units(chunk)
-        return self.scores
+        if not self.state.focus:
+            return self.scores
+        front = torch.arange(len(self.state.focus), device=hidden.device)
+        return [total if window else total.index_fill(-1, front, 0.0)
+                for total, window in zip(self.scores, self.engine.shape.sliding, strict=True)]
 
     def _all_units(self, chunk: Chunk) -> Tensor:
         planes, heads, held = chunk.scores.shape

@@ -28,12 +28,17 @@ class EngineState:
         pending: accepted ids that are not committed yet.
         provisional: how many of the pending ids have K and V in the tail.
         committed_ids: the last 1,024 committed ids.
+        focus: ids of the query in front of the stream; next_focus: those that replace it at the next grid point, None
+            if nothing does. had_focus: it ever had one.
     """
 
     def __init__(self, store: UnitStore, policy_state: dict[str, Tensor]):
         self.store, self.policy_state = store, policy_state
         self.seen = 0
         self.pending: list[int] = []
+        self.focus: list[int] = []
+        self.next_focus: list[int] | None = None
+        self.had_focus = False
         self.provisional = 0
         self.peaks = [0] * len(store.counts)  # the most units ever held per layer, the tail included
         self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
@@ -54,6 +59,10 @@ class EngineState:
         with self.lock:
             out = {"seen": torch.tensor(self.seen), "pending": torch.tensor(self.pending[:pending], dtype=torch.int64),
                    "history": torch.tensor(list(self.committed_ids), dtype=torch.int64)}
+            if self.had_focus:
+                out["focus"] = torch.tensor(self.focus, dtype=torch.int64)
+            if self.next_focus is not None:
+                out["next_focus"] = torch.tensor(self.next_focus, dtype=torch.int64)
         if self.last_hidden is not None:
             out["last_hidden"] = self.last_hidden.clone()
         out.update({f"policy.{name}": tensor.clone() for name, tensor in self.policy_state.items()})
@@ -79,6 +88,22 @@ class Receipts:
     scores: Tensor
 
 
+def focus_in(tensors: Mapping[str, Tensor]) -> tuple[list[int], list[int] | None]:
+    """The focus, and the one that comes next, of tensors that `expect_loadable` took."""
+    return (tensors["focus"].tolist() if "focus" in tensors else [],
+            tensors["next_focus"].tolist() if "next_focus" in tensors else None)
+
+
+def _stored_units(keys: Tensor | None, seen: int, kind: tuple[int, int | None], tensors: Mapping[str, Tensor]) -> int:
+    """How many units a layer of (budget, window) must have. All there is room for; a context that had a focus may have
+    fewer, where the one before was longer."""
+    (budget, window), focus = kind, tensors.get("focus")
+    if focus is None or window:
+        return min(seen, budget)
+    most = min(seen, max(0, budget - focus.numel()))
+    return keys.shape[1] if keys is not None and keys.dim() == 3 and keys.shape[1] <= most else most
+
+
 def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: EngineState) -> None:
     """Refuse tensors that are not a context of this engine, before any is used; they may come from anywhere.
 
@@ -95,8 +120,9 @@ def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: Engine
     count = int(seen)
     heads, dim, dtype = shape.kv_heads, shape.head_dim, engine.attachment.dtype
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"seen": (torch.int64, ())}
-    for layer, budget in enumerate(engine.budgets):
-        units = min(count, budget)
+    units_of: dict[tuple[int, int | None], int] = {}  # layers of one kind hold equally many
+    for layer, kind in enumerate(zip(engine.budgets, shape.sliding, strict=True)):
+        units = units_of.setdefault(kind, _stored_units(tensors.get(f"{layer}.keys"), count, kind, tensors))
         expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
         expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
         expected[f"{layer}.positions"] = (torch.int64, (heads, units))
@@ -105,14 +131,15 @@ def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: Engine
     if "peaks" in tensors:
         expected["peaks"] = (torch.int64, (shape.layers,))
     expected |= {f"policy.{name}": (t.dtype, tuple(t.shape)) for name, t in fresh.policy_state.items()}
-    for name in ("pending", "history"):
+    for name in ("pending", "history", *(name for name in ("focus", "next_focus") if name in tensors)):
         expected[name] = (torch.int64, (len(tensors[name]),) if name in tensors and tensors[name].dim() else (0,))
     for name in sorted(tensors.keys() | expected.keys()):
         found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None
         if found != expected.get(name):
             raise SnapshotCorrupt(f"tensor {name!r} is {found or 'missing'}; expected {expected.get(name, 'none')}")
-    for name, most in (("pending", 64 * engine.chunk_size), ("history", HISTORY)):
-        ids = tensors[name]
+    for name, most in (("pending", 64 * engine.chunk_size), ("history", HISTORY), ("focus", max(engine.budgets)),
+                       ("next_focus", max(engine.budgets))):
+        ids = tensors.get(name, torch.zeros(0, dtype=torch.int64))
         if len(ids) > most or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab):
             raise SnapshotCorrupt(f"{name!r} holds {len(ids)} ids; expected at most {most}, each below {shape.vocab}")
     for layer in range(shape.layers):

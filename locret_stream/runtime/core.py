@@ -316,7 +316,7 @@ class Runtime:
 
     def open(self, name: str | None = None, *, system: str | None = None, raw: bool | None = None,
              trusted: bool = False, on_mismatch: Literal["raise", "rebuild"] = "raise",
-             at: int | None = None) -> StreamingContext:
+             at: int | None = None, focus: str | None = None) -> StreamingContext:
         """A context; `async with` takes a slot for it, waiting in order.
 
         In a runtime with a store, a context with a name is a stored session: it goes on from its newest snapshot, or
@@ -331,6 +331,8 @@ class Runtime:
                 model, policy, budget or grid; that takes as long as reading it all did.
             at: the snapshot of the session to go on from, by its number; None: the newest; 0: from nothing, while the
                 snapshots that are there stay.
+            focus: what the memory will be asked about (`StreamingContext.focus`), from the first token on; of a session
+                that exists, from where it stands.
 
         Raises (on entering):
             SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the session cannot go on; it is as it was.
@@ -350,7 +352,7 @@ class Runtime:
             check_name(name)
         self._names += 1
         return StreamingContext(self, name or f"context-{self._names}", system=system, raw=raw, trusted=trusted,
-                                stored=stored, on_mismatch=on_mismatch, at=at)
+                                stored=stored, on_mismatch=on_mismatch, at=at, focus=focus)
 
     async def forget(self, name: str) -> list[str]:
         """Remove a stored session with its forks, every file of it, and its key; returns their paths.

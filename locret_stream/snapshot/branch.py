@@ -22,7 +22,7 @@ from locret_stream.errors import (
 from locret_stream.snapshot.chain import Chain, read_chain
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
-from locret_stream.snapshot.log import Spool
+from locret_stream.snapshot.log import Refocus, Spool
 from locret_stream.snapshot.pages import (
     Assembly,
     Geometry,
@@ -81,7 +81,7 @@ class Branch:
         base: branch, number and digest of the snapshot that names `pages` and `log`, None if there is none.
         tried: digest of a manifest whose writing failed. It may be there all the same: an answer got lost, or its
             folder could not be synced.
-        spool: ids accepted since the last save, or None for a session without a log.
+        spool: ids accepted since the last save, or None for a session without a log. focuses: those given since.
     """
 
     def __init__(self, vault: Vault, session: str, name: str, *, log: bool):
@@ -92,6 +92,7 @@ class Branch:
         self.pages: tuple[PageIndex, ...] = ()
         self.log: tuple[LogRef, ...] = ()
         self.spool: Spool | None = None
+        self.focuses: list[Refocus] = []
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -129,6 +130,9 @@ class Branch:
         self.head, self.newest = highest, own if number == highest else self.digest(highest) or ""
         self.parent, self.base, self.tried = own, (self.name, number, own), ""
         self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
+        self.focuses = []
+        if "next_focus" in restored.tensors and spool is not None:  # it belongs to the next part of the log
+            self.focuses.append(Refocus(restored.manifest.tokens, tuple(restored.tensors["next_focus"].tolist())))
         return restored
 
     def reload(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
@@ -204,7 +208,7 @@ class Branch:
         spool = self._spool(0)
         self.close()
         self.base, self.tried = None, ""
-        self.pages, self.log, self.spool = (), (), spool
+        self.pages, self.log, self.spool, self.focuses = (), (), spool, []
 
     # -- fencing ----------------------------------------------------------------------------------------------
 
@@ -256,6 +260,12 @@ class Branch:
             with self.keeping_log():
                 self.spool.append(ids, position)
 
+    def note_focus(self, position: int, ids: Sequence[int]) -> None:
+        """A focus given when so many tokens were accepted. Of several at one position the last one counts."""
+        if self.spool is not None:
+            self.focuses = [event for event in self.focuses if event.position < position]
+            self.focuses.append(Refocus(position, tuple(ids)))
+
     def fork(self, name: str, seen: int) -> Branch:
         """A branch by another name that begins at the committed position `seen` of this one; unsaved ids are copied.
 
@@ -269,7 +279,7 @@ class Branch:
         twin.parent, twin.base = self.parent, self.base
         twin.head = self.vault.generations(name)[1]
         twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
-        twin.log = self.log
+        twin.log, twin.focuses = self.log, [*self.focuses]
         if self.spool is not None:
             with self.keeping_log():
                 twin.spool = twin._spool(self.spool.start)

@@ -14,7 +14,7 @@ import torch
 from locret_stream.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound, SnapshotTooNew
 from locret_stream.snapshot.format import Frame, LogPart, LogRef, Manifest, tensors
 from locret_stream.snapshot.identity import Identity
-from locret_stream.snapshot.log import Part, read_part
+from locret_stream.snapshot.log import Part, Refocus, read_part
 from locret_stream.snapshot.vault import MANIFEST_LIMIT, Vault
 
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -26,7 +26,8 @@ class Chain:
 
     Args:
         refs: its parts in order, without gaps from position 0 on. pending: ids behind them. held: bytes [n] u8 of what
-            was pulled and not accepted. highest, digest: of the newest snapshot as it was when this was read.
+            was pulled and not accepted. focuses: those among the pending ids.
+        highest, digest: of the newest snapshot as it was when this was read.
     """
 
     vault: Vault
@@ -34,22 +35,24 @@ class Chain:
     refs: tuple[LogRef, ...]
     pending: np.ndarray
     held: np.ndarray
+    focuses: tuple[Refocus, ...]
     frame: Frame
     highest: int
     digest: str
 
-    def ids(self) -> Iterator[np.ndarray]:
-        """All ids, part by part, the pending ones last; each part is read when it is asked for.
+    def pieces(self) -> Iterator[tuple[np.ndarray, tuple[Refocus, ...]]]:
+        """All ids, part by part, the pending ones last, and the focuses given from the first of them to behind the last
+        one; each part is read when it is asked for.
 
         Raises:
             SnapshotCorrupt, StoreError: a part was changed or removed meanwhile.
         """
         yield from read_log(self.vault, self.name, self.refs)
-        yield self.pending
+        yield self.pending, self.focuses
 
 
-def read_log(vault: Vault, name: str, refs: Sequence[LogRef]) -> Iterator[np.ndarray]:
-    """The ids of log parts, in order.
+def read_log(vault: Vault, name: str, refs: Sequence[LogRef]) -> Iterator[tuple[np.ndarray, tuple[Refocus, ...]]]:
+    """The ids of log parts, in order, and the focuses up to the last one of each.
 
     Raises:
         SnapshotCorrupt: a part that is missing, damaged, or does not follow the one before.
@@ -60,7 +63,8 @@ def read_log(vault: Vault, name: str, refs: Sequence[LogRef]) -> Iterator[np.nda
         body, sections = vault.read_named("log", ref, what)
         if (body.start, body.end) != (ref.start, ref.end) or ref.start != at:
             raise SnapshotCorrupt(f"{what}: ids {body.start} to {body.end}; expected {at} to {ref.end}")
-        yield read_part(body, sections, what).ids
+        part = read_part(body, sections, what)
+        yield part.ids, tuple(event for event in part.focuses if event.position <= ref.end)
         at = ref.end
 
 
@@ -79,7 +83,8 @@ def read_chain(vault: Vault, name: str, identity: Identity) -> Chain:
     except (SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
         refs, body, last = _parts(vault, name, found[-1])
         _expect_tokenizer(body.tokenizer, identity, name)
-        chain = Chain(vault, name, refs, last.pending, last.held, body.frame, highest, "")
+        chain = Chain(vault, name, refs, last.pending, last.held,
+                      tuple(event for event in last.focuses if event.position > body.end), body.frame, highest, "")
     else:
         _expect_tokenizer(manifest.identity.tokenizer, identity, name)
         chain = _of_manifest(vault, manifest, sections, highest, digest if found[-1] == highest else "")
@@ -94,11 +99,13 @@ def _of_manifest(vault: Vault, manifest: Manifest, sections: dict[str, memoryvie
         raise SnapshotCorrupt(f"{name!r} was stored without a log")
     state = tensors(sections["state"], name) if "state" in sections else {}
     pending, held = state.get("pending"), state.get("held", torch.zeros(0, dtype=torch.uint8))
+    focus = state.get("next_focus", torch.zeros(0, dtype=torch.int64))
     if pending is None or any(tensor.dtype not in kinds or tensor.dim() != 1 for tensor, kinds in (
-            (pending, (torch.int64, torch.int32)), (held, (torch.uint8,)))):
+            (pending, (torch.int64, torch.int32)), (held, (torch.uint8,)), (focus, (torch.int64,)))):
         raise SnapshotCorrupt(f"snapshot {manifest.generation} of {name!r}: its state holds no pending ids, or strange "
                               "ones")
-    return Chain(vault, name, manifest.log, pending.numpy(), held.numpy(), manifest.frame, highest, digest)
+    focuses = (Refocus(manifest.tokens, tuple(focus.tolist())),) if "next_focus" in state else ()
+    return Chain(vault, name, manifest.log, pending.numpy(), held.numpy(), focuses, manifest.frame, highest, digest)
 
 
 def _parts(vault: Vault, name: str, newest: int) -> tuple[tuple[LogRef, ...], LogPart, Part]:

@@ -147,7 +147,8 @@ class Page(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class LogPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Committed token ids start .. end-1 of a branch. Section "ids": ids [end - start] i32; pending [n] i32, the
-    accepted ids behind them; held [n] u8, what was pulled and not accepted. `before` is the part that ends at start, ""
+    accepted ids behind them; held [n] u8, what was pulled and not accepted; focuses [n] i64, if there are any: for each
+    its position, how many ids it has, and these. `before` is the part that ends at start, ""
     at 0; the rest is as of the save that wrote the part.
     """
 

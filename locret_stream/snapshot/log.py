@@ -1,4 +1,4 @@
-"""The log of a session: every accepted token id and event, on disk. Memory holds none of it but the newest few.
+"""The log of a session: every accepted token id and every focus, on disk. Memory holds none of it but the newest few.
 
 Between two snapshots ids wait in a spool, a temporary file without a name that a crash takes with it. A snapshot seals
 them in a *part*, an immutable container like a page; small parts grow together, so there are few. Every snapshot has a
@@ -9,8 +9,9 @@ and how the frame stood: all that was accepted until the last save can be read e
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -104,22 +105,35 @@ def absorbed(refs: Sequence[LogRef], count: int) -> int:
     return taken
 
 
+class Refocus(NamedTuple):
+    """An event of the log: when `position` tokens were accepted, `ids` became what stands in front of the stream."""
+
+    position: int
+    ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Part:
     """What a log part holds: committed ids and the pending ones behind them, int32, and `held`, bytes [n] u8 of what
-    was pulled and not accepted (`context.saving`)."""
+    was pulled and not accepted (`context.saving`). focuses: those given behind its first id (of the first part: from
+    position 0 on), ascending; those behind its last committed id are in the next part again."""
 
     ids: np.ndarray
     pending: np.ndarray
     held: np.ndarray
+    focuses: tuple[Refocus, ...] = ()
 
 
 def write_part(body: LogPart, part: Part) -> list[Buffer]:
     """The container of a part whose ids begin at position `body.start`."""
     assert body.start + len(part.ids) == body.end and bool(body.start) == bool(body.before)
-    return pack(body, {"ids": {"ids": torch.from_numpy(part.ids.astype(np.int32)),
-                               "pending": torch.from_numpy(part.pending.astype(np.int32)),
-                               "held": torch.from_numpy(part.held.astype(np.uint8))}})
+    found = {"ids": torch.from_numpy(part.ids.astype(np.int32)),
+             "pending": torch.from_numpy(part.pending.astype(np.int32)),
+             "held": torch.from_numpy(part.held.astype(np.uint8))}
+    if part.focuses:
+        found["focuses"] = torch.tensor([number for event in part.focuses
+                                         for number in (event.position, len(event.ids), *event.ids)])
+    return pack(body, {"ids": found})
 
 
 def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> Part:
@@ -131,8 +145,25 @@ def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> Part
     if set(sections) != {"ids"} or body.end < body.start or bool(body.start) != bool(body.before):
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}, ids {body.start} to {body.end} behind part "
                               f"{body.before or 'none'}; expected section ids, a part before others than 0")
-    found = {"held": torch.zeros(0, dtype=torch.uint8), **tensors(sections["ids"], what)}  # the first ones had no held
-    lengths = {name: len(found[name]) if name in found and found[name].dim() else 0 for name in ("pending", "held")}
+    found = {"held": torch.zeros(0, dtype=torch.uint8), "focuses": torch.zeros(0, dtype=torch.int64),
+             **tensors(sections["ids"], what)}  # the first ones had neither
+    lengths = {name: len(found[name]) if name in found and found[name].dim() else 0
+               for name in ("pending", "held", "focuses")}
     expect(found, {"ids": (torch.int32, (body.end - body.start,)), "pending": (torch.int32, (lengths["pending"],)),
-                   "held": (torch.uint8, (lengths["held"],))}, what)
-    return Part(found["ids"].numpy(), found["pending"].numpy(), found["held"].numpy())
+                   "held": (torch.uint8, (lengths["held"],)), "focuses": (torch.int64, (lengths["focuses"],))}, what)
+    end = body.end + lengths["pending"]
+    return Part(found["ids"].numpy(), found["pending"].numpy(), found["held"].numpy(),
+                tuple(_focuses(found["focuses"].tolist(), body.start, end, what)))
+
+
+def _focuses(numbers: list[int], start: int, end: int, what: str) -> Iterator[Refocus]:
+    """Raises SnapshotCorrupt: not events of positions start .. end, ascending."""
+    at, before = 0, start
+    while at < len(numbers):
+        position, count = (numbers[at:at + 2] + [-1])[:2]
+        at += 2 + max(count, 0)
+        if not before <= position <= end or not 0 <= count or at > len(numbers):
+            raise SnapshotCorrupt(f"{what}: a focus of {count} ids at position {position}; expected events in order "
+                                  f"inside {start} to {end}")
+        before = position
+        yield Refocus(position, tuple(numbers[at - count:at]))

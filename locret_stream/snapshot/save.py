@@ -151,6 +151,7 @@ class Save:
         branch.base, branch.tried = (branch.name, manifest.generation, own), ""
         branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
                              for ref, (index, _) in zip(refs, pages, strict=True))
+        branch.focuses = [event for event in branch.focuses if event.position > log_end]
         if branch.spool is not None:
             try:
                 branch.spool.drop(log_end)
@@ -205,20 +206,23 @@ class Save:
         branch = self.branch
         with branch.keeping_log():
             ids = branch.spool.read(end)
-        stay = branch.log
+        stay, focuses = branch.log, (*branch.focuses,)
         for _ in range(absorbed(branch.log, len(ids))):
             what = f"log part {stay[-1].name} of {branch.name!r}"
             try:
+                before = read_part(*branch.vault.read_named("log", stay[-1], what), what)
+                ids = np.concatenate([before.ids, ids])
+                focuses = (*(event for event in before.focuses if event.position <= stay[-1].end), *focuses)
+            except SnapshotError as error:  # damage done to what was stored is no reason to refuse what is new
                 if stay[-1].start < stay[-1].end:
-                    ids = np.concatenate([read_part(*branch.vault.read_named("log", stay[-1], what), what).ids, ids])
-            except SnapshotError:  # damage done to what was stored is no reason to refuse what is new
-                break
+                    break
+                _log.warning("%s: a focus that it may hold is gone, should the session be rebuilt", error)
             stay = stay[:-1]
         start = stay[-1].end if stay else 0
         body = LogPart(branch=branch.name, generation=branch.head + 1, tokenizer=self.identity.tokenizer, start=start,
                        end=start + len(ids), before=stay[-1].name if stay else "", frame=self.moment.frame)
         pending, held = (self.moment.state.get(part, torch.zeros(0)).numpy() for part in ("pending", "held"))
-        parts = write_part(body, Part(ids, pending, held))
+        parts = write_part(body, Part(ids, pending, held, focuses))
         name = branch.vault.write_named("log", parts)
         size = total(parts)
         self.written += size

@@ -71,6 +71,7 @@ STEPS = st.one_of(
     st.tuples(st.just("break"), st.integers(1, 12), st.integers(0, 60)),
     st.tuples(st.just("reply"), st.integers(1, 2 * CHUNK), st.just(0)),
     st.tuples(st.just("leave"), st.integers(1, 6), st.just(0)),
+    st.tuples(st.just("focus"), st.integers(0, 9), st.just(0)),
     st.tuples(st.just("save"), st.booleans(), st.just(0)),
 )
 
@@ -87,6 +88,8 @@ async def act(ctx: StreamingContext, step: tuple) -> None:
         await ctx.push("日é🙂".encode()[:size])  # often ends inside a character
         if size in (3, 5):
             await ctx.flush()
+    elif kind == "focus":
+        await ctx.focus(LONG[:size])  # none at 0
     elif kind == "break":
         left = size
         async for _ in ctx.feed([LONG[at:at + 40]]):
@@ -425,8 +428,8 @@ async def test_a_log_with_ids_that_the_model_has_not_is_refused(tmp_path: Path, 
         async with runtime.open("a") as ctx:
             await ctx.feed(LONG)
         damage(tmp_path, "pages")
-        read = Chain.ids
-        monkeypatch.setattr(Chain, "ids", lambda chain: (ids + 2**20 for ids in read(chain)))
+        read = Chain.pieces
+        monkeypatch.setattr(Chain, "pieces", lambda chain: ((ids + 2**20, focuses) for ids, focuses in read(chain)))
         with pytest.raises(SnapshotCorrupt, match=r"damaged.* its log holds ids that the model does not have"):
             await runtime.open("a", on_mismatch="rebuild").__aenter__()
 

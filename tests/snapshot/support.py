@@ -251,7 +251,7 @@ def save(branch: Branch, toy: Toy, meanwhile: Callable[[], object] | None = None
 def record_of(restored: Restored, branch: Branch) -> Record:
     """What was loaded, its log read through."""
     ids = None if restored.manifest.log is None else tuple(
-        int(number) for part in read_log(branch.vault, branch.name, branch.log) for number in part)
+        int(number) for part, _ in read_log(branch.vault, branch.name, branch.log) for number in part)
     return Record(restored.tensors, restored.manifest.frame, restored.manifest.tokens, restored.manifest.seen, ids)
 
 

@@ -568,7 +568,7 @@ def test_a_name_that_a_dead_fork_left_is_free(store, monkeypatch):
 
 def chain(store: Store, name: str, identity: Any = IDENTITY) -> list[int]:
     """All that was accepted, the pending ids last."""
-    return ids_of(again(store).branch(name).read_chain(identity).ids())
+    return ids_of(ids for ids, _ in again(store).branch(name).read_chain(identity).pieces())
 
 
 @pytest.mark.parametrize("damage", ["nothing", "manifest", "page"])
@@ -640,7 +640,7 @@ def test_a_session_fed_again_from_its_log_goes_on(local):
     branch, toy = begin(local, "alice", tokens=30)
     save(branch, toy)
     fresh = again(local).branch("alice")
-    ids = ids_of(fresh.read_chain(IDENTITY).ids())
+    ids = ids_of(ids for ids, _ in fresh.read_chain(IDENTITY).pieces())
     fresh.begin_anew()
     rebuilt = Toy(1)
     for _ in ids:
@@ -654,7 +654,7 @@ def test_who_rebuilds_is_fenced_by_a_save_since_the_log_was_read(store):
     branch, toy = begin(store, "alice", tokens=20)
     save(branch, toy)
     late = again(store).branch("alice")
-    ids = ids_of(late.read_chain(IDENTITY).ids())
+    ids = ids_of(ids for ids, _ in late.read_chain(IDENTITY).pieces())
     save(branch, toy.feed(8, branch))
     late.begin_anew()
     with pytest.raises(StaleOwner):

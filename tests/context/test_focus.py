@@ -1,0 +1,222 @@
+"""`ctx.focus`: what the memory is told that it will be asked about; an event that is logged, saved, undone, rebuilt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from locret_stream import BudgetExceeded, ConfigError, ContextClosed, InputError
+from locret_stream.config import Budget
+from tests.context.support import CHUNK, SINKS, STABILIZERS, TEXT, UNITS, expect_same, model, snap, tiny
+from tests.context.test_snapshots import LONG, damage, replies, settled
+from tests.kit import assert_same
+
+QUERY, OTHER = "pass key?", "Naïve café"
+
+
+def units(ctx, layer: int = 0) -> list[int]:
+    state = ctx._session.state
+    return state.store.positions(layer)[0].tolist()
+
+
+async def test_it_is_no_part_of_the_conversation():
+    async with tiny() as runtime, runtime.open("a", focus=QUERY) as ctx, runtime.open("b") as plain:
+        count = runtime.count_tokens(QUERY)
+        assert ctx.memory.tokens == plain.memory.tokens and ctx.memory.focus == count and plain.memory.focus == 0
+        for one in (ctx, plain):
+            await one.feed(LONG)
+        assert ctx.memory.tokens == plain.memory.tokens
+        assert ctx._session.state.history == plain._session.state.history and ctx._session.frame == plain._session.frame
+        assert units(ctx)[:count] == list(range(-count, 0)) and ctx.memory.units == (UNITS, UNITS)
+        receipts = await ctx.receipts()
+        assert (receipts.kept[:, :, :ctx.memory.tokens - ctx.memory.pending].sum(-1) == UNITS - count).all()
+        await ctx.ask("And?", max_new_tokens=3)
+        assert ctx.memory.focus == count
+        await ctx.focus(None)
+        await ctx.feed(LONG)
+        assert ctx.memory.focus == 0 and min(units(ctx)) == 0
+
+
+async def test_inside_a_feed_it_counts_from_the_last_accepted_token():
+    async with tiny() as runtime, runtime.open(raw=True) as ctx, runtime.open(raw=True) as other:
+        given = None
+        async for token in ctx.feed(LONG):
+            if token.position >= 3 * CHUNK + 2 and given is None:
+                await ctx.focus(QUERY)
+                given = ctx.memory.tokens
+        ids = ctx._session.state.history
+        await other.feed(ids[:given])
+        await other.focus(QUERY)
+        await other.feed(ids[given:])
+        expect_same(settled(await snap(ctx)), settled(await snap(other)))
+
+
+async def test_the_same_again_changes_nothing(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", focus=QUERY) as ctx:
+            await ctx.feed(LONG)
+            saved = await ctx.snapshot()
+            await ctx.focus(QUERY)
+            assert not ctx.unsaved and not ctx._session.branch.focuses
+        async with runtime.open("a", focus=QUERY) as ctx:
+            assert not ctx.unsaved
+        assert [one.generation for one in runtime.store.list()] == [saved.generation]
+        async with runtime.open("a", focus=OTHER) as ctx:
+            assert ctx.unsaved
+            await ctx.feed(LONG[:90])
+            assert ctx.memory.focus == runtime.count_tokens(OTHER)
+
+
+async def test_one_that_was_only_opened_leaves_nothing(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", focus=QUERY):
+            pass
+        assert not runtime.store.list()
+
+
+@pytest.mark.parametrize("before", [QUERY, None])
+@pytest.mark.parametrize("committed", [True, False])
+async def test_an_undone_turn_takes_it_back(committed: bool, before: str | None, tmp_path: Path):
+    async with tiny(store=tmp_path, policy="sirllm") as runtime, runtime.open("a", focus=before) as ctx:
+        await ctx.feed(LONG)
+        await ctx.focus(OTHER)
+        while ctx.memory.pending:  # to a grid point, where it takes effect at once
+            await ctx.push([5])
+        for at_grid in (True, False):
+            if not at_grid:
+                await ctx.push([5, 6])
+            whole, events = await snap(ctx), [*ctx._session.branch.focuses]
+            with pytest.raises(ZeroDivisionError):
+                async with ctx.turn():
+                    await ctx.focus("door")
+                    if committed:
+                        await ctx.feed(LONG)
+                    1 / 0  # noqa: B018
+            expect_same(await snap(ctx), whole)
+            assert ctx._session.branch.focuses == events
+            twin = ctx.fork()
+            async with twin:
+                await twin.push([7] * CHUNK)
+                assert twin.memory.focus == runtime.count_tokens(OTHER)
+
+
+async def test_rewind_goes_back_to_the_one_there_was(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", focus=QUERY) as ctx:
+        await ctx.feed(LONG)
+        first, then = await ctx.snapshot(), await snap(ctx)
+        await ctx.focus(OTHER)
+        await ctx.feed(LONG)
+        await ctx.snapshot()
+        await ctx.rewind(first)
+        expect_same(settled(await snap(ctx)), settled(then))
+        await ctx.feed(LONG)
+        assert ctx.memory.focus == runtime.count_tokens(QUERY)
+        await ctx.rewind(0)
+        assert ctx.memory.focus == runtime.count_tokens(QUERY) and not ctx._session.branch.focuses[:-1]
+
+
+@pytest.mark.parametrize("part", ["pages", "m"])
+@pytest.mark.parametrize("saves", [(), (2, 4), (1, 2, 3, 4, 5)])
+async def test_a_log_is_fed_again_with_every_focus_where_it_was(saves: tuple, part: str, tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", system="Note all.", focus=QUERY) as ctx:
+            for step, text in enumerate((None, OTHER, QUERY, None, OTHER), 1):
+                await ctx.feed(LONG[:37 * step])
+                await ctx.focus(text)
+                if step in saves:
+                    await ctx.snapshot()
+                    await ctx.focus(QUERY if step == 2 else text)
+                while ctx.memory.pending and step % 2:
+                    await ctx.push([5])
+            await ctx.snapshot()
+            await ctx.push([9])
+            await replies(ctx, 3)
+            whole = await snap(ctx)
+        damage(tmp_path, part)
+        async with runtime.open("a", on_mismatch="rebuild") as ctx:
+            assert_same((await snap(ctx)).tensors, whole.tensors)
+            await ctx.feed(LONG)
+            after = await snap(ctx)
+        async with runtime.open("a") as ctx:
+            expect_same(settled(await snap(ctx)), settled(after))
+
+
+async def test_a_fork_of_a_stored_session_has_its_focus_and_its_log(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", focus=QUERY) as ctx:
+            await ctx.feed(LONG)
+            await ctx.snapshot()
+            await ctx.push([5])
+            await ctx.focus(OTHER)
+            async with ctx.fork("a/two") as two:
+                await two.feed(LONG)
+                expected = await snap(two)
+        damage(tmp_path, "pages")
+        async with runtime.open("a/two", on_mismatch="rebuild") as two:
+            assert_same((await snap(two)).tensors, expected.tensors)
+
+
+async def test_it_waits_in_the_store_with_the_rest(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1) as runtime, runtime.open("a", focus=QUERY) as ctx:
+        await ctx.feed(LONG)
+        before = await snap(ctx)
+        async with runtime.open("b") as other:
+            assert ctx.away
+            await other.feed(TEXT)
+        expect_same(await snap(ctx), before)
+
+
+async def test_another_grid_and_policy_rebuild_it_too(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True, focus=QUERY) as ctx:
+        await ctx.feed(LONG)
+        while ctx.memory.pending:
+            await ctx.push([5])
+        await ctx.focus(OTHER)
+        at = ctx.memory.tokens
+        await ctx.feed(LONG)
+        ids = ctx._session.state.history
+    more = {"policy": "keydiff", "chunk_size": CHUNK // 2, "on": model()}
+    async with tiny(**more, store=tmp_path) as runtime:
+        async with runtime.open("a", on_mismatch="rebuild") as ctx, runtime.open(raw=True, focus=QUERY) as fresh:
+            await fresh.feed(ids[:at])
+            await fresh.focus(OTHER)
+            await fresh.feed(ids[at:])
+            assert_same((await snap(ctx)).tensors, (await snap(fresh)).tensors)
+    few = Budget(units=SINKS + STABILIZERS + 2, sinks=SINKS, stabilizers=STABILIZERS)
+    async with tiny(store=tmp_path, budget=few, chunk_size=4) as runtime:
+        with pytest.raises(ConfigError, match="the focus has"):
+            await runtime.open("a", on_mismatch="rebuild").__aenter__()
+
+
+async def test_what_cannot_be_a_focus_is_refused_and_nothing_changes(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", focus=QUERY) as ctx:
+            await ctx.feed(LONG)
+            before = await snap(ctx)
+            with pytest.raises(ConfigError, match=rf"{runtime.count_tokens(LONG)} tokens; .* expected at most 14 "):
+                await ctx.focus(LONG)
+            with pytest.raises(InputError, match="the focus is a int; expected text"):
+                await ctx.focus(7)
+            expect_same(await snap(ctx), before)
+            for none in ("", "  \n"):
+                await ctx.focus(QUERY)
+                await ctx.focus(none)
+                await ctx.feed(LONG)
+                assert ctx.memory.focus == 0
+        with pytest.raises(ContextClosed):
+            await ctx.focus(QUERY)
+        with pytest.raises(ConfigError, match="the focus has"):
+            await runtime.open("b", focus=LONG).__aenter__()
+        async with runtime.open("b") as ctx:
+            assert ctx.memory.focus == 0
+    async with tiny(policy="full", units=40) as runtime, runtime.open(raw=True) as ctx:
+        await ctx.feed([5] * 38)
+        with pytest.raises(BudgetExceeded, match="no room for a focus"):
+            await ctx.focus(QUERY)
+
+
+async def test_control_tokens_in_it_are_data():
+    async with tiny() as runtime, runtime.open(focus="<|im_end|>") as ctx:
+        special = set(runtime.tokenizer.all_special_ids)
+        assert ctx._session.state.focus and not special & set(ctx._session.state.focus)

@@ -1,0 +1,268 @@
+"""A query in front of the stream: inside the budget, outside the grid, seen by all that is committed behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from locret_stream.engine import Engine, NextToken
+from locret_stream.errors import BudgetExceeded, ConfigError, SnapshotCorrupt
+from tests.kit import (
+    EVICTING,
+    POLICIES,
+    Boom,
+    assert_same,
+    build,
+    failing_in_layer,
+    feed,
+    ids_of,
+    logits_at_each,
+    model,
+    stock_logits,
+)
+
+CHUNK, UNITS, SINKS, STABILIZERS = 8, 20, 2, 3
+SLIDING = ("gemma3", "gpt-oss")
+QUERY, OTHER, LONG = ids_of(5, seed=11), ids_of(3, seed=12), ids_of(9, seed=13)
+
+
+def engine_of(policy: str = "h2o", on: str = "llama", **more) -> Engine:
+    return build(policy, on=model(on), units=UNITS, chunk_size=CHUNK, sinks=SINKS, stabilizers=STABILIZERS, **more)
+
+
+def run(engine: Engine, slot: int, ids: list[int], focuses: dict[int, list[int]], step: int):
+    """Feed in pieces of `step`, each focus given when so many tokens were accepted."""
+    state, at = engine.open(slot), 0
+    while True:
+        if at in focuses:
+            engine.focus(state, focuses[at])
+        if at == len(ids):
+            return state
+        stop = min([at + step, len(ids), *(place for place in focuses if place > at)])
+        feed(engine, state, ids[at:stop])
+        at = stop
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_law_3_exact_while_it_fits(policy: str):
+    """As the stock model after the query and the stream."""
+    engine, ids = engine_of(policy), ids_of(UNITS - len(QUERY))
+    state = engine.open(0)
+    engine.focus(state, QUERY)
+    found = logits_at_each(engine, state, ids)
+    expected = stock_logits(model(), QUERY + ids)[len(QUERY):]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("on", ["llama", *SLIDING])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_it_stays_in_front_inside_the_budget_and_off_the_grid(policy: str, on: str):
+    engine, ids = engine_of(policy, on), ids_of(7 * CHUNK)
+    state = engine.open(0)
+    engine.focus(state, QUERY)
+    for start in range(0, len(ids), CHUNK):
+        feed(engine, state, ids[start:start + CHUNK])
+        assert state.seen == start + CHUNK
+        for layer, units in enumerate(engine.budgets):
+            positions, scores = state.store.positions(layer), state.store.scores(layer)
+            assert state.store.counts[layer] <= units and (positions.diff(dim=1) > 0).all()
+            if engine.shape.sliding[layer]:
+                assert (positions >= 0).all()
+                continue
+            q, count = len(QUERY), positions.shape[1]
+            assert count == min(q + state.seen, units)
+            assert (positions[:, :q + SINKS] == torch.arange(-q, SINKS)).all()
+            assert (positions[:, count - STABILIZERS:] == torch.arange(state.seen - STABILIZERS, state.seen)).all()
+            assert not scores[..., :q].any()
+    assert max(peak - units for peak, units in zip(state.peaks, engine.budgets, strict=True)) <= CHUNK
+
+
+@pytest.mark.parametrize("on", ["llama", *SLIDING])
+def test_its_units_are_those_of_the_query_alone(on: str):
+    engine = engine_of("h2o", on)
+    state, alone = engine.open(0), engine.open(1)
+    feed(engine, alone, QUERY + ids_of(CHUNK - len(QUERY)))
+    feed(engine, state, ids_of(3 * CHUNK + 2))
+    engine.focus(state, QUERY)
+    feed(engine, state, ids_of(2 * CHUNK, seed=5))
+    for layer, window in enumerate(engine.shape.sliding):
+        if not window:
+            for tensors in ("keys", "values"):
+                found, expected = (getattr(one.store, tensors)(layer, len(QUERY)) for one in (state, alone))
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("on", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_law_2_the_state_is_a_function_of_tokens_and_focuses(policy: str, on: str):
+    engine, ids = engine_of(policy, on), ids_of(7 * CHUNK + 3)
+    focuses = {0: QUERY, 2 * CHUNK: LONG, 3 * CHUNK + 1: OTHER, 3 * CHUNK + 5: QUERY, 5 * CHUNK + 2: [],
+               7 * CHUNK + 1: OTHER}
+    whole, small, ones = (run(engine, slot, ids, focuses, step) for slot, step in enumerate((len(ids), 5, 1)))
+    assert whole.focus == [] and whole.next_focus == OTHER
+    for state in (small, ones):
+        assert_same(engine.export(state), engine.export(whole))
+    engine.logits(small)
+    feed(engine, small, ids_of(CHUNK))
+    feed(engine, whole, ids_of(CHUNK))
+    assert small.focus == OTHER and small.next_focus is None
+    assert_same(engine.export(small), engine.export(whole))
+
+
+def test_it_takes_effect_at_the_next_grid_point_and_revises_nothing():
+    engine, ids = engine_of("locret"), ids_of(6 * CHUNK)
+    with_focus, without = engine.open(0), engine.open(1)
+    for state in (with_focus, without):
+        feed(engine, state, ids[:2 * CHUNK + 3])
+    engine.focus(with_focus, QUERY)
+    assert torch.equal(engine.logits(with_focus), engine.logits(without))
+    for state in (with_focus, without):
+        feed(engine, state, ids[2 * CHUNK + 3:3 * CHUNK])
+    q = len(QUERY)
+    for layer in range(engine.shape.layers):
+        found, scores = with_focus.store.positions(layer)[:, q:], with_focus.store.scores(layer)[0, :, q:]
+        all_found, all_scores = without.store.positions(layer), without.store.scores(layer)[0]
+        assert found.shape[1] == UNITS - q
+        for head, row in enumerate(found):
+            place = torch.searchsorted(all_found[head], row)
+            assert torch.equal(all_found[head, place], row) and torch.equal(all_scores[head, place], scores[head])
+            left = torch.ones(UNITS, dtype=torch.bool).index_fill(0, place, False)
+            free = slice(SINKS, UNITS - STABILIZERS)
+            kept_worst = scores[head, SINKS:len(row) - STABILIZERS].min()
+            assert all_scores[head, free][left[free]].max() <= kept_worst, "the worst ones made room"
+    for state in (with_focus, without):
+        feed(engine, state, ids[3 * CHUNK:3 * CHUNK + 1])
+    assert not torch.equal(engine.logits(with_focus), engine.logits(without))
+
+
+def test_what_is_committed_behind_it_has_seen_it():
+    engine, ids = engine_of("locret"), ids_of(CHUNK)
+    scores = []
+    for slot, query in enumerate((QUERY, ids_of(5, seed=99))):
+        state = run(engine, slot, ids, {0: query}, CHUNK)
+        scores.append(state.store.scores(1)[..., len(query):])
+    assert not torch.allclose(*scores), "what heads say may depend on the query"
+
+
+@pytest.mark.parametrize("on", ["llama", *SLIDING])
+@pytest.mark.parametrize("policy", ["h2o", "locret", "infllm", "keydiff"])
+def test_law_6_it_moves_with_exports_and_forks(policy: str, on: str):
+    engine, ids = engine_of(policy, on), ids_of(4 * CHUNK + 3)
+    for focuses in ({0: QUERY}, {0: LONG, 2 * CHUNK + 1: OTHER}, {CHUNK: QUERY, 3 * CHUNK: []}, {4 * CHUNK + 1: LONG}):
+        state = run(engine, 0, ids, focuses, 7)
+        saved = engine.export(state)
+        assert not any((saved[f"{layer}.positions"] < 0).any() for layer in range(engine.shape.layers))
+        loaded, fork = engine.load(saved, 1), engine.fork(state, 2)
+        assert_same(engine.export(loaded), saved)
+        for layer in range(engine.shape.layers):
+            assert torch.equal(loaded.store.rotated(layer, loaded.store.counts[layer]),
+                               state.store.rotated(layer, state.store.counts[layer]))
+        for twin in (state, loaded, fork):
+            engine.logits(twin)
+            feed(engine, twin, ids_of(3 * CHUNK, seed=4))
+        assert_same(engine.export(loaded), engine.export(state))
+        assert_same(engine.export(fork), engine.export(state))
+
+
+def test_law_6_units_put_away_come_back_behind_it():
+    engine = engine_of()
+    state = run(engine, 0, ids_of(4 * CHUNK + 1), {0: QUERY}, 5)
+    saved = engine.export(state)
+    slot = engine.put_away(state)
+    engine.bring_back(state, saved, slot + 1)
+    assert_same(engine.export(state), saved)
+    engine.put_away(state)
+    other = engine.export(run(engine, 0, ids_of(4 * CHUNK + 1), {0: OTHER}, 5))
+    with pytest.raises(SnapshotCorrupt, match="focus"):
+        engine.bring_back(state, other, slot)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_law_9_whole_or_not_at_all(layer: int):
+    """Wherever it fails: at once on a grid point, or in the commit that it waits for."""
+    engine = engine_of()
+    state = run(engine, 0, ids_of(3 * CHUNK), {0: QUERY}, 5)
+    before = engine.export(state)
+    with failing_in_layer(engine, layer), pytest.raises(Boom):
+        engine.focus(state, OTHER)
+    assert_same(engine.export(state), before)
+    feed(engine, state, ids_of(4))
+    engine.focus(state, OTHER)
+    engine.accept(state, ids_of(4))
+    before = engine.export(state)
+    with failing_in_layer(engine, layer), pytest.raises(Boom):
+        engine.commit(state)
+    assert_same(engine.export(state), before)
+    engine.commit(state)
+    assert state.focus == OTHER
+
+
+def test_one_that_has_no_room_is_refused():
+    engine = engine_of()
+    state = run(engine, 0, ids_of(3 * CHUNK), {0: QUERY}, 5)
+    before = engine.export(state)
+    most = UNITS - SINKS - STABILIZERS - 1
+    with pytest.raises(ConfigError, match=f"{most + 1} tokens; .* at most {most} tokens"):
+        engine.focus(state, ids_of(most + 1))
+    assert_same(engine.export(state), before)
+    engine.focus(state, ids_of(most))
+    feed(engine, state, ids_of(3 * CHUNK))
+    assert state.store.counts == [UNITS] * engine.shape.layers
+
+
+def test_a_policy_that_never_evicts_counts_it():
+    engine = engine_of("full")
+    state = engine.open(0)
+    engine.focus(state, QUERY)
+    assert engine.room(state) == UNITS - len(QUERY)
+    feed(engine, state, ids_of(2 * CHUNK - 2))
+    assert engine.room(state) == 1
+    with pytest.raises(BudgetExceeded, match="no room for a focus of 9"):
+        engine.focus(state, LONG)
+    engine.focus(state, OTHER)
+    assert engine.room(state) == 3
+    with pytest.raises(BudgetExceeded):
+        engine.accept(state, ids_of(4))
+
+
+@pytest.mark.parametrize("on", ["llama", *SLIDING])
+def test_contexts_with_and_without_are_decoded_together(on: str):
+    engine = engine_of("locret", on)
+    alone = []
+    for slot, focuses in enumerate(({0: QUERY}, {}, {2 * CHUNK: LONG})):
+        state = run(engine, slot, ids_of(3 * CHUNK + 2, seed=slot), focuses, 5)
+        alone.append(logits_at_each(engine, state, [3, 4]))
+    seen: list[list[torch.Tensor]] = [[], [], []]
+    states = [run(engine, slot, ids_of(3 * CHUNK + 2, seed=slot), focuses, 5)
+              for slot, focuses in enumerate(({0: QUERY}, {}, {2 * CHUNK: LONG}))]
+    for state in states:
+        feed(engine, state, [3])
+    engine.decode([NextToken(state, lambda logits, n=n: seen[n].append(logits.clone()) or 4)
+                   for n, state in enumerate(states)])
+    engine.decode([NextToken(state, lambda logits, n=n: seen[n].append(logits.clone()) or 5)
+                   for n, state in enumerate(states)])
+    for rows, expected in zip(seen, alone, strict=True):
+        torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_receipts_tell_of_the_stream_alone():
+    engine = engine_of()
+    state = run(engine, 0, ids_of(5 * CHUNK), {0: QUERY}, 5)
+    receipts = engine.receipts(state)
+    assert receipts.kept.shape[-1] == 5 * CHUNK
+    assert (receipts.kept.sum(-1) == UNITS - len(QUERY)).all()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda t: t.update(focus=torch.tensor([10**6])), "'focus' holds 1 ids"),
+    (lambda t: t.update(focus=torch.zeros(2, 2, dtype=torch.int64)), "'focus'"),
+    (lambda t: t.update(focus=torch.arange(UNITS)), "."),
+    (lambda t: t.update(next_focus=torch.arange(UNITS - 1)), "at most"),
+    (lambda t: t.pop("focus"), "0.keys"),
+])
+def test_strange_ones_are_not_loaded(change, said: str):
+    engine = engine_of()
+    saved = engine.export(run(engine, 0, ids_of(5 * CHUNK), {0: QUERY}, 5))
+    change(saved)
+    with pytest.raises(SnapshotCorrupt, match=said):
+        engine.load(saved, 1)
