@@ -11,6 +11,7 @@ from where it was by the same command.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import signal
@@ -25,10 +26,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret_stream.training import TrainConfig, train_heads
+from locret_stream.training import AllocationConfig, TrainConfig, allocate, train_heads
 
 STAGES = (64, 128, 256, 512, 1024)
 WINDOW = 1280
+ALLOCATE_EXAMPLES = 12
 COOLDOWN = 0.35  # of the time, in which the learning rate falls to nothing
 
 
@@ -45,6 +47,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--heads-steps", type=int, default=400, help="of each set of retaining heads (default 400)")
+    parser.add_argument("--allocate-units", type=int, default=128,
+                        help="budget that is divided among the layers with each set of heads; 0: none (default 128)")
     return parser.parse_args()
 
 
@@ -145,8 +149,9 @@ HEADS = {"heads": {}, "heads-logit": {"label": "logit"}, "heads-hidden": {"featu
          "heads-retention": {"output": "retention", "features": "hidden"}}
 
 
-def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str) -> None:
-    """One folder of retaining heads for each policy that takes any, and one with the paper's label."""
+def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str, unseen: str) -> None:
+    """One folder of retaining heads for each policy that takes any, and one with the paper's label; and with each what
+    every layer is to get of the budget."""
     model = LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
     for name, more in HEADS.items():
         config = TrainConfig(**{"steps": arguments.heads_steps, "width": 128, "input_norm": True, "bias": True,
@@ -154,6 +159,12 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
         examples = Writer(tokenizer, text, f"heads {arguments.seed}").examples(STAGES[-1])
         result = train_heads(model, examples, arguments.out / name, config)
         print(f"{name}: top-10 % overlap {result.overlap_before:.3f} before, {result.overlap:.3f} after", flush=True)
+        if arguments.allocate_units:
+            division = AllocationConfig(units=arguments.allocate_units, chunk_size=128, examples=ALLOCATE_EXAMPLES)
+            fresh = Writer(tokenizer, unseen, f"allocation {arguments.seed}").examples(STAGES[-1])
+            made = allocate(model, arguments.out / name, list(itertools.islice(fresh, ALLOCATE_EXAMPLES)), division)
+            print(f"  units by layer {made.units}: loss {made.measured['divided'].loss:.3f}, "
+                  f"evenly {made.measured['even'].loss:.3f}", flush=True)
 
 
 def main() -> None:
@@ -179,7 +190,7 @@ def main() -> None:
     record.write_text(json.dumps({
         "seeded": not arguments.unseeded, "steps": run.step, "tokens": run.seen, "minutes": run.spent / 60,
         "length": STAGES[run.stage], "accuracy": run.accuracy, "seed": arguments.seed}, indent=1) + "\n")
-    train_all_heads(arguments, tokenizer, text)
+    train_all_heads(arguments, tokenizer, text, unseen)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def mistake(*args: object, text: str | None = None) -> str:
     code, out, err = invoke(*args, text=text)
     assert (code, out) == (2, ""), (code, out, err)
     *before, line = err.splitlines()
-    assert all(progress.startswith(("reading ", "training heads ", "Session ")) for progress in before), err
+    known = ("reading ", "training heads ", "dividing the budget ", "Session ")
+    assert all(progress.startswith(known) for progress in before), err
     assert line.startswith("locret-stream: "), err
     return line
 
@@ -264,6 +265,29 @@ def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
                             "What?", "--max-new-tokens", 3, "--json", text="The code of 3 is 111. " * 20)
     assert code == 0, err
     assert json.loads(out)["units"] == 96
+
+
+def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
+    data, heads = tmp_path / "pairs.jsonl", tmp_path / "heads"
+    data.write_text("".join(json.dumps({"prompt": f"The code of {n} is {n * 37}. What is it?", "answer": str(n * 37)})
+                            + "\n" for n in range(20)))
+    train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 3, "--width", 16,
+             "--held-out", 0.4]
+    units = ["--allocate-units", 16, "--allocate-chunk", 16]
+    assert "expected --allocate" in mistake(*train, *units)
+    assert "6000 units + chunk_size 1024: the model knows 512" in mistake(*train, "--allocate")  # the heads are there
+    assert json.loads((heads / "heads.json").read_text())["budget_shares"] is None
+    assert "rule is 'size'" in mistake(*train, "--allocate", "--allocate-by", "size")
+    code, out, err = invoke(*train, *units, "--allocate", "--allocate-examples", 4, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["steps"] == 3 and sum(found["budget_shares"]) == 2 == len(found["allocation"]["units"])
+    assert found["allocation"]["loss"].keys() == {"full", "even", "divided"} and "dividing the budget" in err
+    assert json.loads((heads / "heads.json").read_text())["budget_shares"] == found["budget_shares"]
+    code, out, err = invoke(*train, *units, "--allocate", "--allocate-examples", 4)
+    assert code == 0 and "budget by layer: " in out and "--budget 16 --chunk-size 16" in out, err
+    assert "differs in units: there 16, now 17" in mistake(*train, "--allocate", "--allocate-units", 17,
+                                                          "--allocate-chunk", 16, "--allocate-examples", 4)
 
 
 # -- Ctrl-C and pipes ---------------------------------------------------------------------------------------------

@@ -179,8 +179,11 @@ def beside(runtime: Runtime, policy: str) -> Runtime:
 
 def load(model: str) -> tuple[Any, Any]:
     """The model and its tokenizer alone."""
+    from transformers.utils.logging import disable_progress_bar
+
     from locret_stream.runtime import Runtime
 
+    disable_progress_bar()
     return Runtime.from_pretrained(model, policy="random").load()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -19,12 +19,20 @@ from locret_stream.cli.common import (
     out,
     print_json,
 )
+from locret_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from locret_stream.training import Allocation, AllocationConfig, TrainResult
 
 HELP = """Train retaining heads for a model.
 
 The data is JSONL, one {"prompt", "answer"} or ShareGPT {"conversations": …} or {"messages": …} per line; it is \
 rendered with the model's own chat template. The same command on the same --out goes on where an interrupted run \
 stopped. What it writes is what --heads of the other verbs reads.
+
+--allocate then measures, on held-out examples, what it costs the answers when one layer alone keeps few units, and \
+divides the budget by it: layers that need more get more, and --heads brings that along. It is measured for the budget \
+and the chunk size that you will use.
 
 Examples:
 
@@ -36,7 +44,9 @@ Examples:
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --label logit
   # heads for the policies kvzap and trimkv
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./zap --features hidden
-  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./trim --output retention"""
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./trim --output retention
+  # the same heads, and what each layer is to get of a budget of 2000 units
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --allocate --allocate-units 2000"""
 
 
 def train_heads(
@@ -57,27 +67,71 @@ def train_heads(
     held_out: Annotated[float, typer.Option(help="Share of the examples kept for evaluation.")] = 0.05,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the weights and the order of the examples.")] = 0,
+    allocate: Annotated[bool, typer.Option("--allocate", help="Also divide the budget among the layers.")] = False,
+    allocate_units: Annotated[int | None, typer.Option(show_default="768 for the bundled model, else 6000", help=(
+        "Units per KV head (mean over the layers) to divide."))] = None,
+    allocate_chunk: Annotated[int | None, typer.Option(show_default="256 for the bundled model, else 1024", help=(
+        "Tokens read between two evictions."))] = None,
+    allocate_examples: Annotated[int, typer.Option(help="The most held-out examples to measure on.")] = 32,
+    allocate_by: Annotated[str, typer.Option(help=(
+        "By loss (of the answers when a layer evicts) or scores (the best of all layers; quick)."))] = "loss",
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out.")] = False,
     as_json: Json = False,
 ) -> None:
     check_readable(data)
+    if not allocate and (allocate_units, allocate_chunk) != (None, None):
+        raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
+    divided = None
     with interruptible(Held(f"the state of the run is in {to}; the same command goes on from there")):
-        from locret_stream import training
+        from locret_stream import models, training
 
         config = training.TrainConfig(
             label=label, steps=steps, batch=batch, lr=lr, width=width, features=features, output=output,
             horizon=horizon, input_norm=input_norm, bias=bias, max_tokens=max_tokens, held_out=held_out,
             eval_every=eval_every, seed=seed)
+        division = _allocation(model, allocate_units, allocate_chunk, allocate_examples, allocate_by)
         loaded, tokenizer = load(model)
+        attachment = models.attach(loaded)
         with training.progress_bar(err) as progress:
-            result = training.train_heads(loaded, data, to, config, tokenizer=tokenizer, progress=progress,
+            result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)
+        if allocate:
+            held_out = training.held_out_examples(attachment, training.load_examples(data, tokenizer), config)
+            with training.progress_bar(err, "dividing the budget") as progress:
+                divided = training.allocate(attachment, to, held_out, division, progress=progress)
+    _tell(result, divided, as_json)
+    if not as_json:
+        policy = "trimkv" if output == "retention" else "kvzap" if features == "hidden" else "locret"
+        out.print(f"use them: locret-stream run TEXT --model {model} --heads {result.out}"
+                  + (f" --policy {policy}" if policy != "locret" else "")
+                  + (f" --budget {division.units} --chunk-size {division.chunk_size}" if divided else ""),
+                  soft_wrap=True)
+
+
+def _allocation(model: str, units: int | None, chunk_size: int | None, examples: int, rule: str) -> AllocationConfig:
+    from locret_stream.runtime.core import BUNDLED_BUDGET, BUNDLED_CHUNK, DEFAULT_BUDGET, DEFAULT_CHUNK
+    from locret_stream.training import AllocationConfig
+
+    usual = (BUNDLED_BUDGET, BUNDLED_CHUNK) if model == "bundled" else (DEFAULT_BUDGET, DEFAULT_CHUNK)
+    return AllocationConfig(units=usual[0] if units is None else units, examples=examples, rule=rule,
+                            chunk_size=usual[1] if chunk_size is None else chunk_size)
+
+
+def _tell(result: TrainResult, divided: Allocation | None, as_json: bool) -> None:
     if as_json:
-        print_json(msgspec.to_builtins(result))
+        found = msgspec.to_builtins(result)
+        if divided is not None:
+            found |= {"budget_shares": list(divided.shares), "allocation": {
+                "units": list(divided.units), "rule": divided.config.rule, "seconds": divided.seconds,
+                "loss": {name: divided.measured[name].loss for name in ("full", "even", "divided")}}}
+        print_json(found)
         return
     out.print(f"{result.out}: {result.steps:,} steps on {result.examples:,} examples, top-10 % overlap "
               f"{result.overlap_before:.1%} before and {result.overlap:.1%} after on {result.held_out} held out",
               soft_wrap=True)
-    policy = "trimkv" if output == "retention" else "kvzap" if features == "hidden" else "locret"
-    out.print(f"use them: locret-stream run TEXT --model {model} --heads {result.out}"
-              + (f" --policy {policy}" if policy != "locret" else ""), soft_wrap=True)
+    if divided is not None:
+        full, even, own = (divided.measured[name].loss for name in ("full", "even", "divided"))
+        out.print(f"budget by layer: {' '.join(map(str, divided.units))} of {divided.config.units} units on average; "
+                  f"answer loss {own:.4f}, with the same for each {even:.4f}, with everything {full:.4f}"
+                  + ("" if divided.better else "; no gain beyond noise, so each layer gets the same"),
+                  soft_wrap=True)

@@ -4,6 +4,7 @@
     checkpoint.safetensors   heads.*, exp_avg.*, exp_avg_sq.* (fp32); metadata: version, step, used, loss
     metrics.jsonl            one object per step, one per evaluation
     heads.safetensors, heads.json, result.json     at the end; the checkpoint is then removed
+    allocation.json          what `allocate` measured, as it is measured
 
 No random state is stored: initial weights and the order of examples are functions of seed and step.
 """
@@ -26,6 +27,7 @@ from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.training.config import TrainConfig, TrainResult
 
 RUN, CHECKPOINT, METRICS, RESULT = "run.json", "checkpoint.safetensors", "metrics.jsonl", "result.json"
+ALLOCATION = "allocation.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -60,7 +62,7 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         run = path / RUN
         if restart:  # run.json goes last: until then the folder is still recognised
-            for name in (CHECKPOINT, METRICS, RESULT, WEIGHTS, CONFIG, RUN):
+            for name in (CHECKPOINT, METRICS, RESULT, ALLOCATION, WEIGHTS, CONFIG, RUN):
                 (path / name).unlink(missing_ok=True)
         if run.is_file():
             self._compare(identity)
@@ -68,7 +70,7 @@ class RunFolder:
             raise ConfigError(f"{path} holds retaining heads that no {RUN} describes; expected an empty folder, one of "
                               "the same run, or restart=True")
         else:
-            _replace(run, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(identity), indent=2)))
+            write_json(run, identity)
 
     def _compare(self, identity: RunIdentity) -> None:
         try:
@@ -91,8 +93,7 @@ class RunFolder:
 
     def finish(self, heads: RetainingHeads, result: TrainResult) -> None:
         heads.save(self.path)
-        _replace(self.path / RESULT,
-                 lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2)))
+        write_json(self.path / RESULT, result)
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
     def save(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
@@ -153,6 +154,11 @@ class RunFolder:
         self.metrics.append(metric)
         with (self.path / METRICS).open("ab") as file:
             file.write(msgspec.json.encode(metric) + b"\n")
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Write it, readable, whole or not at all."""
+    _replace(path, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2)))
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -11,6 +11,9 @@ from locret_stream.errors import ConfigError
 
 LABELS = ("logprob", "zscore", "logit")
 FEATURES, OUTPUTS = ("qkv", "hidden"), ("score", "retention")
+RULES = ("loss", "scores")
+FULL, EVEN, DIVIDED = "full", "even", "divided"
+LEAST_EXAMPLES = 4
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +35,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_tokens: longer examples are cut (see `data.fit`); the model's window is a second limit.
         held_out: share of the examples kept for evaluation, chosen by hash; held_out_max: at most so many.
         eval_every, checkpoint_every: in steps; the last step always does both.
-        budget_shares: per-layer shares stored with the heads for `Budget(allocation="auto")`; not trained.
+        budget_shares: per-layer shares stored with the heads for `Budget(allocation="adaptive")`; not trained: what
+            `allocate` measures takes their place.
         block_mib: bound of the largest tensor of attention logits, in MiB.
 
     Raises:
@@ -100,14 +104,125 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.lr * (self.steps - step) / (self.steps - warm)
 
 
+class AllocationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the total budget is to be divided among the layers, see `allocation`.
+
+    Args:
+        units: mean over the layers of units per KV head; chunk_size: tokens between two evictions. Both as the memory
+            is to be used: shares found for one budget are a guess for another.
+        sinks, stabilizers: always kept, of every budget; None: what a runtime protects by default.
+        examples: measure on at most so many.
+        factors: the budgets that a layer is measured at, as multiples of `units`; the smallest is the least that any
+            layer will get.
+        rule: "loss" (by what evicting in one layer costs the answers) or "scores" (by how many of the best scores of
+            all layers lie in each; for heads of label "logprob").
+
+    Raises:
+        ConfigError: naming the value and what was expected.
+    """
+
+    units: int = 6000
+    chunk_size: int = 1024
+    sinks: int | None = None
+    stabilizers: int | None = None
+    examples: int = 32
+    factors: tuple[float, ...] = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
+    rule: str = "loss"
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ConfigError(f"allocate: {name} is {getattr(self, name)!r}; expected {expected}")
+
+        check("rule", self.rule in RULES, f"one of {', '.join(RULES)}")
+        for name in ("units", "chunk_size"):
+            check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
+        check("examples", _whole(self.examples, LEAST_EXAMPLES),
+              f"a whole number, at least {LEAST_EXAMPLES}, to tell gains from noise")
+        for name in ("sinks", "stabilizers"):
+            check(name, getattr(self, name) is None or _whole(getattr(self, name), 0), "None or a number of units")
+        check("factors", bool(self.factors) and all(_number(f) and f > 0 for f in self.factors)
+              and min(self.factors) <= 1, "numbers above 0, at least one of them not above 1")
+
+    @property
+    def protected(self) -> tuple[int, int]:
+        """(sinks, stabilizers): as given, or by default as few as the smallest layer can bear."""
+        small = math.floor(self.units * min(self.factors))
+        return (min(4, self.units // 8, small // 4) if self.sinks is None else self.sinks,
+                min(32, self.units // 8, small // 3) if self.stabilizers is None else self.stabilizers)
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer loss with these budgets: `budgets` [L] units per KV head, `nll` nats summed over the answer tokens of each
+    example, `loss` their mean over all answer tokens."""
+
+    budgets: tuple[int, ...]
+    loss: float
+    nll: tuple[float, ...]
+    seconds: float
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """A division of the budget and all that was measured for it; also written as allocation.json beside the heads.
+
+    policy, fingerprint, heads, data: what scored, and digests of the model, the heads and the examples.
+    sinks, stabilizers: as they were protected. tokens, answer_tokens: of each example, [E].
+    sliding: [L] windows of the layers that have one; these are not measured, they get what uniform budgets give them.
+    measured: by name: "full" (nothing is evicted), "layer 2: 64 units" (in that layer alone), "even", "divided".
+    top: units of each layer among the best scores of all, [L]; of rule "scores" alone.
+    units: the division that was found, [L], its sum L * config.units. shares: [L], mean 1: those of `units`, or even
+        ones where the answers are no better for it. Both None until all is measured.
+    """
+
+    config: AllocationConfig
+    policy: str
+    fingerprint: str
+    heads: str
+    data: str
+    sinks: int
+    stabilizers: int
+    tokens: tuple[int, ...]
+    answer_tokens: tuple[int, ...]
+    sliding: tuple[int | None, ...]
+    measured: dict[str, Measurement] = {}
+    top: tuple[float, ...] | None = None
+    units: tuple[int, ...] | None = None
+    shares: tuple[float, ...] | None = None
+    version: int = 1
+
+    @property
+    def curves(self) -> dict[int, dict[int, float]]:
+        """Answer loss by units, for every layer that was measured, when that layer alone evicts."""
+        found: dict[int, dict[int, float]] = {}
+        for name, measurement in self.measured.items():
+            if name.startswith("layer "):
+                layer = int(name.split()[1].rstrip(":"))
+                found.setdefault(layer, {})[measurement.budgets[layer]] = measurement.loss
+        return {layer: dict(sorted(curve.items())) for layer, curve in sorted(found.items())}
+
+    @property
+    def better(self) -> bool:
+        """Whether the division that was found is what `shares` say."""
+        return self.units is not None and self.shares == tuple(units / self.config.units for units in self.units)
+
+    @property
+    def seconds(self) -> float:
+        """What all measurements took."""
+        return sum(measurement.seconds for measurement in self.measured.values())
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run is: `loss` of the last step, held-out figures of the last evaluation (None before it)."""
+    """Where a run is: `loss` of the last step, held-out figures of the last evaluation (None before it).
+
+    Of an allocation: examples read of all that will be; `note` says with which budgets.
+    """
 
     step: int
     steps: int
     loss: float | None = None
     held_out_loss: float | None = None
     overlap: float | None = None
+    note: str = ""
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):

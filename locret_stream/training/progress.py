@@ -1,4 +1,4 @@
-"""A progress bar on a terminal for `train_heads(progress=...)`. Knows rich and Progress."""
+"""A progress bar on a terminal for `train_heads` and `allocate(progress=...)`. Knows rich and Progress."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from locret_stream.training.config import Progress, ProgressCallback
 
 
 @contextmanager
-def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
+def progress_bar(console: Console | None = None, title: str = "training heads") -> Iterator[ProgressCallback]:
     """A callback that draws steps, smoothed loss, held-out loss and top-10 % overlap; on stderr unless told."""
-    columns = (TextColumn("training heads"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
     smooth: list[float] = []
     with RichProgress(*columns, console=console or Console(stderr=True)) as bar:
@@ -27,6 +27,6 @@ def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
             figures = [f"{name} {value:{form}}" for name, value, form in (
                 ("loss", smooth[0] if smooth else None, ".4f"), ("held-out", at.held_out_loss, ".4f"),
                 ("top-10% overlap", at.overlap, ".1%")) if value is not None]
-            bar.update(task, total=at.steps, completed=at.step, figures="  ".join(figures))
+            bar.update(task, total=at.steps, completed=at.step, figures="  ".join([*figures, at.note]).strip())
 
         yield show

@@ -1,0 +1,347 @@
+"""Which layer needs how many units: measured with the engine, kept in allocation.json, stored with the heads as shares.
+
+Rule "loss": with one full-attention layer holding few units and all others everything, how well are the answers
+predicted? That, at several budgets, is the layer's curve; `division` spends the total where it gains most (greedy by
+marginal gain, as in classical bit allocation: Shoham and Gersho, IEEE TASSP 36(9), 1988).
+
+Rule "scores": nothing is evicted; of all units of an example the best L * units per head are taken, whatever their
+layer, and counted (Ada-KV, arXiv:2407.11550, across layers in place of across heads). One pass, but scores must be
+comparable: heads of label "logprob".
+
+Either way the division is then measured against even budgets, both as at inference, and is used only if it is better
+by more than noise. Layers with a sliding window get what a uniform budget gives them, their window at most.
+
+Cost: (layers * budgets + 3) * examples * tokens of forward, one example at a time. Memory: one slot in which all layers
+but one hold the longest example, as the training of the heads does too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from locret_stream.config import Budget, ModelShape, StreamConfig
+from locret_stream.engine import Engine
+from locret_stream.errors import ConfigError, InvalidTokens, WindowExceeded
+from locret_stream.heads import RetainingHeads
+from locret_stream.heads.module import CONFIG
+from locret_stream.models import Attachment, attach, detach
+from locret_stream.policies import Chunk, Policy, make_policy
+from locret_stream.training.checkpoint import ALLOCATION, write_json
+from locret_stream.training.config import (
+    DIVIDED,
+    EVEN,
+    FULL,
+    LEAST_EXAMPLES,
+    Allocation,
+    AllocationConfig,
+    Measurement,
+    Progress,
+    ProgressCallback,
+    TrainConfig,
+)
+from locret_stream.training.data import Example, fit
+from locret_stream.training.division import CHANCE, divide, envelope, exceeds, proportional
+from locret_stream.training.source import Source
+
+Measure = Callable[[str, tuple[int, ...]], Measurement]
+
+
+def held_out_examples(attachment: Attachment, examples: Sequence[Example], config: TrainConfig) -> list[Example]:
+    """All examples that `train_heads` with this config never trains on.
+
+    Raises:
+        ConfigError: too few to split. InvalidTokens: ids outside the vocabulary.
+    """
+    limit = min(config.max_tokens, attachment.shape.window)
+    config = msgspec.structs.replace(config, held_out_max=max(1, len(examples)))
+    return Source(examples, config, limit, attachment.shape.vocab).held_out
+
+
+@torch.no_grad()
+def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], examples: Sequence[Example],
+             config: AllocationConfig | None = None, *, progress: ProgressCallback | None = None,
+             restart: bool = False) -> Allocation:
+    """Divide the budget among the layers and store the shares in the folder `heads`, for `allocation="adaptive"`.
+
+    The same call goes on where an interrupted one stopped: every measurement is in allocation.json as soon as it is
+    made. A finished one is returned at once.
+
+    Args:
+        model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
+        heads: a folder of retaining heads of any kind; they score by the policy that takes them.
+        examples: ones that the heads were not trained on. Used are the first `config.examples` of those in which more
+            than `config.units` units would be held when the last reply is given; of the others nothing is learnt.
+        progress: called after every example. restart: forget what was measured before.
+
+    Raises:
+        ConfigError: values that cannot work, too few examples that evict anything, or an allocation.json of another
+            call (the message names what differs). The heads stay as they were. WindowExceeded: units + chunk_size.
+        HeadsMismatch: no heads, or those of another model. InvalidTokens: ids outside the vocabulary.
+    """
+    config, folder = config or AllocationConfig(), Path(heads)
+    attachment = model if isinstance(model, Attachment) else attach(model)
+    try:
+        loaded = RetainingHeads.load(folder)
+        loaded.check_fits(attachment.shape, attachment.fingerprint)
+        digest = _digest(loaded)
+        loaded = loaded.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)
+        run = _Run(attachment, loaded, digest, _usable(attachment.shape, examples, config), config,
+                   folder / ALLOCATION, progress or (lambda at: None), restart)
+        made = run.finish()
+        described = msgspec.structs.replace(loaded.config, budget_shares=made.shares)
+        if described != loaded.config:  # the weights stay untouched
+            write_json(folder / CONFIG, described)
+        return made
+    finally:
+        if attachment is not model:
+            detach(model)
+
+
+class _Run:
+    """One allocation in its file: what is measured already, and what is still to be."""
+
+    def __init__(self, attachment: Attachment, heads: RetainingHeads, digest: str, examples: list[Example],
+                 config: AllocationConfig, path: Path, progress: ProgressCallback, restart: bool):
+        self.attachment, self.heads, self.examples = attachment, heads, examples
+        self.config, self.path, self.progress = config, path, progress
+        shape = attachment.shape
+        self.layers = [layer for layer, window in enumerate(shape.sliding) if window is None]
+        sinks, stabilizers = config.protected
+        policy = "trimkv" if heads.config.output == "retention" else (
+            "kvzap" if heads.config.features == "hidden" else "locret")
+        self._check()
+        self.budget(None).per_layer(shape)  # raises where not even equal layers hold what is protected
+        self.state = self._read(restart, Allocation(
+            config=config, policy=policy, fingerprint=attachment.fingerprint, heads=digest,
+            data=hashlib.blake2b(b"".join(e.digest() for e in examples), digest_size=16).hexdigest(),
+            sinks=sinks, stabilizers=stabilizers, tokens=tuple(len(example.ids) for example in examples),
+            answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in examples),
+            sliding=shape.sliding))
+        self.total = 0
+
+    def _check(self) -> None:
+        found = self.heads.config
+        if not self.layers:
+            raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it holds; "
+                              "expected a layer with full attention")
+        if self.config.rule == "scores" and (found.label != "logprob" or found.trained_layers is not None):
+            raise ConfigError(f"allocate: rule 'scores' compares scores of all layers; found heads of label "
+                              f"{found.label!r}{' in some layers alone' if found.trained_layers is not None else ''}; "
+                              "expected 'logprob' in all layers, or rule 'loss'")
+
+    def _read(self, restart: bool, fresh: Allocation) -> Allocation:
+        if restart or not self.path.is_file():
+            return fresh
+        try:
+            there = msgspec.json.decode(self.path.read_bytes(), type=Allocation)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self.path} cannot be read: {error}; remove it to measure anew") from error
+        names = ("policy", "fingerprint", "heads", "data", "sinks", "stabilizers", "version")
+        old, new = ({**msgspec.structs.asdict(each.config), **{name: getattr(each, name) for name in names}}
+                    for each in (there, fresh))
+        wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
+        if wrong:
+            raise ConfigError(f"{self.path} holds another allocation, which differs in {'; '.join(wrong)}; expected "
+                              "the same, or remove that file to measure anew")
+        return there
+
+    def finish(self) -> Allocation:
+        """All that is left to do."""
+        if self.state.shares is not None:
+            return self.state
+        config, shape = self.config, self.attachment.shape
+        held = _held(max(self.state.tokens), config.chunk_size)
+        full = (held,) * shape.layers
+        total, most = self._total()
+        least = max(int(config.units * min(config.factors)), sum(config.protected) + 1)
+        largest = min(most, total - least * (len(self.layers) - 1))
+        points = sorted({min(max(least, int(config.units * factor)), largest) for factor in config.factors})
+        points = [units for units in points if units < held]
+        self.total = (3 + (len(points) * len(self.layers) if config.rule == "loss" else 0)) * len(self.examples)
+        chance = CHANCE / (len(self.layers) * len(points) * (len(points) + 1) / 2)  # every comparison there can be
+        whole = self.measure(FULL, full)
+        if config.rule == "scores":
+            own = proportional(self.state.top, total, least, most)
+        else:
+            curves = []
+            for layer in self.layers:
+                budgets = [(*full[:layer], units, *full[layer + 1:]) for units in points]
+                made = [self.measure(f"layer {layer}: {units} units", each)
+                        for units, each in zip(points, budgets, strict=True)]
+                top = [held] if held <= largest else []  # there nothing is evicted, and nothing to measure
+                curves.append(envelope([*points, *top], [m.nll for m in made] + [whole.nll] * len(top),
+                                       self.state.answer_tokens, chance))
+            own = divide(curves, total, most)
+        return self._settle(own, proportional([0.0] * len(own), total, 0, most))
+
+    def _settle(self, own: list[int], even: list[int]) -> Allocation:
+        """Take the division over even budgets where it is better."""
+        even_units, own_units = (self._of_all_layers(units) for units in (even, own))
+        before, after = (self.measure(name, self.budget(units).per_layer(self.attachment.shape))
+                         for name, units in ((EVEN, even_units), (DIVIDED, own_units)))
+        better = exceeds(before.nll, after.nll, self.state.answer_tokens, CHANCE)
+        chosen = own_units if better else even_units
+        self._keep(units=own_units, shares=tuple(units / self.config.units for units in chosen))
+        return self.state
+
+    def _total(self) -> tuple[int, int]:
+        """Units of the full-attention layers together, and the most that one of them can get."""
+        shape, units = self.attachment.shape, self.config.units
+        most = shape.window - self.config.chunk_size
+        sliding = sum(min(units, window) for window in shape.sliding if window is not None)
+        return min(units * shape.layers - sliding, most * len(self.layers)), most
+
+    def _of_all_layers(self, own: list[int]) -> tuple[int, ...]:
+        """Units [L], their sum exactly L * units: `own` of the full-attention layers, and of the others the rest."""
+        shape, units = self.attachment.shape, self.config.units
+        sliding = [float(min(units, window)) for window in shape.sliding if window is not None]
+        rest = units * shape.layers - sum(own)
+        found, others = iter(own), iter(proportional(sliding, rest, 0, rest) if sliding else ())
+        return tuple(next(found) if window is None else next(others) for window in shape.sliding)
+
+    def budget(self, units: tuple[int, ...] | None) -> Budget:
+        """As it is given at inference; None: uniform."""
+        sinks, stabilizers = self.config.protected
+        return Budget(units=self.config.units, sinks=sinks, stabilizers=stabilizers,
+                      allocation="uniform" if units is None else tuple(float(each) for each in units))
+
+    def measure(self, name: str, budgets: tuple[int, ...]) -> Measurement:
+        """Answer loss with these budgets; from the file if it is there."""
+        if name not in self.state.measured:
+            self._keep(measured={**self.state.measured, name: self._measure(name, budgets)})
+        return self.state.measured[name]
+
+    def _keep(self, **more: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **more)
+        write_json(self.path, self.state)
+
+    def _measure(self, name: str, budgets: tuple[int, ...]) -> Measurement:
+        started, config = time.monotonic(), self.config
+        policy = _Listening(make_policy(self.state.policy, heads=self.heads))
+        engine = self._engine(policy, budgets)
+        done, nll, top = len(self.state.measured) * len(self.examples), [], []
+        for example in self.examples:
+            nll.append(answer_nll(engine, policy, example))
+            if name == FULL and config.rule == "scores":
+                scores = torch.stack([policy.scores[layer] for layer in self.layers])
+                top.append(_top_units(scores[..., :example.answer_spans[-1][0]], config))
+            self.progress(Progress(step=done + len(nll), steps=self.total,
+                                   note=f"{name}: loss {sum(nll) / sum(self.state.answer_tokens[:len(nll)]):.4f}"))
+        if top:
+            self._keep(top=tuple(torch.stack(top).mean(0).tolist()))
+        return Measurement(budgets=engine.budgets, nll=tuple(nll), seconds=time.monotonic() - started,
+                           loss=sum(nll) / sum(self.state.answer_tokens))
+
+    def _engine(self, policy: Policy, budgets: tuple[int, ...]) -> Engine:
+        sinks, stabilizers = self.config.protected
+        budget = _Exactly(units=self.config.units, sinks=sinks, stabilizers=stabilizers, allocation=budgets)
+        try:
+            return Engine(self.attachment, StreamConfig(budget=budget, chunk_size=self.config.chunk_size,
+                                                        policy=policy.name), policy, slots=1)
+        except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
+            raise ConfigError(f"allocate: {self.attachment.device} has no room for {sum(budgets)} units per KV head, "
+                              f"all layers together; expected examples of fewer than {max(self.state.tokens)} tokens"
+                              ) from error
+
+
+class _Exactly(Budget, frozen=True, kw_only=True):
+    """Units per layer just as `allocation` says: of layers that hold everything, `units` is not the mean."""
+
+    def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
+        return tuple(min(units, window or units) for units, window in zip(self.allocation, shape.sliding, strict=True))
+
+
+class _Listening(Policy):
+    """Scores as another policy does, and notes what went by.
+
+    Attributes:
+        logprobs: [T] of the chunk, see `Chunk`.
+        scores: by layer, [H, n] fp32 of all units that the layer held or was given.
+    """
+
+    def __init__(self, inner: Policy):
+        self.inner, self.logprobs, self.scores = inner, torch.empty(0), dict[int, Tensor]()
+        self.name, self.scope, self.stateful, self.planes = inner.name, inner.scope, inner.stateful, inner.planes
+        self.needs = inner.needs | {"token_logprob"}
+        self.begin, self.protection = inner.begin, inner.protection
+
+    def score(self, chunk: Chunk) -> Tensor:
+        self.logprobs = chunk.logprobs
+        found = self.inner.score(chunk)
+        best = found[0] if found.dim() == 3 else found
+        self.scores[chunk.layer] = best if self.stateful else torch.cat([chunk.scores[0], best.float()], dim=-1)
+        return found
+
+
+def answer_nll(engine: Engine, policy: _Listening, example: Example) -> float:
+    """-log p of the answer tokens of an example, summed, as the engine would give them one by one; slot 0.
+
+    Whether a token is pending or committed changes nothing of what it is told by those before it, so whole chunks are
+    committed; the last one is filled up with ids that no row which counts can see.
+    """
+    ids, state, logprobs = example.ids.tolist(), engine.open(0), []
+    ids += [0] * (-len(ids) % engine.chunk_size)
+    engine.accept(state, ids)
+    while engine.ready(state):
+        engine.commit(state)
+        logprobs.append(policy.logprobs)
+    found = torch.cat(logprobs).double().cpu()
+    return -sum(float(found[start:end].sum()) for start, end in example.answer_spans)
+
+
+def _held(tokens: int, chunk_size: int) -> int:
+    """Units that are committed when the last of `tokens` tokens is read: budgets of so many evict nothing."""
+    return (tokens - 1) // chunk_size * chunk_size
+
+
+def _usable(shape: ModelShape, examples: Sequence[Example], config: AllocationConfig) -> list[Example]:
+    """The first ones that a uniform budget evicts something of; whole chunks of them fit the window."""
+    limit, found, longest = shape.window // config.chunk_size * config.chunk_size, [], 0
+    if config.units + config.chunk_size > shape.window:
+        raise WindowExceeded(f"allocate: {config.units} units + chunk_size {config.chunk_size}: the model knows "
+                             f"{shape.window} positions; expected less")
+    for example in examples:
+        largest = int(example.ids.max())
+        if largest >= shape.vocab:
+            raise InvalidTokens(f"{example.where or 'example'}: found token id {largest}; expected ids below the "
+                                f"model's vocabulary of {shape.vocab}")
+        fitted = fit(example, limit)
+        if fitted is not None:
+            longest = max(longest, len(fitted.ids))
+            if _held(len(fitted.ids), config.chunk_size) > config.units:
+                found.append(fitted)
+    if len(found) < LEAST_EXAMPLES:
+        raise ConfigError(
+            f"allocate: of {len(examples)} held-out examples, the longest of {longest} tokens, {len(found)} are so "
+            f"long that anything is evicted at {config.units} units in chunks of {config.chunk_size}; expected at "
+            f"least {LEAST_EXAMPLES}: more or longer examples (at most {limit} tokens fit the model), or fewer units")
+    return found[:config.examples]
+
+
+def _top_units(scores: Tensor, config: AllocationConfig) -> Tensor:
+    """scores [L, H, n] -> units per KV head [L] fp64 of the best L * H * units; those always kept come first."""
+    sinks, stabilizers = config.protected
+    scores = scores.float().clone()
+    scores[..., :sinks] = scores[..., scores.shape[-1] - stabilizers:] = float("inf")
+    layers, heads, held = scores.shape
+    best = scores.flatten().topk(min(config.units, held) * layers * heads).indices
+    return torch.bincount(best // (heads * held), minlength=layers).double().cpu() / heads
+
+
+def _digest(heads: RetainingHeads) -> str:
+    """Of the heads' weights and what they are, the shares left out."""
+    chain = hashlib.blake2b(msgspec.json.encode(msgspec.structs.replace(heads.config, budget_shares=None)),
+                            digest_size=16)
+    for name, tensor in sorted(heads.state_dict().items()):
+        chain.update(name.encode())
+        chain.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return chain.hexdigest()
