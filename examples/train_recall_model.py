@@ -146,6 +146,7 @@ class Run:
 
 
 HEADS = {"heads": {}, "heads-logit": {"label": "logit"}, "heads-hidden": {"features": "hidden"},
+         "heads-query": {"query_tokens": 4}, "heads-zscore": {"label": "zscore"},
          "heads-retention": {"output": "retention", "features": "hidden"}}
 
 

@@ -45,6 +45,8 @@ Examples:
   # heads for the policies kvzap and trimkv
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./zap --features hidden
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./trim --output retention
+  # heads that heed a question told beforehand (run --focus)
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./asked --query-aware
   # the same heads, and what each layer is to get of a budget of 2000 units
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --allocate --allocate-units 2000"""
 
@@ -61,6 +63,9 @@ def train_heads(
     features: Annotated[str, typer.Option(help="What the heads read: qkv (Locret) or hidden (KVzap).")] = "qkv",
     output: Annotated[str, typer.Option(help="What they give: score, or retention (TRIM-KV).")] = "score",
     horizon: Annotated[int, typer.Option(help="Tokens after which a unit is worth its label (retention).")] = 4096,
+    query_aware: Annotated[bool, typer.Option("--query-aware", help=(
+        "Locret-Q: for a memory that is told with --focus what it will be asked about."))] = False,
+    query_tokens: Annotated[int, typer.Option(help="The most tokens of a question, with --query-aware.")] = 64,
     input_norm: Annotated[bool, typer.Option("--input-norm", help="LayerNorm before the heads.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="Biases in the heads.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longer examples are cut.")] = 10_240,
@@ -87,8 +92,8 @@ def train_heads(
 
         config = training.TrainConfig(
             label=label, steps=steps, batch=batch, lr=lr, width=width, features=features, output=output,
-            horizon=horizon, input_norm=input_norm, bias=bias, max_tokens=max_tokens, held_out=held_out,
-            eval_every=eval_every, seed=seed)
+            horizon=horizon, query_tokens=query_tokens if query_aware else 0, input_norm=input_norm, bias=bias,
+            max_tokens=max_tokens, held_out=held_out, eval_every=eval_every, seed=seed)
         division = _allocation(model, allocate_units, allocate_chunk, allocate_examples, allocate_by)
         loaded, tokenizer = load(model)
         attachment = models.attach(loaded)

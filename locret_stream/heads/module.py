@@ -35,6 +35,7 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How heads were made and for which model. New fields always have a default.
 
     features: "qkv", or "hidden" of the size `hidden`. output: "score", or "retention", see the module.
+    query_tokens: of the query in front of every example that they were trained on, 0 for none (Locret-Q).
     trained_layers: layers that have a head, None for all; in the others every unit scores 0, so the newest stay.
     """
 
@@ -56,6 +57,7 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     features: Literal["qkv", "hidden"] = "qkv"
     hidden: int = 0
     output: Literal["score", "retention"] = "score"
+    query_tokens: int = 0
     version: int = 1
 
     @property

@@ -29,6 +29,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         features: "qkv" (Locret), or "hidden": what the layer's attention module is given (KVzap, TRIM-KV).
         output: "score", or "retention": the rate at which a unit's worth decays, so that its label is what is left
             after `horizon` tokens (for policy "trimkv"; always with biases; needs label "logprob").
+        query_tokens: Locret-Q: so many ids that end the question stand in front of every example, which labels one
+            reply alone (see `data.with_query`); for heads that are used with a focus. 0: none.
         input_norm: LayerNorm without weights before the heads; bias: biases in both of their layers, the last one
             set to the mean label of the first batch at the start. Neither is in the paper.
         eps: what is added to probabilities before the log: the floor of "logprob" labels.
@@ -57,6 +59,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     features: str = "qkv"
     output: str = "score"
     horizon: int = 4096
+    query_tokens: int = 0
     input_norm: bool = False
     bias: bool = False
     eps: float = 1e-5
@@ -82,6 +85,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
                      "horizon"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         check("max_tokens", _whole(self.max_tokens, 2), "a whole number of tokens, at least 2")
+        check("query_tokens", _whole(self.query_tokens, 0), "a whole number of tokens, 0 for none")
         check("seed", _whole(self.seed, 0), "a whole number, 0 or more")
         for name in ("lr", "clip", "eps"):
             check(name, _number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")

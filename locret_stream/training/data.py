@@ -221,6 +221,16 @@ def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str
     return spans
 
 
+def with_query(example: Example, tokens: int) -> Example:
+    """The example as Locret-Q sees it (arXiv:2410.01805): one of its replies alone, chosen by the example's digest, and
+    in front of everything the `tokens` ids right before that reply, which end the question."""
+    which = int.from_bytes(example.digest()[:8], "big") % len(example.answer_spans)
+    start, end = example.answer_spans[which]
+    query = example.ids[max(0, start - tokens):start]
+    return replace(example, ids=torch.cat([query, example.ids[:end]]),
+                   answer_spans=((start + len(query), end + len(query)),))
+
+
 def fit(example: Example, max_tokens: int) -> Example | None:
     """The example in at most max_tokens, or None if its first reply alone leaves too little.
 

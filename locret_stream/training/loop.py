@@ -226,7 +226,7 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
         head_dim=shape.head_dim, width=config.width, act=config.act or attachment.activation,
         input_norm=config.input_norm, bias=config.bias or config.output == "retention", label=config.label,
         alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
-        features=config.features, hidden=shape.hidden, output=config.output)
+        features=config.features, hidden=shape.hidden, output=config.output, query_tokens=config.query_tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         heads = RetainingHeads(described)

@@ -9,7 +9,7 @@ import torch
 
 from locret_stream.errors import ConfigError, InvalidTokens
 from locret_stream.training.config import TrainConfig
-from locret_stream.training.data import Example, fit
+from locret_stream.training.data import Example, fit, with_query
 
 
 class Source:
@@ -64,6 +64,8 @@ class Source:
             if largest >= self._vocab:
                 raise InvalidTokens(f"{example.where or 'example'}: found token id {largest}; expected ids below the "
                                     f"model's vocabulary of {self._vocab}")
+            if self._config.query_tokens:
+                example = with_query(example, self._config.query_tokens)
             fitted = fit(example, self._max_tokens)
             if fitted is None:
                 self.skipped += 1

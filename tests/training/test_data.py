@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from locret_stream.errors import ConfigError, InputError
-from locret_stream.training.data import Example, fit, load_examples, parse_line, read_jsonl, render
+from locret_stream.training.data import (
+    Example,
+    fit,
+    load_examples,
+    parse_line,
+    read_jsonl,
+    render,
+    with_query,
+)
 from tests.training.tiny import BARE, CHATML, SHOUTING, STRICT, THINKING, TRIMMING, make_tokenizer
 
 CHAT = [
@@ -157,3 +165,20 @@ def test_fit_keeps_whole_replies_and_else_cuts_the_middle():
     short = fit(example, 30)
     assert short.ids.tolist() == [*range(10), *range(30, 50)] and short.answer_spans == ((20, 30),)
     assert fit(example, 11) is None
+
+
+def test_with_query_puts_the_end_of_one_question_in_front_and_labels_its_reply_alone():
+    whole = Example(list(range(100, 140)), ((10, 12), (20, 23), (30, 34)))
+    chosen = set()
+    for token in range(40):
+        example = Example([token, *range(101, 140)], whole.answer_spans)
+        asked = with_query(example, 4)
+        [(start, end)] = asked.answer_spans
+        assert (start - 4, end - 4) in whole.answer_spans
+        assert asked.ids.tolist() == [*example.ids[start - 8:start - 4].tolist(), *example.ids[:end - 4].tolist()]
+        assert torch.equal(asked.ids[start:end], example.ids[start - 4:end - 4]) and len(asked.ids) == end
+        assert torch.equal(with_query(example, 4).ids, asked.ids), "the same every time"
+        chosen.add(start - 4)
+    assert chosen == {10, 20, 30}
+    short = Example([5, 6, 7, 8], ((2, 4),))
+    assert with_query(short, 9).ids.tolist() == [5, 6, 5, 6, 7, 8] and with_query(short, 9).answer_spans == ((4, 6),)

@@ -18,6 +18,7 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.training import Example, TrainConfig, train_heads
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS
 from locret_stream.training.labels import visit_layers
+from locret_stream.training.source import Source
 from tests.architectures import make
 from tests.training.tiny import make_examples, make_tokenizer
 
@@ -301,3 +302,15 @@ def test_the_bar_shows_the_figures():
         show(Progress(step=0, steps=9))
         show(Progress(step=9, steps=9, loss=0.5, held_out_loss=0.25, overlap=0.625))
     assert "9/9" in file.getvalue() and "held-out 0.2500  top-10% overlap 62.5%" in file.getvalue()
+
+
+def test_query_aware_heads_are_trained_and_measured_on_questions_in_front(model, tmp_path):
+    config = msgspec.structs.replace(QUICK, steps=1, query_tokens=3)
+    source = Source(make_examples(8), config, 10_000, 10**6)
+    for example in [*source.held_out, *source.draw()]:
+        [(start, _)] = example.answer_spans
+        assert torch.equal(example.ids[:3], example.ids[start - 3:start])
+    train_heads(model, make_examples(8), tmp_path, config)
+    assert RetainingHeads.load(tmp_path).config.query_tokens == 3
+    with pytest.raises(ConfigError, match="query_tokens is -1"):
+        msgspec.structs.replace(config, query_tokens=-1)
