@@ -253,6 +253,7 @@ class StreamingContext:
                          "the question after the turn, `generate` inside it, or Runtime(..., scratch=2)")
         async with self._host.scratch_slot() as slot:
             twin = await session.fork(slot)
+            session.check_open()  # closed meanwhile, it could not end the copy that it did not know yet
             session.asks.add(twin)
             try:
                 reply = Generation(twin, question, settings, name="ask")
@@ -261,6 +262,7 @@ class StreamingContext:
                 return reply.text
             finally:
                 session.asks.discard(twin)
+                twin.end(CLOSED)  # a reply that failed may live on in its error's traceback, longer than the runtime
 
     # -- copies and blocks ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from locret_stream import ContextClosed, NoSlot, worker
+from locret_stream.context.session import Session
 from tests.context.support import (
     CHUNK,
     TEXT,
@@ -302,6 +303,23 @@ async def test_a_context_closed_while_its_operations_run():
         with pytest.raises(ContextClosed):
             async with ctx:
                 pass
+
+
+async def test_a_context_closed_while_an_ask_copies_it_ends_the_ask(monkeypatch: pytest.MonkeyPatch):
+    real = Session.fork
+
+    async def fork(session: Session, slot: int) -> Session:
+        twin = await real(session, slot)
+        await ctx.aclose()
+        return twin
+
+    async with tiny() as runtime:
+        ctx = await runtime.open().__aenter__()
+        await ctx.feed("text")
+        monkeypatch.setattr(Session, "fork", fork)
+        with pytest.raises(ContextClosed):
+            await ctx.ask("q", max_new_tokens=50, ignore_eos=True)
+        expect_free(runtime)
 
 
 @pytest.mark.parametrize("cancel", [False, True])
