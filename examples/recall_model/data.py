@@ -18,7 +18,8 @@ from locret_stream.training import Example
 END = "<|end|>"
 TEXT_WEIGHT, COPY_WEIGHT = 0.3, 0.5
 PLAIN = 0.3  # the share of plain recall
-HARDER = ((0.42, markers.last_write), (0.6, markers.several_values), (0.68, markers.decoys), (0.95, markers.variables))
+HARDER = ((0.45, markers.last_write), (0.52, markers.several_values), (0.62, markers.several_keys),
+          (0.7, markers.decoys), (0.95, markers.variables))
 """Tasks of about three lines a question, and the draw below which each is taken: most for what is learnt last."""
 
 
@@ -69,8 +70,8 @@ class Writer:
                 left -= size + size // 2
             elif kind < HARDER[-1][0]:
                 make = next(make for edge, make in HARDER if kind < edge)
-                cases.append(make(rng, max(1, size // 3), keys=keys))
-                left -= 3 * max(1, size // 3)
+                cases.append(make(rng, max(2, size // 3), keys=keys))
+                left -= 3 * max(2, size // 3)
             elif not any(question.ask == "?@" for case in cases for question in case.questions):
                 size = max(5, min(25, left))
                 cases.append(markers.preference(rng, size))

@@ -7,6 +7,7 @@
     @R                  a throw of rock, paper or scissors
 
     ?<QX:  ?(QX:  ?{QX:  ?@         what is asked; the answer ends with a newline
+    ?<QX<RY:                        two keys at once; the answer is their marks, <QX:471><RY:033>
 
 Keys are two capitals. Every marker stands on a line of its own. Everything random comes from a `random.Random` that
 the caller passes.
@@ -117,6 +118,19 @@ def several_values(rng: random.Random, facts: int, values: int = 2, asked: int |
         marks += _spread(rng, lines)
         questions.append(Question(f"?({key}:", " ".join(reversed(own)), tuple(lines)))
     return _case(rng, marks, questions, asked)
+
+
+def several_keys(rng: random.Random, facts: int, together: int = 2, asked: int | None = None,
+                 keys: Keys | None = None) -> Case:
+    """Task 4 (RULER's multi-query retrieval): one question for `together` of the facts, answered by their marks."""
+    keys = keys or Keys(rng)
+    pairs = [(key, *fact(key, value(rng))) for key in (keys.take() for _ in range(facts))]
+    marks = [(rng.random(), mark) for _, mark, _ in pairs]
+    rng.shuffle(pairs)
+    groups = [pairs[at:at + together] for at in range(0, facts - together + 1, together)]
+    return _case(rng, marks, [Question("?" + "".join(f"<{key}" for key, *_ in group) + ":",
+                                       "".join(mark for _, mark, _ in group), tuple(mark for _, mark, _ in group))
+                              for group in groups], asked)
 
 
 def decoys(rng: random.Random, facts: int, others: int | None = None, asked: int | None = None,

@@ -1,6 +1,6 @@
 """The tasks, each as streams of lines with questions; what a run asks for by name. Knows no model.
 
-A stream is a pure function of (task, seed, length, text): the same for every policy and budget. Nine tasks are in
+A stream is a pure function of (task, seed, length, text): the same for every policy and budget. Ten tasks are in
 marker form; "sentences" asks in plain words.
 """
 
@@ -121,6 +121,7 @@ TASKS = {task.name: task for task in (
     _task("last_write", "12 keys written up to 3 times, the last one counts", 12,
           lambda rng: markers.last_write(rng, 12)),
     _task("several_values", "8 keys of 2 values each", 8, lambda rng: markers.several_values(rng, 8)),
+    _task("several_keys", "16 facts, asked for two at once", 8, lambda rng: markers.several_keys(rng, 16)),
     _task("decoys", "16 facts among 16 of a form that is never asked", 16, lambda rng: markers.decoys(rng, 16)),
     _task("variables", "8 chains of up to 2 variables", 8, lambda rng: markers.variables(rng, 8)),
     _task("preference", "what wins against whoever throws one thing most", 1,

@@ -27,6 +27,8 @@ def reader(lines: list[str], question: str) -> str:
         throws = [line[1] for line in lines if line.startswith("@")]
         most = max("RPS", key=throws.count)
         return markers.BEATS[most]
+    if question.count("<") > 1:
+        return "".join(f"<{key}:{reader(lines, f'?<{key}:')}>" for key in question[2:-1].split("<"))
     bracket, key = question[1], question[2:4]
     found = [line[4:-1] for line in lines if line.startswith(f"{bracket}{key}:")]
     if bracket == "<":
@@ -42,6 +44,7 @@ MAKERS = {
     "recall": lambda rng: markers.recall(rng, 48, asked=16),
     "last_write": lambda rng: markers.last_write(rng, 12),
     "several_values": lambda rng: markers.several_values(rng, 8),
+    "several_keys": lambda rng: markers.several_keys(rng, 9, together=3),
     "decoys": lambda rng: markers.decoys(rng, 16),
     "variables": lambda rng: markers.variables(rng, 8, hops=3),
     "preference": lambda rng: markers.preference(rng, 9),
@@ -59,7 +62,7 @@ def test_who_keeps_every_mark_knows_every_answer(name: str, seed: int):
     for question, answer, needs in case.questions:
         assert reader(lines_of(case), question) == answer
         assert reader([line for line in lines_of(case) if line in needs], question) == answer, "of what it needs alone"
-        assert re.fullmatch(r"[0-9]{3}( [0-9]{3})*|[RPS]", answer)
+        assert re.fullmatch(r"[0-9]{3}( [0-9]{3})*|[RPS]|(<[A-Z]{2}:[0-9]{3}>){3}", answer)
 
 
 @given(SEEDS)
