@@ -82,6 +82,29 @@ def test_law_3_exact_while_it_fits(triton, on: str):
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("on", ["llama", "gpt-oss"])
+def test_a_focus_stands_in_front(triton, on: str):
+    """Exact while it fits, and the same state however it came about, replaced and loaded."""
+    engine, query, ids = engine_of("h2o", on), ids_of(4, seed=7), ids_of(2 * CHUNK + 3)
+    states = [engine.open(slot) for slot in range(3)]
+    for state, step in zip(states, (5, 3), strict=False):
+        engine.focus(state, query)
+        for start in range(0, len(ids), step):
+            feed(engine, state, ids[start:start + step])
+        engine.focus(state, query[:2])
+        feed(engine, state, ids[:CHUNK])
+        engine.logits(state)
+    assert states[0].focus == query[:2]
+    assert_same(engine.export(states[1]), engine.export(states[0]))
+    assert_same(engine.export(engine.load(engine.export(states[0]), 2)), engine.export(states[0]))
+    if on == "llama":
+        state = engine.open(1)
+        engine.focus(state, query)
+        feed(engine, state, ids[:UNITS - len(query)])
+        expected = stock_logits(model(on), query + ids[:UNITS - len(query)])[-1]
+        torch.testing.assert_close(engine.logits(state), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("on", ["llama", "gemma3"])
 def test_law_2_a_step_together_agrees_with_steps_alone(triton, on: str):
     engine = engine_of("locret", on)
