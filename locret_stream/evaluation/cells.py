@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from locret_stream.errors import ConfigError, InputError
+from locret_stream.evaluation import metrics
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,13 @@ class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
     answers: list[tuple[str, str, str]] = []
     bits: float = 0.0
     bytes: int = 0
+
+
+def values(stream: StreamResult) -> list[float]:
+    """What its score is the mean of: 1 or 0 for each question, or its bits per byte."""
+    if stream.bytes:
+        return [stream.bits / stream.bytes]
+    return [metrics.exact(found, expected) for _, expected, found in stream.answers]
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):

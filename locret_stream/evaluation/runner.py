@@ -102,7 +102,7 @@ class Bench:
                 if isinstance(oracle, PerHeadOracle):
                     oracle.worth = await self.worth(items)
                 streams.append(await run_stream(seed, items, task, runtime, oracle))
-            groups = [_values(task, one) for one in streams]
+            groups = [files.values(one) for one in streams]
             values = [value for group in groups for value in group]
             low, high = metrics.interval(groups)
             return CellResult(
@@ -203,12 +203,6 @@ def heard(policy: Listening, ends: list[tuple[int, int]]) -> tuple[float, int]:
         raise ConfigError(f"the {committed} tokens of whole chunks hold no whole line, so there are no bits to count; "
                           "expected a longer stream or smaller chunks")
     return policy.bits(tokens), size
-
-
-def _values(task: Task, stream: StreamResult) -> list[float]:
-    if task.kind == "bits":
-        return [stream.bits / stream.bytes]
-    return [metrics.exact(found, expected) for _, expected, found in stream.answers]
 
 
 async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[str, str, str]]:
