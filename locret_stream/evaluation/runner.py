@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from locret_stream.config import Budget
+from locret_stream.config import Budget, ModelShape
 from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
@@ -26,8 +26,10 @@ from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResul
 from locret_stream.evaluation.probes import Attention, Listening, Oracle, PerHeadOracle
 from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
+from locret_stream.models import attach, detach
 from locret_stream.policies import Policy
 from locret_stream.runtime import Runtime
+from locret_stream.runtime.loading import in_passing
 from locret_stream.snapshot.identity import digest_tensors, digest_text
 
 AT_ONCE = 8  # questions that are answered together
@@ -48,6 +50,13 @@ class Bench:
         definition = getattr(self.tokenizer, "backend_tokenizer", None)
         told = definition.to_str() if definition is not None else str(sorted(self.tokenizer.get_vocab().items()))
         return digest_tensors(self.model.state_dict().items()), digest_text(told)
+
+    @functools.cached_property
+    def shape(self) -> tuple[ModelShape, str]:
+        """Of the model, and the fingerprint that heads are checked against. Raises UnsupportedModel."""
+        attachment = in_passing(lambda: attach(self.model))
+        detach(self.model)
+        return attachment.shape, attachment.fingerprint
 
     def origin(self, heads: str) -> Origin:
         """What results with those heads hold for. Raises HeadsMismatch as loading them does."""
