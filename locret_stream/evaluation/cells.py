@@ -94,6 +94,12 @@ def name_of(cell: Cell, origin: Origin) -> str:
     return f"{cell.task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
 
 
+def tag_of(origin: Origin) -> str:
+    """Eight hexadecimal digits, others for any other origin; heads count for nothing."""
+    content = msgspec.json.encode(msgspec.structs.replace(origin, heads=""), order="sorted")
+    return hashlib.blake2b(content, digest_size=4).hexdigest()
+
+
 def read(path: Path) -> CellResult:
     """Raises InputError: not a cell's file."""
     try:

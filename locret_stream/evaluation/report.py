@@ -101,7 +101,7 @@ def report_of(results: Iterable[CellResult]) -> Report:
                           "tasks); expected those of one")
     kept = _most_streams(results)
     tasks = _in_order({one.cell.task for one in kept})
-    names, tables = labels(kept), []
+    names, tables = labels((one.cell, one.origin) for one in kept), []
     for length in sorted({one.cell.length for one in kept}):
         here = [one for one in kept if one.cell.length == length]
         budgets = sorted({one.cell.units for one in here if one.cell.units is not None}) or [None]
@@ -118,7 +118,7 @@ def _most_streams(results: Sequence[CellResult]) -> list[CellResult]:
     found: dict[tuple, CellResult] = {}
     for one in sorted(results, key=lambda one: (-one.questions, one.cell.first_seed,
                                                 files.name_of(one.cell, one.origin))):
-        found.setdefault((variant_of(one), one.cell.task, one.cell.length, one.cell.units), one)
+        found.setdefault((variant_of(one.cell, one.origin), one.cell.task, one.cell.length, one.cell.units), one)
     return list(found.values())
 
 
@@ -139,7 +139,7 @@ def _table(length: int, units: int | None, here: list[CellResult], everywhere: l
                                   counted=not _in_bits(one) and one.score >= LEAST_FULL) for task, one in full.items()}
     groups: dict[Variant, dict[str, CellResult]] = {}
     for one in here:
-        groups.setdefault(variant_of(one), {})[one.cell.task] = one
+        groups.setdefault(variant_of(one.cell, one.origin), {})[one.cell.task] = one
     rows = [_row(names[variant], variant, {task: own[task] for task in tasks if task in own}, full, references)
             for variant, own in groups.items()]
     rows.sort(key=lambda row: (*_place(row.variant.policy), -(row.mean.value if row.mean else 0.0), row.label))

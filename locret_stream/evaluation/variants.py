@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 import msgspec
 
-from locret_stream.evaluation.cells import CellResult
+from locret_stream.evaluation.cells import Cell, Origin
 from locret_stream.evaluation.probes import Oracle, PerHeadOracle
 
 FULL = "full"
@@ -30,20 +30,20 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     everything: bool = False
 
 
-def variant_of(result: CellResult) -> Variant:
+def variant_of(cell: Cell, origin: Origin) -> Variant:
     """What does not matter is left out: without a budget nothing is divided and nothing protected."""
-    cell, everything = result.cell, result.cell.units is None
+    everything = cell.units is None
     divided = {} if everything else {"allocation": cell.allocation, "sinks": cell.sinks,
                                      "stabilizers": cell.stabilizers}
-    return Variant(policy=cell.policy, knobs=tuple(sorted(cell.knobs.items())), heads=result.origin.heads,
+    return Variant(policy=cell.policy, knobs=tuple(sorted(cell.knobs.items())), heads=origin.heads,
                    chunk_size=cell.chunk_size, everything=everything, **divided)
 
 
-def labels(results: Iterable[CellResult]) -> dict[Variant, str]:
+def labels(cells: Iterable[tuple[Cell, Origin]]) -> dict[Variant, str]:
     """The shortest names that tell all variants apart: the policy, and of the rest what differs within it."""
     kinds: dict[str, dict[Variant, str]] = defaultdict(dict)
-    for result in results:
-        kinds[result.cell.policy].setdefault(variant_of(result), result.cell.heads)
+    for cell, origin in cells:
+        kinds[cell.policy].setdefault(variant_of(cell, origin), cell.heads)
     return {variant: label for folders in kinds.values() for variant, label in _within(folders).items()}
 
 

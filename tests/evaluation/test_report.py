@@ -15,7 +15,8 @@ from locret_stream.evaluation import metrics
 from locret_stream.evaluation.cells import CellResult
 from locret_stream.evaluation.report import Report, Row, Table, report_of
 from locret_stream.evaluation.tables import markdown
-from locret_stream.evaluation.variants import labels
+from locret_stream.evaluation.variants import Variant
+from locret_stream.evaluation.variants import labels as labels_of
 from tests.evaluation.results import ORIGIN, result
 
 FULL = [result("full", [4, 4, 4, 4]), result("full", [4, 4, 4, 3], task="decoys"),
@@ -29,6 +30,10 @@ RECENT = [result("streaming_llm", [0, 1, 0, 0]), result("streaming_llm", [0, 0, 
 def only(results: list[CellResult]) -> Table:
     [table] = report_of(results).tables
     return table
+
+
+def labels(results: list[CellResult]) -> dict[Variant, str]:
+    return labels_of((one.cell, one.origin) for one in results)
 
 
 def rows(table: Table) -> dict[str, Row]:
