@@ -81,13 +81,17 @@ class Bench:
             InputError: a file in `out` is damaged.
         """
         out.mkdir(parents=True, exist_ok=True)
+        return asyncio.run(self._run(cells, out, progress))  # one loop: Ctrl-C meets none that is half made
+
+    async def _run(self, cells: Iterable[Cell], out: Path,
+                   progress: Callable[[CellResult, bool], None]) -> list[CellResult]:
         results = []
         for cell in cells:
             suite.task_named(cell.task)
             files.expect_streams(cell)
             path = out / files.name_of(cell, self.origin(cell.heads))
             there = path.is_file()
-            result = files.read(path) if there else asyncio.run(self.measure(cell))
+            result = files.read(path) if there else await self.measure(cell)
             if not there:
                 files.write(result, path)
             results.append(result)
