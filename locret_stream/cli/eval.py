@@ -87,7 +87,7 @@ def evaluate(
                                               help="What the facts lie in.")] = None,
     device: Device = None,
     dtype: Dtype = "auto",
-    plots: Annotated[bool, typer.Option("--plots", help="Draw curves and maps as well (extra [plots]).")] = False,
+    plots: Annotated[bool, typer.Option("--plots", help="Draw curves and maps as well (needs matplotlib).")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Run nothing, report on what is in --out.")]
     = False,
     as_json: Json = False,
@@ -289,7 +289,7 @@ def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
     from locret_stream.evaluation import cells as files
     from locret_stream.evaluation import maps, suite
     from locret_stream.evaluation.runner import ORACLES
-    from locret_stream.evaluation.variants import labels, variant_of
+    from locret_stream.evaluation.variants import LAST, labels, variant_of
 
     usable = [cell for cell in cells if cell.units is not None and cell.policy not in ORACLES
               and cell.length <= MAP_TOKENS and suite.task_named(cell.task).kind == "answers"]
@@ -306,6 +306,7 @@ def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
     names = labels(zip(chosen, origins, strict=True))
     named = {names[variant_of(cell, origin)]: cell for cell, origin in zip(chosen, origins, strict=True)}
     kept = [maps.retention(bench, cell, label) for label, cell in named.items()]
+    named = {label: cell for label, cell in named.items() if cell.policy not in LAST}  # theirs never change
     for name in COMPARED:
         if all(cell.policy != name for cell in chosen):
             named[name] = msgspec.structs.replace(chosen[0], policy=name, knobs={}, heads="")

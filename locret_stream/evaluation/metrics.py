@@ -19,8 +19,8 @@ def exact(answer: str, expected: str) -> float:
 def interval(groups: Groups, share: float = 0.95, draws: int = 2000,
              seed: int = 0) -> tuple[float, float]:
     """Bootstrap interval of the mean of all values: whole groups (streams) are drawn, as their values are not
-    independent of each other."""
-    rng = random.Random(seed)
+    independent of each other; where there is only one, its values, as it says nothing of others."""
+    rng, groups = random.Random(seed), drawn_from(groups)
     sums, counts = [sum(group) for group in groups], [len(group) for group in groups]
     means = []
     for _ in range(draws):
@@ -29,6 +29,11 @@ def interval(groups: Groups, share: float = 0.95, draws: int = 2000,
     means.sort()
     edge = (1 - share) / 2
     return means[int(edge * draws)], means[min(draws - 1, int((1 - edge) * draws))]
+
+
+def drawn_from(groups: Groups) -> Groups:
+    """What a bootstrap draws: the groups, or the values of the only one."""
+    return [[value] for value in groups[0]] if len(groups) == 1 else groups
 
 
 def ratio_interval(pairs: Sequence[tuple[Groups, Groups, bool]], share: float = 0.95, draws: int = 2000,
@@ -41,7 +46,7 @@ def ratio_interval(pairs: Sequence[tuple[Groups, Groups, bool]], share: float = 
     """
     total = np.zeros(draws)
     for number, (above, below, together) in enumerate(pairs):
-        rng = np.random.default_rng((seed, number))
+        rng, above, below = np.random.default_rng((seed, number)), drawn_from(above), drawn_from(below)
         chosen = rng.integers(0, len(above), (draws, len(above)))
         others = chosen if together else rng.integers(0, len(below), (draws, len(below)))
         divisor = _means(below, others)

@@ -26,7 +26,7 @@ def _header(report: Report) -> list[str]:
         f"- Tasks: {titles}" if titles else "",
         f"- Questions in a cell: {asked}",
         "- A cell is the share of questions that were answered exactly right, with its 95 % interval (bootstrap over "
-        "streams).",
+        "streams; over the questions of the only one, where there is no other).",
         "- `text` is bits per byte: lower is better. Its ratio, full / own, stands in a column of its own."
         if report.bits else "",
         "- `full` evicts nothing. It exists only at lengths that the model's window holds.",

@@ -123,6 +123,14 @@ def test_a_full_cache_that_fails_a_whole_draw_divides_nothing():
     assert low == 0 and high == 2
 
 
+def test_of_a_single_stream_the_questions_are_drawn_so_that_nothing_looks_certain():
+    low, high = metrics.interval([[1.0, 0.0, 0.0, 0.0]])
+    assert low == 0 and 0.5 <= high <= 1
+    one = rows(only([result("full", [4]), result("locret", [2])]))["locret"]
+    assert one.cells["recall"].score.low < 0.5 < one.cells["recall"].score.high and one.mean.low < 0.5 < one.mean.high
+    assert metrics.ratio_interval([([[1.0, 0.0]], [[1.0, 0.0]], True)]) == (0.0, 1.0), "0 where nothing was drawn"
+
+
 # -- best ---------------------------------------------------------------------------------------------------------
 
 
