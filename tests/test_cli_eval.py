@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret_stream.cli.eval import Board, allocation_of, axes_of, duration, knobs_of
+from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import plan, plots
@@ -221,6 +222,16 @@ def test_cells_are_crossed_and_have_questions_enough():
     streams = {cell.task: cell.streams for cell in cells}
     assert (streams["recall"], streams["last_write"], streams["passkey"], streams["text"]) == (4, 6, 64, 8)
     assert {cell.units for cell in cells if cell.policy == "full"} == {None}
+
+
+def test_full_is_skipped_where_layers_have_smaller_windows():
+    class Sliding:
+        shape = ModelShape(layers=2, kv_heads=2, groups=2, head_dim=8, vocab=99, window=4096, item_bytes=4,
+                           sliding=(256, None)), ""
+
+    cells = [Cell(task="recall", policy="full", length=300), Cell(task="recall", policy="h2o", length=300, units=512)]
+    assert plan.checked(cells, Sliding()) == (cells[1:], {"full at 300 tokens does not fit its sliding windows of 256":
+                                                          1})
 
 
 def test_knobs_given_twice_are_crossed():
