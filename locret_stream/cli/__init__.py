@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from locret_stream import __version__
-from locret_stream.cli import demo, inspect, run, snapshots, train_heads
+from locret_stream.cli import demo, eval, inspect, run, snapshots, train_heads
 from locret_stream.cli.common import OneLineGroup
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command("demo", help=demo.HELP)(demo.demo)
 app.command("run", help=run.HELP)(run.run)
 app.command("train-heads", help=train_heads.HELP)(train_heads.train_heads)
 app.add_typer(snapshots.app, name="snapshots")
+app.command("eval", help=eval.HELP)(eval.evaluate)
 app.command("inspect", help=inspect.HELP)(inspect.inspect)
 
 

@@ -151,15 +151,11 @@ def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int 
 
     Call it outside of an event loop: Ctrl-C then interrupts imports and loading at once.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from locret_stream.runtime import Runtime
 
-    disable_progress_bar()
+    _about_to_load(model)
     if isinstance(budget, str) and budget.strip().isdecimal():
         budget = int(budget)
-    if model != "bundled" and not Path(model).exists() and model.count("/") < 2:
-        err.print(f"{model} is no folder here: asking the Hugging Face hub.", soft_wrap=True)
     given = {"heads": heads, "budget": budget, "chunk_size": chunk_size, **options}
     runtime = Runtime.from_pretrained(model, policy=policy, max_live=1,
                                       **{name: value for name, value in given.items() if value is not None})
@@ -177,14 +173,20 @@ def beside(runtime: Runtime, policy: str) -> Runtime:
     return second
 
 
-def load(model: str) -> tuple[Any, Any]:
-    """The model and its tokenizer alone."""
-    from transformers.utils.logging import disable_progress_bar
-
+def load(model: str, **options: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer alone; `options` are "device" and "dtype"."""
     from locret_stream.runtime import Runtime
 
+    _about_to_load(model)
+    return Runtime.from_pretrained(model, policy="random", **options).load()
+
+
+def _about_to_load(model: str) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
-    return Runtime.from_pretrained(model, policy="random").load()
+    if model != "bundled" and not Path(model).exists() and model.count("/") < 2:
+        err.print(f"{model} is no folder here: asking the Hugging Face hub.", soft_wrap=True)
 
 
 def print_json(value: dict[str, Any]) -> None:

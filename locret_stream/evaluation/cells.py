@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from locret_stream.errors import ConfigError, InputError
+from locret_stream.evaluation import metrics
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,13 @@ class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
 
 
+def values(stream: StreamResult) -> list[float]:
+    """What its score is the mean of: 1 or 0 for each question, or its bits per byte."""
+    if stream.bytes:
+        return [stream.bits / stream.bytes]
+    return [metrics.exact(found, expected) for _, expected, found in stream.answers]
+
+
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     """`score` is the share of right answers, or bits per byte; [low, high] its 95 % bootstrap interval over streams.
 
@@ -84,6 +92,12 @@ def name_of(cell: Cell, origin: Origin) -> str:
     content = msgspec.json.encode((msgspec.structs.replace(cell, heads=""), origin), order="sorted")
     digest = hashlib.blake2b(content, digest_size=6).hexdigest()
     return f"{cell.task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
+
+
+def tag_of(origin: Origin) -> str:
+    """Eight hexadecimal digits, others for any other origin; heads count for nothing."""
+    content = msgspec.json.encode(msgspec.structs.replace(origin, heads=""), order="sorted")
+    return hashlib.blake2b(content, digest_size=4).hexdigest()
 
 
 def read(path: Path) -> CellResult:

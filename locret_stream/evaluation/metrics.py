@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
+
+Groups = Sequence[Sequence[float]]
+"""The values of a cell, stream by stream."""
+
 
 def exact(answer: str, expected: str) -> float:
     """1 if the answer is the expected one, spaces around it aside."""
     return float(answer.strip() == expected.strip())
 
 
-def interval(groups: Sequence[Sequence[float]], share: float = 0.95, draws: int = 2000,
+def interval(groups: Groups, share: float = 0.95, draws: int = 2000,
              seed: int = 0) -> tuple[float, float]:
     """Bootstrap interval of the mean of all values: whole groups (streams) are drawn, as their values are not
-    independent of each other."""
-    rng = random.Random(seed)
+    independent of each other; where there is only one, its values, as it says nothing of others."""
+    rng, groups = random.Random(seed), drawn_from(groups)
     sums, counts = [sum(group) for group in groups], [len(group) for group in groups]
     means = []
     for _ in range(draws):
@@ -24,3 +29,34 @@ def interval(groups: Sequence[Sequence[float]], share: float = 0.95, draws: int 
     means.sort()
     edge = (1 - share) / 2
     return means[int(edge * draws)], means[min(draws - 1, int((1 - edge) * draws))]
+
+
+def drawn_from(groups: Groups) -> Groups:
+    """What a bootstrap draws: the groups, or the values of the only one."""
+    return [[value] for value in groups[0]] if len(groups) == 1 else groups
+
+
+def ratio_interval(pairs: Sequence[tuple[Groups, Groups, bool]], share: float = 0.95, draws: int = 2000,
+                   seed: int = 0) -> tuple[float, float]:
+    """Bootstrap interval of the mean over `pairs` of (mean of the first) / (mean of the second).
+
+    Args:
+        pairs: (above, below, together); streams are drawn within each cell, and for both at once where `together`
+            says that they are the same streams, so that what makes one of them hard cancels out.
+    """
+    total = np.zeros(draws)
+    for number, (above, below, together) in enumerate(pairs):
+        rng, above, below = np.random.default_rng((seed, number)), drawn_from(above), drawn_from(below)
+        chosen = rng.integers(0, len(above), (draws, len(above)))
+        others = chosen if together else rng.integers(0, len(below), (draws, len(below)))
+        divisor = _means(below, others)
+        total += np.divide(_means(above, chosen), divisor, out=np.zeros(draws), where=divisor > 0)
+    means = np.sort(total / len(pairs))
+    edge = (1 - share) / 2
+    return float(means[int(edge * draws)]), float(means[min(draws - 1, int((1 - edge) * draws))])
+
+
+def _means(groups: Groups, chosen: np.ndarray) -> np.ndarray:
+    """Mean of all values of the chosen groups: chosen [draws, N] -> [draws]."""
+    sums, counts = np.array([sum(group) for group in groups]), np.array([len(group) for group in groups])
+    return sums[chosen].sum(1) / np.maximum(1, counts[chosen].sum(1))

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from locret_stream.config import Budget
+from locret_stream.config import Budget, ModelShape
 from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
@@ -26,8 +26,10 @@ from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResul
 from locret_stream.evaluation.probes import Attention, Listening, Oracle, PerHeadOracle
 from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
+from locret_stream.models import attach, detach
 from locret_stream.policies import Policy
 from locret_stream.runtime import Runtime
+from locret_stream.runtime.loading import in_passing
 from locret_stream.snapshot.identity import digest_tensors, digest_text
 
 AT_ONCE = 8  # questions that are answered together
@@ -48,6 +50,13 @@ class Bench:
         definition = getattr(self.tokenizer, "backend_tokenizer", None)
         told = definition.to_str() if definition is not None else str(sorted(self.tokenizer.get_vocab().items()))
         return digest_tensors(self.model.state_dict().items()), digest_text(told)
+
+    @functools.cached_property
+    def shape(self) -> tuple[ModelShape, str]:
+        """Of the model, and the fingerprint that heads are checked against. Raises UnsupportedModel."""
+        attachment = in_passing(lambda: attach(self.model))
+        detach(self.model)
+        return attachment.shape, attachment.fingerprint
 
     def origin(self, heads: str) -> Origin:
         """What results with those heads hold for. Raises HeadsMismatch as loading them does."""
@@ -72,13 +81,17 @@ class Bench:
             InputError: a file in `out` is damaged.
         """
         out.mkdir(parents=True, exist_ok=True)
+        return asyncio.run(self._run(cells, out, progress))  # one loop: Ctrl-C meets none that is half made
+
+    async def _run(self, cells: Iterable[Cell], out: Path,
+                   progress: Callable[[CellResult, bool], None]) -> list[CellResult]:
         results = []
         for cell in cells:
             suite.task_named(cell.task)
             files.expect_streams(cell)
             path = out / files.name_of(cell, self.origin(cell.heads))
             there = path.is_file()
-            result = files.read(path) if there else asyncio.run(self.measure(cell))
+            result = files.read(path) if there else await self.measure(cell)
             if not there:
                 files.write(result, path)
             results.append(result)
@@ -102,7 +115,7 @@ class Bench:
                 if isinstance(oracle, PerHeadOracle):
                     oracle.worth = await self.worth(items)
                 streams.append(await run_stream(seed, items, task, runtime, oracle))
-            groups = [_values(task, one) for one in streams]
+            groups = [files.values(one) for one in streams]
             values = [value for group in groups for value in group]
             low, high = metrics.interval(groups)
             return CellResult(
@@ -203,12 +216,6 @@ def heard(policy: Listening, ends: list[tuple[int, int]]) -> tuple[float, int]:
         raise ConfigError(f"the {committed} tokens of whole chunks hold no whole line, so there are no bits to count; "
                           "expected a longer stream or smaller chunks")
     return policy.bits(tokens), size
-
-
-def _values(task: Task, stream: StreamResult) -> list[float]:
-    if task.kind == "bits":
-        return [stream.bits / stream.bytes]
-    return [metrics.exact(found, expected) for _, expected, found in stream.answers]
 
 
 async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[str, str, str]]:

@@ -6,6 +6,7 @@ marker form; "sentences" asks in plain words.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import platform
 import random
@@ -135,9 +136,11 @@ MARKER_TASKS = tuple(name for name in TASKS if name != "sentences")
 
 
 def task_named(name: str) -> Task:
-    """Raises ConfigError, with the names there are."""
+    """Raises ConfigError, with the names there are and the closest one."""
     if name not in TASKS:
-        raise ConfigError(f"there is no task {name!r}; expected one of {', '.join(TASKS)}")
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        raise ConfigError(f"there is no task {name!r}; expected one of {', '.join(TASKS)}."
+                          + (f" Did you mean {close[0]!r}?" if close else ""))
     return TASKS[name]
 
 

@@ -1,0 +1,215 @@
+"""Two looks into a memory: what of a stream it keeps for how long, and whether its scores foresee what comes later.
+
+Runs streams, and gives numbers that `plots` draws and JSON keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from locret_stream.config import Budget
+from locret_stream.context import StreamingContext
+from locret_stream.errors import ConfigError, InputError
+from locret_stream.evaluation import suite
+from locret_stream.evaluation.cells import Cell, Origin
+from locret_stream.evaluation.runner import ORACLES, Bench
+from locret_stream.runtime import Runtime
+
+LOOKS, COLUMNS, PREFIXES = 48, 1000, 12
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """For how long each token of a stream stayed, by layer and KV head (the paper's Figures 7 and 8).
+
+    life [L * H, columns], heads of a layer side by side: the share of the rest of the stream for which a token was
+    held, 1 for those that still are; mean over the `column` tokens of a column. wanted: (start, end) of the lines that
+    are asked about, in tokens.
+    """
+
+    label: str
+    cell: Cell
+    tokens: int
+    layers: int
+    kv_heads: int
+    column: int
+    life: list[list[float]]
+    wanted: list[tuple[int, int]]
+
+
+class Consistency(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the scores of a prefix are those that its tokens get in the end (the paper's Figure 1, Appendix B).
+
+    overlaps: by label, for each of `prefixes` the part of its `share` top tokens that are also on top once all `tokens`
+    were read; mean over layers and KV heads. Nothing is evicted meanwhile.
+    """
+
+    tokens: int
+    chunk_size: int
+    share: float
+    prefixes: list[int]
+    overlaps: dict[str, list[float]]
+
+
+class Maps(msgspec.Struct, frozen=True, kw_only=True):
+    """Both, of one origin (heads aside). cells: what they were made for."""
+
+    origin: Origin
+    cells: list[Cell]
+    retention: list[Retention] = []
+    consistency: Consistency | None = None
+
+
+def write(maps: Maps, path: Path) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(maps))
+    part.replace(path)
+
+
+def read(path: Path) -> Maps:
+    """Raises InputError: not what `write` wrote."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Maps)
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{path} holds no maps of an evaluation: {error}; remove it to make them again") from error
+
+
+def _expect_a_policy(cell: Cell) -> None:
+    if cell.policy in ORACLES or cell.units is None:
+        raise ConfigError(f"a map of {cell.policy!r} with {cell.units or 'all'} units would show what is known "
+                          "beforehand; expected a policy, not an oracle, with a budget")
+
+
+# -- retention ----------------------------------------------------------------------------------------------------
+
+
+def retention(bench: Bench, cell: Cell, label: str) -> Retention:
+    """The map of the first stream of a cell; questions are not asked.
+
+    Raises:
+        ConfigError: an oracle, or no budget; and as `Runtime`.
+    """
+    _expect_a_policy(cell)
+    return asyncio.run(_retention(bench, cell, label))
+
+
+async def _retention(bench: Bench, cell: Cell, label: str) -> Retention:
+    task = suite.task_named(cell.task)
+    budget = Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
+    wanted: list[tuple[int, int]] = []
+    held: list[tuple[int, Tensor]] = []  # (tokens read, kept [L, H, tokens])
+    async with Runtime(bench.model, bench.tokenizer, policy=cell.policy, knobs=cell.knobs, heads=cell.heads or None,
+                       budget=budget, chunk_size=cell.chunk_size, max_live=1) as runtime:
+        items = list(task.items(cell.first_seed, cell.length, runtime.count_tokens, bench.text.lines))
+        step = max(cell.chunk_size, cell.length // LOOKS)
+        async with runtime.open(raw=True if task.raw else None) as ctx:
+            for item in items:
+                if item.answer is not None:
+                    continue
+                before = ctx.memory.tokens
+                await ctx.feed(item.text)
+                if item.needed:
+                    wanted.append((before, ctx.memory.tokens))
+                if ctx.memory.tokens // step > before // step:
+                    held.append((ctx.memory.tokens, (await ctx.receipts()).kept))
+            held.append((ctx.memory.tokens, (await ctx.receipts()).kept))
+    life, column = _in_columns(lives(held))
+    layers, heads = life.shape[:2]
+    return Retention(label=label, cell=cell, tokens=held[-1][0], layers=layers, kv_heads=heads, column=column,
+                     life=[[round(value, 3) for value in row] for row in life.flatten(0, 1).tolist()], wanted=wanted)
+
+
+def lives(held: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """[L, H, T] in [0, 1]: the share of the rest of the stream for which each token was held.
+
+    Args:
+        held: (tokens read, kept [L, H, tokens]) at one moment after another, the end last.
+    """
+    tokens, last = held[-1]
+    until = torch.zeros(last.shape)
+    for read, kept in held:
+        until[:, :, :read] = torch.where(kept, float(read), until[:, :, :read])
+    positions = torch.arange(tokens, dtype=until.dtype)
+    return ((until - positions) / (tokens - positions)).clamp(min=0)
+
+
+def _in_columns(life: Tensor) -> tuple[Tensor, int]:
+    """Means over so many neighbours that about `COLUMNS` are left, and how many; the last column may have fewer."""
+    column = -(-life.shape[-1] // COLUMNS)
+    whole = life.shape[-1] // column * column
+    parts = [life[..., :whole].unflatten(-1, (-1, column)).mean(-1)]
+    if whole < life.shape[-1]:
+        parts.append(life[..., whole:].mean(-1, keepdim=True))
+    return torch.cat(parts, -1), column
+
+
+# -- consistency --------------------------------------------------------------------------------------------------
+
+
+def consistency(bench: Bench, cells: dict[str, Cell], *, share: float = 0.1) -> Consistency:
+    """Of the policies of `cells` (by label) on the first stream of the first of them, cut where the window ends.
+
+    Their budgets do not matter: everything is held.
+
+    Raises:
+        ConfigError: no room for two chunks, an oracle; and as `Runtime`.
+    """
+    if not cells:
+        raise ConfigError("consistency of the scores of no policy; expected at least one")
+    for cell in cells.values():
+        _expect_a_policy(cell)
+    first = next(iter(cells.values()))
+    ids = _ids(bench, first)
+    chunks = min(len(ids), bench.shape[0].window) // first.chunk_size - 1
+    if chunks < 2:
+        raise ConfigError(f"consistency needs two whole chunks and room for a third: found {len(ids)} tokens, a window "
+                          f"of {bench.shape[0].window} and chunks of {first.chunk_size}; expected smaller chunks or a "
+                          "longer stream")
+    prefixes = sorted({max(1, chunks * n // PREFIXES) * first.chunk_size for n in range(1, PREFIXES + 1)})
+    overlaps = {label: asyncio.run(_overlaps(bench, cell, ids[:prefixes[-1]], prefixes, share))
+                for label, cell in cells.items()}
+    return Consistency(tokens=prefixes[-1], chunk_size=first.chunk_size, share=share, prefixes=prefixes,
+                       overlaps=overlaps)
+
+
+def _ids(bench: Bench, cell: Cell) -> list[int]:
+    items = suite.task_named(cell.task).items(cell.first_seed, cell.length, bench.count_tokens, bench.text.lines)
+    return [token for item in items if item.answer is None
+            for token in bench.tokenizer.encode(item.text, add_special_tokens=False)]
+
+
+async def _overlaps(bench: Bench, cell: Cell, ids: list[int], prefixes: list[int], share: float) -> list[float]:
+    whole = Budget(units=len(ids), sinks=0, stabilizers=0, allocation="uniform")
+    async with (Runtime(bench.model, bench.tokenizer, policy=cell.policy, knobs=cell.knobs, heads=cell.heads or None,
+                        budget=whole, chunk_size=cell.chunk_size, max_live=1) as runtime,
+                runtime.open(raw=True) as ctx):
+        scored = [layer for layer, window in enumerate(runtime.engine.shape.sliding) if not window]
+        early = [await _scores_after(ctx, ids[start:end]) for start, end in itertools.pairwise([0, *prefixes])]
+    late = early[-1]
+    return [round(overlap(one[scored], late[scored, :, :one.shape[-1]], share), 4) for one in early]
+
+
+async def _scores_after(ctx: StreamingContext, ids: list[int]) -> Tensor:
+    await ctx.feed(ids)
+    return (await ctx.receipts()).scores
+
+
+def overlap(local: Tensor, last: Tensor, share: float) -> float:
+    """Part of the `share` top tokens by `local` that are among those by `last`, both [L, H, T]; mean over L and H.
+
+    Ties go to the newer token and NaN comes last, as in the memory.
+    """
+    count = max(1, int(local.shape[-1] * share))
+
+    def top(scores: Tensor) -> Tensor:
+        order = scores.nan_to_num(float("-inf")).flip(-1).argsort(dim=-1, descending=True, stable=True)
+        return torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, order[..., :count], True)
+
+    return float((top(local) & top(last)).sum(-1).double().mean() / count)

@@ -1,0 +1,168 @@
+"""Which cells a run has: tasks, policies, budgets and lengths, crossed; and whether they can run, before any does."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from locret_stream.config import Budget, check_window
+from locret_stream.errors import ConfigError, HeadsMismatch, UnknownPolicy, WindowExceeded
+from locret_stream.evaluation import cells as files
+from locret_stream.evaluation import suite
+from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation.runner import ORACLES, Bench
+from locret_stream.evaluation.variants import FULL
+from locret_stream.heads import RetainingHeads
+from locret_stream.policies import POLICIES, Policy, make_policy
+
+TEXT_STREAMS = 8
+Knob = float | int | str | bool
+
+
+class Axes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is crossed; every tuple is one axis.
+
+    Args:
+        heads: of each policy that scores with some, their folders; of the others, those whose budget shares the
+            allocation "adaptive" takes are `shares_of`.
+        knobs: of each policy the values that each of its knobs has.
+        questions: at least so many in a cell; of text there are `TEXT_STREAMS` streams.
+    """
+
+    tasks: tuple[str, ...]
+    policies: tuple[str, ...]
+    budgets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    allocations: tuple[str | tuple[float, ...], ...] = ("uniform",)
+    heads: dict[str, tuple[str, ...]] = {}
+    shares_of: str = ""
+    knobs: dict[str, dict[str, tuple[Knob, ...]]] = {}
+    questions: int = 64
+    chunk_size: int = 128
+    sinks: int = 4
+    stabilizers: int = 16
+
+
+def with_heads(policy: str) -> bool:
+    """Whether that policy scores with retaining heads. Raises UnknownPolicy, with the closest name."""
+    known: dict[str, type[Policy]] = {**POLICIES, **ORACLES}
+    if policy not in known:
+        raise UnknownPolicy(policy, known)
+    return "heads" in inspect.signature(known[policy]).parameters
+
+
+def planned(axes: Axes) -> list[Cell]:
+    """All cells, those of one stream length and task together.
+
+    "full" has no budget, and so one cell for each of its lengths and tasks. The oracles know what is asked, and so have
+    none on text.
+
+    Raises:
+        ConfigError: an axis that is empty, a task or policy that is not there, a policy without the heads it needs,
+            knobs of a policy that is not among them.
+    """
+    for name in ("tasks", "policies", "budgets", "lengths", "allocations"):
+        if not getattr(axes, name) and not (name == "budgets" and set(axes.policies) <= {FULL}):
+            raise ConfigError(f"evaluation: no {name}; expected at least one")
+    tasks = [suite.task_named(name) for name in axes.tasks]
+    variants = {policy: _variants(axes, policy) for policy in axes.policies}
+    strange = sorted(set(axes.knobs) - set(axes.policies))
+    if strange:
+        raise ConfigError(f"knobs are given for policy {strange[0]!r}; expected one of those that are run: "
+                          f"{', '.join(axes.policies)}")
+    found = []
+    for length, task in itertools.product(axes.lengths, tasks):
+        streams = TEXT_STREAMS if task.kind == "bits" else math.ceil(axes.questions / task.asked)
+        common = {"task": task.name, "length": length, "chunk_size": axes.chunk_size, "streams": streams}
+        for policy in axes.policies:
+            if policy == FULL:
+                found.append(Cell(policy=FULL, units=None, **common))
+            elif not (policy in ORACLES and task.kind == "bits"):
+                found += [Cell(policy=policy, units=units, sinks=axes.sinks, stabilizers=axes.stabilizers, **common,
+                               **variant) for units, variant in itertools.product(axes.budgets, variants[policy])]
+    return list({msgspec.json.encode(cell): cell for cell in found}.values())
+
+
+def _variants(axes: Axes, policy: str) -> list[dict]:
+    """Allocation, heads and knobs of each variant of a policy."""
+    own, knobs = with_heads(policy), axes.knobs.get(policy, {})
+    folders = axes.heads.get(policy, ())
+    if own and not folders:
+        raise ConfigError(f"policy {policy!r} needs retaining heads; expected their folder, made by `locret-stream "
+                          f"train-heads`: --heads {'' if policy == 'locret' else f'{policy}='}FOLDER")
+    if folders and not own:
+        raise ConfigError(f"heads are given for policy {policy!r}, which scores without; expected them for one of "
+                          f"{', '.join(name for name in POLICIES if with_heads(name))}")
+    settings = [dict(zip(knobs, values, strict=True)) for values in itertools.product(*knobs.values())]
+    return [{"allocation": allocation, "heads": heads, "knobs": chosen}
+            for allocation in axes.allocations for chosen in settings
+            for heads in (folders if own else (axes.shares_of if allocation == "adaptive" else "",))]
+
+
+def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, int]]:
+    """The cells that can run, and of the others how many for which reason: "full" on streams beyond the window.
+
+    Raises:
+        ConfigError, HeadsMismatch, WindowExceeded: another one cannot run, and why. Nothing has run yet.
+    """
+    good, skipped = [], {}
+    heads: dict[str, RetainingHeads | None] = {"": None}
+    reasons: dict[tuple[str, int, int, int], str] = {}  # full by task, length, streams and first stream
+    for cell in cells:
+        files.expect_streams(cell)
+        if cell.heads not in heads:
+            heads[cell.heads] = _loaded(cell.heads, bench)
+        if cell.units is not None:
+            _expect_budget(cell, heads[cell.heads], bench)
+            reason = ""
+        else:
+            key = cell.task, cell.length, cell.streams, cell.first_seed
+            reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)
+        if reason:
+            skipped[reason] = skipped.get(reason, 0) + 1
+        else:
+            good.append(cell)
+    return good, skipped
+
+
+def _loaded(folder: str, bench: Bench) -> RetainingHeads:
+    found = RetainingHeads.load(folder)
+    try:
+        found.check_fits(*bench.shape)
+    except HeadsMismatch as error:
+        raise HeadsMismatch(f"{folder}: {error}") from None
+    return found
+
+
+def _expect_budget(cell: Cell, heads: RetainingHeads | None, bench: Bench) -> None:
+    """As the runtime and its engine check them."""
+    shape = bench.shape[0]
+    policy = ORACLES[cell.policy]() if cell.policy in ORACLES else make_policy(cell.policy, cell.knobs, heads)
+    budget = Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
+    budgets = budget.per_layer(shape, heads.config.budget_shares if heads else None)
+    check_window(budgets, cell.chunk_size, shape)
+    for units, window in zip(budgets, shape.sliding, strict=True):
+        sinks, stabilizers = (0, 0) if window else policy.protection(units, cell.sinks, cell.stabilizers)
+        if sinks + stabilizers > units:
+            raise ConfigError(f"policy {cell.policy!r} protects {sinks} + {stabilizers} units of {units}; expected a "
+                              "larger budget")
+
+
+def _beyond_window(cell: Cell, bench: Bench) -> str:
+    """Why everything does not fit, "" where it does. Streams are counted only where their length does not tell."""
+    shape = bench.shape[0]
+    told = f"full at {cell.length:,} tokens does not fit the model's window of {shape.window:,}"
+    sliding = min((window for window in shape.sliding if window), default=None)
+    if sliding is not None and cell.length > sliding:
+        return f"full at {cell.length:,} tokens does not fit its sliding windows of {sliding:,}"
+    if cell.length + cell.chunk_size > shape.window:
+        return told
+    try:
+        check_window(bench.budget(cell, suite.task_named(cell.task)).per_layer(shape), cell.chunk_size, shape)
+    except WindowExceeded:
+        return told
+    return ""

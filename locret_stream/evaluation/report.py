@@ -1,0 +1,217 @@
+"""What the results of one origin say together: a table for each length and budget, against the full cache.
+
+The *ratio* of a cell is its score over that of the full cache on the same task; of "text" (bits per byte, lower is
+better) the full cache's over its own. The *mean* of a row is that of its ratios over the tasks with answers whose full
+cache scores at least 0.9: where the model itself fails, a memory cannot be judged. Its interval is a bootstrap over
+streams within each cell. Runs nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from locret_stream.errors import ConfigError
+from locret_stream.evaluation import cells as files
+from locret_stream.evaluation import metrics, suite
+from locret_stream.evaluation.cells import CellResult, Origin
+from locret_stream.evaluation.variants import FIRST, FULL, LAST, ORACLES, Variant, labels, variant_of
+
+LEAST_FULL = 0.9
+VERSION = 1
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A value and its 95 % interval. tasks: of how many it is the mean."""
+
+    value: float
+    low: float
+    high: float
+    tasks: int = 1
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell: its score, and that against the full cache: None where it is not to be had, or below 0.9 itself."""
+
+    score: Estimate
+    questions: int
+    streams: int
+    ratio: Estimate | None = None
+
+
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    """The full cache on one task: at the table's length, or the longest there is. counted: it enters the mean."""
+
+    length: int
+    score: float
+    counted: bool
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A variant. best: the columns, tasks or "mean", in which nothing is better beyond the intervals.
+
+    tok_per_s: of feeding. peak_bytes: of one context. units_held: mean over the layers, for every token fed
+    (KV footprint / tokens).
+    """
+
+    label: str
+    variant: Variant
+    heads: str
+    cells: dict[str, Entry]
+    mean: Estimate | None
+    tok_per_s: float
+    peak_bytes: int
+    units_held: float
+    best: tuple[str, ...] = ()
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """All variants on streams of one length with one budget; units None: without any."""
+
+    length: int
+    units: int | None
+    references: dict[str, Reference]
+    rows: tuple[Row, ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """tasks: in their order; bits: those of them that are scored by bits per byte. questions: of each task the fewest
+    and the most in a cell. superseded: results of a cell that was run again with more streams, left out."""
+
+    version: int = VERSION
+    origin: Origin
+    tasks: tuple[str, ...]
+    bits: tuple[str, ...]
+    questions: dict[str, tuple[int, int]]
+    superseded: int
+    tables: tuple[Table, ...]
+
+
+def report_of(results: Iterable[CellResult]) -> Report:
+    """The report on results of one origin, heads aside; the order in which they come does not matter.
+
+    Raises:
+        ConfigError: no results, or of several origins (`cells.by_origin` parts them).
+    """
+    results = list(results)
+    origins = [origin for origin, _ in files.by_origin(results)]
+    if len(origins) != 1:
+        raise ConfigError(f"a report on results of {len(origins)} origins (models, tokenizers, texts, versions of the "
+                          "tasks); expected those of one")
+    kept = _most_streams(results)
+    tasks = _in_order({one.cell.task for one in kept})
+    names, tables = labels((one.cell, one.origin) for one in kept), []
+    for length in sorted({one.cell.length for one in kept}):
+        here = [one for one in kept if one.cell.length == length]
+        budgets = sorted({one.cell.units for one in here if one.cell.units is not None}) or [None]
+        tables += [_table(length, units, [one for one in here if one.cell.units in (units, None)], kept, names)
+                   for units in budgets]
+    return Report(origin=origins[0], tasks=tasks, superseded=len(results) - len(kept), tables=tuple(tables),
+                  bits=tuple(task for task in tasks if any(_in_bits(one) for one in kept if one.cell.task == task)),
+                  questions={task: (min(counts), max(counts)) for task in tasks
+                             if (counts := [one.questions for one in kept if one.cell.task == task])})
+
+
+def _most_streams(results: Sequence[CellResult]) -> list[CellResult]:
+    """Of every cell the result with the most questions, in an order that depends on the cells alone."""
+    found: dict[tuple, CellResult] = {}
+    for one in sorted(results, key=lambda one: (-one.questions, one.cell.first_seed,
+                                                files.name_of(one.cell, one.origin))):
+        found.setdefault((variant_of(one.cell, one.origin), one.cell.task, one.cell.length, one.cell.units), one)
+    return list(found.values())
+
+
+def _in_order(tasks: set[str]) -> tuple[str, ...]:
+    known = list(suite.TASKS)
+    return tuple(sorted(tasks, key=lambda task: (known.index(task) if task in known else len(known), task)))
+
+
+def _in_bits(result: CellResult) -> bool:
+    return any(stream.bytes for stream in result.streams)
+
+
+def _table(length: int, units: int | None, here: list[CellResult], everywhere: list[CellResult],
+           names: dict[Variant, str]) -> Table:
+    tasks = _in_order({one.cell.task for one in here})
+    full = {task: found for task in tasks if (found := _full(everywhere, task, length))}
+    references = {task: Reference(length=one.cell.length, score=one.score,
+                                  counted=not _in_bits(one) and one.score >= LEAST_FULL) for task, one in full.items()}
+    groups: dict[Variant, dict[str, CellResult]] = {}
+    for one in here:
+        groups.setdefault(variant_of(one.cell, one.origin), {})[one.cell.task] = one
+    rows = [_row(names[variant], variant, {task: own[task] for task in tasks if task in own}, full, references)
+            for variant, own in groups.items()]
+    rows.sort(key=lambda row: (*_place(row.variant.policy), -(row.mean.value if row.mean else 0.0), row.label))
+    bits = {one.cell.task for one in here if _in_bits(one)}
+    counted = sum(reference.counted for reference in references.values())
+    return Table(length=length, units=units, references=references, rows=_with_best(rows, tasks, bits, counted))
+
+
+def _full(results: list[CellResult], task: str, length: int) -> CellResult | None:
+    """The full cache's result on that task: at that length, or else at the longest there is."""
+    found = [one for one in results if one.cell.policy == FULL and one.cell.task == task]
+    return max(found, default=None, key=lambda one: (one.cell.length == length, one.cell.length, one.questions,
+                                                     -one.cell.chunk_size))
+
+
+def _place(policy: str) -> tuple[int, int]:
+    if policy in FIRST:
+        return 0, FIRST.index(policy)
+    return (2, LAST.index(policy)) if policy in LAST else (1, 0)
+
+
+def _row(label: str, variant: Variant, own: dict[str, CellResult], full: dict[str, CellResult],
+         references: dict[str, Reference]) -> Row:
+    entries = {}
+    for task, one in own.items():
+        judged = task in full and (references[task].counted or _in_bits(one))
+        entries[task] = Entry(score=Estimate(value=one.score, low=one.low, high=one.high), questions=one.questions,
+                              streams=len(one.streams), ratio=_ratio([_pair(one, full[task])]) if judged else None)
+    counted = [_pair(one, full[task]) for task, one in own.items() if task in full and references[task].counted]
+    streams = [stream for one in own.values() for stream in one.streams]
+    tokens = max(1, sum(stream.tokens for stream in streams))
+    return Row(label=label, variant=variant, heads=next(one.cell.heads for one in own.values()), cells=entries,
+               mean=_ratio(counted) if counted else None,
+               tok_per_s=tokens / max(1e-9, sum(stream.seconds for stream in streams)),
+               peak_bytes=max(one.peak_bytes for one in own.values()),
+               units_held=sum(stream.unit_tokens for stream in streams) / tokens)
+
+
+Pair = tuple[metrics.Groups, metrics.Groups, bool]
+
+
+def _pair(own: CellResult, full: CellResult) -> Pair:
+    """What is divided by what, and whether both saw the same streams."""
+    groups = [[files.values(stream) for stream in one.streams] for one in (own, full)]
+    same = own.cell.length == full.cell.length and [s.seed for s in own.streams] == [s.seed for s in full.streams]
+    above, below = reversed(groups) if _in_bits(own) else groups
+    return above, below, same
+
+
+def _ratio(pairs: list[Pair]) -> Estimate | None:
+    """None where the full cache has nothing right."""
+    means = [[sum(map(sum, groups)) / max(1, sum(map(len, groups))) for groups in pair[:2]] for pair in pairs]
+    if not all(below for _, below in means):
+        return None
+    low, high = metrics.ratio_interval(pairs)
+    value = sum(above / below for above, below in means) / len(means)
+    return Estimate(value=value, low=min(low, value), high=max(high, value), tasks=len(pairs))
+
+
+def _with_best(rows: list[Row], tasks: tuple[str, ...], bits: set[str], counted: int) -> tuple[Row, ...]:
+    """Rows that know where they are best, among those that have a budget and do not know what will be asked; in the
+    mean, among those that have all `counted` tasks."""
+    rivals = [row for row in rows if not row.variant.everything and row.variant.policy not in ORACLES]
+    best: dict[str, list[str]] = {row.label: [] for row in rows}
+    for column in (*tasks, "mean"):
+        found = ({row.label: row.mean for row in rivals if row.mean and row.mean.tasks == counted} if column == "mean"
+                 else {row.label: row.cells[column].score for row in rivals if column in row.cells})
+        if len(found) < 2:
+            continue
+        sign = -1 if column in bits else 1
+        first = max(found.values(), key=lambda one, sign=sign: sign * one.value)
+        for label, one in found.items():
+            if one.value and (one.low <= first.high if column in bits else one.high >= first.low):
+                best[label].append(column)
+    return tuple(msgspec.structs.replace(row, best=tuple(best[row.label])) for row in rows)

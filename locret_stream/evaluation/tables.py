@@ -1,0 +1,112 @@
+"""A report as Markdown: the same content in words and tables. Computes nothing."""
+
+from __future__ import annotations
+
+from locret_stream.evaluation import suite
+from locret_stream.evaluation.report import LEAST_FULL, Entry, Estimate, Report, Row, Table
+from locret_stream.evaluation.variants import ORACLES
+
+BELOW, MISSING = "†", "‡"
+
+
+def markdown(report: Report) -> str:
+    """The whole report, ending in a newline."""
+    return "\n".join(["# What the memory remembers", "", *_header(report),
+                      *(line for table in report.tables for line in _section(report, table))]) + "\n"
+
+
+def _header(report: Report) -> list[str]:
+    origin, policies = report.origin, {row.variant.policy for table in report.tables for row in table.rows}
+    asked = ", ".join(f"{task} {_span(*report.questions[task])}{' streams' if task in report.bits else ''}"
+                      for task in report.tasks)
+    titles = "; ".join(f"`{task}`: {suite.TASKS[task].title}" for task in report.tasks if task in suite.TASKS)
+    lines = [
+        f"- Model: weights `{origin.weights}`, tokenizer `{origin.tokenizer}`",
+        f"- Text between the facts: {origin.text}; tasks version {origin.tasks}",
+        f"- Tasks: {titles}" if titles else "",
+        f"- Questions in a cell: {asked}",
+        "- A cell is the share of questions that were answered exactly right, with its 95 % interval (bootstrap over "
+        "streams; over the questions of the only one, where there is no other).",
+        "- `text` is bits per byte: lower is better. Its ratio, full / own, stands in a column of its own."
+        if report.bits else "",
+        "- `full` evicts nothing. It exists only at lengths that the model's window holds.",
+        "- mean: of score / score of `full`, over the tasks with answers. Tasks on which `full` scores below "
+        f"{LEAST_FULL} ({BELOW}) or was not run ({MISSING}) are shown and left out of it.",
+        "- `oracle` and `oracle_per_head` know which lines will be asked about: what a policy could reach, not rivals."
+        if policies & set(ORACLES) else "",
+        "- **Bold**: the best of a column, and what its interval does not tell from it.",
+        "- units held: mean over the layers of units per KV head, for every token fed (KV footprint / tokens). held: "
+        "bytes of one context. tok/s: of feeding.",
+        f"- {report.superseded} results of cells that were run again with more questions are left out."
+        if report.superseded else "",
+    ]
+    return [line for line in lines if line]
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _section(report: Report, table: Table) -> list[str]:
+    tasks = [task for task in report.tasks if any(task in row.cells for row in table.rows)]
+    bits = [task for task in tasks if task in report.bits]
+    heads = ["variant", *(f"{task}{_mark(task, report, table)}" for task in tasks), "mean",
+             *(f"{task}: full / own" for task in bits), "tok/s", "held", "units held"]
+    title = "all units" if table.units is None else f"{table.units:,} units"
+    lines = ["", f"## Streams of {table.length:,} tokens, {title} per KV head", "", _line(heads),
+             _line(["---", *["---:"] * (len(heads) - 1)])]
+    lines += [_line([row.label, *(_cell(row.cells.get(task), task in row.best) for task in tasks), _mean(row, table),
+                     *(_ratio(row.cells.get(task)) for task in bits), f"{row.tok_per_s:,.0f}",
+                     _in_bytes(row.peak_bytes), f"{row.units_held:,.0f}"]) for row in table.rows]
+    return [*lines, *_notes(table)]
+
+
+def _notes(table: Table) -> list[str]:
+    elsewhere = [f"{task} {found.score:.2f} at {found.length:,}" for task, found in table.references.items()
+                 if found.length != table.length]
+    if not elsewhere:
+        return []
+    return ["", f"Not all of `full` was run at {table.length:,} tokens; there the ratios are against its scores on "
+                f"other streams, the longest there are: {', '.join(elsewhere)}."]
+
+
+def _mark(task: str, report: Report, table: Table) -> str:
+    reference = table.references.get(task)
+    if reference is None:
+        return f" {MISSING}"
+    return "" if reference.counted or task in report.bits else f" {BELOW}"
+
+
+def _line(words: list[str]) -> str:
+    return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
+
+
+def _estimate(one: Estimate) -> str:
+    return f"{one.value:.2f} [{one.low:.2f}, {one.high:.2f}]"
+
+
+def _cell(entry: Entry | None, best: bool) -> str:
+    if entry is None:
+        return "–"
+    return f"**{_estimate(entry.score)}**" if best else _estimate(entry.score)
+
+
+def _mean(row: Row, table: Table) -> str:
+    """With the number of tasks, where it is not that of the others."""
+    if row.mean is None:
+        return "–"
+    counted = sum(reference.counted for reference in table.references.values())
+    of = "" if row.mean.tasks == counted else f" ({row.mean.tasks} of {counted} tasks)"
+    return (f"**{_estimate(row.mean)}**" if "mean" in row.best else _estimate(row.mean)) + of
+
+
+def _ratio(entry: Entry | None) -> str:
+    return "–" if entry is None or entry.ratio is None else _estimate(entry.ratio)
+
+
+def _in_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"

@@ -1,0 +1,269 @@
+"""`locret-stream eval` as a user meets it, on a random model: what is run, kept, reported, refused and drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from locret_stream.cli.eval import Board, allocation_of, axes_of, duration, knobs_of
+from locret_stream.config import ModelShape
+from locret_stream.errors import ConfigError
+from locret_stream.evaluation import cells as files
+from locret_stream.evaluation import plan, plots
+from locret_stream.evaluation.cells import Cell
+from locret_stream.heads import HeadsConfig, RetainingHeads
+from tests import tiny_tokenizers
+from tests.evaluation.results import ORIGIN, result
+from tests.test_cli import invoke, mistake, start, wait_for
+
+PLOTS = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, the extra [plots]")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama of 2 layers and 1,024 positions over byte-level BPE, and its heads."""
+    folder = tmp_path_factory.mktemp("model")
+    trained = tiny_tokenizers.train("byte_level", tiny_tokenizers.corpus()[:40_000], size=480)
+    tokenizer = tiny_tokenizers.wrap(trained, template=tiny_tokenizers.CHATML)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=0,
+                         bos_token_id=1, eos_token_id=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    RetainingHeads(HeadsConfig(layers=2, query_heads=4, kv_heads=2, head_dim=8, width=8,
+                               budget_shares=(1.0, 3.0))).save(folder / "heads")
+    RetainingHeads(HeadsConfig(layers=2, query_heads=4, kv_heads=2, head_dim=8, width=8, features="hidden",
+                               hidden=32)).save(folder / "zap")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    path.write_text("\n".join(" ".join(rng.choice(("once", "upon", "a", "time")) for _ in range(rng.randint(1, 9)))
+                              for _ in range(300)))
+    return path
+
+
+@pytest.fixture
+def small(model: Path, text: Path) -> list[str]:
+    return ["--model", str(model), "--text", str(text), "--budget", "64", "--length", "300", "--chunk-size", "32",
+            "--stabilizers", "8"]
+
+
+# -- running ------------------------------------------------------------------------------------------------------
+
+
+def test_it_runs_reports_and_goes_on(small: list[str], tmp_path: Path):
+    here = ["eval", *small, "--out", tmp_path / "out", "--task", "passkey", "--task", "text", "--questions", 2,
+            "--policy", "streaming_llm", "--policy", "oracle", "--policy", "full"]
+    code, out, err = invoke(*here)
+    assert code == 0, err
+    assert "5 cells, of which 0 are there already" in err and "5 of 5: text, full, all units, 8 streams" in err
+    report = tmp_path / "out" / "report.md"
+    assert out == report.read_text() and "| streaming_llm |" in out and "text: full / own" in out
+    assert "prose.txt" in out and "passkey 2, text 8 streams" in out
+    code, again, err = invoke(*here, "--json")
+    found = json.loads(again)
+    assert code == 0 and (found["ran"], found["read"], found["skipped"]) == (0, 5, {})
+    assert found["reports"] == json.loads((tmp_path / "out" / "report.json").read_text())["reports"]
+    assert report.read_text() == out, "a report from kept results is the same"
+    assert found["files"] == [str(tmp_path / "out" / name) for name in ("report.md", "report.json")]
+    code, out_only, err = invoke("eval", "--out", tmp_path / "out", "--report-only")
+    assert (code, out_only) == (0, out) and "cells" not in err
+    code, _, err = invoke(*here, "--budget", 48)
+    assert "7 cells, of which 5" not in err and "8 cells, of which 5 are there already" in err
+
+
+def test_full_beyond_the_window_is_skipped_and_said(small: list[str], tmp_path: Path):
+    here = ["eval", *small, "--length", 1100, "--out", tmp_path / "out", "--task", "passkey", "--questions", 1,
+            "--policy", "full", "--policy", "random"]
+    code, out, err = invoke(*here, "--json")
+    assert code == 0, err
+    skipped = json.loads(out)["skipped"]
+    assert skipped == {"full at 1,100 tokens does not fit the model's window of 1,024": 1}
+    assert "skipped: full at 1,100 tokens does not fit the model's window of 1,024 (1 cell)" in err
+    assert "Not all of `full` was run at 1,100 tokens" in (tmp_path / "out" / "report.md").read_text()
+    assert "no cell can run: full at 1,100" in mistake("eval", *small[:4], "--length", 1100, "--out", tmp_path / "no",
+                                                       "--task", "passkey", "--policy", "full")
+
+
+def test_heads_knobs_and_allocations_are_variants(model: Path, small: list[str], tmp_path: Path):
+    code, out, err = invoke(
+        "eval", *small, "--out", tmp_path, "--task", "passkey", "--questions", 1, "--heads", model / "heads",
+        "--heads", f"kvzap={model / 'zap'}", "--policy", "locret", "--policy", "kvzap", "--policy", "h2o",
+        "--policy", "random", "--knob", "h2o.recent=0.1", "--knob", "h2o.recent=0.25", "--allocation", "uniform",
+        "--allocation", "1,2")
+    assert code == 0, err
+    for label in ("locret, uniform", "locret, 1:2", "kvzap, uniform", "h2o, recent=0.1, uniform",
+                  "h2o, recent=0.25, 1:2", "random, 1:2"):
+        assert f"| {label} |" in out, out
+    results = files.read_all(tmp_path)
+    assert {one.budgets for one in results if one.cell.allocation == (1.0, 2.0)} == {(43, 85)}
+
+
+def test_adaptive_shares_are_those_of_the_heads_for_every_policy(model: Path, small: list[str], tmp_path: Path):
+    code, _, err = invoke("eval", *small, "--out", tmp_path, "--task", "passkey", "--questions", 1, "--heads",
+                          model / "heads", "--policy", "locret", "--policy", "random", "--allocation", "adaptive")
+    assert code == 0, err
+    assert [one.budgets for one in files.read_all(tmp_path)] == [(32, 96), (32, 96)]
+
+
+@PLOTS
+def test_plots_are_drawn_and_drawn_again(small: list[str], tmp_path: Path, monkeypatch):
+    here = ["eval", "--out", tmp_path, "--plots"]
+    asked = [*small, "--budget", 48, "--task", "passkey", "--questions", 1, "--policy", "streaming_llm"]
+    code, _, err = invoke(*here, *asked)
+    assert code == 0 and "making maps of 1 variants" in err, err
+    pictures = {"by_budget_300.png", "retention.png", "consistency.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures
+    for name in pictures:
+        (tmp_path / name).unlink()
+    code, out, err = invoke(*here, "--report-only", "--json")
+    assert code == 0 and {path.name for path in tmp_path.glob("*.png")} == pictures
+    assert {Path(name).name for name in json.loads(out)["files"]} == {*pictures, "report.md", "report.json"}
+    monkeypatch.setattr(plots, "draw", lambda *args, **more: [])
+    assert "making maps" not in invoke(*here, *asked)[2], "maps are kept"
+    assert "making maps of 1 variants" in invoke(*here, *asked, "--budget", 40)[2], "of the smallest budget"
+
+
+def test_ctrl_c_keeps_what_is_done(small: list[str], tmp_path: Path):
+    many = [word for units in range(40, 64) for word in ("--budget", units)]
+    process = start("eval", *small, *many, "--out", tmp_path, "--task", "passkey", "--questions", 2, "--policy", "h2o")
+    try:
+        wait_for(process, "2 of 25: ")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and out == "" and "Traceback" not in err, err
+    assert f"Interrupted: what is done is in {tmp_path}; the same command goes on from there." in err
+    assert 2 <= len(files.read_all(tmp_path)) < 25
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_told_before_anything_runs(model: Path, small: list[str], tmp_path: Path):
+    out = tmp_path / "out"
+    base = ["eval", *small, "--out", out, "--task", "passkey"]
+    assert "no task 'pasky'" in (line := mistake("eval", *small, "--out", out, "--task", "pasky"))
+    assert "Did you mean 'passkey'?" in line
+    assert "Did you mean 'random'?" in mistake(*base, "--policy", "randm")
+    assert "Did you mean 'oracle'?" in mistake(*base, "--policy", "oracel")
+    assert "policy 'locret' needs retaining heads; expected their folder" in mistake(*base)
+    assert "--heads trimkv=FOLDER" in mistake(*base, "--policy", "trimkv", "--heads", model / "heads")
+    assert "no folder 'nowhere'" in mistake(*base, "--heads", "nowhere")
+    assert "Did you mean 'kvzap'?" in mistake(*base, "--heads", "kvzp=nowhere")
+    assert "policy 'h2o' scores without heads" in mistake(*base, "--heads", f"h2o={model / 'heads'}")
+    assert "those of policy 'kvzap'" in mistake(*base, "--policy", "locret", "--heads", model / "zap")
+    assert "expected POLICY.NAME=VALUE" in mistake(*base, "--policy", "h2o", "--knob", "recent=1")
+    assert "knobs are given for policy 'h2o'" in mistake(*base, "--policy", "random", "--knob", "h2o.recent=0.1")
+    assert "no knob 'nonsense'" in mistake(*base, "--policy", "h2o", "--knob", "h2o.nonsense=1")
+    assert "allocation is 'pyramidal'" in mistake(*base, "--policy", "h2o", "--allocation", "pyramidal")
+    assert "3 layer shares for a model of 2" in mistake(*base, "--policy", "h2o", "--allocation", "1,2,3")
+    assert "no shares are stored" in mistake(*base, "--policy", "h2o", "--allocation", "adaptive")
+    assert "the model knows 1024 positions" in mistake(*base, "--policy", "h2o", "--budget", 2000)
+    assert "4 sinks + 8 stabilizers" in mistake(*base, "--policy", "h2o", "--budget", 10)
+    assert "--questions" in mistake(*base, "--questions", 0)
+    assert "--text" in mistake("eval", "--out", out, "--text", tmp_path / "missing.txt")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    assert "has no text in it" in mistake(*base, "--policy", "h2o", "--text", tmp_path / "empty.txt")
+    assert not out.exists(), "nothing ran"
+
+
+def test_a_folder_without_results_and_a_damaged_one(tmp_path: Path):
+    assert "holds no results" in mistake("eval", "--out", tmp_path / "nothing", "--report-only")
+    assert "holds no results" in mistake("eval", "--out", tmp_path, "--report-only")
+    (tmp_path / "recall-h2o-64-300-abc.json").write_text("{")
+    assert "recall-h2o-64-300-abc.json is no result" in mistake("eval", "--out", tmp_path, "--report-only")
+    (tmp_path / "file").write_text("in the way")
+    assert mistake("eval", "--out", tmp_path / "file", "--report-only")
+
+
+def test_results_of_two_origins_are_two_reports(tmp_path: Path):
+    other = ORIGIN.__class__(weights="ffff", tokenizer="77b1", heads="", text="prose", tasks=1)
+    for one in (result("full", [4, 4]), result("locret", [3, 3]), result("locret", [0, 0], origin=other)):
+        files.write(one, tmp_path / files.name_of(one.cell, one.origin))
+    code, out, err = invoke("eval", "--out", tmp_path, "--report-only")
+    assert code == 0 and out.count("# What the memory remembers") == 2, err
+    first, second = out.split("# What the memory remembers")[1:]
+    assert ("ffff" in first) != ("ffff" in second) and "0.75 [" in (second if "ffff" in first else first)
+    assert files.tag_of(other) != files.tag_of(ORIGIN)
+
+
+def test_without_matplotlib_plots_name_the_extra(tmp_path: Path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a))
+    assert "locret-stream[plots]" in mistake("eval", "--out", tmp_path, "--report-only", "--plots")
+
+
+# -- parts --------------------------------------------------------------------------------------------------------
+
+
+def axes(**more) -> plan.Axes:
+    return axes_of(**{"tasks": ["recall"], "policies": ["h2o"], "budgets": [64], "lengths": [300],
+                      "allocations": ["uniform"], "heads": [], "knobs": [], "bundled": False, "rest": {}} | more)
+
+
+def test_cells_are_crossed_and_have_questions_enough():
+    cells = plan.planned(axes(tasks=["markers", "recall"], policies=["h2o", "full", "oracle"], budgets=[64, 32, 64],
+                              lengths=[300, 500]))
+    assert len(cells) == 2 * (9 * 2 + 9 + 8 * 2), "no oracle of text, one full for both budgets"
+    streams = {cell.task: cell.streams for cell in cells}
+    assert (streams["recall"], streams["last_write"], streams["passkey"], streams["text"]) == (4, 6, 64, 8)
+    assert {cell.units for cell in cells if cell.policy == "full"} == {None}
+
+
+def test_full_is_skipped_where_layers_have_smaller_windows():
+    class Sliding:
+        shape = ModelShape(layers=2, kv_heads=2, groups=2, head_dim=8, vocab=99, window=4096, item_bytes=4,
+                           sliding=(256, None)), ""
+
+    cells = [Cell(task="recall", policy="full", length=300), Cell(task="recall", policy="h2o", length=300, units=512)]
+    assert plan.checked(cells, Sliding()) == (cells[1:], {"full at 300 tokens does not fit its sliding windows of 256":
+                                                          1})
+
+
+def test_knobs_given_twice_are_crossed():
+    knobs = knobs_of(["snapkv.window=8", "snapkv.window=16", "snapkv.kernel=3", "snapkv.window=8"])
+    cells = plan.planned(axes(policies=["snapkv"], knobs=["snapkv.window=8", "snapkv.window=16", "snapkv.kernel=3"]))
+    assert knobs == {"snapkv": {"window": (8, 16), "kernel": (3,)}}
+    assert [cell.knobs for cell in cells] == [{"window": 8, "kernel": 3}, {"window": 16, "kernel": 3}]
+    assert knobs_of(["a.b=x=1"]) == {"a": {"b": ("x=1",)}} and knobs_of(["a.b=1e-3"]) == {"a": {"b": (0.001,)}}
+
+
+def test_the_bundled_model_brings_heads_and_others_do_not():
+    assert axes(policies=["locret"], bundled=True).heads["locret"]
+    with pytest.raises(ConfigError, match="needs retaining heads"):
+        plan.planned(axes(policies=["locret"]))
+
+
+def test_allocations_are_names_or_shares():
+    assert allocation_of("pyramid") == "pyramid" and allocation_of("1,4.5,1") == (1.0, 4.5, 1.0)
+    for value in ("1,0", "1,-2", "1,nan", "1,,2", ""):
+        with pytest.raises(ConfigError, match="allocation"):
+            allocation_of(value)
+
+
+def test_the_time_that_is_left_is_by_the_tokens_of_cells_that_were_run(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("locret_stream.cli.eval.time.monotonic", lambda: now[0])
+    cells = [Cell(task="recall", policy="h2o", length=length, streams=2) for length in (1000, 1000, 3000)]
+    board = Board(cells, 1)
+    done = [result("h2o", [1, 1], length=length) for length in (1000, 1000)]
+    board(done[0], True)
+    assert board._left() == ""
+    now[0] = 10.0
+    board(done[1], False)
+    assert board._left() == ", 30 s left" and "2 of 3 cells: recall, h2o" in board._render().plain
+    assert (duration(99), duration(600), duration(36_000)) == ("99 s", "10 min", "10.0 h")
