@@ -16,7 +16,7 @@ from locret_stream.cli.eval import Board, allocation_of, axes_of, duration, knob
 from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
-from locret_stream.evaluation import plan, plots
+from locret_stream.evaluation import plan, plots, suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from tests import tiny_tokenizers
@@ -218,10 +218,15 @@ def axes(**more) -> plan.Axes:
 def test_cells_are_crossed_and_have_questions_enough():
     cells = plan.planned(axes(tasks=["markers", "recall"], policies=["h2o", "full", "oracle"], budgets=[64, 32, 64],
                               lengths=[300, 500]))
-    assert len(cells) == 2 * (9 * 2 + 9 + 8 * 2), "no oracle of text, one full for both budgets"
+    count = len(suite.MARKER_TASKS)
+    assert len(cells) == 2 * (2 * count + count + 2 * (count - 1)), "no oracle of text, one full for both budgets"
     streams = {cell.task: cell.streams for cell in cells}
     assert (streams["recall"], streams["last_write"], streams["passkey"], streams["text"]) == (4, 6, 64, 8)
     assert {cell.units for cell in cells if cell.policy == "full"} == {None}
+    told = plan.planned(axes(tasks=["recall", "passkey"], rest={"focus": True}))
+    assert {(cell.focus, cell.streams) for cell in told} == {(True, 64)}
+    with pytest.raises(ConfigError, match="nothing to focus on"):
+        plan.planned(axes(tasks=["text"], rest={"focus": True}))
 
 
 def test_full_is_skipped_where_layers_have_smaller_windows():

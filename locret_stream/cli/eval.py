@@ -43,7 +43,7 @@ Examples:
 
 \b
   locret-stream eval --out results
-  # nine tasks in marker form, three budgets, curves
+  # all tasks in marker form, three budgets, curves
   locret-stream eval --model ./recall --heads ./recall/heads --task markers --length 1024 --length 16384 \
 --budget 128 --budget 256 --budget 512 --out results --plots
   # several policies, and how the budget is divided among the layers
@@ -70,7 +70,7 @@ def evaluate(
     policy: Annotated[list[str] | None, typer.Option(show_default=" ".join(POLICIES), help=(
         "A policy, oracle or oracle_per_head; may be given more than once."))] = None,
     task: Annotated[list[str] | None, typer.Option(show_default="sentences", help=(
-        'A task, or "markers" for the nine in marker form; may be given more than once.'))] = None,
+        'A task, or "markers" for all in marker form; may be given more than once.'))] = None,
     budget: Annotated[list[int] | None, typer.Option(min=1, show_default="768 for the bundled model, else 6000", help=(
         "Units kept per KV head, mean over the layers; may be given more than once."))] = None,
     length: Annotated[list[int] | None, typer.Option(min=1, show_default=" ".join(map(str, LENGTHS)), help=(
@@ -83,6 +83,8 @@ def evaluate(
         "uniform, pyramid, adaptive, or shares such as 1,4,1,1; may be given more than once."))] = None,
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
+    focus: Annotated[bool, typer.Option("--focus", help=(
+        "Tell the first question of each stream beforehand, and ask only that one (Locret-Q)."))] = False,
     text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, show_default="Python's standard library",
                                               help="What the facts lie in.")] = None,
     device: Device = None,
@@ -106,7 +108,7 @@ def evaluate(
             axes = axes_of(task or ["sentences"], policy or POLICIES, budget or [768 if bundled else 6000],
                            length or LENGTHS, allocation or ["uniform"], heads or (), knob or (), bundled, {
                                "questions": questions, "chunk_size": chunk_size, "sinks": sinks,
-                               "stabilizers": stabilizers})
+                               "stabilizers": stabilizers, "focus": focus})
             source = suite.STDLIB if text is None else suite.text_of(text)
             run_all(axes, model, {"device": device, "dtype": dtype}, source, to, plots, found)
         found["files"] = [str(path) for path in report_on(to, plots, found)]

@@ -20,6 +20,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         policy: one of `POLICIES`, or "oracle" or "oracle_per_head"; with `knobs`.
         units: the budget, None for everything. sinks, stabilizers, allocation: see `Budget`.
         heads: folder of retaining heads, "" for none.
+        focus: the first question of each stream is told before it begins (Locret-Q), and no other one is asked.
     """
 
     task: str
@@ -32,6 +33,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     allocation: str | tuple[float, ...] = "uniform"
     knobs: dict[str, float | int | str | bool] = {}
     heads: str = ""
+    focus: bool = False
     streams: int = 16
     first_seed: int = 0
 
@@ -50,7 +52,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
     """One stream: (question, expected, found) for each question, or bits and bytes of its text.
 
-    unit_tokens: units held, mean over the layers, summed over the tokens fed: the KV footprint.
+    unit_tokens: committed units held, mean over the layers, summed over the tokens fed: the KV footprint.
     """
 
     seed: int

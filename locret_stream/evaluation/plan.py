@@ -31,6 +31,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
             allocation "adaptive" takes are `shares_of`.
         knobs: of each policy the values that each of its knobs has.
         questions: at least so many in a cell; of text there are `TEXT_STREAMS` streams.
+        focus: see `Cell`; it takes one stream for each question.
     """
 
     tasks: tuple[str, ...]
@@ -45,6 +46,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: int = 128
     sinks: int = 4
     stabilizers: int = 16
+    focus: bool = False
 
 
 def with_heads(policy: str) -> bool:
@@ -69,6 +71,8 @@ def planned(axes: Axes) -> list[Cell]:
         if not getattr(axes, name) and not (name == "budgets" and set(axes.policies) <= {FULL}):
             raise ConfigError(f"evaluation: no {name}; expected at least one")
     tasks = [suite.task_named(name) for name in axes.tasks]
+    if axes.focus and any(task.kind == "bits" for task in tasks):
+        raise ConfigError("text asks nothing, so there is nothing to focus on; expected other tasks with a focus")
     variants = {policy: _variants(axes, policy) for policy in axes.policies}
     strange = sorted(set(axes.knobs) - set(axes.policies))
     if strange:
@@ -76,8 +80,10 @@ def planned(axes: Axes) -> list[Cell]:
                           f"{', '.join(axes.policies)}")
     found = []
     for length, task in itertools.product(axes.lengths, tasks):
-        streams = TEXT_STREAMS if task.kind == "bits" else math.ceil(axes.questions / task.asked)
-        common = {"task": task.name, "length": length, "chunk_size": axes.chunk_size, "streams": streams}
+        asked = 1 if axes.focus else task.asked
+        streams = TEXT_STREAMS if task.kind == "bits" else math.ceil(axes.questions / asked)
+        common = {"task": task.name, "length": length, "chunk_size": axes.chunk_size, "streams": streams,
+                  "focus": axes.focus}
         for policy in axes.policies:
             if policy == FULL:
                 found.append(Cell(policy=FULL, units=None, **common))
@@ -162,7 +168,7 @@ def _beyond_window(cell: Cell, bench: Bench) -> str:
     if cell.length + cell.chunk_size > shape.window:
         return told
     try:
-        check_window(bench.budget(cell, suite.task_named(cell.task)).per_layer(shape), cell.chunk_size, shape)
+        check_window(bench.budget(cell).per_layer(shape), cell.chunk_size, shape)
     except WindowExceeded:
         return told
     return ""

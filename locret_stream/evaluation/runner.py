@@ -1,17 +1,18 @@
 """Runs cells. Every cell is a file; those that are there are not run again.
 
-Streams go through the public face: fed line by line, and asked on scratch copies, several questions at once; an answer
-ends with a newline and counts only if it is exactly right.
+Streams go through the public face: fed as token ids, every line tokenised alone, and asked on scratch copies, several
+questions at once; an answer ends with a newline and counts only if it is exactly right.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -24,15 +25,15 @@ from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics, suite
 from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResult
 from locret_stream.evaluation.probes import Attention, Listening, Oracle, PerHeadOracle
-from locret_stream.evaluation.suite import Item, Task, Text
+from locret_stream.evaluation.suite import Item, Text
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
-from locret_stream.policies import Policy
 from locret_stream.runtime import Runtime
 from locret_stream.runtime.loading import in_passing
 from locret_stream.snapshot.identity import digest_tensors, digest_text
 
 AT_ONCE = 8  # questions that are answered together
+FED_AT_ONCE = 256  # token ids; how often what is held is looked at
 ANSWER_TOKENS = 24
 ORACLES = {kind.name: kind for kind in (Oracle, PerHeadOracle)}
 
@@ -43,6 +44,7 @@ class Bench:
     def __init__(self, model: Any, tokenizer: Any, text: Text = suite.STDLIB):
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self._origins: dict[str, Origin] = {}
+        self._measure = functools.lru_cache(1 << 16)(self.count_tokens)
 
     @functools.cached_property
     def _base(self) -> tuple[str, str]:
@@ -105,16 +107,16 @@ class Bench:
         oracle = ORACLES[cell.policy]() if cell.policy in ORACLES else None
         runtime = Runtime(self.model, self.tokenizer, policy=oracle or cell.policy,
                           knobs=None if oracle else cell.knobs, heads=cell.heads or None,
-                          budget=self.budget(cell, task), chunk_size=cell.chunk_size, max_live=1, scratch=AT_ONCE)
+                          budget=self.budget(cell), chunk_size=cell.chunk_size, max_live=1, scratch=AT_ONCE)
         async with runtime:
             if task.kind == "bits":
                 runtime.engine.policy = Listening(runtime.engine.policy, runtime.engine.shape)
             streams = []
             for seed in seeds:
-                items = list(task.items(seed, cell.length, runtime.count_tokens, self.text.lines))
+                items = self.items(cell, seed)
                 if isinstance(oracle, PerHeadOracle):
                     oracle.worth = await self.worth(items)
-                streams.append(await run_stream(seed, items, task, runtime, oracle))
+                streams.append(await run_stream(seed, items, cell, runtime, oracle))
             groups = [files.values(one) for one in streams]
             values = [value for group in groups for value in group]
             low, high = metrics.interval(groups)
@@ -123,7 +125,15 @@ class Bench:
                 tok_per_s=sum(s.tokens for s in streams) / max(1e-9, sum(s.seconds for s in streams)),
                 budgets=runtime.engine.budgets, peak_bytes=runtime.memory.slot_bytes, streams=streams)
 
-    def budget(self, cell: Cell, task: Task) -> Budget:
+    def items(self, cell: Cell, seed: int) -> list[Item]:
+        """One stream of a cell; with a focus the first question alone is asked, where it would be."""
+        found = list(suite.task_named(cell.task).items(seed, cell.length, self._measure, self.text.lines))
+        if not cell.focus:
+            return found
+        questions = [at for at, item in enumerate(found) if item.answer is not None]
+        return [item for at, item in enumerate(found) if at not in questions[1:]]
+
+    def budget(self, cell: Cell) -> Budget:
         """That of the cell; without units, room for the longest of its streams and an answer.
 
         The model's window must hold it: the runtime says so otherwise.
@@ -132,7 +142,7 @@ class Bench:
             return Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
         longest = 0
         for seed in range(cell.first_seed, cell.first_seed + cell.streams):
-            items = list(task.items(seed, cell.length, self.count_tokens, self.text.lines))
+            items = self.items(cell, seed)
             asked = [self.count_tokens(item.text) for item in items if item.answer is not None]
             fed = sum(self.count_tokens(item.text) for item in items if item.answer is None)
             longest = max(longest, fed + max(asked, default=0) + ANSWER_TOKENS)
@@ -167,41 +177,59 @@ class Bench:
         return probe.received[:, :, :count]
 
 
-async def run_stream(seed: int, items: list[Item], task: Task, runtime: Runtime,
+class Piece(NamedTuple):
+    """What is fed at once: the lines between two questions. `wanted`: which of the ids are needed; `ends`: (ids,
+    bytes) after each line."""
+
+    ids: list[int]
+    wanted: list[int]
+    ends: list[tuple[int, int]]
+
+
+def piece_of(lines: list[Item], runtime: Runtime) -> Piece:
+    """Every line becomes tokens alone, so that they are the same wherever a question stands."""
+    found, size = Piece([], [], []), 0
+    for item in lines:
+        ids = runtime.codec.encode_text(item.text)
+        if item.needed:
+            found.wanted.extend(range(len(found.ids), len(found.ids) + len(ids)))
+        found.ids.extend(ids)
+        size += len(item.text.encode())
+        found.ends.append((len(found.ids), size))
+    return found
+
+
+async def run_stream(seed: int, items: list[Item], cell: Cell, runtime: Runtime,
                      oracle: Oracle | None = None) -> StreamResult:
     """Feed one stream, and ask what is asked where it is asked."""
-    policy: Policy = runtime.engine.policy
+    task, policy = suite.task_named(cell.task), runtime.engine.policy
     answers: list[tuple[str, str, str]] = []
     wanted: list[int] = []
     ends: list[tuple[int, int]] = []  # (tokens, bytes) after each line
-    seconds, unit_tokens, size, waiting = 0.0, 0.0, 0, []
+    seconds, unit_tokens = 0.0, 0.0
     if oracle is not None:
         oracle.wanted = torch.zeros(0, dtype=torch.int64)
         if not any(item.needed for item in items):
             raise ConfigError(f"the oracle has nothing to know: no line of task {task.name!r} is asked about")
     if isinstance(policy, Listening):
         policy.logprobs = []
-    async with runtime.open(raw=True if task.raw else None) as ctx:
-        for item in [*items, None]:
-            if item is not None and item.answer is not None:
-                waiting.append(item)
+    told = next((item.text for item in items if item.answer is not None), None) if cell.focus else None
+    async with runtime.open(raw=True if task.raw else None, focus=told) as ctx:
+        for asked, group in itertools.groupby(items, key=lambda item: item.answer is not None):
+            if asked:
+                answers += await ask_all(ctx, list(group))
                 continue
-            if waiting:
-                answers += await ask_all(ctx, waiting)
-                waiting = []
-            if item is None:
-                break
-            before = ctx.memory.tokens
-            if oracle is not None and item.needed:
-                wanted.extend(range(before, before + runtime.count_tokens(item.text)))
-                oracle.wanted = torch.tensor(wanted)
-            started = time.perf_counter()
-            await ctx.feed(item.text)
-            seconds += time.perf_counter() - started
-            memory = ctx.memory
-            unit_tokens += (memory.tokens - before) * (sum(memory.units) / len(memory.units) + memory.pending)
-            size += len(item.text.encode())
-            ends.append((memory.tokens, size))
+            piece, before, size = piece_of(list(group), runtime), ctx.memory.tokens, ends[-1][1] if ends else 0
+            ends += [(before + tokens, size + more) for tokens, more in piece.ends]
+            if oracle is not None:
+                wanted += [before + at for at in piece.wanted]
+                oracle.wanted = torch.tensor(wanted, dtype=torch.int64)
+            for start in range(0, len(piece.ids), FED_AT_ONCE):
+                ids, units = piece.ids[start:start + FED_AT_ONCE], ctx.memory.units
+                begun = time.perf_counter()
+                await ctx.feed(ids)
+                seconds += time.perf_counter() - begun
+                unit_tokens += len(ids) * sum(units + ctx.memory.units) / (2 * len(units))
         tokens = ctx.memory.tokens
     bits, counted = heard(policy, ends) if isinstance(policy, Listening) else (0.0, 0)
     return StreamResult(seed=seed, tokens=tokens, seconds=seconds, unit_tokens=unit_tokens, answers=answers, bits=bits,

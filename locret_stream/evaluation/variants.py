@@ -27,6 +27,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     sinks: int = 0
     stabilizers: int = 0
     chunk_size: int = 0
+    focus: bool = False
     everything: bool = False
 
 
@@ -36,7 +37,7 @@ def variant_of(cell: Cell, origin: Origin) -> Variant:
     divided = {} if everything else {"allocation": cell.allocation, "sinks": cell.sinks,
                                      "stabilizers": cell.stabilizers}
     return Variant(policy=cell.policy, knobs=tuple(sorted(cell.knobs.items())), heads=origin.heads,
-                   chunk_size=cell.chunk_size, everything=everything, **divided)
+                   chunk_size=cell.chunk_size, focus=cell.focus, everything=everything, **divided)
 
 
 def labels(cells: Iterable[tuple[Cell, Origin]]) -> dict[Variant, str]:
@@ -54,6 +55,7 @@ def _within(folders: dict[Variant, str]) -> dict[Variant, str]:
         lambda v: " ".join(f"{name}={value}" for name, value in v.knobs),
         lambda v: v.allocation if isinstance(v.allocation, str) else ":".join(f"{share:g}" for share in v.allocation),
         lambda v: heads.get(v.heads, "no heads"),
+        lambda v: "focus" if v.focus else "",
         lambda v: f"{v.sinks} sinks",
         lambda v: f"{v.stabilizers} stabilizers",
         lambda v: f"chunks of {v.chunk_size}",

@@ -192,6 +192,20 @@ async def test_sentences_are_asked_in_the_chat_frame(monkeypatch):
     assert raw == [None, True]
 
 
+async def test_with_a_focus_the_first_question_is_told_and_no_other_asked(monkeypatch):
+    told, real = [], Runtime.open
+    monkeypatch.setattr(Runtime, "open", lambda self, *a, **k: told.append(k["focus"]) or real(self, *a, **k))
+    for task in ("recall", "every_so_often"):
+        plain = await bench().measure(cell(task=task, streams=1))
+        found = await bench().measure(cell(task=task, streams=1, focus=True))
+        [(question, expected, _)] = found.streams[0].answers
+        [one] = plain.streams
+        assert (question, expected) == one.answers[0][:2] and found.streams[0].tokens == one.tokens
+        assert told[-2:] == [None, question]
+    origin = bench().origin("")
+    assert files.name_of(cell(focus=True), origin) != files.name_of(cell(), origin)
+
+
 @pytest.mark.parametrize(("more", "message"), [
     ({"task": "recal"}, r"no task 'recal'; expected one of passkey, recall"),
     ({"streams": 0}, "streams is 0"),
