@@ -26,6 +26,7 @@ class NaCl(Policy):
         random: C_r / (C_p + C_r); the paper's table divides 12 to 7.
         draw: "fresh" draws anew at every grid point; "reservoir" once per unit, so that a unit is lost only to others
             of better luck (a weighted reservoir).
+        lots: "head" draws for every head (the paper), "layer" one lot for all heads of a layer, for comparison.
         seed: of the draws.
 
     Deviations: an input is a chunk, so there is one eviction per grid point, answers included, in place of one for a
@@ -39,7 +40,7 @@ class NaCl(Policy):
     stateful = True
 
     def __init__(self, proxies: float = 0.1, where: str = "end", random: float = 0.37, draw: str = "fresh",
-                 seed: int = 0):
+                 lots: str = "head", seed: int = 0):
         if not 0 < proxies <= 1:
             raise ConfigError(f"policy 'nacl': proxies is {proxies!r}; expected a share of the chunk in (0, 1]")
         if not 0 <= random <= 1:
@@ -48,7 +49,10 @@ class NaCl(Policy):
             raise ConfigError(f"policy 'nacl': where is {where!r}; expected 'end' or 'both'")
         if draw not in ("fresh", "reservoir"):
             raise ConfigError(f"policy 'nacl': draw is {draw!r}; expected 'fresh' or 'reservoir'")
+        if lots not in ("head", "layer"):
+            raise ConfigError(f"policy 'nacl': lots is {lots!r}; expected 'head' or 'layer'")
         self.proxies, self.where, self.random, self.draw, self.seed = proxies, where, random, draw, seed
+        self.alike = lots == "layer"
 
     def _rows(self, new: int, device: torch.device) -> Tensor:
         """Which of a chunk's tokens are proxies, [R]."""
@@ -71,4 +75,5 @@ class NaCl(Policy):
         stays = torch.zeros_like(scores, dtype=torch.bool)
         stays.scatter_(1, keys.topk(by_score, dim=1).indices, True)
         step = chunk.start if self.draw == "fresh" else None
-        return torch.where(stays, math.inf, scores + gumbel(self.seed, chunk.layer, chunk.positions, step))
+        lots = gumbel(self.seed, chunk.layer, chunk.positions, step, self.alike)
+        return torch.where(stays, math.inf, scores + lots)

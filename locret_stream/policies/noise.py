@@ -13,10 +13,11 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts int64 arithmetically; splitmix wants zeros
 
 
-def _draw(seed: int, layer: int, positions: Tensor, step: int | None) -> Tensor:
-    """positions [H, N] int64 -> [H, N] int64 below 2^24, independent for every head, position and step."""
+def _draw(seed: int, layer: int, positions: Tensor, step: int | None, alike: bool = False) -> Tensor:
+    """positions [H, N] int64 -> [H, N] int64 below 2^24, independent for every head (not if `alike`), position and
+    step."""
     key = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # any whole number, as int64
-    head = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    head = 0 if alike else torch.arange(positions.shape[0], device=positions.device)[:, None]
     x = torch.zeros((), dtype=torch.int64, device=positions.device)
     for word in (key, layer, head, positions, *([] if step is None else [step])):
         x = (x ^ word) * _GOLDEN + _GOLDEN
@@ -31,7 +32,7 @@ def uniform(seed: int, layer: int, positions: Tensor, step: int | None = None) -
     return _draw(seed, layer, positions, step).float() / (1 << _BITS)
 
 
-def gumbel(seed: int, layer: int, positions: Tensor, step: int | None = None) -> Tensor:
-    """[H, N] fp32, standard Gumbel: the k largest of log p + gumbel are k draws from p without replacement
-    (arXiv:1903.06059)."""
-    return -(-((_draw(seed, layer, positions, step).double() + 0.5) / (1 << _BITS)).log()).log().float()
+def gumbel(seed: int, layer: int, positions: Tensor, step: int | None = None, alike: bool = False) -> Tensor:
+    """[H, N] fp32, standard Gumbel, one draw for all heads if `alike`: the k largest of log p + gumbel are k draws from
+    p without replacement (arXiv:1903.06059)."""
+    return -(-((_draw(seed, layer, positions, step, alike).double() + 0.5) / (1 << _BITS)).log()).log().float()

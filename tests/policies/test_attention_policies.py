@@ -180,6 +180,14 @@ def test_heads_and_layers_draw_apart():
     assert len(sets) == LAYERS * HEADS
 
 
+def test_one_lot_for_a_layer_falls_alike_in_all_its_heads():
+    engine = build("nacl", units=UNITS, chunk_size=CHUNK, random=1.0, lots="layer")
+    state = engine.open(0)
+    feed(engine, state, [7] * (8 * CHUNK))
+    sets = [{tuple(head) for head in state.store.positions(layer).tolist()} for layer in range(LAYERS)]
+    assert all(len(found) == 1 for found in sets) and len(set.union(*sets)) == LAYERS
+
+
 # -- noise ----------------------------------------------------------------------------------------------------------
 
 
