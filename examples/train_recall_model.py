@@ -164,7 +164,8 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
         result = train_heads(model, examples, arguments.out / name, config)
         print(f"{name}: top-10 % overlap {result.overlap_before:.3f} before, {result.overlap:.3f} after", flush=True)
         if arguments.allocate_units:
-            division = AllocationConfig(units=arguments.allocate_units, chunk_size=128, examples=ALLOCATE_EXAMPLES)
+            division = AllocationConfig(units=arguments.allocate_units, chunk_size=128, sinks=4, stabilizers=4,
+                                        examples=ALLOCATE_EXAMPLES)
             fresh = Writer(tokenizer, unseen, f"allocation {arguments.seed}").examples(STAGES[-1])
             made = allocate(model, arguments.out / name, list(itertools.islice(fresh, ALLOCATE_EXAMPLES)), division)
             print(f"  units by layer {made.units}: loss {made.measured['divided'].loss:.3f}, "

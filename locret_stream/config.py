@@ -82,11 +82,13 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected a tuple of positive finite "
                               "numbers")
 
-    def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
+    def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None,
+                  most: int | None = None) -> tuple[int, ...]:
         """Units per KV head of every layer, [L]; `shares` are those of the heads, used by "auto" and "adaptive".
 
-        Sliding-window layers never hold more than their window. Rounds by largest remainder, so that the sum
-        is exactly L * units before that cap.
+        Such shares are advice, found for some budget: where a layer would get more than `most` units (what the window
+        holds), the others get the rest. Sliding-window layers never hold more than their window. Rounds by largest
+        remainder, so that the sum is exactly L * units before that cap.
         """
         allocation = self._shares(shape, shares)
         if len(allocation) != shape.layers:
@@ -94,6 +96,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
                               "expected one per layer")
         total, weight = self.units * shape.layers, sum(allocation)
         exact = [total * share / weight for share in allocation]
+        if most is not None and isinstance(self.allocation, str) and allocation == shares:
+            exact = _capped(exact, most)
         units = [math.floor(x) for x in exact]
         by_remainder = sorted(range(shape.layers), key=lambda i: (units[i] - exact[i], i))
         for i in by_remainder[: total - sum(units)]:
@@ -124,6 +128,18 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             step = 2 * (free - least) / (shape.layers - 1)
             return tuple(protected + 2 * free - least - step * layer for layer in range(shape.layers))
         return (1.0,) * shape.layers
+
+
+def _capped(exact: list[float], most: int) -> list[float]:
+    """The same sum with no number above `most`, the others in their proportions; as it is where that cannot be."""
+    if sum(exact) > most * len(exact):
+        return exact
+    capped: set[int] = set()
+    while over := {i for i, units in enumerate(exact) if units > most and i not in capped}:
+        capped |= over
+        rest, weight = sum(exact) - most * len(capped), sum(units for i, units in enumerate(exact) if i not in capped)
+        exact = [most if i in capped else units * rest / weight for i, units in enumerate(exact)]
+    return exact
 
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):

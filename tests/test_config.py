@@ -87,6 +87,29 @@ def test_auto_takes_the_shares_of_the_heads():
     assert uniform.per_layer(shape_of(), (1.0, 2.0, 3.0)) == (40, 40, 40)
 
 
+@given(st.integers(1, 400), st.lists(st.floats(0.05, 20), min_size=1, max_size=8).map(tuple))
+def test_shares_of_heads_give_way_to_the_window(units: int, shares: tuple[float, ...]):
+    """They were found for another budget; the sum stays, and where nothing is over the window they are as they were."""
+    budget, shape = Budget(units=units, sinks=0, stabilizers=0), shape_of(len(shares))
+    try:
+        plain = budget.per_layer(shape, shares)
+        found = budget.per_layer(shape, shares, most=400)
+    except ConfigError:  # a layer so poor that it holds nothing
+        return
+    assert sum(found) == units * len(shares) and max(found) <= 400
+    assert found == plain or max(plain) > 400
+    free = [(a, b) for a, b in zip(found, plain, strict=True) if a < 400]
+    assert all(a >= b - 1 for a, b in free), "what is cut off goes to the others"
+    own = Budget(units=units, sinks=0, stabilizers=0, allocation=shares)
+    assert own.per_layer(shape, most=400) == plain, "given by hand they are no advice"
+
+
+def test_shares_that_cannot_fit_the_window_stay_as_they_are():
+    budget = Budget(units=500, sinks=0, stabilizers=0)
+    assert budget.per_layer(shape_of(), (1.0, 2.0, 3.0), most=400) == (250, 500, 750)
+    assert budget.per_layer(shape_of(), (1.0, 2.0, 3.0), most=600) == (300, 600, 600)
+
+
 def test_adaptive_is_the_shares_of_the_heads_or_an_error():
     budget = Budget(units=40, sinks=0, stabilizers=0, allocation="adaptive")
     assert budget.per_layer(shape_of(), (1.0, 2.0, 3.0)) == (20, 40, 60)

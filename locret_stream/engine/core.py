@@ -51,7 +51,7 @@ class Engine:
                  shares: tuple[float, ...] | None = None):
         shape = attachment.shape
         self.attachment, self.config, self.policy, self.shape = attachment, config, policy, shape
-        self.budgets = config.budget.per_layer(shape, shares)
+        self.budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
         self.chunk_size = config.chunk_size
         check_window(self.budgets, self.chunk_size, shape)
         self.tables = attachment.tables(max(self.budgets) + self.chunk_size)

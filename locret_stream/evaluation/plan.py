@@ -149,7 +149,8 @@ def _expect_budget(cell: Cell, heads: RetainingHeads | None, bench: Bench) -> No
     shape = bench.shape[0]
     policy = ORACLES[cell.policy]() if cell.policy in ORACLES else make_policy(cell.policy, cell.knobs, heads)
     budget = Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
-    budgets = budget.per_layer(shape, heads.config.budget_shares if heads else None)
+    budgets = budget.per_layer(shape, heads.config.budget_shares if heads else None,
+                               most=shape.window - cell.chunk_size)
     check_window(budgets, cell.chunk_size, shape)
     for units, window in zip(budgets, shape.sliding, strict=True):
         sinks, stabilizers = (0, 0) if window else policy.protection(units, cell.sinks, cell.stabilizers)

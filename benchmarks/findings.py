@@ -1,0 +1,179 @@
+"""What the papers found about eviction, tried on a small model:
+
+    python benchmarks/findings.py --model recall-model --text books/*.txt --out findings --keep findings
+
+One table of variants for each finding: 48 facts in marker form (task "recall", 256 questions a cell) unless it says
+otherwise. Heads that a finding needs are trained into the model's folder, and every cell is a file in --out: the
+same command goes on where it stopped. Budgets are small on purpose: where all is remembered nothing can differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from record import record
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from locret_stream.evaluation import suite, tasks
+from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation.runner import Bench
+from locret_stream.heads import RetainingHeads
+from locret_stream.training import Example, TrainConfig, train_heads
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from recall_model.data import Writer
+from tokenizers import Tokenizer
+
+UNITS, LENGTH, CHUNK, STABILIZERS = 128, 4096, 128, 4
+TRAINED = {  # heads by folder: what differs from the recipe's own, and which text they read
+    "heads": ({}, "both"),
+    "heads-zscore": ({"label": "zscore"}, "both"),
+    "heads-logit": ({"label": "logit"}, "both"),
+    "heads-logit-plain": ({"label": "logit", "input_norm": False, "bias": False}, "both"),
+    "heads-rough": ({"alpha": 0.0}, "both"),
+    "heads-smooth": ({"alpha": 2.5e-2}, "both"),
+    "heads-32": ({"width": 32}, "both"),
+    "heads-512": ({"width": 512}, "both"),
+    "heads-books": ({}, "books"),
+    "heads-code": ({}, "code"),
+    "heads-query": ({"query_tokens": 4}, "both"),
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What a paper says, and the variants that show it: label -> settings of a `Cell`."""
+
+    name: str
+    claim: str
+    variants: dict[str, dict]
+
+
+def locret(heads: str = "heads", **more: object) -> dict:
+    return {"policy": "locret", "heads": heads, "allocation": "main", **more}
+
+
+FINDINGS = (
+    Finding("label scaling", "Locret regresses unscaled attention logits (arXiv:2410.01805, section 3.2)", {
+        "log-probabilities": locret(), "standardised logits": locret("heads-zscore"),
+        "raw logits": locret("heads-logit"),
+        "raw logits, heads without LayerNorm and biases (the paper's)": locret("heads-logit-plain")}),
+    Finding("smoothing", "without the smoothing loss R.Number falls from 97.46 to 79.15 (Locret, revision)", {
+        "none": locret("heads-rough"), "2.5e-3 (the paper's)": locret(), "2.5e-2": locret("heads-smooth")}),
+    Finding("stabilizers", "the last n_s units of a chunk must stay; with n_s = 0 the released code protects, and so "
+            "ties, every unit; 256 units in every layer", {
+                **{f"n_s = {n}": locret(stabilizers=n, units=256, allocation="uniform") for n in (0, 4, 16, 32, 64)},
+                "n_s = 0 as released: the newest of all that tie": {"policy": "streaming_llm", "stabilizers": 0,
+                                                                    "units": 256}}),
+    Finding("head width", "the width of the heads hardly matters (Locret, appendix)", {
+        "32": locret("heads-32"), "128": locret(), "512": locret("heads-512")}),
+    Finding("training data", "the training data of the heads hardly matters (Locret, appendix)", {
+        "books and code": locret(), "books": locret("heads-books"), "code": locret("heads-code")}),
+    Finding("chunked prefill", "H2O and SnapKV fail under chunked prefill, whose scores see no later tokens (Locret, "
+            "Figure 1); streams of 896 tokens, evicted once at their end or every 64 tokens", {
+                f"{policy}, {words}": {"policy": policy, "length": 896, "chunk_size": chunk, "units": 256}
+                for policy in ("h2o", "snapkv") for words, chunk in (("once", 896), ("every 64", 64))}),
+    Finding("pyramid", "PyramidKV's budgets on top of Locret gain (47.57 to 48.38, Locret, revision)", {
+        "uniform": locret(allocation="uniform"), "pyramid": locret(allocation="pyramid"),
+        "learned with the heads": locret()}),
+    Finding("random share of NaCl", "a random share of the budget helps (arXiv:2408.03675, table 3)", {
+        **{f"{share:.0%}": {"policy": "nacl", "knobs": {"random": share}, "units": 256}
+           for share in (0.0, 0.37, 0.7, 1.0)},
+        "37%, one lot per unit": {"policy": "nacl", "knobs": {"draw": "reservoir"}, "units": 256}}),
+    Finding("head-wise draws of NaCl", "drawing for every head loses no token in all of them (arXiv:2408.03675, 6.3)", {
+        f"{words}, {share:.0%} random": {"policy": "nacl", "units": 256,
+                                         "knobs": {"lots": lots, "draw": "reservoir", "random": share}}
+        for lots, words in (("head", "every head"), ("layer", "one lot a layer")) for share in (0.37, 1.0)}),
+    Finding("chunk size", "Locret is stable over chunk sizes (Locret, appendix)", {
+        str(chunk): locret(chunk_size=chunk) for chunk in (32, 64, 128, 256, 512)}),
+    Finding("Locret-Q", "a query in front makes query-driven tasks survive budgets that fail without (RULER: 34.33 to "
+            "75.54); 48 units, one question a stream", {
+                "not told": locret(units=48),
+                "told, heads that never saw a query": locret(units=48, focus=True),
+                "told, heads trained with it": locret("heads-query", units=48, focus=True)}),
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder that examples/train_recall_model.py wrote")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="the books that it was trained on")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results of the cells")
+    parser.add_argument("--finding", action="append", choices=[one.name for one in FINDINGS], help="only these")
+    parser.add_argument("--questions", type=int, default=256, help="of a cell (default 256)")
+    parser.add_argument("--steps", type=int, default=400, help="of each set of heads that is missing (default 400)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
+    return parser.parse_args()
+
+
+def text_for(which: str, books: list[Path]) -> str:
+    """Their first 95 %, as in the recipe, and the sources that no evaluation reads."""
+    texts = [path.read_text(encoding="utf-8") for path in books]
+    read = [text[:int(0.95 * len(text))] for text in texts]
+    code = [tasks.read_module(name) for name in tasks.training_modules()]
+    return "\n".join({"books": read, "code": code, "both": read + code}[which])
+
+
+def examples(tokenizer: Tokenizer, which: str, books: list[Path]) -> Iterator[Example]:
+    return Writer(tokenizer, text_for(which, books), "findings").examples(1024)
+
+
+def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: set[str]) -> None:
+    """Heads that are not in the model's folder yet; the recipe's own as they are."""
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    for name in sorted(wanted):
+        more, which = TRAINED[name]
+        if (options.model / name / "heads.json").is_file():
+            continue
+        config = TrainConfig(**{"steps": options.steps, "width": 128, "input_norm": True, "bias": True, "batch": 4,
+                                "lr": 2e-3, "warmup": 0.1, "max_tokens": 1025} | more)
+        print(f"training {name} on {which}", file=sys.stderr, flush=True)
+        train_heads(model, examples(tokenizer, which, options.text), options.model / name, config)
+
+
+def cell_of(variant: dict, options: argparse.Namespace) -> Cell:
+    """Its settings over those of all. "main": the shares that were learned with the recipe's heads, for every variant
+    the same, so that a variant differs in one thing."""
+    given = {"task": "recall", "units": UNITS, "length": LENGTH, "chunk_size": CHUNK,
+             "stabilizers": STABILIZERS} | variant
+    if given.get("allocation") == "main":
+        shares = RetainingHeads.load(options.model / "heads").config.budget_shares
+        given["allocation"] = shares or "uniform"
+    asked = suite.task_named(given["task"]).asked
+    if given.get("focus"):
+        asked = 1
+    if given.get("heads"):
+        given["heads"] = str(options.model / given["heads"])
+    return Cell(streams=math.ceil(options.questions / asked), **given)
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    chosen = [one for one in FINDINGS if not options.finding or one.name in options.finding]
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    train_missing(options, model, {variant["heads"] for one in chosen for variant in one.variants.values()
+                                   if variant.get("heads")} | {"heads"})
+    bench = Bench(model, AutoTokenizer.from_pretrained(options.model))
+    rows = []
+    for one in chosen:
+        found = {}
+        for label, variant in one.variants.items():
+            [result] = bench.run([cell_of(variant, options)], options.out)
+            found[label] = {"score": round(result.score, 4), "low": round(result.low, 4), "high": round(result.high, 4),
+                            "questions": result.questions, "units": result.budgets}
+            print(f"{one.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]", file=sys.stderr,
+                  flush=True)
+        rows.append({"finding": one.name, "claim": one.claim, "variants": found})
+    origin = msgspec.to_builtins(bench.origin(str(options.model / "heads")))
+    record(options.keep or "findings", {"origin": origin, "findings": rows}, keep=options.keep is not None)
+
+
+if __name__ == "__main__":
+    main()
