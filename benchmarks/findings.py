@@ -143,8 +143,7 @@ def cell_of(variant: dict, options: argparse.Namespace) -> Cell:
     given = {"task": "recall", "units": UNITS, "length": LENGTH, "chunk_size": CHUNK,
              "stabilizers": STABILIZERS} | variant
     if given.get("allocation") == "main":
-        shares = RetainingHeads.load(options.model / "heads").config.budget_shares
-        given["allocation"] = shares or "uniform"
+        given["allocation"] = RetainingHeads.load(options.model / "heads").config.budget_shares
     asked = suite.task_named(given["task"]).asked
     if given.get("focus"):
         asked = 1
@@ -157,9 +156,11 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     chosen = [one for one in FINDINGS if not options.finding or one.name in options.finding]
+    if not (options.model / "heads" / "allocation.json").is_file():
+        sys.exit(f"{options.model}/heads has no shares of the budget; expected the folder as the recipe leaves it")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     train_missing(options, model, {variant["heads"] for one in chosen for variant in one.variants.values()
-                                   if variant.get("heads")} | {"heads"})
+                                   if variant.get("heads")})
     bench = Bench(model, AutoTokenizer.from_pretrained(options.model))
     rows = []
     for one in chosen:
