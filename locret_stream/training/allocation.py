@@ -256,7 +256,8 @@ class _Run:
 class _Exactly(Budget, frozen=True, kw_only=True):
     """Units per layer just as `allocation` says: of layers that hold everything, `units` is not the mean."""
 
-    def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
+    def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None,
+                  most: int | None = None) -> tuple[int, ...]:
         return tuple(min(units, window or units) for units, window in zip(self.allocation, shape.sliding, strict=True))
 
 
