@@ -1,9 +1,8 @@
-"""Policies that only an evaluation can have: some know what will be asked, one listens to the text that passes."""
+"""What only an evaluation can have: policies that know what will be asked, and an ear for the text that passes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,14 +72,10 @@ class Attention(Policy):
         return sums[:, :chunk.k.shape[1]]
 
 
-class Listening(Policy):
-    """Another policy, overheard: `logprobs` collects log p of every committed token, nan for the first of a stream."""
+class Heard:
+    """Collects log p of every committed token, for a `Listening` policy; nan for the first of a stream."""
 
-    def __init__(self, policy: Policy, shape: ModelShape):
-        self.inner = policy
-        for name in ("name", "scope", "stateful", "bounded", "planes", "knobs"):
-            setattr(self, name, getattr(policy, name))
-        self.needs = policy.needs | {"token_logprob"}
+    def __init__(self, shape: ModelShape):
         scored = [layer for layer, window in enumerate(shape.sliding) if not window]
         if not scored:
             raise ConfigError("every layer of this model has a sliding window, so that no policy decides about any; "
@@ -88,24 +83,12 @@ class Listening(Policy):
         self.layer = scored[0]
         self.logprobs: list[Tensor] = []
 
-    def begin(self, shape: ModelShape) -> dict[str, Tensor]:
-        return self.inner.begin(shape)
-
-    def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:
-        return self.inner.protection(budget, sinks, stabilizers)
-
-    def score(self, chunk: Chunk) -> Tensor:
+    def __call__(self, chunk: Chunk, scores: Tensor) -> None:
         if chunk.layer == self.layer:
             assert chunk.logprobs is not None
             self.logprobs.append(chunk.logprobs.cpu())
-        return self.inner.score(chunk)
 
     def bits(self, tokens: int) -> float:
-        """Of the first `tokens` tokens that were overheard; the first of the stream counts nothing."""
+        """Of the first `tokens` tokens; the first of the stream counts nothing."""
         heard = torch.cat(self.logprobs)[:tokens]
         return -float(heard.nan_to_num(0.0).double().sum()) / math.log(2)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)

@@ -24,10 +24,11 @@ from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics, suite
 from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResult
-from locret_stream.evaluation.probes import Attention, Listening, Oracle, PerHeadOracle
+from locret_stream.evaluation.probes import Attention, Heard, Oracle, PerHeadOracle
 from locret_stream.evaluation.suite import Item, Text
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
+from locret_stream.policies import Listening
 from locret_stream.runtime import Runtime
 from locret_stream.runtime.loading import in_passing
 from locret_stream.snapshot.identity import digest_tensors, digest_text
@@ -109,14 +110,16 @@ class Bench:
                           knobs=None if oracle else cell.knobs, heads=cell.heads or None,
                           budget=self.budget(cell), chunk_size=cell.chunk_size, max_live=1, scratch=AT_ONCE)
         async with runtime:
+            heard = None
             if task.kind == "bits":
-                runtime.engine.policy = Listening(runtime.engine.policy, runtime.engine.shape)
+                heard = Heard(runtime.engine.shape)
+                runtime.engine.policy = Listening(runtime.engine.policy, heard)
             streams = []
             for seed in seeds:
                 items = self.items(cell, seed)
                 if isinstance(oracle, PerHeadOracle):
                     oracle.worth = await self.worth(items)
-                streams.append(await run_stream(seed, items, cell, runtime, oracle))
+                streams.append(await run_stream(seed, items, cell, runtime, oracle, heard))
             groups = [files.values(one) for one in streams]
             values = [value for group in groups for value in group]
             low, high = metrics.interval(groups)
@@ -200,9 +203,9 @@ def piece_of(lines: list[Item], runtime: Runtime) -> Piece:
 
 
 async def run_stream(seed: int, items: list[Item], cell: Cell, runtime: Runtime,
-                     oracle: Oracle | None = None) -> StreamResult:
+                     oracle: Oracle | None = None, heard: Heard | None = None) -> StreamResult:
     """Feed one stream, and ask what is asked where it is asked."""
-    task, policy = suite.task_named(cell.task), runtime.engine.policy
+    task = suite.task_named(cell.task)
     answers: list[tuple[str, str, str]] = []
     wanted: list[int] = []
     ends: list[tuple[int, int]] = []  # (tokens, bytes) after each line
@@ -211,8 +214,8 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, runtime: Runtime,
         oracle.wanted = torch.zeros(0, dtype=torch.int64)
         if not any(item.needed for item in items):
             raise ConfigError(f"the oracle has nothing to know: no line of task {task.name!r} is asked about")
-    if isinstance(policy, Listening):
-        policy.logprobs = []
+    if heard is not None:
+        heard.logprobs = []
     told = next((item.text for item in items if item.answer is not None), None) if cell.focus else None
     async with runtime.open(raw=True if task.raw else None, focus=told) as ctx:
         for asked, group in itertools.groupby(items, key=lambda item: item.answer is not None):
@@ -231,19 +234,19 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, runtime: Runtime,
                 seconds += time.perf_counter() - begun
                 unit_tokens += len(ids) * sum(units + ctx.memory.units) / (2 * len(units))
         tokens = ctx.memory.tokens
-    bits, counted = heard(policy, ends) if isinstance(policy, Listening) else (0.0, 0)
+    bits, counted = bits_of(heard, ends) if heard is not None else (0.0, 0)
     return StreamResult(seed=seed, tokens=tokens, seconds=seconds, unit_tokens=unit_tokens, answers=answers, bits=bits,
                         bytes=counted)
 
 
-def heard(policy: Listening, ends: list[tuple[int, int]]) -> tuple[float, int]:
+def bits_of(heard: Heard, ends: list[tuple[int, int]]) -> tuple[float, int]:
     """Bits and bytes of the whole lines that were committed; `ends` are (tokens, bytes) after each line."""
-    committed = sum(map(len, policy.logprobs))
+    committed = sum(map(len, heard.logprobs))
     tokens, size = max((end for end in ends if end[0] <= committed), default=(0, 0))
     if not size:
         raise ConfigError(f"the {committed} tokens of whole chunks hold no whole line, so there are no bits to count; "
                           "expected a longer stream or smaller chunks")
-    return policy.bits(tokens), size
+    return heard.bits(tokens), size
 
 
 async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[str, str, str]]:

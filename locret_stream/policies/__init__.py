@@ -1,6 +1,7 @@
 """Which units stay: one method per file, named as its paper names it. Tensors in, scores out."""
 
 from locret_stream.policies.base import Chunk, ColumnSums, Policy
+from locret_stream.policies.listening import Listening
 from locret_stream.policies.registry import POLICIES, make_policy
 
-__all__ = ["POLICIES", "Chunk", "ColumnSums", "Policy", "make_policy"]
+__all__ = ["POLICIES", "Chunk", "ColumnSums", "Listening", "Policy", "make_policy"]

@@ -34,7 +34,7 @@ from locret_stream.errors import ConfigError, InvalidTokens, WindowExceeded
 from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attach, detach
-from locret_stream.policies import Chunk, Policy, make_policy
+from locret_stream.policies import Chunk, Listening, Policy, make_policy
 from locret_stream.training.checkpoint import ALLOCATION, write_json
 from locret_stream.training.config import (
     DIVIDED,
@@ -226,13 +226,14 @@ class _Run:
 
     def _measure(self, name: str, budgets: tuple[int, ...]) -> Measurement:
         started, config = time.monotonic(), self.config
-        policy = _Listening(make_policy(self.state.policy, heads=self.heads))
+        heard = _Heard()
+        policy = Listening(make_policy(self.state.policy, heads=self.heads), heard)
         engine = self._engine(policy, budgets)
         done, nll, top = len(self.state.measured) * len(self.examples), [], []
         for example in self.examples:
-            nll.append(answer_nll(engine, policy, example))
+            nll.append(answer_nll(engine, heard, example))
             if name == FULL and config.rule == "scores":
-                scores = torch.stack([policy.scores[layer] for layer in self.layers])
+                scores = torch.stack([heard.scores[layer] for layer in self.layers])
                 top.append(_top_units(scores[..., :example.answer_spans[-1][0]], config))
             self.progress(Progress(step=done + len(nll), steps=self.total,
                                    note=f"{name}: loss {sum(nll) / sum(self.state.answer_tokens[:len(nll)]):.4f}"))
@@ -261,29 +262,26 @@ class _Exactly(Budget, frozen=True, kw_only=True):
         return tuple(min(units, window or units) for units, window in zip(self.allocation, shape.sliding, strict=True))
 
 
-class _Listening(Policy):
-    """Scores as another policy does, and notes what went by.
+class _Heard:
+    """What went by at the last commit.
 
     Attributes:
         logprobs: [T] of the chunk, see `Chunk`.
         scores: by layer, [H, n] fp32 of all units that the layer held or was given.
     """
 
-    def __init__(self, inner: Policy):
-        self.inner, self.logprobs, self.scores = inner, torch.empty(0), dict[int, Tensor]()
-        self.name, self.scope, self.stateful, self.planes = inner.name, inner.scope, inner.stateful, inner.planes
-        self.needs = inner.needs | {"token_logprob"}
-        self.begin, self.protection = inner.begin, inner.protection
+    def __init__(self) -> None:
+        self.logprobs, self.scores = torch.empty(0), dict[int, Tensor]()
 
-    def score(self, chunk: Chunk) -> Tensor:
+    def __call__(self, chunk: Chunk, found: Tensor) -> None:
+        assert chunk.logprobs is not None
         self.logprobs = chunk.logprobs
-        found = self.inner.score(chunk)
         best = found[0] if found.dim() == 3 else found
-        self.scores[chunk.layer] = best if self.stateful else torch.cat([chunk.scores[0], best.float()], dim=-1)
-        return found
+        whole = best.shape[-1] > chunk.k.shape[1] or not chunk.scores.shape[-1]  # a stateful policy scores all units
+        self.scores[chunk.layer] = best if whole else torch.cat([chunk.scores[0], best.float()], dim=-1)
 
 
-def answer_nll(engine: Engine, policy: _Listening, example: Example) -> float:
+def answer_nll(engine: Engine, heard: _Heard, example: Example) -> float:
     """-log p of the answer tokens of an example, summed, as the engine would give them one by one; slot 0.
 
     Whether a token is pending or committed changes nothing of what it is told by those before it, so whole chunks are
@@ -294,7 +292,7 @@ def answer_nll(engine: Engine, policy: _Listening, example: Example) -> float:
     engine.accept(state, ids)
     while engine.ready(state):
         engine.commit(state)
-        logprobs.append(policy.logprobs)
+        logprobs.append(heard.logprobs)
     found = torch.cat(logprobs).double().cpu()
     return -sum(float(found[start:end].sum()) for start, end in example.answer_spans)
 
