@@ -56,9 +56,8 @@ def one(path: Path, **more) -> tuple[Document, Question]:
 def test_longbench(tmp_path: Path):
     document, question = one(write(tmp_path, "any.jsonl", longbench()))
     assert (document.benchmark, document.task) == ("longbench", "hotpotqa")
-    assert document.context.startswith("Answer the question based on the given passages. Only give me the answer")
-    assert document.context.endswith("The following are given passages.\n" + TEXT)
-    assert question.text.startswith("\n\nAnswer the question based on the given passages.")
+    assert document.context == "Here are passages from an encyclopedia.\n\n" + TEXT
+    assert question.text.startswith("\n\nThose were the passages. Reply with a phrase alone")
     assert question.text.endswith("\n\nQuestion: Who steers the ferry?\nAnswer:")
     assert question.answers == ("Brandt", "Captain Brandt") and question.metric == "longbench/qa_f1"
     assert (question.max_new_tokens, question.length, question.name, question.classes) == (32, 19, "7f", ())
@@ -130,19 +129,18 @@ def test_ruler_questions(tmp_path: Path, task: str, text: str, asked: str):
 
 
 INFINITEBENCH = {  # answer, metric, longest answer, what is asked last
-    "passkey": ("71432", "first_integer", 6, "Who steers the ferry?\n\nThe pass key is"),
-    "number_string": ("0071432", "first_integer", 12, "\n\nThe sequence of digits is"),
+    "passkey": ("71432", "first_integer", 6, "Who steers the ferry?\n\nThe pass key:"),
+    "number_string": ("0071432", "first_integer", 12, "\n\nThe number:"),
     "kv_retrieval": ("2b-9f", "word", 50, "\n\nWho steers the ferry?"),
     "longbook_sum_eng": ("A ferry sinks.", "rouge_l_sum", 1200, "\n\nSummary:"),
-    "longbook_choice_eng": ("Lund", "choice", 40, "A. Holm\nB. Brandt\nC. Lund\nD. Falk\n\nThe letter of the correct "
-                                                  "answer is"),
+    "longbook_choice_eng": ("Lund", "choice", 40, "A. Holm\nB. Brandt\nC. Lund\nD. Falk\n\nLetter:"),
     "longbook_qa_eng": ("Brandt", "qa_f1", 40, "Question: Who steers the ferry?\nAnswer:"),
     "longbook_qa_chn": ("船长", "qa_f1_zh", 40, "问题：Who steers the ferry?\n答案："),
-    "longdialogue_qa_eng": ("BRANDT", "named", 40, "replaced with $$MASK$$ is likely"),
+    "longdialogue_qa_eng": ("BRANDT", "named", 40, "The character that $$MASK$$ stands for:"),
     "math_find": (17, "first_number", 3, "The second largest number of the list is: "),
-    "math_calc": ([1, 4, 2], "leading_integers", 30000, "\nValues:"),
-    "code_run": (-12, "last_integer", 5, "Please compute the exact value of func_3(-4). The value of func_3(-4) is"),
-    "code_debug": ("Lund", "culprit", 5, "C. Lund\nD. Falk\n\nThe correct option is:"),
+    "math_calc": ([1, 4, 2], "leading_integers", 30000, "\nSteps:"),
+    "code_run": (-12, "last_integer", 5, "What does func_3(-4) give? It gives"),
+    "code_debug": ("Lund", "culprit", 5, "C. Lund\nD. Falk\n\nLetter:"),
 }
 
 
@@ -170,9 +168,9 @@ def test_every_task_of_infinitebench(tmp_path: Path, task: str, form: str):
 
 def test_infinitebench_prompts_know_what_they_name(tmp_path: Path):
     find = write(tmp_path, "math_find.jsonl", infinitebench(answer=3, input="The median of the list is"))
-    assert one(find)[0].context.startswith("What is the median in the following list?\n\n")
+    assert one(find)[0].context.startswith("Of the numbers below, find the median.\n\n")
     run = write(tmp_path, "code_run.jsonl", infinitebench(answer=3, input="Call func_12(7)!"))
-    assert "a function called func_12 in the" in one(run)[0].context
+    assert "has a function func_12.\n" in one(run)[0].context
     letter = write(tmp_path, "code_debug.jsonl", infinitebench(answer=["Holm", "A"], options=list("wxyz")))
     assert one(letter)[1].answers == ("Holm", "A")
 

@@ -4,8 +4,9 @@ model.
 A record is {"id", "context", "input", "answer", "options"}; which task it is of only the file's name says. `answer` is
 a text, a number, or a list of them.
 
-Prompts are those that the benchmark gives to open models. As there, three begin with what is asked for (`math_find`,
-`math_calc`, `code_run`), so that a memory knows it while it reads.
+The prompts are worded anew: what is asked and how the answer is to look is the benchmark's, so scores compare with each
+other, and with its tables only roughly. As there, three begin with what is asked for (`math_find`, `math_calc`,
+`code_run`), so that a memory knows it while it reads.
 
 Metrics are those of its `compute_scores.py`, by formula. Where they depart:
 

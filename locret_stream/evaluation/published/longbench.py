@@ -1,8 +1,8 @@
 """LongBench (arXiv:2308.14508): its records, its prompts (`longbench.json`) and its metrics. Knows no model.
 
 A record is {"input", "context", "answers", "dataset", "length", "language", "all_classes", "_id"}; those of LongBench-E
-are the same, their dataset's name may end in "_e". (Copies of the prompts elsewhere write "asconcisely" in that of
-narrativeqa.)
+are the same, their dataset's name may end in "_e". The prompts are worded anew: what is asked and how the answer is to
+look is the benchmark's, so scores compare with each other, and with its tables only roughly.
 
 Metrics are those of its `eval.py` and `metrics.py`, by formula. Where they depart:
 

@@ -45,7 +45,7 @@ class Question:
 class Document:
     """A text to read once, and what is asked of it afterwards, each question of the same state of the memory.
 
-    context: hundreds of kB. With the text of a question behind it, it is the benchmark's own prompt.
+    context: hundreds of kB. With the text of a question behind it, it is one prompt.
     """
 
     benchmark: str
@@ -90,10 +90,9 @@ class TaskFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tasks of a benchmark, and where what is said of them was read."""
+    """The tasks of a benchmark, and where their limits and metrics were read."""
 
     source: str
-    licence: str
     tasks: dict[str, TaskFacts]
 
     @classmethod
