@@ -111,6 +111,7 @@ def test_mistakes_are_one_line_and_two(small: list[str], tiny: Path, tmp_path: P
     assert "more than once" in mistake("run", "-", "-", *ask, *small)
     assert "--ask" in mistake("run", note, "--json", *small)
     assert "temperature" in mistake("run", note, *ask, *small, "--temperature", -1)
+    assert "the focus has" in mistake("run", note, *ask, *small, "--focus", "which one? " * 500)
     assert "keydiff" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydif", "--budget", 96,
                                 "--chunk-size", 32)
     assert "positions" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydiff")
@@ -226,6 +227,8 @@ def test_run_reads_stdin_when_nothing_is_named(small: list[str]):
     code, out, err = invoke("run", "--ask", "What?", "--max-new-tokens", 4, "--json", *small, text="abc\n")
     assert code == 0, err
     assert json.loads(out)["tokens_fed"] == 4
+    code, _, err = invoke("run", "--ask", "What?", "--max-new-tokens", 4, "--focus", "What?", *small, text="abc\n")
+    assert code == 0 and "a focus of 5 tokens" in err
 
 
 def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):

@@ -372,6 +372,15 @@ async def test_sync_context_does_the_same(folder: str):
     assert memory.tokens == len(ids)
 
 
+def test_sync_context_has_a_focus(folder: str):
+    with sync(folder, focus="which?") as ctx:
+        before = ctx.memory.focus
+        ctx.feed(TEXT)
+        ctx.focus(None)
+        ctx.feed(TEXT)
+        assert before > 0 == ctx.memory.focus
+
+
 def test_sync_context_before_and_after_its_block(folder: str):
     ctx = sync(folder)
     for _ in range(2):

@@ -214,7 +214,8 @@ def mean(values: Any) -> float:
 
 def describe(memory: Memory) -> str:
     """What a context holds, in one sentence."""
-    waiting = f" and the newest {memory.pending:,} tokens" if memory.pending else ""
+    waiting = f", a focus of {memory.focus:,} tokens among them," if memory.focus else ""
+    waiting += f" and the newest {memory.pending:,} tokens" if memory.pending else ""
     rest = f"; {memory.held:,} ids and characters more were pulled and are read next" if memory.held else ""
     return (f"{memory.tokens:,} tokens read, {mean(memory.units):,.0f} units per KV head (mean over layers){waiting} "
             f"held in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}"

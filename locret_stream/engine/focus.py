@@ -43,6 +43,11 @@ def expect_focus(engine: Engine, ids: Sequence[int]) -> None:
         raise ConfigError(f"the focus has {len(ids)} tokens; the smallest layer holds {min(full)} units, of which "
                           f"{budget.sinks} sinks and {budget.stabilizers} stabilizers stay: expected at most "
                           f"{max(0, most)} tokens, or a larger budget")
+    for layer, units in enumerate(engine.budgets):
+        first, last = engine.protection_of(layer, len(ids))
+        if first + last > units:
+            raise ConfigError(f"policy {engine.policy.name!r} protects the first {first} and the last {last} units of "
+                              f"{units}, a focus of {len(ids)} tokens included; expected a shorter one")
 
 
 def units_of(engine: Engine, ids: Sequence[int]) -> Units:

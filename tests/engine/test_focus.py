@@ -210,6 +210,16 @@ def test_one_that_has_no_room_is_refused():
     assert state.store.counts == [UNITS] * engine.shape.layers
 
 
+def test_one_that_a_policy_of_ones_own_leaves_no_room_is_refused(monkeypatch):
+    engine = engine_of("keydiff")
+    state = run(engine, 0, ids_of(3 * CHUNK), {}, 5)
+    before = engine.export(state)
+    monkeypatch.setattr(engine.policy, "protection", lambda budget, sinks, stabilizers: (sinks, 16))
+    with pytest.raises(ConfigError, match="first 7 and the last 16 units of 20, a focus of 5 tokens"):
+        engine.focus(state, QUERY)
+    assert_same(engine.export(state), before)
+
+
 def test_a_policy_that_never_evicts_counts_it():
     engine = engine_of("full")
     state = engine.open(0)
