@@ -49,7 +49,7 @@ from locret_stream.training.config import (
     TrainConfig,
 )
 from locret_stream.training.data import Example, fit
-from locret_stream.training.division import CHANCE, divide, envelope, exceeds, proportional
+from locret_stream.training.division import CHANCE, ONE_ERROR, divide, envelope, exceeds, proportional
 from locret_stream.training.source import Source
 
 Measure = Callable[[str, tuple[int, ...]], Measurement]
@@ -167,7 +167,6 @@ class _Run:
         points = sorted({min(max(least, int(config.units * factor)), largest) for factor in config.factors})
         points = [units for units in points if units < held]
         self.total = (3 + (len(points) * len(self.layers) if config.rule == "loss" else 0)) * len(self.examples)
-        chance = CHANCE / (len(self.layers) * len(points) * (len(points) + 1) / 2)  # every comparison there can be
         whole = self.measure(FULL, full)
         if config.rule == "scores":
             own = proportional(self.state.top, total, least, most)
@@ -179,7 +178,7 @@ class _Run:
                         for units, each in zip(points, budgets, strict=True)]
                 top = [held] if held <= largest else []  # there nothing is evicted, and nothing to measure
                 curves.append(envelope([*points, *top], [m.nll for m in made] + [whole.nll] * len(top),
-                                       self.state.answer_tokens, chance))
+                                       self.state.answer_tokens, ONE_ERROR))
             own = divide(curves, total, most)
         return self._settle(own, proportional([0.0] * len(own), total, 0, most))
 

@@ -1,7 +1,7 @@
 """How a total of units is divided among layers by what was measured. Knows numbers alone: no model and no tensors.
 
-A layer's curve is its answer loss by units. Units go where the next one gains most; gains that noise alone could show
-are none.
+A layer's curve is its answer loss by units. Units go where the next one gains most; what is less than a standard error
+is no gain, and a division that is not better than even budgets beyond noise is not used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from itertools import pairwise
 from locret_stream.errors import ConfigError
 
 LEAST_GAIN = 1e-4  # nats per answer token; less is rounding of the forward, and nobody's loss
-CHANCE = 0.05  # that noise alone shows any gain at all
+CHANCE = 0.05  # that even budgets are left for a division that is no better
+ONE_ERROR = 0.16  # that noise alone shows a gain of one standard error. A step of a curve needs no more proof, as the
+# whole division has to prove itself; asked for more, the few examples of a user would show nothing.
 
 Curve = Sequence[tuple[int, float]]
 """(units, loss), units ascending."""
@@ -58,8 +60,7 @@ def envelope(units: Sequence[int], nll: Sequence[Sequence[float]], weights: Sequ
     Args:
         units: ascending; nll: for each, nats by example (see `exceeds`).
 
-    From every point on, the next is the one of steepest fall among those that are lower by more than noise. A sum of
-    such falls is one too (standard errors obey the triangle inequality), so that what comes is convex.
+    From every point on, the next is the one of steepest fall among those that are lower by more than noise.
     """
     losses = [math.fsum(each) / sum(weights) for each in nll]
     at, chosen = 0, [0]
