@@ -274,8 +274,12 @@ class Board:
 
 def name_of(cell: Cell) -> str:
     """A cell in words."""
-    of = f"{cell.streams} documents" if cell.file else f"{cell.streams} streams of {cell.length:,} tokens"
+    of = counted(cell.streams, "document") if cell.file else f"{cell.streams} streams of {cell.length:,} tokens"
     return f"{cell.task}, {cell.policy}, {cell.units or 'all'} units, {of}"
+
+
+def counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -299,7 +303,7 @@ def run_all(axes: Axes, documents: list[FileTask], model: str, options: dict[str
                           "a budget")
     found["documents"] = {one.path: told_of(one) for one in documents}
     for reason, count in found["skipped"].items():
-        err.print(f"skipped: {reason} ({count} {'cell' if count == 1 else 'cells'})", soft_wrap=True)
+        err.print(f"skipped: {reason} ({counted(count, 'cell')})", soft_wrap=True)
     there = sum((to / files.name_of(cell, bench.origin_of(cell))).is_file() for cell in cells)
     with Board(cells, there, lambda cell: bench.task(cell).tokens(cell.streams, cell.length)) as board:
         bench.run(cells, to, progress=board)
@@ -310,7 +314,8 @@ def run_all(axes: Axes, documents: list[FileTask], model: str, options: dict[str
 
 def told_of(one: FileTask) -> dict[str, Any]:
     """What of a file is asked and what is not, also said on stderr."""
-    err.print(f"{one.name}: {one.path}: {sum(one.asks):,} questions on {len(one.asks):,} documents"
+    err.print(f"{one.name}: {one.path}: {counted(sum(one.asks), 'question')} on "
+              f"{counted(len(one.asks), 'document')}"
               + (f"; {one.unscored:,} left out, which only people or a judging model score" if one.unscored else ""),
               soft_wrap=True)
     return {"task": one.name, "documents": len(one.asks), "questions": sum(one.asks), "unscored": one.unscored}

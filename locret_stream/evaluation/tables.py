@@ -28,16 +28,13 @@ def _header(report: Report) -> list[str]:
         *(f"- File `{task}`: {one.path} (content `{one.digest[:8]}`), {_plural(one.documents, 'document')} of "
           f"{_span(*one.tokens)} tokens" for task, one in report.files.items()),
         f"- Questions in a cell: {asked}",
-        "- A cell is the share of questions that were answered exactly right, with its 95 % interval (bootstrap over "
-        "streams; over the questions of the only one, where there is no other).",
-        "- Of a file a cell is the mean over its questions of what the benchmark's own metric gives them, 0 to 1, and "
-        "behind it the share of the score of `full`." if report.files else "",
+        f"- A cell is {_measured(report)}, with its 95 % interval (bootstrap over streams; over the questions of the "
+        "only one, where there is no other).",
         "- `text` is bits per byte: lower is better. Its ratio, full / own, stands in a column of its own."
         if report.bits else "",
         "- `full` evicts nothing. It exists only at lengths that the model's window holds.",
-        "- mean: of score / score of `full`, over the tasks with answers. Tasks on which `full` scores below "
-        f"{LEAST_FULL} ({BELOW}) or was not run ({MISSING}) are shown and left out of it."
-        + (f" A file is left out only where it scores 0 ({BELOW})." if report.files else ""),
+        "- mean: of score / score of `full`, over the tasks with answers. Tasks on which `full` scores "
+        f"{_below(report)} ({BELOW}) or was not run ({MISSING}) are shown and left out of it.",
         "- `oracle` and `oracle_per_head` know which lines will be asked about: what a policy could reach, not rivals."
         if policies & set(ORACLES) else "",
         "- **Bold**: the best of a column, and what its interval does not tell from it.",
@@ -47,6 +44,23 @@ def _header(report: Report) -> list[str]:
         if report.superseded else "",
     ]
     return [line for line in lines if line]
+
+
+def _kinds(report: Report, of_tasks: str, of_files: str) -> str:
+    """What is said of tasks, of files, or of both."""
+    if not report.files:
+        return of_tasks
+    return f"{of_tasks}, of a file {of_files}" if set(report.tasks) - set(report.files) else of_files
+
+
+def _measured(report: Report) -> str:
+    return _kinds(report, "the share of questions that were answered exactly right",
+                  "the mean over its questions of what the benchmark's own metric gives, 0 to 1 (and behind it, what "
+                  "share of the score of `full` that is)")
+
+
+def _below(report: Report) -> str:
+    return _kinds(report, f"below {LEAST_FULL}", "0")
 
 
 def _span(least: int, most: int) -> str:
