@@ -189,13 +189,16 @@ def test_chat_frames_and_raw_files_are_two_tasks(small, data: Path, tmp_path: Pa
 
 
 def test_a_focus_is_the_first_question_of_each_document(small, data: Path, tmp_path: Path, short):
-    code, _, err = invoke(*small, *given(data, "leval/tpo"), "--policy", "random", "--focus", "--budget", 96)
+    code, _, err = invoke(*small, *given(data, "leval/tpo"), "--policy", "random", "--policy", "full", "--focus",
+                          "--budget", 96)
     assert code == 0, err
+    question = next(published.load(data / "tpo.jsonl")).questions[0].text
+    assert {text for text, _ in short} == {question}
     assert all(len(one.streams[0].answers) == len(one.streams[0].scores) == 1 for one in results(tmp_path).values())
 
 
 def test_a_name_says_what_neither_fields_nor_names_tell(small, data: Path, tmp_path: Path, short):
-    path = write(data, "mine/part-1.jsonl", infinitebench(context=BOOK))
+    path = write(data, "mine/part=1.jsonl", infinitebench(context=BOOK))
     assert "name the task, one of code_debug" in mistake(*small, "--file", path, "--policy", "random")
     code, _, err = invoke(*small, "--file", f"infinitebench/longbook_qa_eng={path}", "--policy", "random")
     assert code == 0 and set(results(tmp_path)) == {("infinitebench/longbook_qa_eng", "random")}, err

@@ -29,8 +29,8 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         heads: of each policy that scores with some, their folders; of the others, those whose budget shares the
             allocation "adaptive" takes are `shares_of`.
         knobs: of each policy the values that each of its knobs has.
-        questions: at least so many in a cell; of text there are `suite.TEXT_STREAMS` streams, of a
-            file as many documents as it has.
+        questions: at least so many in a cell, of a file no more than it has; of text there are `suite.TEXT_STREAMS`
+            streams.
         focus: see `Cell`; it takes one stream for each question.
     """
 
@@ -126,8 +126,9 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
             heads[cell.heads] = _loaded(cell.heads, bench)
         if cell.units is not None:
             _expect_budget(cell, heads[cell.heads], bench)
-            reason = f"{cell.policy} on files, which do not say from which lines answers follow" if (
-                cell.file and cell.policy in ORACLES) else ""
+            reason = ""
+            if cell.file and cell.policy in ORACLES:
+                reason = f"{cell.policy} on files, which do not say from which lines answers follow"
         else:
             key = cell.task, cell.file, cell.length, cell.streams, cell.first_seed
             reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)

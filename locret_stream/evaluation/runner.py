@@ -165,8 +165,8 @@ class Bench:
         return Budget(units=longest, sinks=0, stabilizers=0, allocation="uniform")
 
     def room(self, cell: Cell, seed: int) -> int:
-        """Tokens of one stream with its longest question and answer; of a document also what the chat frame adds.
-        Counted once, as long documents take their time."""
+        """Tokens of one stream with its longest question and answer, and the focus; of a document also what the chat
+        frame adds. Counted once, as long documents take their time."""
         key = cell.file, cell.task, seed, cell.focus
         if key in self._rooms:
             return self._rooms[key]
@@ -174,8 +174,8 @@ class Bench:
         count, frame = self._as_read if cell.file else (self.count_tokens, 0)
         room = 0 if task.raw else frame
         room += sum(count(item.text) for item in items if item.answer is None)
-        room += max((count(item.text) + item.answer_tokens for item in items if item.answer is not None),
-                    default=suite.ANSWER_TOKENS)
+        asked = [(count(item.text), item.answer_tokens) for item in items if item.answer is not None]
+        room += max(map(sum, asked), default=suite.ANSWER_TOKENS) + (asked[0][0] if cell.focus else 0)
         if cell.file:
             self._rooms[key] = room
         return room

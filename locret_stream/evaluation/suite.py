@@ -22,7 +22,8 @@ from locret_stream.evaluation.markers import Case
 from locret_stream.evaluation.published import Question
 
 VERSION = 1
-"""Of the streams: counted up whenever one of them changes, so that results of other streams are never mixed in."""
+"""Of the streams: counted up whenever one of them changes, or what `published` makes of a record or an answer, so that
+results of other streams are never mixed in."""
 
 TEXT_STREAMS = 8
 ANSWER_TOKENS = 24
