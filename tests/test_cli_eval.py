@@ -28,8 +28,11 @@ PLOTS = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reaso
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def make_model(folder: Path) -> Path:
     """A folder with a random Llama of 2 layers and 1,024 positions over byte-level BPE, and its heads."""
-    folder = tmp_path_factory.mktemp("model")
     trained = tiny_tokenizers.train("byte_level", tiny_tokenizers.corpus()[:40_000], size=480)
     tokenizer = tiny_tokenizers.wrap(trained, template=tiny_tokenizers.CHATML)
     tokenizer.save_pretrained(folder)
@@ -264,7 +267,7 @@ def test_the_time_that_is_left_is_by_the_tokens_of_cells_that_were_run(monkeypat
     now = [0.0]
     monkeypatch.setattr("locret_stream.cli.eval.time.monotonic", lambda: now[0])
     cells = [Cell(task="recall", policy="h2o", length=length, streams=2) for length in (1000, 1000, 3000)]
-    board = Board(cells, 1)
+    board = Board(cells, 1, lambda cell: cell.length * cell.streams)
     done = [result("h2o", [1, 1], length=length) for length in (1000, 1000)]
     board(done[0], True)
     assert board._left() == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,15 +29,16 @@ from locret_stream.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from locret_stream.evaluation.cells import Cell, CellResult
+    from locret_stream.evaluation.documents import FileTask
     from locret_stream.evaluation.plan import Axes
     from locret_stream.evaluation.runner import Bench
 
 HELP = """Measure how much a bounded memory remembers.
 
-Every task is run with every policy, budget, stream length, allocation and set of heads given. Results are kept in \
---out, one file a cell, and are not run again; a report on all that is there is written beside them: report.md, \
-report.json and, with --plots, PNGs. "full" is the cache that evicts nothing, at lengths that the model's window \
-holds; "oracle" knows what will be asked.
+Every task and file is run with every policy, budget, stream length, allocation and set of heads given. Results are \
+kept in --out, one file a cell, and are not run again; a report on all that is there is written beside them: \
+report.md, report.json and, with --plots, PNGs. "full" is the cache that evicts nothing, at lengths that the model's \
+window holds; "oracle" knows what will be asked, which a file does not say.
 
 Examples:
 
@@ -51,6 +52,10 @@ Examples:
   # heads of another policy, and one knob at two values
   locret-stream eval --model ./llama --policy kvzap --heads kvzap=./zap --policy h2o --knob h2o.recent=0.1 \
 --knob h2o.recent=0.5 --out results
+  # files of LongBench, RULER, InfiniteBench and L-Eval, each scored by its own metric
+  locret-stream eval --model ./llama --heads ./heads --file longbench/qasper.jsonl \
+--file ruler/niah_single_1/validation.jsonl --policy locret --policy streaming_llm --policy full --budget 6000 \
+--out results
   # the report again, of what is there
   locret-stream eval --out results --report-only --plots"""
 
@@ -69,13 +74,21 @@ def evaluate(
         "once."))] = None,
     policy: Annotated[list[str] | None, typer.Option(show_default=" ".join(POLICIES), help=(
         "A policy, oracle or oracle_per_head; may be given more than once."))] = None,
-    task: Annotated[list[str] | None, typer.Option(show_default="sentences", help=(
+    task: Annotated[list[str] | None, typer.Option(show_default="sentences, unless there are files", help=(
         'A task, or "markers" for all in marker form; may be given more than once.'))] = None,
+    file: Annotated[list[str] | None, typer.Option(metavar="[BENCHMARK[/TASK]=]PATH", help=(
+        "A file of LongBench, RULER, InfiniteBench or L-Eval, as published; its fields, its name and its folder's tell "
+        "which, or else BENCHMARK (longbench, ruler, infinitebench, leval) and TASK. May be given more than "
+        "once."))] = None,
+    raw: Annotated[bool, typer.Option("--raw", help=(
+        "Read and ask files without the tokenizer's chat template, as base models are."))] = False,
     budget: Annotated[list[int] | None, typer.Option(min=1, show_default="768 for the bundled model, else 6000", help=(
         "Units kept per KV head, mean over the layers; may be given more than once."))] = None,
     length: Annotated[list[int] | None, typer.Option(min=1, show_default=" ".join(map(str, LENGTHS)), help=(
-        "Tokens of a stream; may be given more than once."))] = None,
-    questions: Annotated[int, typer.Option(min=1, help="At least so many in a cell.")] = 64,
+        "Tokens of a stream (not of a file: its documents are as long as they are); may be given more than "
+        "once."))] = None,
+    questions: Annotated[int, typer.Option(min=1, help=(
+        "At least so many in a cell; of a file as many as it has."))] = 64,
     chunk_size: Annotated[int, typer.Option(min=1, help="Tokens read between two evictions.")] = 128,
     sinks: Annotated[int, typer.Option(min=0, help="First units that always stay.")] = 4,
     stabilizers: Annotated[int, typer.Option(min=0, help="Last units that always stay.")] = 16,
@@ -105,12 +118,14 @@ def evaluate(
         found: dict[str, Any] = {"out": str(to), "ran": 0, "read": 0, "skipped": {}}
         if not report_only:
             bundled = model == "bundled"
-            axes = axes_of(task or ["sentences"], policy or POLICIES, budget or [768 if bundled else 6000],
+            tasks = task or ([] if file else ["sentences"])
+            axes = axes_of(tasks, policy or POLICIES, budget or [768 if bundled else 6000],
                            length or LENGTHS, allocation or ["uniform"], heads or (), knob or (), bundled, {
                                "questions": questions, "chunk_size": chunk_size, "sinks": sinks,
                                "stabilizers": stabilizers, "focus": focus})
             source = suite.STDLIB if text is None else suite.text_of(text)
-            run_all(axes, model, {"device": device, "dtype": dtype}, source, to, plots, found)
+            run_all(axes, documents_of(file or (), raw), model, {"device": device, "dtype": dtype}, source, to, plots,
+                    found)
         found["files"] = [str(path) for path in report_on(to, plots, found)]
     if as_json:
         print_json(found)
@@ -144,6 +159,16 @@ def axes_of(tasks: Iterable[str], policies: Iterable[str], budgets: Iterable[int
         lengths=tuple(dict.fromkeys(lengths)), allocations=tuple(dict.fromkeys(map(allocation_of, allocations))),
         heads={name: tuple(dict.fromkeys(found)) for name, found in folders.items() if name in policies},
         shares_of=next(iter(folders.get("locret", ())), ""), knobs=knobs_of(knobs), **rest)
+
+
+def documents_of(values: Iterable[str], raw: bool) -> list[FileTask]:
+    """The files, each content once. Raises ConfigError: one that cannot be run, or --raw without any."""
+    from locret_stream.evaluation.documents import file_task
+
+    found = {(one.name, one.digest): one for one in (file_task(value, raw) for value in values)}
+    if raw and not found:
+        raise ConfigError("--raw is about files; expected a --file with it")
+    return list(found.values())
 
 
 def allocation_of(value: str) -> str | tuple[float, ...]:
@@ -204,8 +229,8 @@ def value_of(word: str) -> float | int | str:
 class Board:
     """Cells done of all, the current one, the time that is left: live on a terminal, else a line for every cell."""
 
-    def __init__(self, cells: list[Cell], there: int):
-        self._cells, self._done, self._read, self._there = cells, 0, 0, there
+    def __init__(self, cells: list[Cell], there: int, tokens: Callable[[Cell], int]):
+        self._cells, self._done, self._read, self._there, self._tokens = cells, 0, 0, there, tokens
         self._work, self._seconds, self._since = 0, 0.0, time.monotonic()
         self._live = Live(console=err, refresh_per_second=4, get_renderable=self._render) if err.is_terminal else None
 
@@ -227,7 +252,7 @@ class Board:
             self._read += 1
         else:
             self._seconds += now - self._since
-            self._work += work(result.cell)
+            self._work += self._tokens(result.cell)
         self._since, self._done = now, self._done + 1
         if not (self._live or there):
             err.print(f"{self._done} of {len(self._cells)}: {name_of(result.cell)}: {result.score:.2f} "
@@ -238,22 +263,23 @@ class Board:
         """By the tokens of the cells that are to come; none of those that are there before the first is run."""
         if not self._work:
             return ""
-        rest = sum(map(work, self._cells[self._done:])) - (time.monotonic() - self._since) * self._work / self._seconds
-        return f", {duration(max(0.0, rest) * self._seconds / self._work)} left" if rest > 0 else ""
+        speed = self._work / self._seconds
+        rest = sum(map(self._tokens, self._cells[self._done:])) - (time.monotonic() - self._since) * speed
+        return f", {duration(rest / speed)} left" if rest > 0 else ""
 
     def _render(self) -> Line:
         current = f": {name_of(self._cells[self._done])}" if self._done < len(self._cells) else ""
         return Line(f"{self._done} of {len(self._cells)} cells{current}{self._left()}")
 
 
-def work(cell: Cell) -> int:
-    """What a cell takes, about: its tokens."""
-    return cell.length * cell.streams
-
-
 def name_of(cell: Cell) -> str:
     """A cell in words."""
-    return f"{cell.task}, {cell.policy}, {cell.units or 'all'} units, {cell.streams} streams of {cell.length:,} tokens"
+    of = counted(cell.streams, "document") if cell.file else f"{cell.streams} streams of {cell.length:,} tokens"
+    return f"{cell.task}, {cell.policy}, {cell.units or 'all'} units, {of}"
+
+
+def counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -262,39 +288,49 @@ def duration(seconds: float) -> str:
             else f"{seconds / 3600:.1f} h")
 
 
-def run_all(axes: Axes, model: str, options: dict[str, Any], text: Any, to: Path, plots: bool,
-            found: dict[str, Any]) -> None:
+def run_all(axes: Axes, documents: list[FileTask], model: str, options: dict[str, Any], text: Any, to: Path,
+            plots: bool, found: dict[str, Any]) -> None:
     """Check everything, then run what is not there; counts go into `found`."""
     from locret_stream.evaluation import cells as files
     from locret_stream.evaluation import plan
     from locret_stream.evaluation.runner import Bench
 
-    cells = plan.planned(axes)
-    bench = Bench(*load(model, **options), text)
+    cells = plan.planned(axes, documents)
+    bench = Bench(*load(model, **options), text, documents)
     cells, found["skipped"] = plan.checked(cells, bench)
     if not cells:
         raise ConfigError(f"no cell can run: {'; '.join(found['skipped'])}; expected shorter streams, or a policy with "
                           "a budget")
+    found["documents"] = {one.path: told_of(one) for one in documents}
     for reason, count in found["skipped"].items():
-        err.print(f"skipped: {reason} ({count} {'cell' if count == 1 else 'cells'})", soft_wrap=True)
-    there = sum((to / files.name_of(cell, bench.origin(cell.heads))).is_file() for cell in cells)
-    with Board(cells, there) as board:
+        err.print(f"skipped: {reason} ({counted(count, 'cell')})", soft_wrap=True)
+    there = sum((to / files.name_of(cell, bench.origin_of(cell))).is_file() for cell in cells)
+    with Board(cells, there, lambda cell: bench.task(cell).tokens(cell.streams, cell.length)) as board:
         bench.run(cells, to, progress=board)
     found["ran"], found["read"] = len(cells) - there, there
     if plots:
         make_maps(bench, cells, to)
 
 
+def told_of(one: FileTask) -> dict[str, Any]:
+    """What of a file is asked and what is not, also said on stderr."""
+    err.print(f"{one.name}: {one.path}: {counted(sum(one.asks), 'question')} on "
+              f"{counted(len(one.asks), 'document')}"
+              + (f"; {one.unscored:,} left out, which only people or a judging model score" if one.unscored else ""),
+              soft_wrap=True)
+    return {"task": one.name, "documents": len(one.asks), "questions": sum(one.asks), "unscored": one.unscored}
+
+
 def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
     """Maps for the variants of one task, at the longest stream that can be looked at and the smallest budget: of what
     stays, and, with the policies of the paper's figure, of how far scores foresee. Kept in a file of their own."""
     from locret_stream.evaluation import cells as files
-    from locret_stream.evaluation import maps, suite
+    from locret_stream.evaluation import maps
     from locret_stream.evaluation.runner import ORACLES
     from locret_stream.evaluation.variants import LAST, labels, variant_of
 
     usable = [cell for cell in cells if cell.units is not None and cell.policy not in ORACLES
-              and cell.length <= MAP_TOKENS and suite.task_named(cell.task).kind == "answers"]
+              and cell.length <= MAP_TOKENS and bench.task(cell).kind == "answers"]
     if not usable:
         return
     place = max(cell.length for cell in usable), -min(cell.units for cell in usable), usable[0].task

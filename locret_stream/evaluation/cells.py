@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,7 +18,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured.
 
     Args:
-        task: one of `suite.TASKS`. length: tokens of each of its `streams`, which are number first_seed and on.
+        task: one of `suite.TASKS`, or that of a `file`, "benchmark/task".
+        length: tokens of each of its `streams`, which are number first_seed and on; 0 of a file, whose documents are as
+            long as they are.
         policy: one of `POLICIES`, or "oracle" or "oracle_per_head"; with `knobs`.
         units: the budget, None for everything. sinks, stabilizers, allocation: see `Budget`.
         heads: folder of retaining heads, "" for none.
@@ -36,22 +40,25 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     focus: bool = False
     streams: int = 16
     first_seed: int = 0
+    file: str = ""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """What a result holds for, by content: digests of weights, tokenizer and heads, the text's name, the version of
-    the tasks."""
+    the tasks; of a file its digest, and no text."""
 
     weights: str
     tokenizer: str
     heads: str
     text: str
     tasks: int
+    file: str = ""
 
 
 class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
     """One stream: (question, expected, found) for each question, or bits and bytes of its text.
 
+    scores: of each question of a document, by its benchmark's own metric.
     unit_tokens: committed units held, mean over the layers, summed over the tokens fed: the KV footprint.
     """
 
@@ -62,17 +69,19 @@ class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
     answers: list[tuple[str, str, str]] = []
     bits: float = 0.0
     bytes: int = 0
+    scores: list[float] = []
 
 
 def values(stream: StreamResult) -> list[float]:
-    """What its score is the mean of: 1 or 0 for each question, or its bits per byte."""
+    """What its score is the mean of: 1 or 0 for each question, what its benchmark gives it, or its bits per byte."""
     if stream.bytes:
         return [stream.bits / stream.bytes]
-    return [metrics.exact(found, expected) for _, expected, found in stream.answers]
+    return stream.scores or [metrics.exact(found, expected) for _, expected, found in stream.answers]
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`score` is the share of right answers, or bits per byte; [low, high] its 95 % bootstrap interval over streams.
+    """`score` is the mean of `values`: the share of right answers, bits per byte, or what a benchmark's metric gives;
+    [low, high] its 95 % bootstrap interval over streams.
 
     tok_per_s: of feeding, questions aside. budgets: units per layer. peak_bytes: what one context held, all the time.
     """
@@ -91,15 +100,30 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def name_of(cell: Cell, origin: Origin) -> str:
     """Its file's name: readable, and another one for any other cell or origin."""
-    content = msgspec.json.encode((msgspec.structs.replace(cell, heads=""), origin), order="sorted")
+    content = _content((msgspec.structs.replace(cell, heads="", file=""), origin))
     digest = hashlib.blake2b(content, digest_size=6).hexdigest()
-    return f"{cell.task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
+    task = re.sub(r"[^\w.-]+", "_", cell.task).strip("_")
+    return f"{task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
 
 
 def tag_of(origin: Origin) -> str:
     """Eight hexadecimal digits, others for any other origin; heads count for nothing."""
-    content = msgspec.json.encode(msgspec.structs.replace(origin, heads=""), order="sorted")
+    content = _content(msgspec.structs.replace(origin, heads=""))
     return hashlib.blake2b(content, digest_size=4).hexdigest()
+
+
+def _content(what: Any) -> bytes:
+    """Cells and origins as bytes. Without a file they say nothing of files, so that results from before there were any
+    keep their names."""
+    return msgspec.json.encode(_without_empty_files(msgspec.to_builtins(what)), order="sorted")
+
+
+def _without_empty_files(found: Any) -> Any:
+    if isinstance(found, list | tuple):
+        return [_without_empty_files(one) for one in found]
+    if isinstance(found, dict) and found.get("file") == "":
+        return {name: value for name, value in found.items() if name != "file"}
+    return found
 
 
 def read(path: Path) -> CellResult:
@@ -124,15 +148,22 @@ def write(result: CellResult, path: Path) -> None:
 
 
 def by_origin(results: Iterable[CellResult]) -> Iterator[tuple[Origin, list[CellResult]]]:
-    """Results that may stand in one table: of the same weights, tokenizer, text and tasks."""
+    """Results that may stand in one report: of the same weights, tokenizer, text and tasks. Those of files hold for any
+    text: they stand with every one there is, or alone."""
     groups: dict[Origin, list[CellResult]] = {}
+    of_files: dict[Origin, list[CellResult]] = {}
     for result in results:
-        groups.setdefault(msgspec.structs.replace(result.origin, heads=""), []).append(result)
+        origin = msgspec.structs.replace(result.origin, heads="", file="")
+        (of_files if result.origin.file else groups).setdefault(origin, []).append(result)
+    for origin, found in of_files.items():
+        beside = [one for one in groups if msgspec.structs.replace(one, text=origin.text) == origin]
+        for one in beside or [origin]:
+            groups.setdefault(one, []).extend(found)
     yield from groups.items()
 
 
 def expect_streams(cell: Cell) -> None:
-    """Raises ConfigError: no streams, or no length."""
-    for name in ("streams", "length"):
+    """Raises ConfigError: no streams, or no length where it is not that of a file's documents."""
+    for name in ("streams",) if cell.file else ("streams", "length"):
         if getattr(cell, name) < 1:
             raise ConfigError(f"evaluation: {name} is {getattr(cell, name)}; expected at least 1")

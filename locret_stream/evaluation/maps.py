@@ -85,6 +85,9 @@ def _expect_a_policy(cell: Cell) -> None:
     if cell.policy in ORACLES or cell.units is None:
         raise ConfigError(f"a map of {cell.policy!r} with {cell.units or 'all'} units would show what is known "
                           "beforehand; expected a policy, not an oracle, with a budget")
+    if cell.file:
+        raise ConfigError(f"a map of the file {cell.file}; expected one of the tasks {', '.join(suite.TASKS)}, whose "
+                          "lines say which of them are asked about")
 
 
 # -- retention ----------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ def retention(bench: Bench, cell: Cell, label: str) -> Retention:
 
 
 async def _retention(bench: Bench, cell: Cell, label: str) -> Retention:
-    task = suite.task_named(cell.task)
+    task = bench.task(cell)
     budget = Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
     wanted: list[tuple[int, int]] = []
     held: list[tuple[int, Tensor]] = []  # (tokens read, kept [L, H, tokens])
@@ -180,7 +183,7 @@ def consistency(bench: Bench, cells: dict[str, Cell], *, share: float = 0.1) -> 
 
 
 def _ids(bench: Bench, cell: Cell) -> list[int]:
-    items = suite.task_named(cell.task).items(cell.first_seed, cell.length, bench.count_tokens, bench.text.lines)
+    items = bench.task(cell).items(cell.first_seed, cell.length, bench.count_tokens, bench.text.lines)
     return [token for item in items if item.answer is None
             for token in bench.tokenizer.encode(item.text, add_special_tokens=False)]
 

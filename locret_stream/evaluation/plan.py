@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -14,12 +13,12 @@ from locret_stream.errors import ConfigError, HeadsMismatch, UnknownPolicy, Wind
 from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.runner import ORACLES, Bench
 from locret_stream.evaluation.variants import FULL
 from locret_stream.heads import RetainingHeads
 from locret_stream.policies import POLICIES, Policy, make_policy
 
-TEXT_STREAMS = 8
 Knob = float | int | str | bool
 
 
@@ -30,7 +29,8 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         heads: of each policy that scores with some, their folders; of the others, those whose budget shares the
             allocation "adaptive" takes are `shares_of`.
         knobs: of each policy the values that each of its knobs has.
-        questions: at least so many in a cell; of text there are `TEXT_STREAMS` streams.
+        questions: at least so many in a cell, of a file no more than it has; of text there are `suite.TEXT_STREAMS`
+            streams.
         focus: see `Cell`; it takes one stream for each question.
     """
 
@@ -57,18 +57,20 @@ def with_heads(policy: str) -> bool:
     return "heads" in inspect.signature(known[policy]).parameters
 
 
-def planned(axes: Axes) -> list[Cell]:
-    """All cells, those of one stream length and task together.
+def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
+    """All cells, those of one stream length and task together, then those of files, whose lengths are their own.
 
     "full" has no budget, and so one cell for each of its lengths and tasks. The oracles know what is asked, and so have
     none on text.
 
     Raises:
-        ConfigError: an axis that is empty, a task or policy that is not there, a policy without the heads it needs,
-            knobs of a policy that is not among them.
+        ConfigError: an axis that is empty (instead of tasks, files will do), a task or policy that is not there, a
+            policy without the heads it needs, knobs of a policy that is not among them.
     """
+    needless = {"budgets"} if set(axes.policies) <= {FULL} else set()
+    needless |= {"tasks", "lengths"} if documents else set()
     for name in ("tasks", "policies", "budgets", "lengths", "allocations"):
-        if not getattr(axes, name) and not (name == "budgets" and set(axes.policies) <= {FULL}):
+        if not getattr(axes, name) and name not in needless:
             raise ConfigError(f"evaluation: no {name}; expected at least one")
     tasks = [suite.task_named(name) for name in axes.tasks]
     if axes.focus and any(task.kind == "bits" for task in tasks):
@@ -79,11 +81,10 @@ def planned(axes: Axes) -> list[Cell]:
         raise ConfigError(f"knobs are given for policy {strange[0]!r}; expected one of those that are run: "
                           f"{', '.join(axes.policies)}")
     found = []
-    for length, task in itertools.product(axes.lengths, tasks):
-        asked = 1 if axes.focus else task.asked
-        streams = TEXT_STREAMS if task.kind == "bits" else math.ceil(axes.questions / asked)
-        common = {"task": task.name, "length": length, "chunk_size": axes.chunk_size, "streams": streams,
-                  "focus": axes.focus}
+    for length, task in [*itertools.product(axes.lengths, tasks), *((0, one) for one in documents)]:
+        common = {"task": task.name, "length": length, "chunk_size": axes.chunk_size, "focus": axes.focus,
+                  "streams": task.streams(axes.questions, axes.focus),
+                  "file": task.path if isinstance(task, FileTask) else ""}
         for policy in axes.policies:
             if policy == FULL:
                 found.append(Cell(policy=FULL, units=None, **common))
@@ -110,14 +111,15 @@ def _variants(axes: Axes, policy: str) -> list[dict]:
 
 
 def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, int]]:
-    """The cells that can run, and of the others how many for which reason: "full" on streams beyond the window.
+    """The cells that can run, and of the others how many for which reason: "full" on streams beyond the window, and
+    oracles on files.
 
     Raises:
         ConfigError, HeadsMismatch, WindowExceeded: another one cannot run, and why. Nothing has run yet.
     """
     good, skipped = [], {}
     heads: dict[str, RetainingHeads | None] = {"": None}
-    reasons: dict[tuple[str, int, int, int], str] = {}  # full by task, length, streams and first stream
+    reasons: dict[tuple[str, str, int, int, int], str] = {}  # full by task, length, streams and first stream
     for cell in cells:
         files.expect_streams(cell)
         if cell.heads not in heads:
@@ -125,8 +127,10 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
         if cell.units is not None:
             _expect_budget(cell, heads[cell.heads], bench)
             reason = ""
+            if cell.file and cell.policy in ORACLES:
+                reason = f"{cell.policy} on files, which do not say from which lines answers follow"
         else:
-            key = cell.task, cell.length, cell.streams, cell.first_seed
+            key = cell.task, cell.file, cell.length, cell.streams, cell.first_seed
             reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)
         if reason:
             skipped[reason] = skipped.get(reason, 0) + 1
@@ -162,6 +166,8 @@ def _expect_budget(cell: Cell, heads: RetainingHeads | None, bench: Bench) -> No
 def _beyond_window(cell: Cell, bench: Bench) -> str:
     """Why everything does not fit, "" where it does. Streams are counted only where their length does not tell."""
     shape = bench.shape[0]
+    if cell.file:
+        return _document_beyond(cell, bench)
     told = f"full at {cell.length:,} tokens does not fit the model's window of {shape.window:,}"
     sliding = min((window for window in shape.sliding if window), default=None)
     if sliding is not None and cell.length > sliding:
@@ -172,4 +178,18 @@ def _beyond_window(cell: Cell, bench: Bench) -> str:
         check_window(bench.budget(cell).per_layer(shape), cell.chunk_size, shape)
     except WindowExceeded:
         return told
+    return ""
+
+
+def _document_beyond(cell: Cell, bench: Bench) -> str:
+    """The same for the documents of a file, which are counted only up to the first that does not fit."""
+    shape = bench.shape[0]
+    sliding = min((window for window in shape.sliding if window), default=None)
+    for number in range(cell.first_seed, cell.first_seed + cell.streams):
+        room = bench.room(cell, number)
+        told = f"full on {cell.task}: document {number}, of {room:,} tokens with question and answer, does not fit"
+        if sliding is not None and room > sliding:
+            return f"{told} its sliding windows of {sliding:,}"
+        if room + cell.chunk_size > shape.window:
+            return f"{told} the model's window of {shape.window:,}"
     return ""

@@ -43,9 +43,9 @@ def draw(folder: Path, report: Report, maps: Maps | None = None, prefix: str = "
     figures: dict[str, Figure] = {}
     for length in sorted({table.length for table in report.tables}):
         if len({table.units for table in report.tables if table.length == length} - {None}) > 1:
-            figures[f"by_budget_{length}"] = by_budget(report, length)
+            figures[f"by_budget_{length or 'files'}"] = by_budget(report, length)
     for units in sorted({table.units for table in report.tables if table.units is not None}):
-        if sum(table.units == units for table in report.tables) > 1:
+        if sum(table.units == units and table.length > 0 for table in report.tables) > 1:
             figures[f"by_length_{units}"] = by_length(report, units)
     if maps is not None and maps.retention:
         figures["retention"] = retention(maps.retention)
@@ -72,16 +72,17 @@ class Panel(NamedTuple):
 
 
 def by_budget(report: Report, length: int) -> Figure:
-    """Quality against the budget on streams of one length: the mean over tasks, then each task."""
+    """Quality against the budget on streams of one length, or on files: the mean over tasks, then each task."""
     tables = [table for table in report.tables if table.length == length and table.units is not None]
     figure = _curves(report, [(table.units, table) for table in tables], "units per KV head")
-    figure.suptitle(f"Quality against budget, streams of {length:,} tokens", fontsize=11, fontweight="bold")
+    of = f"streams of {length:,} tokens" if length else "files"
+    figure.suptitle(f"Quality against budget, {of}", fontsize=11, fontweight="bold")
     return figure
 
 
 def by_length(report: Report, units: int) -> Figure:
-    """Quality against the length of the stream with one budget; the full cache where it was run."""
-    tables = [table for table in report.tables if table.units == units]
+    """Quality against the length of the stream with one budget; the full cache where it was run. Files are left out."""
+    tables = [table for table in report.tables if table.units == units and table.length]
     figure = _curves(report, [(table.length, table) for table in tables], "tokens of the stream")
     figure.suptitle(f"Quality against stream length, {units:,} units per KV head", fontsize=11, fontweight="bold")
     return figure
@@ -94,8 +95,10 @@ def _panels(report: Report, tables: list[Table]) -> list[Panel]:
         if any(task in row.cells for table in tables for row in table.rows):
             low = any(task in table.references and not table.references[task].counted for table in tables)
             bits = task in report.bits
-            found.append(Panel(f"{task} (not in the mean: full < {LEAST_FULL})" if low and not bits else task,
-                               "bits per byte (lower is better)" if bits else "exact answers",
+            why = "= 0" if task in report.files else f"< {LEAST_FULL}"
+            found.append(Panel(f"{task} (not in the mean: full {why})" if low and not bits else task,
+                               "bits per byte (lower is better)" if bits else
+                               "score by its benchmark" if task in report.files else "exact answers",
                                lambda row, task=task: row.cells[task].score if task in row.cells else None))
     return found
 

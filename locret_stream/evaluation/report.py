@@ -1,9 +1,11 @@
-"""What the results of one origin say together: a table for each length and budget, against the full cache.
+"""What the results of one origin say together: a table for each length and budget, against the full cache; those of
+files in tables of their own, as their documents are of any length.
 
 The *ratio* of a cell is its score over that of the full cache on the same task; of "text" (bits per byte, lower is
 better) the full cache's over its own. The *mean* of a row is that of its ratios over the tasks with answers whose full
-cache scores at least 0.9: where the model itself fails, a memory cannot be judged. Its interval is a bootstrap over
-streams within each cell. Runs nothing and writes nothing.
+cache scores at least 0.9: where the model itself fails, a memory cannot be judged. Files count whatever it scores above
+0, as no model comes near 1 by F1 or ROUGE, and what is left of the model's own score is what is asked. The interval of
+a mean is a bootstrap over streams within each cell. Runs nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics, suite
 from locret_stream.evaluation.cells import CellResult, Origin
-from locret_stream.evaluation.variants import FIRST, FULL, LAST, ORACLES, Variant, labels, variant_of
+from locret_stream.evaluation.variants import FIRST, FULL, LAST, ORACLES, Variant, labels, path_ends, variant_of
 
 LEAST_FULL = 0.9
 VERSION = 1
@@ -32,7 +34,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell: its score, and that against the full cache: None where it is not to be had, or below 0.9 itself."""
+    """One cell: its score, and that against the full cache: None where it is not to be had, or does not count."""
 
     score: Estimate
     questions: int
@@ -67,7 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """All variants on streams of one length with one budget; units None: without any."""
+    """All variants on streams of one length (0: on the documents of files) with one budget; units None: without any."""
 
     length: int
     units: int | None
@@ -75,9 +77,19 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
 
 
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of a task: its digest, how many documents were read at most, and the fewest and most tokens of one."""
+
+    path: str
+    digest: str
+    documents: int
+    tokens: tuple[int, int]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """tasks: in their order; bits: those of them that are scored by bits per byte. questions: of each task the fewest
-    and the most in a cell. superseded: results of a cell that was run again with more streams, left out."""
+    """tasks: in their order; bits: those of them that are scored by bits per byte; files: those that are of one, called
+    by more of their paths where several are of one task. questions: of each task the fewest and the most in a cell.
+    superseded: results of a cell that was run again with more streams, left out."""
 
     version: int = VERSION
     origin: Origin
@@ -86,6 +98,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     questions: dict[str, tuple[int, int]]
     superseded: int
     tables: tuple[Table, ...]
+    files: dict[str, Source] = {}
 
 
 def report_of(results: Iterable[CellResult]) -> Report:
@@ -99,15 +112,17 @@ def report_of(results: Iterable[CellResult]) -> Report:
     if len(origins) != 1:
         raise ConfigError(f"a report on results of {len(origins)} origins (models, tokenizers, texts, versions of the "
                           "tasks); expected those of one")
-    kept = _most_streams(results)
+    kept = _by_column(_most_streams(results))
     tasks = _in_order({one.cell.task for one in kept})
     names, tables = labels((one.cell, one.origin) for one in kept), []
-    for length in sorted({one.cell.length for one in kept}):
+    for length in sorted({one.cell.length for one in kept}, key=lambda length: (length == 0, length)):
         here = [one for one in kept if one.cell.length == length]
         budgets = sorted({one.cell.units for one in here if one.cell.units is not None}) or [None]
         tables += [_table(length, units, [one for one in here if one.cell.units in (units, None)], kept, names)
                    for units in budgets]
     return Report(origin=origins[0], tasks=tasks, superseded=len(results) - len(kept), tables=tuple(tables),
+                  files={task: _source([one for one in kept if one.cell.task == task]) for task in tasks
+                         if any(one.origin.file for one in kept if one.cell.task == task)},
                   bits=tuple(task for task in tasks if any(_in_bits(one) for one in kept if one.cell.task == task)),
                   questions={task: (min(counts), max(counts)) for task in tasks
                              if (counts := [one.questions for one in kept if one.cell.task == task])})
@@ -118,8 +133,28 @@ def _most_streams(results: Sequence[CellResult]) -> list[CellResult]:
     found: dict[tuple, CellResult] = {}
     for one in sorted(results, key=lambda one: (-one.questions, one.cell.first_seed,
                                                 files.name_of(one.cell, one.origin))):
-        found.setdefault((variant_of(one.cell, one.origin), one.cell.task, one.cell.length, one.cell.units), one)
+        found.setdefault((variant_of(one.cell, one.origin), one.cell.task, one.cell.length, one.cell.units,
+                          one.origin.file), one)
     return list(found.values())
+
+
+def _by_column(results: list[CellResult]) -> list[CellResult]:
+    """The same; where several files are of one task (RULER's at two lengths, one that was changed since), the task is
+    called by what tells them apart as well."""
+    paths: dict[str, dict[str, str]] = {}
+    for one in results:
+        if one.origin.file:
+            paths.setdefault(one.cell.task, {}).setdefault(one.origin.file, one.cell.file)
+    ends = {task: path_ends(found, "content") for task, found in paths.items() if len(found) > 1}
+    return [msgspec.structs.replace(one, cell=msgspec.structs.replace(
+                one.cell, task=f"{one.cell.task}, {ends[one.cell.task][one.origin.file]}"))
+            if one.origin.file and one.cell.task in ends else one for one in results]
+
+
+def _source(results: list[CellResult]) -> Source:
+    tokens = [stream.tokens for one in results for stream in one.streams]
+    return Source(path=results[0].cell.file, digest=results[0].origin.file,
+                  documents=max(len(one.streams) for one in results), tokens=(min(tokens), max(tokens)))
 
 
 def _in_order(tasks: set[str]) -> tuple[str, ...]:
@@ -135,8 +170,8 @@ def _table(length: int, units: int | None, here: list[CellResult], everywhere: l
            names: dict[Variant, str]) -> Table:
     tasks = _in_order({one.cell.task for one in here})
     full = {task: found for task in tasks if (found := _full(everywhere, task, length))}
-    references = {task: Reference(length=one.cell.length, score=one.score,
-                                  counted=not _in_bits(one) and one.score >= LEAST_FULL) for task, one in full.items()}
+    references = {task: Reference(length=one.cell.length, score=one.score, counted=_counted(one))
+                  for task, one in full.items()}
     groups: dict[Variant, dict[str, CellResult]] = {}
     for one in here:
         groups.setdefault(variant_of(one.cell, one.origin), {})[one.cell.task] = one
@@ -146,6 +181,13 @@ def _table(length: int, units: int | None, here: list[CellResult], everywhere: l
     bits = {one.cell.task for one in here if _in_bits(one)}
     counted = sum(reference.counted for reference in references.values())
     return Table(length=length, units=units, references=references, rows=_with_best(rows, tasks, bits, counted))
+
+
+def _counted(full: CellResult) -> bool:
+    """Whether what is left of that score says something of a memory."""
+    if full.origin.file:
+        return full.score > 0
+    return not _in_bits(full) and full.score >= LEAST_FULL
 
 
 def _full(results: list[CellResult], task: str, length: int) -> CellResult | None:

@@ -1,7 +1,8 @@
 """Runs cells. Every cell is a file; those that are there are not run again.
 
 Streams go through the public face: fed as token ids, every line tokenised alone, and asked on scratch copies, several
-questions at once; an answer ends with a newline and counts only if it is exactly right.
+questions at once; an answer ends with a newline and counts only if it is exactly right. Documents of files are fed and
+asked the same way, but answers end where the model or the benchmark ends them, and count what its metric gives.
 """
 
 from __future__ import annotations
@@ -22,29 +23,32 @@ from locret_stream.config import Budget, ModelShape
 from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
-from locret_stream.evaluation import metrics, suite
+from locret_stream.evaluation import metrics, published, suite
 from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResult
+from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.probes import Attention, Heard, Oracle, PerHeadOracle
-from locret_stream.evaluation.suite import Item, Text
+from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
 from locret_stream.policies import Listening
 from locret_stream.runtime import Runtime
 from locret_stream.runtime.loading import in_passing
 from locret_stream.snapshot.identity import digest_tensors, digest_text
+from locret_stream.text import ChatFrame, TextCodec
 
 AT_ONCE = 8  # questions that are answered together
 FED_AT_ONCE = 256  # token ids; how often what is held is looked at
-ANSWER_TOKENS = 24
 ORACLES = {kind.name: kind for kind in (Oracle, PerHeadOracle)}
 
 
 class Bench:
-    """A model, its tokenizer and a text, on which cells are run."""
+    """A model, its tokenizer, a text, and files of documents, on which cells are run."""
 
-    def __init__(self, model: Any, tokenizer: Any, text: Text = suite.STDLIB):
+    def __init__(self, model: Any, tokenizer: Any, text: Text = suite.STDLIB, documents: Iterable[FileTask] = ()):
         self.model, self.tokenizer, self.text = model, tokenizer, text
+        self._documents = {(one.name, one.path): one for one in documents}
         self._origins: dict[str, Origin] = {}
+        self._rooms: dict[tuple[str, str, int, bool], int] = {}
         self._measure = functools.lru_cache(1 << 16)(self.count_tokens)
 
     @functools.cached_property
@@ -61,8 +65,25 @@ class Bench:
         detach(self.model)
         return attachment.shape, attachment.fingerprint
 
+    def task(self, cell: Cell) -> Task:
+        """What a cell is measured on. Raises ConfigError: a task that is not there, or a file that was not given."""
+        if not cell.file:
+            return suite.task_named(cell.task)
+        if (cell.task, cell.file) not in self._documents:
+            given = ", ".join(f"{task} of {path}" for task, path in self._documents) or "none"
+            raise ConfigError(f"a cell is of {cell.task} of the file {cell.file}; expected one of those that were "
+                              f"given: {given}")
+        return self._documents[cell.task, cell.file]
+
+    def origin_of(self, cell: Cell) -> Origin:
+        """What its result holds for. Raises ConfigError and HeadsMismatch as `task` and `origin`."""
+        origin, task = self.origin(cell.heads), self.task(cell)
+        if isinstance(task, FileTask):
+            return msgspec.structs.replace(origin, text="", file=task.digest)
+        return origin
+
     def origin(self, heads: str) -> Origin:
-        """What results with those heads hold for. Raises HeadsMismatch as loading them does."""
+        """What results with those heads hold for, on tasks that are no files. Raises HeadsMismatch as loading them."""
         if heads not in self._origins:
             digest = ""
             if heads:
@@ -90,9 +111,8 @@ class Bench:
                    progress: Callable[[CellResult, bool], None]) -> list[CellResult]:
         results = []
         for cell in cells:
-            suite.task_named(cell.task)
             files.expect_streams(cell)
-            path = out / files.name_of(cell, self.origin(cell.heads))
+            path = out / files.name_of(cell, self.origin_of(cell))
             there = path.is_file()
             result = files.read(path) if there else await self.measure(cell)
             if not there:
@@ -103,12 +123,13 @@ class Bench:
 
     async def measure(self, cell: Cell) -> CellResult:
         """One cell, with a runtime of its own."""
-        task, origin = suite.task_named(cell.task), self.origin(cell.heads)
+        task, origin = self.task(cell), self.origin_of(cell)
         seeds = range(cell.first_seed, cell.first_seed + cell.streams)
         oracle = ORACLES[cell.policy]() if cell.policy in ORACLES else None
         runtime = Runtime(self.model, self.tokenizer, policy=oracle or cell.policy,
                           knobs=None if oracle else cell.knobs, heads=cell.heads or None,
-                          budget=self.budget(cell), chunk_size=cell.chunk_size, max_live=1, scratch=AT_ONCE)
+                          budget=self.budget(cell), chunk_size=cell.chunk_size, max_live=1,
+                          scratch=max(1, min(AT_ONCE, task.asked)))
         async with runtime:
             heard = None
             if task.kind == "bits":
@@ -119,7 +140,7 @@ class Bench:
                 items = self.items(cell, seed)
                 if isinstance(oracle, PerHeadOracle):
                     oracle.worth = await self.worth(items)
-                streams.append(await run_stream(seed, items, cell, runtime, oracle, heard))
+                streams.append(await run_stream(seed, items, cell, task, runtime, oracle, heard))
             groups = [files.values(one) for one in streams]
             values = [value for group in groups for value in group]
             low, high = metrics.interval(groups)
@@ -130,7 +151,7 @@ class Bench:
 
     def items(self, cell: Cell, seed: int) -> list[Item]:
         """One stream of a cell; with a focus the first question alone is asked, where it would be."""
-        found = list(suite.task_named(cell.task).items(seed, cell.length, self._measure, self.text.lines))
+        found = list(self.task(cell).items(seed, cell.length, self._measure, self.text.lines))
         if not cell.focus:
             return found
         questions = [at for at, item in enumerate(found) if item.answer is not None]
@@ -143,13 +164,34 @@ class Bench:
         """
         if cell.units is not None:
             return Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
-        longest = 0
-        for seed in range(cell.first_seed, cell.first_seed + cell.streams):
-            items = self.items(cell, seed)
-            asked = [self.count_tokens(item.text) for item in items if item.answer is not None]
-            fed = sum(self.count_tokens(item.text) for item in items if item.answer is None)
-            longest = max(longest, fed + max(asked, default=0) + ANSWER_TOKENS)
+        longest = max(self.room(cell, seed) for seed in range(cell.first_seed, cell.first_seed + cell.streams))
         return Budget(units=longest, sinks=0, stabilizers=0, allocation="uniform")
+
+    def room(self, cell: Cell, seed: int) -> int:
+        """Tokens of one stream with its longest question and answer, and the focus; of a document also what the chat
+        frame adds. Counted once, as long documents take their time."""
+        key = cell.file, cell.task, seed, cell.focus
+        if key in self._rooms:
+            return self._rooms[key]
+        task, items = self.task(cell), self.items(cell, seed)
+        count, frame = self._as_read if cell.file else (self.count_tokens, 0)
+        room = 0 if task.raw else frame
+        room += sum(count(item.text) for item in items if item.answer is None)
+        asked = [(count(item.text), item.answer_tokens) for item in items if item.answer is not None]
+        room += max(map(sum, asked), default=suite.ANSWER_TOKENS) + (asked[0][0] if cell.focus else 0)
+        if cell.file:
+            self._rooms[key] = room
+        return room
+
+    @functools.cached_property
+    def _as_read(self) -> tuple[Callable[[str], int], int]:
+        """Counts tokens as a runtime reads a text, and how many its chat frame puts around one with a question."""
+        codec = TextCodec(self.tokenizer, vocab=self.shape[0].vocab)
+        frame = ChatFrame(codec, self.tokenizer)
+        begun, state = frame.begin()
+        around = len(begun) + sum(len(step(state.with_content())[0]) for step in (
+            frame.question_separator, frame.close_user_and_prompt))
+        return lambda text: len(codec.encode_text(text)), around
 
     def count_tokens(self, text: str) -> int:
         """As a runtime counts them; it alone knows chat frames, for which there is a little room."""
@@ -202,11 +244,11 @@ def piece_of(lines: list[Item], runtime: Runtime) -> Piece:
     return found
 
 
-async def run_stream(seed: int, items: list[Item], cell: Cell, runtime: Runtime,
+async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runtime: Runtime,
                      oracle: Oracle | None = None, heard: Heard | None = None) -> StreamResult:
     """Feed one stream, and ask what is asked where it is asked."""
-    task = suite.task_named(cell.task)
     answers: list[tuple[str, str, str]] = []
+    scores: list[float] = []
     wanted: list[int] = []
     ends: list[tuple[int, int]] = []  # (tokens, bytes) after each line
     seconds, unit_tokens = 0.0, 0.0
@@ -220,7 +262,11 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, runtime: Runtime,
     async with runtime.open(raw=True if task.raw else None, focus=told) as ctx:
         for asked, group in itertools.groupby(items, key=lambda item: item.answer is not None):
             if asked:
-                answers += await ask_all(ctx, list(group))
+                questions = list(group)
+                found = await ask_all(ctx, questions)
+                answers += found
+                scores += [published.score(item.question, answer)
+                           for item, (*_, answer) in zip(questions, found, strict=True) if item.question is not None]
                 continue
             piece, before, size = piece_of(list(group), runtime), ctx.memory.tokens, ends[-1][1] if ends else 0
             ends += [(before + tokens, size + more) for tokens, more in piece.ends]
@@ -236,7 +282,7 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, runtime: Runtime,
         tokens = ctx.memory.tokens
     bits, counted = bits_of(heard, ends) if heard is not None else (0.0, 0)
     return StreamResult(seed=seed, tokens=tokens, seconds=seconds, unit_tokens=unit_tokens, answers=answers, bits=bits,
-                        bytes=counted)
+                        bytes=counted, scores=scores)
 
 
 def bits_of(heard: Heard, ends: list[tuple[int, int]]) -> tuple[float, int]:
@@ -250,7 +296,17 @@ def bits_of(heard: Heard, ends: list[tuple[int, int]]) -> tuple[float, int]:
 
 
 async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[str, str, str]]:
-    """(question, expected, found) for each, on scratch copies at the same place."""
-    found = await asyncio.gather(*(ctx.ask(item.text, max_new_tokens=ANSWER_TOKENS, stop=("\n",))
-                                   for item in questions))
+    """(question, expected, found) for each, on scratch copies at the same place.
+
+    No more wait for a copy than there are: a runtime gives none to those that wait too long, and hundreds of questions
+    may be asked of a book. `first_line` of a benchmark is its metric's matter: an answer may begin with empty lines.
+    """
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(item: Item) -> str:
+        async with turn:
+            return await ctx.ask(item.text, max_new_tokens=item.answer_tokens,
+                                 stop=() if item.question is not None else ("\n",))
+
+    found = await asyncio.gather(*map(ask, questions))
     return [(item.text, item.answer, answer) for item, answer in zip(questions, found, strict=True)]

@@ -1,13 +1,14 @@
 """The tasks, each as streams of lines with questions; what a run asks for by name. Knows no model.
 
 A stream is a pure function of (task, seed, length, text): the same for every policy and budget. Ten tasks are in
-marker form; "sentences" asks in plain words.
+marker form; "sentences" asks in plain words. Tasks from files are made by `documents`.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import platform
 import random
 import zlib
@@ -18,9 +19,14 @@ from pathlib import Path
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import markers, tasks
 from locret_stream.evaluation.markers import Case
+from locret_stream.evaluation.published import Question
 
 VERSION = 1
-"""Of the streams: counted up whenever one of them changes, so that results of other streams are never mixed in."""
+"""Of the streams: counted up whenever one of them changes, or what `published` makes of a record or an answer, so that
+results of other streams are never mixed in."""
+
+TEXT_STREAMS = 8
+ANSWER_TOKENS = 24
 
 Measure = Callable[[str], int]
 Lines = Callable[[int], Iterator[str]]
@@ -39,18 +45,26 @@ class Text:
 @dataclass(frozen=True)
 class Item:
     """A line of the stream, or with `answer` a question put to the memory there. `needed`: a question that is asked
-    follows from it."""
+    follows from it. `question`: what its benchmark says of it, if it has one: how long an answer may be, and how it is
+    scored."""
 
     text: str
     answer: str | None = None
     needed: bool = False
+    question: Question | None = None
+
+    @property
+    def answer_tokens(self) -> int:
+        """How long an answer may be."""
+        return ANSWER_TOKENS if self.question is None else self.question.max_new_tokens
 
 
 @dataclass(frozen=True)
 class Task:
-    """`asked` questions are in each of its streams.
+    """`asked` questions are in each of its streams (of a file: in that of most).
 
-    kind: "answers", scored by whether the answer is exactly right, or "bits", by the bits per byte of the text itself.
+    kind: "answers", scored by whether the answer is exactly right; "bits", by the bits per byte of the text itself; or
+    "documents", by what their benchmark says.
     raw: no chat frame, even if the tokenizer has one.
     """
 
@@ -60,6 +74,14 @@ class Task:
     items: Items
     kind: str = "answers"
     raw: bool = True
+
+    def streams(self, questions: int, focus: bool = False) -> int:
+        """In how many there are at least so many questions, one in each with a focus."""
+        return TEXT_STREAMS if self.kind == "bits" else math.ceil(questions / (1 if focus else self.asked))
+
+    def tokens(self, streams: int, length: int) -> int:
+        """What so many streams of that length hold together, about."""
+        return streams * length
 
 
 def _at_the_end(make: Callable[[random.Random], Case], name: str) -> Items:

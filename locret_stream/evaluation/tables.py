@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.report import LEAST_FULL, Entry, Estimate, Report, Row, Table
-from locret_stream.evaluation.variants import ORACLES
+from locret_stream.evaluation.variants import FULL, ORACLES
 
 BELOW, MISSING = "†", "‡"
 
@@ -22,16 +22,19 @@ def _header(report: Report) -> list[str]:
     titles = "; ".join(f"`{task}`: {suite.TASKS[task].title}" for task in report.tasks if task in suite.TASKS)
     lines = [
         f"- Model: weights `{origin.weights}`, tokenizer `{origin.tokenizer}`",
-        f"- Text between the facts: {origin.text}; tasks version {origin.tasks}",
+        f"- Text between the facts: {origin.text}; tasks version {origin.tasks}" if origin.text
+        else f"- Tasks version {origin.tasks}",
         f"- Tasks: {titles}" if titles else "",
+        *(f"- File `{task}`: {one.path} (content `{one.digest[:8]}`), {_plural(one.documents, 'document')} of "
+          f"{_span(*one.tokens)} tokens" for task, one in report.files.items()),
         f"- Questions in a cell: {asked}",
-        "- A cell is the share of questions that were answered exactly right, with its 95 % interval (bootstrap over "
-        "streams; over the questions of the only one, where there is no other).",
+        f"- A cell is {_measured(report)}, with its 95 % interval (bootstrap over streams; over the questions of the "
+        "only one, where there is no other).",
         "- `text` is bits per byte: lower is better. Its ratio, full / own, stands in a column of its own."
         if report.bits else "",
         "- `full` evicts nothing. It exists only at lengths that the model's window holds.",
-        "- mean: of score / score of `full`, over the tasks with answers. Tasks on which `full` scores below "
-        f"{LEAST_FULL} ({BELOW}) or was not run ({MISSING}) are shown and left out of it.",
+        "- mean: of score / score of `full`, over the tasks with answers. Tasks on which `full` scores "
+        f"{_below(report)} ({BELOW}) or was not run ({MISSING}) are shown and left out of it.",
         "- `oracle` and `oracle_per_head` know which lines will be asked about: what a policy could reach, not rivals."
         if policies & set(ORACLES) else "",
         "- **Bold**: the best of a column, and what its interval does not tell from it.",
@@ -43,8 +46,29 @@ def _header(report: Report) -> list[str]:
     return [line for line in lines if line]
 
 
+def _kinds(report: Report, of_tasks: str, of_files: str) -> str:
+    """What is said of tasks, of files, or of both."""
+    if not report.files:
+        return of_tasks
+    return f"{of_tasks}, of a file {of_files}" if set(report.tasks) - set(report.files) else of_files
+
+
+def _measured(report: Report) -> str:
+    return _kinds(report, "the share of questions that were answered exactly right",
+                  "the mean over its questions of what the benchmark's own metric gives, 0 to 1 (and behind it, what "
+                  "share of the score of `full` that is)")
+
+
+def _below(report: Report) -> str:
+    return _kinds(report, f"below {LEAST_FULL}", "0")
+
+
 def _span(least: int, most: int) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def _section(report: Report, table: Table) -> list[str]:
@@ -53,9 +77,11 @@ def _section(report: Report, table: Table) -> list[str]:
     heads = ["variant", *(f"{task}{_mark(task, report, table)}" for task in tasks), "mean",
              *(f"{task}: full / own" for task in bits), "tok/s", "held", "units held"]
     title = "all units" if table.units is None else f"{table.units:,} units"
-    lines = ["", f"## Streams of {table.length:,} tokens, {title} per KV head", "", _line(heads),
+    of = f"Streams of {table.length:,} tokens" if table.length else "Files"
+    lines = ["", f"## {of}, {title} per KV head", "", _line(heads),
              _line(["---", *["---:"] * (len(heads) - 1)])]
-    lines += [_line([row.label, *(_cell(row.cells.get(task), task in row.best) for task in tasks), _mean(row, table),
+    lines += [_line([row.label, *(_cell(row.cells.get(task), task in row.best) + _share(row, task, report)
+                                  for task in tasks), _mean(row, table),
                      *(_ratio(row.cells.get(task)) for task in bits), f"{row.tok_per_s:,.0f}",
                      _in_bytes(row.peak_bytes), f"{row.units_held:,.0f}"]) for row in table.rows]
     return [*lines, *_notes(table)]
@@ -102,6 +128,14 @@ def _mean(row: Row, table: Table) -> str:
 
 def _ratio(entry: Entry | None) -> str:
     return "–" if entry is None or entry.ratio is None else _estimate(entry.ratio)
+
+
+def _share(row: Row, task: str, report: Report) -> str:
+    """Of a file, what is left of the full cache's score."""
+    entry = row.cells.get(task)
+    if task not in report.files or entry is None or entry.ratio is None or row.variant.policy == FULL:
+        return ""
+    return f" = {entry.ratio.value:.0%} of {FULL}"
 
 
 def _in_bytes(count: float) -> str:

@@ -50,7 +50,7 @@ def labels(cells: Iterable[tuple[Cell, Origin]]) -> dict[Variant, str]:
 
 def _within(folders: dict[Variant, str]) -> dict[Variant, str]:
     """Names of the variants of one policy, given the folder of each one's heads."""
-    heads = _folder_names({variant.heads: folder for variant, folder in folders.items() if variant.heads})
+    heads = path_ends({variant.heads: folder for variant, folder in folders.items() if variant.heads})
     words: tuple[Callable[[Variant], str], ...] = (
         lambda v: " ".join(f"{name}={value}" for name, value in v.knobs),
         lambda v: v.allocation if isinstance(v.allocation, str) else ":".join(f"{share:g}" for share in v.allocation),
@@ -70,12 +70,12 @@ def _within(folders: dict[Variant, str]) -> dict[Variant, str]:
     raise AssertionError(f"variants that are told apart by nothing: {list(folders)}")
 
 
-def _folder_names(folders: dict[str, str]) -> dict[str, str]:
-    """For each digest the shortest end of its folder's path that no other one has, or else the digest's beginning."""
+def path_ends(folders: dict[str, str], kind: str = "heads") -> dict[str, str]:
+    """For each digest the shortest end of its path that no other one has, or else the digest's beginning."""
     found = {}
     for digest, folder in folders.items():
         parts = PurePath(folder).parts
         others = [PurePath(other).parts for key, other in folders.items() if key != digest]
         found[digest] = next(("/".join(parts[-n:]) for n in range(1, len(parts) + 1)
-                              if all(other[-n:] != parts[-n:] for other in others)), f"heads {digest[:8]}")
+                              if all(other[-n:] != parts[-n:] for other in others)), f"{kind} {digest[:8]}")
     return found
