@@ -208,7 +208,7 @@ def test_losses_are_those_of_answers_given_token_by_token(name, policy):
     config = StreamConfig(budget=Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5)), chunk_size=8,
                           policy=policy)
     plain = Engine(attachment, config, make_policy(policy, heads=heads), 1)
-    listening = allocation._Listening(make_policy(policy, heads=heads))
+    listening = allocation.Listening(make_policy(policy, heads=heads))
     engine = Engine(attachment, config, listening, 1)
     for length in (57, 64, 71):  # a last chunk of one token, a whole one, and one between
         spans = ((9, 12), (length // 2, length // 2 + 9), (length - 3, length))
