@@ -130,7 +130,7 @@ def save_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimiz
             tensors[f"{moment}.{name}"] = optimizer.state.get(parameter, {}).get(moment, torch.zeros_like(parameter))
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"version": "1", "step": str(step), "used": used}
-    _replace(path, lambda p: save_file(tensors, p, metadata=metadata))
+    replace(path, lambda p: save_file(tensors, p, metadata=metadata))
 
 
 def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
@@ -172,7 +172,7 @@ def cut_metrics(path: Path, step: int) -> list[Metric]:
             break  # torn by the interruption: it and what follows is written again
         if metric.step <= step:
             found.append(metric)
-    _replace(path, lambda p: p.write_bytes(b"".join(msgspec.json.encode(m) + b"\n" for m in found)))
+    replace(path, lambda p: p.write_bytes(b"".join(msgspec.json.encode(m) + b"\n" for m in found)))
     return found
 
 
@@ -183,11 +183,11 @@ def append_metric(path: Path, metric: Metric) -> None:
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
     """Write it, readable, whole or not at all."""
-    _replace(path, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2)))
+    replace(path, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2)))
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `path`, flush it to the disk, and put it in place."""
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write a temporary file beside `path`, flush it to the disk, and put it in place."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     os.close(handle)
     temporary = Path(name)
