@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from locret_stream.kernels import select_units
 
-_HALVINGS = 30  # of the interval in which tau lies: to 1e-9 of it
+_STEPS = 10  # of Newton's method
 _LEAST_SPREAD = 1e-6
 
 
@@ -38,13 +38,17 @@ def _threshold(x: Tensor, keep: int) -> Tensor:
         kept, others = ordered[..., :keep], ordered[..., keep:]
         odds = torch.logit(x.new_tensor(keep / x.shape[-1], dtype=torch.float64)).item()
         low, high = ordered[..., -1:] - odds, ordered[..., :1] - odds  # every gate above keep / n, and every one below
-        tau = (kept[..., -1:] + others[..., :1]) / 2  # the solution at temperature 0, where to begin
-        for _ in range(_HALVINGS):
-            # What the others get and what the kept ones lack, by their logs: both may be far below the least float.
-            full = F.logsigmoid(others - tau).logsumexp(-1, keepdim=True) > F.logsigmoid(tau - kept).logsumexp(
-                -1, keepdim=True)
-            low, high = torch.where(full, tau, low), torch.where(full, high, tau)
-            tau = (low + high) / 2
+        tau = (kept[..., -1:] + others[..., :1]) / 2  # the solution at temperature 0
+        for _ in range(_STEPS):
+            # What the others get against what the kept ones lack, by their logs, as both may be below the least float:
+            # almost a straight line, of slope -1 to -2.
+            got, lacked = F.logsigmoid(others - tau), F.logsigmoid(tau - kept)
+            excess = got.logsumexp(-1, keepdim=True) - lacked.logsumexp(-1, keepdim=True)
+            slope = ((got.softmax(-1) * got.expm1()).sum(-1, keepdim=True)
+                     + (lacked.softmax(-1) * lacked.expm1()).sum(-1, keepdim=True))
+            low, high = torch.where(excess > 0, tau, low), torch.where(excess < 0, tau, high)
+            newton = tau - excess / slope.clamp(max=-_LEAST_SPREAD)
+            tau = torch.where((newton >= low) & (newton <= high), newton, (low + high) / 2)
         # d tau / d x_i = g_i (1 - g_i) / sum of these, as the sum of the gates does not move.
         weights = (F.logsigmoid(x - tau) + F.logsigmoid(tau - x)).softmax(-1)
     return tau + (weights * (x - x.detach())).sum(-1, keepdim=True)
