@@ -246,8 +246,8 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_decay: float = 0.01
     warmup: float = 0.1
     clip: float = 0.5
-    hot: float = 1.0
-    cold: float = 0.1
+    hot: float = 0.2
+    cold: float = 0.01
     weight: float = 1.0
     eps: float = 1e-5
     examples: int = 32
