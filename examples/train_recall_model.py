@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret_stream.evaluation import tasks
-from locret_stream.training import AllocationConfig, TrainConfig, allocate, train_heads
+from locret_stream.training import (
+    AllocationConfig,
+    Example,
+    TrainConfig,
+    TuneConfig,
+    allocate,
+    is_tuned,
+    train_heads,
+    tune,
+)
 
 STAGES = (64, 128, 256, 512, 1024)
 WINDOW = 1280
@@ -50,6 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads-steps", type=int, default=400, help="of each set of retaining heads (default 400)")
     parser.add_argument("--allocate-units", type=int, default=128,
                         help="budget that is divided among the layers with each set of heads; 0: none (default 128)")
+    parser.add_argument("--tune-steps", type=int, default=0,
+                        help="of a second stage with eviction going on, at that budget (default 0: none)")
     return parser.parse_args()
 
 
@@ -153,6 +164,23 @@ HEADS = {"heads": {}, "heads-logit": {"label": "logit"}, "heads-hidden": {"featu
          "heads-retention": {"output": "retention", "features": "hidden"}}
 
 
+def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], division: AllocationConfig) -> None:
+    made = allocate(model, heads, examples, division)
+    print(f"  units by layer {made.units}: loss {made.measured['divided'].loss:.3f}, "
+          f"evenly {made.measured['even'].loss:.3f}", flush=True)
+
+
+def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Tokenizer, name: str, text: str,
+               unseen: str) -> None:
+    config = TuneConfig(units=arguments.allocate_units, chunk_size=128, steps=arguments.tune_steps, batch=2,
+                        lr=5e-4, max_tokens=STAGES[-1] + 1)
+    held_out = Writer(tokenizer, unseen, f"tuning {arguments.seed}").examples(STAGES[-1])
+    made = tune(model, arguments.out / name, Writer(tokenizer, text, f"tuning {arguments.seed}").examples(STAGES[-1]),
+                config, held_out=list(itertools.islice(held_out, config.examples)))
+    print(f"  tuned: loss {made.before.loss:.3f} before, {made.after.loss:.3f} after, "
+          f"{'kept' if made.better else 'dropped'}", flush=True)
+
+
 def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str, unseen: str) -> None:
     """One folder of retaining heads for each policy that takes any, and one with the paper's label; and with each what
     every layer is to get of the budget."""
@@ -163,13 +191,17 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
         examples = Writer(tokenizer, text, f"heads {arguments.seed}").examples(STAGES[-1])
         result = train_heads(model, examples, arguments.out / name, config)
         print(f"{name}: top-10 % overlap {result.overlap_before:.3f} before, {result.overlap:.3f} after", flush=True)
+        division = None
         if arguments.allocate_units:
             division = AllocationConfig(units=arguments.allocate_units, chunk_size=128, sinks=4, stabilizers=4,
                                         examples=ALLOCATE_EXAMPLES)
             fresh = Writer(tokenizer, unseen, f"allocation {arguments.seed}").examples(STAGES[-1])
-            made = allocate(model, arguments.out / name, list(itertools.islice(fresh, ALLOCATE_EXAMPLES)), division)
-            print(f"  units by layer {made.units}: loss {made.measured['divided'].loss:.3f}, "
-                  f"evenly {made.measured['even'].loss:.3f}", flush=True)
+            fresh = list(itertools.islice(fresh, ALLOCATE_EXAMPLES))
+            if not (arguments.tune_steps and is_tuned(arguments.out / name)):
+                divide(model, arguments.out / name, fresh, division)
+        if division and arguments.tune_steps and config.output == "score":
+            tune_heads(arguments, model, tokenizer, name, text, unseen)
+            divide(model, arguments.out / name, fresh, division)  # at once, unless the heads changed
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def mistake(*args: object, text: str | None = None) -> str:
     code, out, err = invoke(*args, text=text)
     assert (code, out) == (2, ""), (code, out, err)
     *before, line = err.splitlines()
-    known = ("reading ", "training heads ", "dividing the budget ", "Session ")
+    known = ("reading ", "training heads ", "tuning heads ", "dividing the budget ", "Session ")
     assert all(progress.startswith(known) for progress in before), err
     assert line.startswith("locret-stream: "), err
     return line
@@ -291,6 +291,32 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
     assert code == 0 and "budget by layer: " in out and "--budget 16 --chunk-size 16" in out, err
     assert "differs in units: there 16, now 17" in mistake(*train, "--allocate", "--allocate-units", 17,
                                                           "--allocate-chunk", 16, "--allocate-examples", 4)
+
+
+def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
+    data, heads = tmp_path / "pairs.jsonl", tmp_path / "heads"
+    data.write_text("".join(json.dumps({"prompt": f"The code of {n} is {n * 37}. What is it?", "answer": str(n * 37)})
+                            + "\n" for n in range(20)))
+    train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
+             "--held-out", 0.4]
+    units = ["--tune-units", 16, "--tune-chunk", 16]
+    assert "expected --tune STEPS" in mistake(*train, *units)
+    assert "only heads of output score can be tuned" in mistake(*train, "--tune", 2, "--output", "retention")
+    assert "tune: 6000 units + chunk_size 1024: the model knows 512" in mistake(*train, "--tune", 2)
+    code, out, err = invoke(*train, *units, "--tune", 2, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["steps"] == 2 and found["tuning"]["steps"] == 2 and found["tuning"]["budgets"] == [16, 16]
+    assert found["tuning"]["loss"].keys() == {"before", "after"} and "tuning heads" in err
+    assert found["tuning"]["better"] == (heads / "heads.first.safetensors").is_file()
+    code, out, err = invoke(*train, *units, "--tune", 2)
+    assert code == 0 and "tuned for 16 units on average: answer loss" in out, err
+    assert "--budget 16 --chunk-size 16" in out
+    both = [*train, *units, "--tune", 2, "--allocate", "--allocate-units", 16, "--allocate-chunk", 16,
+            "--allocate-examples", 4, "--json"]
+    code, out, err = invoke(*both)  # tuned before it was divided: what is done is not done again
+    assert code == 0 and json.loads(out)["tuning"] == found["tuning"] and "allocation" in json.loads(out), err
+    assert "differs in steps: there 2, now 3" in mistake(*train, *units, "--tune", 3)
 
 
 # -- Ctrl-C and pipes ---------------------------------------------------------------------------------------------

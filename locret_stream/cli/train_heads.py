@@ -22,7 +22,16 @@ from locret_stream.cli.common import (
 from locret_stream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from locret_stream.training import Allocation, AllocationConfig, TrainResult
+    from locret_stream.models import Attachment
+    from locret_stream.training import (
+        Allocation,
+        AllocationConfig,
+        Example,
+        TrainConfig,
+        TrainResult,
+        TuneConfig,
+        TuneResult,
+    )
 
 HELP = """Train retaining heads for a model.
 
@@ -33,6 +42,10 @@ stopped. What it writes is what --heads of the other verbs reads.
 --allocate then measures, on held-out examples, what it costs the answers when one layer alone keeps few units, and \
 divides the budget by it: layers that need more get more, and --heads brings that along. It is measured for the budget \
 and the chunk size that you will use.
+
+--tune then trains the heads on with eviction going on, so that answers with that budget come near those of the full \
+cache, and keeps what comes out only if held-out answers are better for it; the first heads stay beside them as \
+heads.first.safetensors. With --allocate, too, the budget is divided before, and after if the heads changed.
 
 Examples:
 
@@ -48,7 +61,9 @@ Examples:
   # heads that heed a question told beforehand (run --focus)
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./asked --query-aware
   # the same heads, and what each layer is to get of a budget of 2000 units
-  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --allocate --allocate-units 2000"""
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --allocate --allocate-units 2000
+  # and 200 steps of tuning for that budget
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --tune 200 --tune-units 2000"""
 
 
 def train_heads(
@@ -80,13 +95,23 @@ def train_heads(
     allocate_examples: Annotated[int, typer.Option(help="The most held-out examples to measure on.")] = 32,
     allocate_by: Annotated[str, typer.Option(help=(
         "By loss (of the answers when a layer evicts) or scores (the best of all layers; quick)."))] = "loss",
+    tune: Annotated[int, typer.Option(metavar="STEPS", min=0, show_default=False, help=(
+        "Also tune the heads with eviction going on, for so many steps; kept only if it helps."))] = 0,
+    tune_units: Annotated[int | None, typer.Option(show_default="as --allocate-units", help=(
+        "Units per KV head (mean over the layers) to tune for."))] = None,
+    tune_chunk: Annotated[int | None, typer.Option(show_default="as --allocate-chunk", help=(
+        "Tokens read between two evictions."))] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out.")] = False,
     as_json: Json = False,
 ) -> None:
     check_readable(data)
     if not allocate and (allocate_units, allocate_chunk) != (None, None):
         raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
-    divided = None
+    if not tune and (tune_units, tune_chunk) != (None, None):
+        raise ConfigError("found --tune-units or --tune-chunk and no --tune; expected --tune STEPS with them")
+    if tune and output != "score":
+        raise ConfigError(f"found --tune and --output {output}; only heads of output score can be tuned")
+    divided = tuned = None
     with interruptible(Held(f"the state of the run is in {to}; the same command goes on from there")):
         from locret_stream import models, training
 
@@ -95,21 +120,27 @@ def train_heads(
             horizon=horizon, query_tokens=query_tokens if query_aware else 0, input_norm=input_norm, bias=bias,
             max_tokens=max_tokens, held_out=held_out, eval_every=eval_every, seed=seed)
         division = _allocation(model, allocate_units, allocate_chunk, allocate_examples, allocate_by)
+        tuning = _tuning(config, tune, tune_units or division.units, tune_chunk or division.chunk_size)
         loaded, tokenizer = load(model)
         attachment = models.attach(loaded)
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)
-        if allocate:
-            held_out = training.held_out_examples(attachment, training.load_examples(data, tokenizer), config)
-            with training.progress_bar(err, "dividing the budget") as progress:
-                divided = training.allocate(attachment, to, held_out, division, progress=progress)
-    _tell(result, divided, as_json)
+        examples = training.load_examples(data, tokenizer) if allocate or tune else []
+        if allocate and not (tune and training.is_tuned(to)):
+            divided = _divide(attachment, to, examples, config, division)
+        if tuning:
+            with training.progress_bar(err, "tuning heads") as progress:
+                tuned = training.tune(attachment, to, examples, tuning, progress=progress)
+        if allocate:  # at once, unless tuning changed the heads
+            divided = _divide(attachment, to, examples, config, division)
+    _tell(result, divided, tuned, as_json)
     if not as_json:
         policy = "trimkv" if output == "retention" else "kvzap" if features == "hidden" else "locret"
         out.print(f"use them: locret-stream run TEXT --model {model} --heads {result.out}"
                   + (f" --policy {policy}" if policy != "locret" else "")
-                  + (f" --budget {division.units} --chunk-size {division.chunk_size}" if divided else ""),
+                  + (f" --budget {division.units} --chunk-size {division.chunk_size}" if divided else
+                     f" --budget {tuning.units} --chunk-size {tuning.chunk_size}" if tuned else ""),
                   soft_wrap=True)
 
 
@@ -122,18 +153,45 @@ def _allocation(model: str, units: int | None, chunk_size: int | None, examples:
                             chunk_size=usual[1] if chunk_size is None else chunk_size)
 
 
-def _tell(result: TrainResult, divided: Allocation | None, as_json: bool) -> None:
+def _tuning(config: TrainConfig, steps: int, units: int, chunk_size: int) -> TuneConfig | None:
+    from locret_stream.training import TuneConfig
+
+    if not steps:
+        return None
+    return TuneConfig(units=units, chunk_size=chunk_size, steps=steps, batch=config.batch, max_tokens=config.max_tokens,
+                      held_out=config.held_out, seed=config.seed)
+
+
+def _divide(attachment: Attachment, to: Path, examples: list[Example], config: TrainConfig,
+            division: AllocationConfig) -> Allocation:
+    from locret_stream import training
+
+    held_out = training.held_out_examples(attachment, examples, config)
+    with training.progress_bar(err, "dividing the budget") as progress:
+        return training.allocate(attachment, to, held_out, division, progress=progress)
+
+
+def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | None, as_json: bool) -> None:
     if as_json:
         found = msgspec.to_builtins(result)
         if divided is not None:
             found |= {"budget_shares": list(divided.shares), "allocation": {
                 "units": list(divided.units), "rule": divided.config.rule, "seconds": divided.seconds,
                 "loss": {name: divided.measured[name].loss for name in ("full", "even", "divided")}}}
+        if tuned is not None:
+            found["tuning"] = {"better": tuned.better, "units": tuned.config.units, "budgets": list(tuned.budgets),
+                               "steps": tuned.config.steps, "seconds": tuned.seconds,
+                               "loss": {"before": tuned.before.loss, "after": tuned.after.loss}}
         print_json(found)
         return
     out.print(f"{result.out}: {result.steps:,} steps on {result.examples:,} examples, top-10 % overlap "
               f"{result.overlap_before:.1%} before and {result.overlap:.1%} after on {result.held_out} held out",
               soft_wrap=True)
+    if tuned is not None:
+        out.print(f"tuned for {tuned.config.units} units on average: answer loss {tuned.after.loss:.4f}, before "
+                  f"{tuned.before.loss:.4f}" + ("; the first heads are in heads.first.safetensors" if tuned.better else
+                                                "; no gain beyond noise, so the heads stay as they were"),
+                  soft_wrap=True)
     if divided is not None:
         full, even, own = (divided.measured[name].loss for name in ("full", "even", "divided"))
         out.print(f"budget by layer: {' '.join(map(str, divided.units))} of {divided.config.units} units on average; "

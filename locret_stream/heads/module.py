@@ -133,20 +133,20 @@ class RetainingHeads(nn.Module):
                 raise
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> RetainingHeads:
-        """Read a folder written by `save`; fp32, eval mode.
+    def load(cls, folder: str | os.PathLike[str], weights: str = WEIGHTS) -> RetainingHeads:
+        """Read a folder written by `save`; fp32, eval mode. `weights`: another file of such tensors in it.
 
         Raises:
             HeadsMismatch: files missing, unreadable, or tensors that are not those of the config.
         """
         folder = Path(folder)
-        for name in (WEIGHTS, CONFIG):
+        for name in (weights, CONFIG):
             if not (folder / name).is_file():
                 raise HeadsMismatch(f"no {name} in {folder}; expected a folder written by `train-heads`")
         try:
             config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=HeadsConfig)
             heads = cls(config)
-            heads.load_strictly(load_file(folder / WEIGHTS))
+            heads.load_strictly(load_file(folder / weights))
         except (msgspec.MsgspecError, SafetensorError) as error:
             raise HeadsMismatch(f"{folder} cannot be read as retaining heads: {error}") from error
         return heads.float().eval()

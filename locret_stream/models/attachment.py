@@ -148,6 +148,7 @@ class Attachment:
         for module in self._attentions:
             module.locret_attachment = this
         self._step: Step | None = None
+        self._graded = False  # whether what runs is to leave a graph
         self._input: Tensor | None = None  # of the attention module that is running
         self._layer_types = getattr(self._config, "layer_types", None)
         self._sliced: dict[int, bool] = {}
@@ -299,6 +300,18 @@ class Attachment:
             return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
         return self._apply_rope(self._attentions[layer], x, *turns)
 
+    def rotate_at(self, layer: int, x: Tensor, tables: RopeTables, ranks: Tensor) -> Tensor:
+        """x [B, heads, T, D] before RoPE -> rotated, every unit at a rank of its own: ranks [B, heads, T] int64."""
+        pair = tables.layers[layer]
+        if pair is None:
+            return x
+        cos, sin = pair[0][0, ranks], pair[1][0, ranks]
+        if self._plain_rope[layer]:
+            return rotate_halves(x, cos, sin)
+        turned = self._apply_rope(self._attentions[layer], x.flatten(0, 1)[:, None], cos.flatten(0, 1),
+                                  sin.flatten(0, 1))
+        return turned.view(x.shape)
+
     def _apply_rope(self, module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         apply = sys.modules[type(module).__module__].apply_rotary_pos_emb  # the model's own: half, pairs, partial
         key = id(module)
@@ -359,22 +372,21 @@ class Attachment:
 
     # -- running ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def hidden(self, ids: Tensor, step: Step) -> Tensor:
-        """Run the decoder over ids [B, T]; `step` is called once per layer. Returns [B, T, hidden]."""
+        """Run the decoder over ids [B, T]; `step` is called once per layer. Returns [B, T, hidden], without a graph
+        unless it is called within `gradients.differentiable`."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         self._step = step
         try:
-            return self._decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            with torch.set_grad_enabled(self._graded):
+                return self._decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         finally:
             self._step = self._input = None
 
-    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, hidden] -> logits [B, T, vocab], through the model's own head, scaling and softcap."""
-        if self._plain_head:
-            return self._head(hidden)
-        return self._whole_logits(hidden)
+        with torch.set_grad_enabled(self._graded):
+            return self._head(hidden) if self._plain_head else self._whole_logits(hidden)
 
     def _whole_logits(self, hidden: Tensor) -> Tensor:
         self._stub.hidden = hidden

@@ -1,11 +1,21 @@
-"""Training of retaining heads (Locret, arXiv:2410.01805): prompts with answers in, heads for one model out, and what
-each layer needs of the budget."""
+"""Training of retaining heads (Locret, arXiv:2410.01805): prompts with answers in, heads for one model out, tuned to a
+budget, and what each layer needs of it."""
 
 from locret_stream.training.allocation import allocate, held_out_examples
-from locret_stream.training.config import Allocation, AllocationConfig, Measurement, Progress, TrainConfig, TrainResult
+from locret_stream.training.config import (
+    Allocation,
+    AllocationConfig,
+    Measurement,
+    Progress,
+    TrainConfig,
+    TrainResult,
+    TuneConfig,
+    TuneResult,
+)
 from locret_stream.training.data import Example, load_examples, read_jsonl, render
 from locret_stream.training.loop import evaluate_heads, train_heads
 from locret_stream.training.progress import progress_bar
+from locret_stream.training.tuning import is_tuned, tune
 
 __all__ = [
     "Allocation",
@@ -15,12 +25,16 @@ __all__ = [
     "Progress",
     "TrainConfig",
     "TrainResult",
+    "TuneConfig",
+    "TuneResult",
     "allocate",
     "evaluate_heads",
     "held_out_examples",
+    "is_tuned",
     "load_examples",
     "progress_bar",
     "read_jsonl",
     "render",
     "train_heads",
+    "tune",
 ]

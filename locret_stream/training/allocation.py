@@ -30,17 +30,16 @@ from transformers import PreTrainedModel
 
 from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, InvalidTokens, WindowExceeded
+from locret_stream.errors import ConfigError
 from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attach, detach
-from locret_stream.policies import Chunk, Listening, Policy, make_policy
+from locret_stream.policies import Policy, make_policy
 from locret_stream.training.checkpoint import ALLOCATION, write_json
 from locret_stream.training.config import (
     DIVIDED,
     EVEN,
     FULL,
-    LEAST_EXAMPLES,
     Allocation,
     AllocationConfig,
     Measurement,
@@ -48,8 +47,9 @@ from locret_stream.training.config import (
     ProgressCallback,
     TrainConfig,
 )
-from locret_stream.training.data import Example, fit
+from locret_stream.training.data import Example
 from locret_stream.training.division import CHANCE, ONE_ERROR, divide, envelope, exceeds, proportional
+from locret_stream.training.measuring import Listening, answer_nll, digest_of, held_units, policy_for, usable
 from locret_stream.training.source import Source
 
 Measure = Callable[[str, tuple[int, ...]], Measurement]
@@ -92,10 +92,11 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
     try:
         loaded = RetainingHeads.load(folder)
         loaded.check_fits(attachment.shape, attachment.fingerprint)
-        digest = _digest(loaded)
+        digest = digest_of(loaded)
         loaded = loaded.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)
-        run = _Run(attachment, loaded, digest, _usable(attachment.shape, examples, config), config,
-                   folder / ALLOCATION, progress or (lambda at: None), restart)
+        found = usable(attachment.shape, examples, config.units, config.chunk_size, config.examples, verb="allocate")
+        run = _Run(attachment, loaded, digest, found, config, folder / ALLOCATION, progress or (lambda at: None),
+                   restart)
         made = run.finish()
         described = msgspec.structs.replace(loaded.config, budget_shares=made.shares)
         if described != loaded.config:  # the weights stay untouched
@@ -116,12 +117,10 @@ class _Run:
         shape = attachment.shape
         self.layers = [layer for layer, window in enumerate(shape.sliding) if window is None]
         sinks, stabilizers = config.protected
-        policy = "trimkv" if heads.config.output == "retention" else (
-            "kvzap" if heads.config.features == "hidden" else "locret")
         self._check()
         self.budget(None).per_layer(shape)  # raises where not even equal layers hold what is protected
         self.state = self._read(restart, Allocation(
-            config=config, policy=policy, fingerprint=attachment.fingerprint, heads=digest,
+            config=config, policy=policy_for(heads.config), fingerprint=attachment.fingerprint, heads=digest,
             data=hashlib.blake2b(b"".join(e.digest() for e in examples), digest_size=16).hexdigest(),
             sinks=sinks, stabilizers=stabilizers, tokens=tuple(len(example.ids) for example in examples),
             answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in examples),
@@ -159,7 +158,7 @@ class _Run:
         if self.state.shares is not None:
             return self.state
         config, shape = self.config, self.attachment.shape
-        held = _held(max(self.state.tokens), config.chunk_size)
+        held = held_units(max(self.state.tokens), config.chunk_size)
         full = (held,) * shape.layers
         total, most = self._total()
         least = max(int(config.units * min(config.factors)), sum(config.protected) + 1)
@@ -225,14 +224,13 @@ class _Run:
 
     def _measure(self, name: str, budgets: tuple[int, ...]) -> Measurement:
         started, config = time.monotonic(), self.config
-        heard = _Heard()
-        policy = Listening(make_policy(self.state.policy, heads=self.heads), heard)
+        policy = Listening(make_policy(self.state.policy, heads=self.heads))
         engine = self._engine(policy, budgets)
         done, nll, top = len(self.state.measured) * len(self.examples), [], []
         for example in self.examples:
-            nll.append(answer_nll(engine, heard, example))
+            nll.append(answer_nll(engine, policy, example))
             if name == FULL and config.rule == "scores":
-                scores = torch.stack([heard.scores[layer] for layer in self.layers])
+                scores = torch.stack([policy.scores[layer] for layer in self.layers])
                 top.append(_top_units(scores[..., :example.answer_spans[-1][0]], config))
             self.progress(Progress(step=done + len(nll), steps=self.total,
                                    note=f"{name}: loss {sum(nll) / sum(self.state.answer_tokens[:len(nll)]):.4f}"))
@@ -261,70 +259,6 @@ class _Exactly(Budget, frozen=True, kw_only=True):
         return tuple(min(units, window or units) for units, window in zip(self.allocation, shape.sliding, strict=True))
 
 
-class _Heard:
-    """What went by at the last commit.
-
-    Attributes:
-        logprobs: [T] of the chunk, see `Chunk`.
-        scores: by layer, [H, n] fp32 of all units that the layer held or was given.
-    """
-
-    def __init__(self) -> None:
-        self.logprobs, self.scores = torch.empty(0), dict[int, Tensor]()
-
-    def __call__(self, chunk: Chunk, found: Tensor) -> None:
-        assert chunk.logprobs is not None
-        self.logprobs = chunk.logprobs
-        best = found[0] if found.dim() == 3 else found
-        whole = best.shape[-1] > chunk.k.shape[1] or not chunk.scores.shape[-1]  # a stateful policy scores all units
-        self.scores[chunk.layer] = best if whole else torch.cat([chunk.scores[0], best.float()], dim=-1)
-
-
-def answer_nll(engine: Engine, heard: _Heard, example: Example) -> float:
-    """-log p of the answer tokens of an example, summed, as the engine would give them one by one; slot 0.
-
-    Whether a token is pending or committed changes nothing of what it is told by those before it, so whole chunks are
-    committed; the last one is filled up with ids that no row which counts can see.
-    """
-    ids, state, logprobs = example.ids.tolist(), engine.open(0), []
-    ids += [0] * (-len(ids) % engine.chunk_size)
-    engine.accept(state, ids)
-    while engine.ready(state):
-        engine.commit(state)
-        logprobs.append(heard.logprobs)
-    found = torch.cat(logprobs).double().cpu()
-    return -sum(float(found[start:end].sum()) for start, end in example.answer_spans)
-
-
-def _held(tokens: int, chunk_size: int) -> int:
-    """Units that are committed when the last of `tokens` tokens is read: budgets of so many evict nothing."""
-    return (tokens - 1) // chunk_size * chunk_size
-
-
-def _usable(shape: ModelShape, examples: Sequence[Example], config: AllocationConfig) -> list[Example]:
-    """The first ones that a uniform budget evicts something of; whole chunks of them fit the window."""
-    limit, found, longest = shape.window // config.chunk_size * config.chunk_size, [], 0
-    if config.units + config.chunk_size > shape.window:
-        raise WindowExceeded(f"allocate: {config.units} units + chunk_size {config.chunk_size}: the model knows "
-                             f"{shape.window} positions; expected less")
-    for example in examples:
-        largest = int(example.ids.max())
-        if largest >= shape.vocab:
-            raise InvalidTokens(f"{example.where or 'example'}: found token id {largest}; expected ids below the "
-                                f"model's vocabulary of {shape.vocab}")
-        fitted = fit(example, limit)
-        if fitted is not None:
-            longest = max(longest, len(fitted.ids))
-            if _held(len(fitted.ids), config.chunk_size) > config.units:
-                found.append(fitted)
-    if len(found) < LEAST_EXAMPLES:
-        raise ConfigError(
-            f"allocate: of {len(examples)} held-out examples, the longest of {longest} tokens, {len(found)} are so "
-            f"long that anything is evicted at {config.units} units in chunks of {config.chunk_size}; expected at "
-            f"least {LEAST_EXAMPLES}: more or longer examples (at most {limit} tokens fit the model), or fewer units")
-    return found[:config.examples]
-
-
 def _top_units(scores: Tensor, config: AllocationConfig) -> Tensor:
     """scores [L, H, n] -> units per KV head [L] fp64 of the best L * H * units; those always kept come first."""
     sinks, stabilizers = config.protected
@@ -333,13 +267,3 @@ def _top_units(scores: Tensor, config: AllocationConfig) -> Tensor:
     layers, heads, held = scores.shape
     best = scores.flatten().topk(min(config.units, held) * layers * heads).indices
     return torch.bincount(best // (heads * held), minlength=layers).double().cpu() / heads
-
-
-def _digest(heads: RetainingHeads) -> str:
-    """Of the heads' weights and what they are, the shares left out."""
-    chain = hashlib.blake2b(msgspec.json.encode(msgspec.structs.replace(heads.config, budget_shares=None)),
-                            digest_size=16)
-    for name, tensor in sorted(heads.state_dict().items()):
-        chain.update(name.encode())
-        chain.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return chain.hexdigest()

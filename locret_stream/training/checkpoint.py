@@ -5,6 +5,9 @@
     metrics.jsonl            one object per step, one per evaluation
     heads.safetensors, heads.json, result.json     at the end; the checkpoint is then removed
     allocation.json          what `allocate` measured, as it is measured
+    tuning.json              what `tune` came to, as it comes; tuning.jsonl: its metrics; tuning.safetensors: its
+                             checkpoint while it is not finished
+    heads.first.safetensors  the heads before `tune` replaced them; allocation.first.json: what was measured with those
 
 No random state is stored: initial weights and the order of examples are functions of seed and step.
 """
@@ -28,6 +31,8 @@ from locret_stream.training.config import TrainConfig, TrainResult
 
 RUN, CHECKPOINT, METRICS, RESULT = "run.json", "checkpoint.safetensors", "metrics.jsonl", "result.json"
 ALLOCATION = "allocation.json"
+TUNING, TUNING_METRICS, TUNING_CHECKPOINT = "tuning.json", "tuning.jsonl", "tuning.safetensors"
+FIRST_WEIGHTS, FIRST_ALLOCATION = "heads.first.safetensors", "allocation.first.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -41,7 +46,10 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of metrics.jsonl: of a step (loss and its terms) or of an evaluation after `step` steps."""
+    """A line of metrics.jsonl: of a step (loss and its terms) or of an evaluation after `step` steps.
+
+    Of tuning.jsonl: kl is the loss of the answers, temperature that of the gates.
+    """
 
     step: int
     loss: float | None = None
@@ -52,6 +60,8 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     held_out_loss: float | None = None
     overlap: float | None = None
     overlap_per_layer: tuple[float, ...] = ()
+    kl: float | None = None
+    temperature: float | None = None
 
 
 class RunFolder:
@@ -62,7 +72,8 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         run = path / RUN
         if restart:  # run.json goes last: until then the folder is still recognised
-            for name in (CHECKPOINT, METRICS, RESULT, ALLOCATION, WEIGHTS, CONFIG, RUN):
+            for name in (CHECKPOINT, METRICS, RESULT, ALLOCATION, TUNING, TUNING_METRICS, TUNING_CHECKPOINT,
+                         FIRST_ALLOCATION, FIRST_WEIGHTS, WEIGHTS, CONFIG, RUN):
                 (path / name).unlink(missing_ok=True)
         if run.is_file():
             self._compare(identity)
@@ -97,72 +108,86 @@ class RunFolder:
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
     def save(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
-        tensors = {}
-        for name, parameter in heads.named_parameters():
-            tensors[f"heads.{name}"] = parameter.detach()
-            for moment in _MOMENTS:
-                tensors[f"{moment}.{name}"] = optimizer.state.get(parameter, {}).get(
-                    moment, torch.zeros_like(parameter))
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {"version": "1", "step": str(step), "used": used}
-        _replace(self.path / CHECKPOINT, lambda p: save_file(tensors, p, metadata=metadata))
+        save_state(self.path / CHECKPOINT, heads, optimizer, step, used)
 
     def restore(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
-        """Fill both from the checkpoint and cut the metrics to it: (steps done, examples used), None if there is none.
-
-        Raises:
-            HeadsMismatch: the file is damaged or not one of this run.
-        """
-        path = self.path / CHECKPOINT
-        if not path.is_file():
-            self._cut_metrics(0)
-            return None
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-            step, used = int(metadata["step"]), metadata["used"]
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise HeadsMismatch(f"{path} cannot be read as a checkpoint: {error!r}; remove it to start anew") from error
-        parts: dict[str, dict[str, torch.Tensor]] = {"heads": {}, **{moment: {} for moment in _MOMENTS}}
-        for name, tensor in tensors.items():
-            part, _, name = name.partition(".")
-            parts.setdefault(part, {})[name] = tensor
-        for moment in _MOMENTS:
-            if {n: t.shape for n, t in parts[moment].items()} != {n: t.shape for n, t in parts["heads"].items()}:
-                raise HeadsMismatch(f"{path}: the shapes of {moment} are not those of the heads")
-        heads.load_strictly(parts["heads"])
-        for name, parameter in heads.named_parameters() if step else ():
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **{
-                moment: parts[moment][name].to(parameter.device) for moment in _MOMENTS}}
-        self._cut_metrics(step)
-        return step, used
-
-    def _cut_metrics(self, step: int) -> None:
-        path = self.path / METRICS
-        self.metrics = []
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
-            try:
-                metric = msgspec.json.decode(line, type=Metric)
-            except msgspec.MsgspecError:
-                break  # torn by the interruption: it and what follows is written again
-            if metric.step <= step:
-                self.metrics.append(metric)
-        _replace(path, lambda p: p.write_bytes(b"".join(msgspec.json.encode(m) + b"\n" for m in self.metrics)))
+        """`restore_state` from the checkpoint, and the metrics are cut to it; None if there is none."""
+        found = restore_state(self.path / CHECKPOINT, heads, optimizer)
+        self.metrics = cut_metrics(self.path / METRICS, found[0] if found else 0)
+        return found
 
     def log(self, metric: Metric) -> None:
         self.metrics.append(metric)
-        with (self.path / METRICS).open("ab") as file:
-            file.write(msgspec.json.encode(metric) + b"\n")
+        append_metric(self.path / METRICS, metric)
+
+
+def save_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
+    """Write weights and AdamW's moments, after `step` steps on the examples whose digest is `used`."""
+    tensors = {}
+    for name, parameter in heads.named_parameters():
+        tensors[f"heads.{name}"] = parameter.detach()
+        for moment in _MOMENTS:
+            tensors[f"{moment}.{name}"] = optimizer.state.get(parameter, {}).get(moment, torch.zeros_like(parameter))
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {"version": "1", "step": str(step), "used": used}
+    replace(path, lambda p: save_file(tensors, p, metadata=metadata))
+
+
+def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
+    """Fill both from what `save_state` wrote: (steps done, digest of the examples used), None if there is no file.
+
+    Raises:
+        HeadsMismatch: the file is damaged or not one of these heads.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        step, used = int(metadata["step"]), metadata["used"]
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise HeadsMismatch(f"{path} cannot be read as a checkpoint: {error!r}; remove it to start anew") from error
+    parts: dict[str, dict[str, torch.Tensor]] = {"heads": {}, **{moment: {} for moment in _MOMENTS}}
+    for name, tensor in tensors.items():
+        part, _, name = name.partition(".")
+        parts.setdefault(part, {})[name] = tensor
+    for moment in _MOMENTS:
+        if {n: t.shape for n, t in parts[moment].items()} != {n: t.shape for n, t in parts["heads"].items()}:
+            raise HeadsMismatch(f"{path}: the shapes of {moment} are not those of the heads")
+    heads.load_strictly(parts["heads"])
+    for name, parameter in heads.named_parameters() if step else ():
+        optimizer.state[parameter] = {"step": torch.tensor(float(step)), **{
+            moment: parts[moment][name].to(parameter.device) for moment in _MOMENTS}}
+    return step, used
+
+
+def cut_metrics(path: Path, step: int) -> list[Metric]:
+    """Those of the file up to `step`; what is behind them is dropped from it."""
+    found: list[Metric] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            metric = msgspec.json.decode(line, type=Metric)
+        except msgspec.MsgspecError:
+            break  # torn by the interruption: it and what follows is written again
+        if metric.step <= step:
+            found.append(metric)
+    replace(path, lambda p: p.write_bytes(b"".join(msgspec.json.encode(m) + b"\n" for m in found)))
+    return found
+
+
+def append_metric(path: Path, metric: Metric) -> None:
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(metric) + b"\n")
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
     """Write it, readable, whole or not at all."""
-    _replace(path, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2)))
+    replace(path, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2)))
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `path`, flush it to the disk, and put it in place."""
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write a temporary file beside `path`, flush it to the disk, and put it in place."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     os.close(handle)
     temporary = Path(name)

@@ -215,6 +215,105 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return sum(measurement.seconds for measurement in self.measured.values())
 
 
+class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How trained heads are tuned with eviction in the loop, see `tuning`.
+
+    Args:
+        units: mean over the layers of units per KV head; chunk_size: tokens between two evictions. Both as the memory
+            is to be used. Layers get what the shares stored with the heads say, else the same each.
+        sinks, stabilizers: always kept, of every budget; None: what a runtime protects by default.
+        steps, batch, lr, betas, weight_decay, warmup, clip: as of TrainConfig.
+        hot, cold: temperature of the gates at the first and the last step, falling geometrically; in standard
+            deviations of a head's scores.
+        weight: of the first stage's loss beside the divergence from the full cache, so that scores stay what they say.
+        eps: of the labels, as of TrainConfig.
+        examples: measure on at most so many.
+        max_tokens, held_out, seed, block_mib, checkpoint_every: as of TrainConfig; `held_out` as the first stage had
+            it, or examples are measured on that it was trained on.
+
+    Raises:
+        ConfigError: naming the value and what was expected.
+    """
+
+    units: int = 6000
+    chunk_size: int = 1024
+    sinks: int | None = None
+    stabilizers: int | None = None
+    steps: int = 200
+    batch: int = 1
+    lr: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    warmup: float = 0.1
+    clip: float = 0.5
+    hot: float = 0.2
+    cold: float = 0.01
+    weight: float = 1.0
+    eps: float = 1e-5
+    examples: int = 32
+    max_tokens: int = 10_240
+    held_out: float = 0.05
+    seed: int = 0
+    block_mib: int = 32
+    checkpoint_every: int = 50
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ConfigError(f"tune: {name} is {getattr(self, name)!r}; expected {expected}")
+
+        for name in ("units", "chunk_size", "steps", "batch", "block_mib", "checkpoint_every"):
+            check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
+        check("examples", _whole(self.examples, LEAST_EXAMPLES),
+              f"a whole number, at least {LEAST_EXAMPLES}, to tell gains from noise")
+        for name in ("sinks", "stabilizers"):
+            check(name, getattr(self, name) is None or _whole(getattr(self, name), 0), "None or a number of units")
+        check("max_tokens", _whole(self.max_tokens, 2), "a whole number of tokens, at least 2")
+        check("seed", _whole(self.seed, 0), "a whole number, 0 or more")
+        for name in ("lr", "clip", "eps", "hot", "cold"):
+            check(name, _number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
+        check("cold", self.cold <= self.hot, f"at most hot, which is {self.hot!r}")
+        for name in ("weight_decay", "weight"):
+            check(name, _number(getattr(self, name)) and getattr(self, name) >= 0, "0 or more")
+        for name in ("warmup", "held_out"):
+            check(name, _number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "a share in [0, 1)")
+        check("betas", len(self.betas) == 2 and all(_number(b) and 0 <= b < 1 for b in self.betas), "two in [0, 1)")
+
+    def temperature_at(self, step: int) -> float:
+        """That of the update number `step`, counted from 0."""
+        return self.hot * (self.cold / self.hot) ** (step / max(1, self.steps - 1))
+
+
+class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What tuning came to; also written as tuning.json beside the heads, as it is found.
+
+    fingerprint, heads, data, policy: digests of the model, of the heads before and of the examples, and what scores.
+    budgets: units by layer, [L]; sinks, stabilizers: of each. tokens, answer_tokens: of each held-out example, [E].
+    before, after: answer loss of the heads as they were and tuned, measured by the engine, as at inference.
+    kl: divergence from the full cache in the last tenth of the steps, nats per answer token.
+    better: whether the tuned heads are better by more than noise, so that they took the others' place.
+    All of these None until they are known. seconds: of this process alone, measuring included.
+    """
+
+    config: TuneConfig
+    policy: str
+    fingerprint: str
+    heads: str
+    data: str
+    budgets: tuple[int, ...]
+    sinks: int
+    stabilizers: int
+    tokens: tuple[int, ...]
+    answer_tokens: tuple[int, ...]
+    before: Measurement | None = None
+    after: Measurement | None = None
+    kl: float | None = None
+    better: bool | None = None
+    resumed_from: int = 0
+    seconds: float = 0.0
+    version: int = 1
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a run is: `loss` of the last step, held-out figures of the last evaluation (None before it).
 

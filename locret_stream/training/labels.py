@@ -80,8 +80,9 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
 
 @torch.no_grad()
 def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[Example], visit: Visit, *,
-                 kind: str, eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> None:
+                 kind: str, eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> Tensor:
     """Run examples of one length through the model once; `visit` gets every layer's inputs and labels in turn.
+    Returns what `hidden` of the attachment does.
 
     Only one layer's tensors are alive at a time, so `visit` may take gradients of its own
     (under `torch.enable_grad()`) and drop them before the next layer.
@@ -109,4 +110,4 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
             masks[window] = (distance >= 0) & (distance < window)
         return q, k, call.v, masks.get(window) if window is not None else None
 
-    attachment.hidden(ids, step)
+    return attachment.hidden(ids, step)

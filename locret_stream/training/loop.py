@@ -76,7 +76,7 @@ def evaluate_heads(attachment: Attachment, heads: RetainingHeads, examples: Sequ
     tables = tables or attachment.tables(min(config.max_tokens, attachment.shape.window))
     layers = attachment.shape.layers
     losses, overlaps = [0.0] * layers, [0.0] * layers
-    for group in _groups(examples, config.batch):
+    for group in groups_of(examples, config.batch):
         def visit(call: LayerCall, labels: Tensor, valid: Tensor, size: int = len(group)) -> None:
             scores = _scores(heads, call, labels, config)
             regression, smoothing = layer_losses(scores, labels, valid)
@@ -139,7 +139,7 @@ class _Run:
             self._set_bias(batch)
         self.optimizer.zero_grad(set_to_none=True)
         terms = torch.zeros(2, dtype=torch.float64, device=self.attachment.device)
-        for group in _groups(batch, len(batch)):
+        for group in groups_of(batch, len(batch)):
             share = len(group) / len(batch)
 
             def visit(call: LayerCall, labels: Tensor, valid: Tensor, share: float = share) -> None:
@@ -161,7 +161,7 @@ class _Run:
             group["lr"] = rate
         metric = Metric(step=self.step + 1, loss=loss, regression=regression, smoothing=smoothing, lr=rate,
                         tokens=sum(len(example.ids) for example in batch))
-        with _uninterrupted():
+        with uninterrupted():
             self.optimizer.step()
             self.step += 1
             self.used = self.source.used()
@@ -178,7 +178,7 @@ class _Run:
             sums[call.layer] += labels.sum((0, 2))  # labels are 0 where not valid
             counts[call.layer] += valid.sum()
 
-        for group in _groups(batch, len(batch)):
+        for group in groups_of(batch, len(batch)):
             _visit(self.attachment, self.tables, group, visit, self.config)
         with torch.no_grad():
             for layer, fc2 in enumerate(self.heads.fc2):
@@ -245,7 +245,7 @@ def _visit(attachment: Attachment, tables: RopeTables, group: Sequence[Example],
                  block_bytes=config.block_mib * 2**20)
 
 
-def _groups(examples: Sequence[Example], most: int) -> Iterator[list[Example]]:
+def groups_of(examples: Sequence[Example], most: int) -> Iterator[list[Example]]:
     """Runs of examples of one length, at most `most` each."""
     for _, run in groupby(sorted(examples, key=lambda e: len(e.ids)), key=lambda e: len(e.ids)):
         run = list(run)
@@ -254,7 +254,7 @@ def _groups(examples: Sequence[Example], most: int) -> Iterator[list[Example]]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Ctrl-C inside is raised at the end. Only the main thread gets signals; elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -19,7 +19,7 @@ from locret_stream.config import StreamConfig
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, HeadsMismatch, InvalidTokens, WindowExceeded
 from locret_stream.heads import RetainingHeads
-from locret_stream.policies import Listening, make_policy
+from locret_stream.policies import make_policy
 from locret_stream.training import (
     Allocation,
     AllocationConfig,
@@ -208,8 +208,8 @@ def test_losses_are_those_of_answers_given_token_by_token(name, policy):
     config = StreamConfig(budget=Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5)), chunk_size=8,
                           policy=policy)
     plain = Engine(attachment, config, make_policy(policy, heads=heads), 1)
-    heard = allocation._Heard()
-    engine = Engine(attachment, config, Listening(make_policy(policy, heads=heads), heard), 1)
+    listening = allocation.Listening(make_policy(policy, heads=heads))
+    engine = Engine(attachment, config, listening, 1)
     for length in (57, 64, 71):  # a last chunk of one token, a whole one, and one between
         spans = ((9, 12), (length // 2, length // 2 + 9), (length - 3, length))
         example = Example(make_examples(1, length)[0].ids, spans)
@@ -221,7 +221,7 @@ def test_losses_are_those_of_answers_given_token_by_token(name, policy):
             while plain.ready(state):
                 plain.commit(state)
         with torch.no_grad():
-            assert allocation.answer_nll(engine, heard, example) == pytest.approx(expected, rel=1e-4)
+            assert allocation.answer_nll(engine, listening, example) == pytest.approx(expected, rel=1e-4)
         assert plain.budgets == (12, 24, 6) and state.seen > 24  # every layer has evicted
     models.detach(model)
 

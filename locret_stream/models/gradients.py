@@ -1,0 +1,57 @@
+"""Gradients through a frozen model: to what a `Step` brings in, never to the weights. Knows an attachment's shadow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from locret_stream.models.attachment import Attachment
+
+
+@contextmanager
+def differentiable(attachment: Attachment) -> Iterator[None]:
+    """Within it `hidden` and `logits` of the attachment leave a graph: gradients pass through activations to whatever a
+    `step` brings in, and never to the model's weights, whatever these require. The backward pass must run within, too.
+
+    What is kept for it is one hidden state per layer: every layer, its `step` included, runs again in the backward pass
+    (gradient checkpointing; Chen et al., arXiv:1604.06174), so that a `step` must depend on its call alone.
+    """
+    trees = attachment._decoder, attachment._shadow
+    modules = {id(module): module for tree in trees for module in tree.modules()}.values()
+    weights = [(module, dict(module._parameters)) for module in modules if module._parameters]
+    forwards = [(layer, vars(layer).get("forward")) for layer in attachment._decoder.layers]
+    try:
+        for module, own in weights:  # the shadow's alone: the user's modules keep their parameters
+            module._parameters.update({name: None if p is None else nn.Parameter(p.detach(), requires_grad=False)
+                                       for name, p in own.items()})
+        for layer, _ in forwards:
+            layer.forward = functools.partial(_checkpointed, attachment, layer.forward)
+        attachment._graded = True
+        yield
+    finally:
+        attachment._graded = False
+        for layer, forward in forwards:
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
+        for module, own in weights:
+            module._parameters.update(own)
+
+
+def _checkpointed(attachment: Attachment, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward that is run again when its gradients are asked for, with the `step` it has now."""
+    step = attachment._step
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, attachment._step = attachment._step, step
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            attachment._step = before
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -1,0 +1,104 @@
+"""The model with a memory that forgets softly, and how far its answers are from those of the model that keeps all.
+
+Chunks, budgets, protection and positions are those of the engine (see `engine.core`): the rows of a chunk see the units
+committed before it through `gates`, at the ranks that these have in a budget, and each other as they are. At
+temperature 0 it is what the engine computes. Knows nothing of steps and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from locret_stream.heads import RetainingHeads
+from locret_stream.models import Attachment, Attended, LayerCall
+from locret_stream.training.gates import gated_attention, visibility
+
+
+class Student:
+    """Runs an attached model with soft eviction; gradients are for the heads alone (see `models.gradients`).
+
+    Args:
+        heads: of output "score"; budgets: units by layer, [L], as `Budget.per_layer` gives them.
+        sinks, stabilizers: of every budget. longest: tokens of the longest example.
+        block_bytes: bound of one tensor of attention logits.
+    """
+
+    def __init__(self, attachment: Attachment, heads: RetainingHeads, budgets: Sequence[int], chunk_size: int,
+                 sinks: int, stabilizers: int, longest: int, block_bytes: int = 32 * 2**20):
+        self.attachment, self.heads, self.budgets, self.chunk_size = attachment, heads, tuple(budgets), chunk_size
+        self.protected, self.block_bytes = (sinks, stabilizers), block_bytes
+        self.tables = attachment.tables(max(budgets) + chunk_size)
+        self._absolute = attachment.tables(longest) if any(attachment.shape.sliding) else self.tables
+
+    def hidden(self, ids: Tensor, temperature: float) -> Tensor:
+        """ids [B, T] -> hidden states [B, T, hidden]; with a graph within `differentiable`."""
+        return self.attachment.hidden(ids, lambda call: self._attend(call, temperature))
+
+    def _attend(self, call: LayerCall, temperature: float) -> Attended:
+        layer, total = call.layer, call.k.shape[2]
+        if self.attachment.shape.sliding[layer]:
+            return self._sliding(call)
+        chunks = range(0, total, self.chunk_size)
+        first = next((start for start in chunks if start > self.budgets[layer]), total)
+        q, k = (self.attachment.rotate(layer, x[:, :, :first], self.tables, 0) for x in (call.q, call.k))
+        if first == total:  # nothing is evicted
+            return q, k, call.v, None
+        scores = self._scores(call)
+        none = scores.new_zeros(*scores.shape[:2], 0)
+        out = [self._rows(call, q, k, call.v[:, :, :first], none)]
+        for start in range(first, total, self.chunk_size):
+            out.append(self._chunk(call, scores[..., :start], min(start + self.chunk_size, total), temperature))
+        return torch.cat(out, 2)
+
+    def _scores(self, call: LayerCall) -> Tensor:
+        """[B, H, T]; of a layer without a head its newest units are the best."""
+        if not self.heads.config.has_head(call.layer):
+            count = call.k.shape[2]
+            return torch.arange(count, dtype=torch.float32, device=call.k.device).expand(*call.k.shape[:2], count)
+        return self.heads.score(call.layer, call.q, call.k, call.v, call.hidden)
+
+    def _chunk(self, call: LayerCall, scores: Tensor, stop: int, temperature: float) -> Tensor:
+        """Attention of the rows up to `stop` behind the units that have these scores."""
+        layer, start = call.layer, scores.shape[-1]
+        budget, rotate = self.budgets[layer], self.attachment.rotate
+        gates, ranks = visibility(scores, budget, *self.protected, temperature)
+        held = self.attachment.rotate_at(layer, call.k[:, :, :start], self.tables, ranks)
+        k = torch.cat([held, rotate(layer, call.k[:, :, start:stop], self.tables, budget)], 2)
+        q = rotate(layer, call.q[:, :, start:stop], self.tables, budget)
+        return self._rows(call, q, k, call.v[:, :, :stop], gates)
+
+    def _rows(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        return gated_attention(q, k, v, gates, scale=call.scale, softcap=call.softcap, sinks=call.sinks,
+                               block_bytes=self.block_bytes)
+
+    def _sliding(self, call: LayerCall) -> Attended:
+        """No gates: the rows of a chunk see the last units before it, as many as are held, within the window."""
+        layer, window = call.layer, self.attachment.shape.sliding[call.layer]
+        ranks = torch.arange(call.k.shape[2], device=call.k.device)
+        distance, start = ranks[:, None] - ranks, ranks // self.chunk_size * self.chunk_size
+        mask = (distance >= 0) & (distance < window) & (ranks >= start[:, None] - self.budgets[layer])
+        q, k = (self.attachment.rotate(layer, x, self._absolute, 0) for x in (call.q, call.k))
+        return q, k, call.v, mask
+
+
+def divergence(attachment: Attachment, teacher: Tensor, student: Tensor, block_bytes: int = 32 * 2**20) -> Tensor:
+    """KL(teacher || student) of next tokens, mean over rows, in nats; hidden states [R, hidden] of both -> scalar.
+
+    Gradients go to the student's. The logits of a block of rows are made again in the backward pass.
+    """
+    per_block = max(1, block_bytes // (4 * attachment.shape.vocab))
+
+    def block(teacher: Tensor, student: Tensor) -> Tensor:
+        with torch.no_grad():
+            expected = attachment.logits(teacher[None]).float().log_softmax(-1)
+        found = attachment.logits(student[None]).float().log_softmax(-1)
+        return F.kl_div(found, expected, reduction="sum", log_target=True)
+
+    parts = [checkpoint(block, one, two, use_reentrant=False, preserve_rng_state=False)
+             for one, two in zip(teacher.split(per_block), student.split(per_block), strict=True)]
+    return torch.stack(parts).sum() / len(teacher)

@@ -1,0 +1,316 @@
+"""The second stage: trained heads are tuned with eviction in the loop, and stay so only if answers get better.
+
+A step runs its examples through the frozen model twice. The teacher keeps everything: it gives what answers are
+expected, and the first stage's labels. The student evicts, softly (see `gates` and `student`), under the budget that
+is to be used. The loss is
+
+    KL(teacher || student) over the rows that predict replies + weight * the first stage's loss,
+
+the distillation of the full cache into the bounded one (as TRIM-KV's, arXiv:2512.03324), and its gradient goes to the
+heads alone. Gates harden from step to step.
+
+Before and after, what held-out answers cost is measured with the engine. The tuned heads replace the first only where
+that is less by more than noise. The first stay beside them as heads.first.safetensors, to be renamed by who wants them
+back, and allocation.json becomes allocation.first.json: its curves are of those. The shares stay until `allocate` finds
+others.
+
+Memory of a step: one hidden state per layer for all of the batch's examples of one length, and one layer's activations.
+Time: some five forwards, a first-stage step being one.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from locret_stream.config import StreamConfig, budget_from
+from locret_stream.engine import Engine
+from locret_stream.errors import ConfigError, ModelError
+from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.heads.module import WEIGHTS
+from locret_stream.models import Attachment, LayerCall, attach, detach, differentiable
+from locret_stream.policies import make_policy
+from locret_stream.training import checkpoint as files
+from locret_stream.training.checkpoint import Metric
+from locret_stream.training.config import (
+    Measurement,
+    Progress,
+    ProgressCallback,
+    TrainConfig,
+    TuneConfig,
+    TuneResult,
+)
+from locret_stream.training.data import Example
+from locret_stream.training.division import CHANCE, exceeds
+from locret_stream.training.labels import answer_rows, visit_layers
+from locret_stream.training.loop import groups_of, uninterrupted
+from locret_stream.training.loss import layer_losses
+from locret_stream.training.measuring import Listening, answer_nll, digest_of, policy_for, usable
+from locret_stream.training.source import Source
+from locret_stream.training.student import Student, divergence
+
+
+def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], examples: Iterable[Example],
+         config: TuneConfig | None = None, *, held_out: Iterable[Example] | None = None,
+         progress: ProgressCallback | None = None, restart: bool = False) -> TuneResult:
+    """Tune the retaining heads in the folder `heads` for the budget they will be used with; keep that if it helps.
+
+    The same call goes on where an interrupted one stopped, bit for bit (same build, device and thread count), and
+    returns at once when it is finished, whatever shares were stored since.
+
+    Args:
+        model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
+        heads: a folder of retaining heads of output "score". If it was tuned before, the first heads are what counts.
+        examples: as for `train_heads`: a sequence, or an iterable that is read once. Those that fit the budget teach
+            what the first stage did and nothing more.
+        held_out: to measure on; by default the share of `examples` that the first stage held out.
+        progress: called after every step and measured example.
+        restart: forget an earlier tuning and put the first heads back.
+
+    Raises:
+        ConfigError: values that cannot work, too few held-out examples that evict anything, or a tuning.json of another
+            call (the message names what differs). The heads stay as they were. WindowExceeded: units + chunk_size.
+        HeadsMismatch: no heads, or those of another model. InvalidTokens: ids outside the vocabulary.
+        ModelError: the loss is not finite.
+    """
+    config, folder = config or TuneConfig(), Path(heads)
+    attachment = model if isinstance(model, Attachment) else attach(model)
+    try:
+        if restart:
+            forget_tuning(folder)
+        tuned = (folder / files.FIRST_WEIGHTS).is_file()
+        first = RetainingHeads.load(folder, files.FIRST_WEIGHTS if tuned else WEIGHTS)
+        first.check_fits(attachment.shape, attachment.fingerprint)
+        return _Run(attachment, first.to(attachment.device), examples, held_out, config, folder,
+                    progress or (lambda at: None)).finish()
+    finally:
+        if attachment is not model:
+            detach(model)
+
+
+def is_tuned(heads: str | os.PathLike[str]) -> bool:
+    """Whether tuning of the heads in that folder is finished, be it that they were better or not."""
+    path = Path(heads) / files.TUNING
+    return path.is_file() and _read(path).better is not None
+
+
+def forget_tuning(folder: Path) -> None:
+    """Put the first heads, and what was measured with them, back."""
+    if (folder / files.FIRST_WEIGHTS).is_file():
+        (folder / files.ALLOCATION).unlink(missing_ok=True)
+        if (folder / files.FIRST_ALLOCATION).is_file():
+            (folder / files.FIRST_ALLOCATION).replace(folder / files.ALLOCATION)
+    for name in (files.TUNING, files.TUNING_METRICS, files.TUNING_CHECKPOINT):
+        (folder / name).unlink(missing_ok=True)
+    if (folder / files.FIRST_WEIGHTS).is_file():
+        (folder / files.FIRST_WEIGHTS).replace(folder / WEIGHTS)
+
+
+class _Run:
+    """One tuning in its folder: what is done already, and what is still to be."""
+
+    def __init__(self, attachment: Attachment, heads: RetainingHeads, examples: Iterable[Example],
+                 held_out: Iterable[Example] | None, config: TuneConfig, folder: Path, progress: ProgressCallback):
+        self.attachment, self.heads, self.config, self.folder = attachment, heads, config, folder
+        self.progress, shape = progress, attachment.shape
+        _check(attachment, heads.config)
+        self.budget = budget_from(config.units, shape, config.chunk_size, sinks=config.sinks,
+                                  stabilizers=config.stabilizers, shares=heads.config.budget_shares)
+        budgets = self.budget.per_layer(shape, heads.config.budget_shares)
+        whole = isinstance(examples, Sequence)
+        self.first_stage = _first_stage(config, heads.config, max(1, len(examples)) if whole else config.examples)
+        limit = min(config.max_tokens, shape.window)
+        self.source = Source(examples, self.first_stage, limit, shape.vocab, held_out)
+        self.held_out = usable(shape, self.source.held_out, config.units, config.chunk_size, config.examples,
+                               verb="tune")
+        self.tables = attachment.tables(limit)
+        self.student = Student(attachment, heads, budgets, config.chunk_size, self.budget.sinks,
+                               self.budget.stabilizers, limit, config.block_mib * 2**20)
+        self.optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=config.betas,
+                                           weight_decay=config.weight_decay)
+        chain = hashlib.blake2b(self.source.identity.encode(), digest_size=16)
+        for example in self.held_out:
+            chain.update(example.digest())
+        self.state = _resumed(folder / files.TUNING, TuneResult(
+            config=config, policy=policy_for(heads.config), fingerprint=attachment.fingerprint,
+            heads=digest_of(heads), data=chain.hexdigest(), budgets=budgets, sinks=self.budget.sinks,
+            stabilizers=self.budget.stabilizers, tokens=tuple(len(example.ids) for example in self.held_out),
+            answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in self.held_out)))
+        self.step, self.metrics = 0, list[Metric]()
+
+    def finish(self) -> TuneResult:
+        """All that is left to do."""
+        if self.state.better is not None:
+            return self.state
+        started = time.monotonic()
+        if self.state.before is None:
+            self._keep(before=self._measure("before"))
+        restored = files.restore_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer)
+        if restored is not None:
+            self.step = restored[0]
+            self.source.read_past(*restored)
+        self.metrics = files.cut_metrics(self.folder / files.TUNING_METRICS, self.step)
+        self.used, resumed_from = self.source.used(), self.step
+        try:
+            while self.step < self.config.steps:
+                if self.step > resumed_from and self.step % self.config.checkpoint_every == 0:
+                    self._save()
+                self._train_step()
+        finally:
+            self._save()
+        if self.state.after is None:
+            last = [metric.kl for metric in self.metrics[-max(1, self.config.steps // 10):]]
+            self._keep(after=self._measure("after"), kl=sum(last) / len(last), resumed_from=resumed_from)
+        return self._settle(time.monotonic() - started)
+
+    def _settle(self, seconds: float) -> TuneResult:
+        """Let the tuned heads take the first ones' place where they are better; killed within, it is done again."""
+        folder, state = self.folder, self.state
+        better = exceeds(state.before.nll, state.after.nll, state.answer_tokens, CHANCE)
+        if better:
+            if not (folder / files.FIRST_WEIGHTS).is_file():
+                files.replace(folder / files.FIRST_WEIGHTS, lambda path: shutil.copyfile(folder / WEIGHTS, path))
+            if (folder / files.ALLOCATION).is_file():
+                (folder / files.ALLOCATION).replace(folder / files.FIRST_ALLOCATION)
+            self.heads.save(folder)
+        self._keep(better=better, seconds=seconds)
+        (folder / files.TUNING_CHECKPOINT).unlink(missing_ok=True)
+        return self.state
+
+    def _keep(self, **more: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **more)
+        files.write_json(self.folder / files.TUNING, self.state)
+
+    def _save(self) -> None:
+        files.save_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer, self.step, self.used)
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def _train_step(self) -> None:
+        config, temperature = self.config, self.config.temperature_at(self.step)
+        batch = self.source.draw()
+        self.optimizer.zero_grad(set_to_none=True)
+        terms = torch.zeros(3, dtype=torch.float64, device=self.attachment.device)
+        for group in groups_of(batch, len(batch)):
+            share = len(group) / len(batch)
+            terms[1:] += self._teach(group, share)
+            terms[0] += share * self._learn(group, share, temperature)
+        kl, regression, smoothing = terms.tolist()
+        loss = kl + config.weight * (regression + self.first_stage.alpha * smoothing)
+        if not abs(loss) < float("inf"):
+            raise ModelError(f"tune: the loss of step {self.step} is {loss}; expected a finite one: lower lr, or look "
+                             f"at {', '.join(example.where or 'the example' for example in batch)}")
+        torch.nn.utils.clip_grad_value_(self.heads.parameters(), config.clip)
+        rate = self.first_stage.lr_at(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        metric = Metric(step=self.step + 1, loss=loss, kl=kl, regression=regression, smoothing=smoothing, lr=rate,
+                        temperature=temperature, tokens=sum(len(example.ids) for example in batch))
+        with uninterrupted():
+            self.optimizer.step()
+            self.step += 1
+            self.used = self.source.used()
+            self.metrics.append(metric)
+            files.append_metric(self.folder / files.TUNING_METRICS, metric)
+        self.progress(Progress(step=self.step, steps=config.steps, loss=loss, note=f"KL {kl:.4f}"))
+
+    def _teach(self, group: list[Example], share: float) -> Tensor:
+        """Keep everything: the first stage's loss, whose gradient is taken, as [regression, smoothing]; and what the
+        answers are expected to be becomes `expected`."""
+        layers, config, found = self.attachment.shape.layers, self.first_stage, []
+
+        def visit(call: LayerCall, labels: Tensor, valid: Tensor) -> None:
+            if not self.heads.config.has_head(call.layer):
+                return
+            n = labels.shape[-1]
+            with torch.enable_grad():
+                scores = self.heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n],
+                                          call.hidden[:, :n])
+                regression, smoothing = layer_losses(scores, labels, valid)
+                (share * self.config.weight * (regression / layers + config.alpha * smoothing)).backward()
+            found.append(share * torch.stack([regression.detach() / layers, smoothing.detach()]).double())
+
+        self.expected = visit_layers(self.attachment, self.tables, group, visit, kind=config.label, eps=config.eps,
+                                     block_bytes=config.block_mib * 2**20)
+        return torch.stack(found).sum(0)
+
+    def _learn(self, group: list[Example], share: float, temperature: float) -> float:
+        """Forget softly: the divergence from what is expected, whose gradient is taken."""
+        attachment, kl = self.attachment, torch.zeros((), device=self.attachment.device)
+        ids = torch.stack([example.ids for example in group]).to(attachment.device)
+        with torch.enable_grad(), differentiable(attachment):
+            hidden = self.student.hidden(ids, temperature)
+            for teacher, student, example in zip(self.expected, hidden, group, strict=True):
+                rows = answer_rows(example.answer_spans)[0].to(attachment.device)
+                kl = kl + divergence(attachment, teacher[rows], student[rows], self.student.block_bytes) / len(group)
+            if kl.requires_grad:  # else nothing was evicted
+                (share * kl).backward()
+        return kl.item()
+
+    # -- measured ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _measure(self, name: str) -> Measurement:
+        """Answer loss of the heads as they are, as a runtime would use them."""
+        started, attachment, nll = time.monotonic(), self.attachment, []
+        heads = copy.deepcopy(self.heads).to(attachment.dtype if attachment.dtype.itemsize < 4 else torch.float32)
+        policy = Listening(make_policy(self.state.policy, heads=heads))
+        config = StreamConfig(budget=self.budget, chunk_size=self.config.chunk_size, policy=policy.name)
+        engine = Engine(attachment, config, policy, slots=1, shares=heads.config.budget_shares)
+        for example in self.held_out:
+            nll.append(answer_nll(engine, policy, example))
+            loss = sum(nll) / sum(self.state.answer_tokens[:len(nll)])
+            self.progress(Progress(step=self.step, steps=self.config.steps,
+                                   note=f"{name}: held-out loss {loss:.4f} of {len(nll)}/{len(self.held_out)}"))
+        return Measurement(budgets=engine.budgets, nll=tuple(nll), loss=loss, seconds=time.monotonic() - started)
+
+
+def _check(attachment: Attachment, heads: HeadsConfig) -> None:
+    if heads.output != "score":
+        raise ConfigError(f"tune: found heads of output {heads.output!r}, whose units change places as they age; "
+                          "expected 'score'")
+    if all(attachment.shape.sliding):
+        raise ConfigError("tune: every layer of this model has a sliding window, where no head decides; expected a "
+                          "layer with full attention")
+
+
+def _first_stage(config: TuneConfig, heads: HeadsConfig, held_out_max: int) -> TrainConfig:
+    """What the first stage would be of these heads and examples: labels, rates and order of the examples."""
+    same = ("steps", "batch", "lr", "betas", "weight_decay", "warmup", "clip", "eps", "max_tokens", "held_out", "seed",
+            "block_mib")
+    return TrainConfig(label=heads.label, alpha=heads.alpha, features=heads.features, query_tokens=heads.query_tokens,
+                       held_out_max=held_out_max, **{name: getattr(config, name) for name in same})
+
+
+def _read(path: Path) -> TuneResult:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TuneResult)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; remove it, or restart=True, to tune anew") from error
+
+
+def _resumed(path: Path, fresh: TuneResult) -> TuneResult:
+    """What is in the file, if it is of the same tuning, else an error; what is fresh if there is none."""
+    if not path.is_file():
+        return fresh
+    there = _read(path)
+    names = ["policy", "fingerprint", "heads", "data", "version"]
+    if there.better is None:  # behind a finished one the shares may be others
+        names += ["budgets", "sinks", "stabilizers"]
+    old, new = ({**msgspec.structs.asdict(each.config), **{name: getattr(each, name) for name in names}}
+                for each in (there, fresh))
+    wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
+    if wrong:
+        raise ConfigError(f"{path} holds another tuning, which differs in {'; '.join(wrong)}; expected the same, or "
+                          "restart=True to tune the first heads anew")
+    return there
