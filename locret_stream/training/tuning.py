@@ -126,7 +126,7 @@ class _Run:
         _check(attachment, heads.config)
         self.budget = budget_from(config.units, shape, config.chunk_size, sinks=config.sinks,
                                   stabilizers=config.stabilizers, shares=heads.config.budget_shares)
-        budgets = self.budget.per_layer(shape, heads.config.budget_shares)
+        budgets = self.budget.per_layer(shape, heads.config.budget_shares, most=shape.window - config.chunk_size)
         whole = isinstance(examples, Sequence)
         self.first_stage = _first_stage(config, heads.config, max(1, len(examples)) if whole else config.examples)
         limit = min(config.max_tokens, shape.window)
