@@ -19,7 +19,7 @@ most where the budget is as tight for them as it will be in use. Query-aware hea
 example, where it competes as other units do.
 
 Memory of a step: one hidden state per layer for all of the batch's examples of one length, and one layer's activations.
-Time: some five times that of a step of the first stage.
+Time: some ten times that of a step of the first stage, as measured on a small model on a CPU.
 """
 
 from __future__ import annotations
