@@ -241,7 +241,7 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
     stabilizers: int | None = None
     steps: int = 200
     batch: int = 1
-    lr: float = 2e-4
+    lr: float = 5e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     warmup: float = 0.1
