@@ -88,7 +88,7 @@ def evaluate(
         "Tokens of a stream (not of a file: its documents are as long as they are); may be given more than "
         "once."))] = None,
     questions: Annotated[int, typer.Option(min=1, help=(
-        "At least so many in a cell; of a file as many as it has."))] = 64,
+        "At least so many in a cell; all of a file that has fewer."))] = 64,
     chunk_size: Annotated[int, typer.Option(min=1, help="Tokens read between two evictions.")] = 128,
     sinks: Annotated[int, typer.Option(min=0, help="First units that always stay.")] = 4,
     stabilizers: Annotated[int, typer.Option(min=0, help="Last units that always stay.")] = 16,

@@ -109,9 +109,12 @@ class StreamingContext:
         except ContextClosed:
             pass
         finally:
-            if not session.away:
-                self._host.release_slot(session.state.store.slot, scratch=False)
-            session.close_branch()
+            try:
+                await to_the_end(session.until_free())  # a save under way reads what closing deletes
+            finally:
+                if not session.away:
+                    self._host.release_slot(session.state.store.slot, scratch=False)
+                session.close_branch()
 
     async def _enter(self, slot: int) -> Session:
         """The session that this context is of, in that slot."""

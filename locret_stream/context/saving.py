@@ -316,7 +316,10 @@ async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> S
         first = session.state.position
         for event in focuses:
             await _take(session, ids[session.state.position - first:event.position - first])
-            await session.focus(list(event.ids))
+            try:
+                await session.focus(list(event.ids))
+            except ConfigError as error:
+                raise _saying(why, f"it cannot be rebuilt: {error}") from error
         await _take(session, ids[session.state.position - first:])
     session.frame, session.segmenter, session.left_by_break = frame, segmenter, found.frame.left_by_break
     session.segments.extend(segments)

@@ -186,14 +186,13 @@ class Session:
         """Give the memory that focus, as of this call. Raises ConfigError, BudgetExceeded: there is no room for it."""
         engine, state = self.host.engine, self.state
 
-        if ids == (state.focus if state.next_focus is None else state.next_focus):
-            return
-
         def give() -> None:
-            position = state.position
-            engine.focus(state, ids)
-            if self.branch is not None:
-                self.branch.note_focus(position, ids)
+            while ids != (state.focus if state.next_focus is None else state.next_focus):
+                while engine.ready(state):
+                    self._commit_chunk()
+                seen, position = state.seen, engine.focus(state, ids)
+                if position is not None and self.branch is not None:
+                    self.branch.note_focus(position, ids, seen)
 
         await self.until_free()
         if self.before_commit is not None:  # units may move: an open turn needs its backup before
@@ -363,14 +362,14 @@ class Session:
         Inside a feed what it holds was not accepted yet, so it waits behind a question, as after a `break`.
         """
         engine, state, frame, position = self.host.engine, self.state, self.frame, self.state.position
-        coming = state.next_focus
+        coming = state.next_focus, state.next_focus_at
         held = (Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids),
                 self.left_by_break or self.busy is not None)
 
         def copy() -> EngineState:
             twin = engine.fork(state, slot)
             engine.truncate(twin, position - twin.seen)  # another task may have fed more since: it is pending still
-            twin.next_focus = coming
+            twin.next_focus, twin.next_focus_at = coming
             return twin
 
         twin = Session(self.host, await self.step(copy), frame, raw=self.raw, trusted=self.trusted)
@@ -383,8 +382,8 @@ class Session:
         state = self.state
         focuses = [] if self.branch is None else [*self.branch.focuses]
         held = Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids)
-        return Mark(state.seen, len(state.pending), state.next_focus, focuses, self.frame, *held, self.left_by_break,
-                    self.note)
+        return Mark(state.seen, len(state.pending), state.next_focus, state.next_focus_at, focuses, self.frame, *held,
+                    self.left_by_break, self.note)
 
     def back_at(self, mark: Mark, backup: Session | None) -> Session:
         """A session at the mark, in place of this one, which ends: operations of it that are still around are dead.
@@ -412,6 +411,7 @@ class Mark:
     seen: int
     pending: int
     next_focus: list[int] | None
+    next_focus_at: int
     focuses: list[Refocus]
     frame: FrameState
     segmenter: Segmenter

@@ -76,7 +76,7 @@ class Turn:
     def _take_back(self) -> None:
         state = self.past.state
         self.past.host.engine.truncate(state, self._mark.pending)
-        state.next_focus = self._mark.next_focus
+        state.next_focus, state.next_focus_at = self._mark.next_focus, self._mark.next_focus_at
 
     def end(self) -> None:
         """Give the slot back."""

@@ -92,7 +92,8 @@ class Engine:
             twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
             twin.last_hidden, twin.tail_logits = state.last_hidden, state.tail_logits
             twin.committed_ids, twin.peaks = state.committed_ids.copy(), list(state.peaks)
-            twin.focus, twin.next_focus, twin.had_focus = state.focus, state.next_focus, state.had_focus
+            twin.focus, twin.had_focus = state.focus, state.had_focus
+            twin.next_focus, twin.next_focus_at = state.next_focus, state.next_focus_at
             return twin
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
@@ -130,6 +131,8 @@ class Engine:
         state = self.open(slot)
         expect_loadable(self, tensors, state)
         (state.focus, state.next_focus), state.had_focus = focus_in(tensors), "focus" in tensors
+        if state.next_focus is not None:
+            state.next_focus_at = int(tensors["next_focus"][0])
         self._expect_focus_again(state)
         state.store.load(tensors, self.rotate_keys, units_of(self, state.focus))
         state.seen = int(tensors["seen"])
@@ -167,8 +170,8 @@ class Engine:
 
     def room(self, state: EngineState) -> int | None:
         """How many more tokens can be accepted; None: no end. Only policies that never evict have one."""
-        return None if self.policy.bounded else min(self.budgets) - state.position - len(
-            state.focus if state.next_focus is None else state.next_focus)
+        return None if self.policy.bounded else min(self.budgets) - state.position - max(
+            len(state.focus), len(state.next_focus or ()))  # until it is replaced, the old one needs its room
 
     def expect_room(self, state: EngineState, count: int) -> None:
         """Raises BudgetExceeded unless `count` more tokens can be accepted."""
@@ -226,9 +229,12 @@ class Engine:
             state.committed_ids.extend(ids)
             del state.pending[:len(ids)]
 
-    def focus(self, state: EngineState, ids: Sequence[int]) -> None:
+    def focus(self, state: EngineState, ids: Sequence[int]) -> int | None:
         """Put a query in front of the stream from the next grid point on (at once on one), in place of the one before;
         no ids: none. Source: Locret-Q, arXiv:2410.01805.
+
+        Returns the position at which it was given; None, and nothing happened, if a whole chunk is pending: it is to be
+        committed first, as a focus behind it must not come into force before it.
 
         Raises:
             ConfigError: there is no room for it; BudgetExceeded: a policy that never evicts has none left. The focus is
@@ -241,13 +247,17 @@ class Engine:
         if room is not None and len(ids) > room + len(state.focus if state.next_focus is None else state.next_focus):
             raise BudgetExceeded(f"policy {self.policy.name!r} never evicts, and has no room for a focus of {len(ids)} "
                                  "tokens; expected a larger budget or an evicting policy")
-        if state.pending:
-            state.next_focus = ids
-            return
-        units = units_of(self, ids)
-        state.broken = True  # from here on a failure would leave layers that do not match
-        put_in_front(self, state, ids, units)
-        state.broken = False
+        units = None if state.pending else units_of(self, ids)
+        with state.lock:  # ids are accepted on other threads
+            if self.ready(state):
+                return None
+            if state.pending:
+                state.next_focus, state.next_focus_at = ids, state.position
+            elif units is not None:
+                state.broken = True  # from here on a failure would leave layers that do not match
+                put_in_front(self, state, ids, units)
+                state.broken = False
+            return state.position
 
     def logits(self, state: EngineState) -> Tensor:
         """Logits [vocab] fp32 of the next token; pending ids without units get provisional ones."""

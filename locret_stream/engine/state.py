@@ -38,6 +38,7 @@ class EngineState:
         self.pending: list[int] = []
         self.focus: list[int] = []
         self.next_focus: list[int] | None = None
+        self.next_focus_at = 0  # position at which that was given
         self.had_focus = False
         self.provisional = 0
         self.peaks = [0] * len(store.counts)  # the most units ever held per layer, the tail included
@@ -62,7 +63,7 @@ class EngineState:
             if self.had_focus:
                 out["focus"] = torch.tensor(self.focus, dtype=torch.int64)
             if self.next_focus is not None:
-                out["next_focus"] = torch.tensor(self.next_focus, dtype=torch.int64)
+                out["next_focus"] = torch.tensor([self.next_focus_at, *self.next_focus])
         if self.last_hidden is not None:
             out["last_hidden"] = self.last_hidden.clone()
         out.update({f"policy.{name}": tensor.clone() for name, tensor in self.policy_state.items()})
@@ -91,17 +92,19 @@ class Receipts:
 def focus_in(tensors: Mapping[str, Tensor]) -> tuple[list[int], list[int] | None]:
     """The focus, and the one that comes next, of tensors that `expect_loadable` took."""
     return (tensors["focus"].tolist() if "focus" in tensors else [],
-            tensors["next_focus"].tolist() if "next_focus" in tensors else None)
+            tensors["next_focus"].tolist()[1:] if "next_focus" in tensors else None)
 
 
-def _stored_units(keys: Tensor | None, seen: int, kind: tuple[int, int | None], tensors: Mapping[str, Tensor]) -> int:
+def _stored_units(keys: Tensor | None, seen: int, kind: tuple[int, int | None], tensors: Mapping[str, Tensor],
+                  protected: int) -> int:
     """How many units a layer of (budget, window) must have. All there is room for; a context that had a focus may have
-    fewer, where the one before was longer."""
+    fewer, where the one before was longer, but no longer than `expect_focus` lets it be."""
     (budget, window), focus = kind, tensors.get("focus")
     if focus is None or window:
         return min(seen, budget)
     most = min(seen, max(0, budget - focus.numel()))
-    return keys.shape[1] if keys is not None and keys.dim() == 3 and keys.shape[1] <= most else most
+    count = keys.shape[1] if keys is not None and keys.dim() == 3 else most
+    return count if min(seen, protected + 1) <= count <= most else most
 
 
 def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: EngineState) -> None:
@@ -122,7 +125,8 @@ def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: Engine
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"seen": (torch.int64, ())}
     units_of: dict[tuple[int, int | None], int] = {}  # layers of one kind hold equally many
     for layer, kind in enumerate(zip(engine.budgets, shape.sliding, strict=True)):
-        units = units_of.setdefault(kind, _stored_units(tensors.get(f"{layer}.keys"), count, kind, tensors))
+        units = units_of.setdefault(kind, _stored_units(tensors.get(f"{layer}.keys"), count, kind, tensors,
+                                                        engine.config.budget.sinks + engine.config.budget.stabilizers))
         expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
         expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
         expected[f"{layer}.positions"] = (torch.int64, (heads, units))
@@ -137,9 +141,12 @@ def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: Engine
         found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None
         if found != expected.get(name):
             raise SnapshotCorrupt(f"tensor {name!r} is {found or 'missing'}; expected {expected.get(name, 'none')}")
+    coming = tensors.get("next_focus")
+    if coming is not None and not (len(coming) and count < int(coming[0]) <= count + len(tensors["pending"])):
+        raise SnapshotCorrupt(f"'next_focus' was given at {coming[:1].tolist()}; expected a place of the pending ids")
     for name, most in (("pending", 64 * engine.chunk_size), ("history", HISTORY), ("focus", max(engine.budgets)),
                        ("next_focus", max(engine.budgets))):
-        ids = tensors.get(name, torch.zeros(0, dtype=torch.int64))
+        ids = tensors.get(name, torch.zeros(0, dtype=torch.int64))[name == "next_focus":]
         if len(ids) > most or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab):
             raise SnapshotCorrupt(f"{name!r} holds {len(ids)} ids; expected at most {most}, each below {shape.vocab}")
     for layer in range(shape.layers):

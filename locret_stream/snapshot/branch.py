@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
+import torch
 from torch import Tensor
 
 from locret_stream.errors import (
@@ -124,15 +125,18 @@ class Branch:
                 # Nothing holds collectors off while this reads. Was it deleted meanwhile, a newer one is there.
                 if generation is not None or number in self.vault.generations(self.name)[0]:
                     raise
-        log = restored.manifest.log
+        log, coming = restored.manifest.log, restored.tensors.get("next_focus")
+        if coming is not None and (coming.dtype != torch.int64 or coming.dim() != 1 or not len(coming)):
+            raise SnapshotCorrupt(f"snapshot {number} of {self.name!r}: its state holds a strange focus")
         spool = self._spool(log[-1].end if log else 0) if log is not None else None
         self.close()
         self.head, self.newest = highest, own if number == highest else self.digest(highest) or ""
         self.parent, self.base, self.tried = own, (self.name, number, own), ""
         self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
         self.focuses = []
-        if "next_focus" in restored.tensors and spool is not None:  # it belongs to the next part of the log
-            self.focuses.append(Refocus(restored.manifest.tokens, tuple(restored.tensors["next_focus"].tolist())))
+        if coming is not None and spool is not None:  # it belongs to the next part of the log
+            position, *ids = coming.tolist()
+            self.focuses.append(Refocus(position, tuple(ids)))
         return restored
 
     def reload(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
@@ -260,10 +264,11 @@ class Branch:
             with self.keeping_log():
                 self.spool.append(ids, position)
 
-    def note_focus(self, position: int, ids: Sequence[int]) -> None:
-        """A focus given when so many tokens were accepted. Of several at one position the last one counts."""
+    def note_focus(self, position: int, ids: Sequence[int], seen: int) -> None:
+        """A focus given when so many tokens were accepted, of them `seen` committed: one that waits takes the place of
+        one that waited; what came into force stays noted, as units made room for it."""
         if self.spool is not None:
-            self.focuses = [event for event in self.focuses if event.position < position]
+            self.focuses = [event for event in self.focuses if event.position <= seen]
             self.focuses.append(Refocus(position, tuple(ids)))
 
     def fork(self, name: str, seen: int) -> Branch:

@@ -104,7 +104,7 @@ def _of_manifest(vault: Vault, manifest: Manifest, sections: dict[str, memoryvie
             (pending, (torch.int64, torch.int32)), (held, (torch.uint8,)), (focus, (torch.int64,)))):
         raise SnapshotCorrupt(f"snapshot {manifest.generation} of {name!r}: its state holds no pending ids, or strange "
                               "ones")
-    focuses = (Refocus(manifest.tokens, tuple(focus.tolist())),) if "next_focus" in state else ()
+    focuses = (Refocus(int(focus[0]), tuple(focus[1:].tolist())),) if len(focus) else ()
     return Chain(vault, name, manifest.log, pending.numpy(), held.numpy(), focuses, manifest.frame, highest, digest)
 
 

@@ -117,7 +117,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         generation: counts up in its branch, never used twice.
         parent: digest of the manifest it grew out of, "" for a first one.
         created: seconds since 1970. library: the version that wrote it.
-        tokens: accepted. seen: of these, committed. counts: units per layer.
+        tokens: accepted. seen: of these, committed. counts: units per layer, those of a focus left out: the state has
+            its ids, `focus` [n] i64, and those of one that waits, `next_focus` [1 + n] i64, behind its position.
         log: None if the session has none.
         note: the caller's own, never looked at.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from locret_stream import BudgetExceeded, ConfigError, ContextClosed, InputError
+from locret_stream import BudgetExceeded, ConfigError, ContextClosed, InputError, SnapshotMismatch
 from locret_stream.config import Budget
 from tests.context.support import CHUNK, SINKS, STABILIZERS, TEXT, UNITS, expect_same, model, snap, tiny
 from tests.context.test_snapshots import LONG, damage, replies, settled
@@ -185,8 +185,41 @@ async def test_another_grid_and_policy_rebuild_it_too(tmp_path: Path):
             assert_same((await snap(ctx)).tensors, (await snap(fresh)).tensors)
     few = Budget(units=SINKS + STABILIZERS + 2, sinks=SINKS, stabilizers=STABILIZERS)
     async with tiny(store=tmp_path, budget=few, chunk_size=4) as runtime:
-        with pytest.raises(ConfigError, match="the focus has"):
+        with pytest.raises(SnapshotMismatch, match="cannot be rebuilt: the focus has"):
             await runtime.open("a", on_mismatch="rebuild").__aenter__()
+
+
+async def test_behind_a_reply_that_left_more_than_a_chunk_pending_it_is_not_lost(tmp_path: Path):
+    """A reply's closing literals are queued, not committed: what is given behind them comes into force behind them."""
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a") as ctx:
+            while len(ctx._session.state.pending) < CHUNK:  # the reply may end anywhere on the grid
+                await ctx.feed(TEXT[:11])
+                await replies(ctx, 3)
+            at = ctx.memory.tokens
+            await ctx.focus(QUERY)
+            assert ctx._session.state.seen + CHUNK > at >= ctx._session.state.seen
+            await ctx.snapshot()
+        async with runtime.open("a") as ctx:
+            await ctx.feed(LONG)
+            whole = await snap(ctx)
+            assert ctx.memory.focus == runtime.count_tokens(QUERY)
+        damage(tmp_path, "pages")
+        async with runtime.open("a", on_mismatch="rebuild") as ctx:
+            assert_same((await snap(ctx)).tensors, whole.tensors)
+
+
+async def test_several_on_one_grid_point_are_all_rebuilt(tmp_path: Path):
+    """The longer one made room for itself, and that is not undone by the shorter one."""
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.feed([5] * 4 * CHUNK)
+            for text in ("a longer one?", QUERY, OTHER):
+                await ctx.focus(text)
+            whole = await snap(ctx)
+        damage(tmp_path, "pages")
+        async with runtime.open("a", on_mismatch="rebuild") as ctx:
+            assert_same((await snap(ctx)).tensors, whole.tensors)
 
 
 async def test_what_cannot_be_a_focus_is_refused_and_nothing_changes(tmp_path: Path):

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from locret_stream import (
     ConfigError,
     ContextBusy,
+    ContextClosed,
+    Snapshot,
     SnapshotCorrupt,
     SnapshotMismatch,
     StaleOwner,
@@ -26,6 +28,7 @@ from locret_stream import (
 from locret_stream.config import Budget
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
+from locret_stream.snapshot import Save
 from locret_stream.snapshot.chain import Chain
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.local import LocalFiles
@@ -637,3 +640,30 @@ async def test_an_encrypted_session_shows_nothing_and_opens_with_its_key_alone(t
                 await runtime.open("private name").__aenter__()
     async with encrypted(tmp_path, "ab" * 32) as runtime, runtime.open("private name") as ctx:
         expect_same(settled(await snap(ctx)), settled(before))
+
+
+@pytest.mark.parametrize("at", ["finish", "page"])
+async def test_a_context_closed_while_it_is_saved_lets_the_save_end(at: str, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch):
+    """As when it is put away to make room, and dropped meanwhile: the save is whole or told, never torn."""
+    inside, go_on, real = threading.Event(), threading.Event(), getattr(Save, at)
+
+    def slow(self: Save, *arguments: object) -> object:
+        inside.set()
+        assert go_on.wait(20)
+        return real(self, *arguments)
+
+    async with tiny(store=tmp_path) as runtime:
+        ctx = await runtime.open("a").__aenter__()
+        await ctx.feed(LONG)
+        monkeypatch.setattr(Save, at, slow)
+        saving = asyncio.create_task(ctx.snapshot())
+        await asyncio.to_thread(inside.wait, 20)
+        closing = asyncio.create_task(ctx.aclose(save=False))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        done, _ = await asyncio.gather(saving, closing, return_exceptions=True)
+        assert isinstance(done, Snapshot | ContextClosed), done
+        assert isinstance(done, ContextClosed) or done.log, "its log is there as well"
+        assert len(runtime.store.list()) == isinstance(done, Snapshot)
+        assert not [one.problem for one in runtime.store.verify() if one.problem]

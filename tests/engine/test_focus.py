@@ -230,9 +230,9 @@ def test_a_policy_that_never_evicts_counts_it():
     with pytest.raises(BudgetExceeded, match="no room for a focus of 9"):
         engine.focus(state, LONG)
     engine.focus(state, OTHER)
-    assert engine.room(state) == 3
+    assert engine.room(state) == 1, "the longer one is in force until the next grid point"
     with pytest.raises(BudgetExceeded):
-        engine.accept(state, ids_of(4))
+        engine.accept(state, ids_of(2))
 
 
 @pytest.mark.parametrize("on", ["llama", *SLIDING])
@@ -255,6 +255,37 @@ def test_contexts_with_and_without_are_decoded_together(on: str):
         torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_one_behind_a_whole_pending_chunk_waits_for_its_commit():
+    """Else it would come into force before its own place in the stream."""
+    engine = engine_of()
+    state, other = engine.open(0), engine.open(1)
+    engine.accept(state, ids_of(CHUNK + 2))
+    before = engine.export(state)
+    assert engine.focus(state, QUERY) is None
+    assert_same(engine.export(state), before)
+    engine.commit(state)
+    assert engine.focus(state, QUERY) == CHUNK + 2 and state.focus == []
+    assert_same(engine.export(state), engine.export(run(engine, 1, ids_of(CHUNK + 2), {CHUNK + 2: QUERY}, 3)))
+    assert other.seen == 0
+
+
+def test_full_keeps_everything_while_a_shorter_focus_waits():
+    engine = engine_of("full")
+    state = run(engine, 0, ids_of(CHUNK + 3), {0: LONG}, 5)
+    assert engine.room(state) == 0
+    engine.focus(state, [])
+    assert engine.room(state) == 0, "the old one still needs its room"
+    with pytest.raises(BudgetExceeded):
+        engine.accept(state, ids_of(1))
+    state = run(engine, 0, ids_of(CHUNK + 3), {0: QUERY}, 5)
+    engine.focus(state, [])
+    feed(engine, state, ids_of(4))
+    assert engine.room(state) == 0
+    state = run(engine, 0, ids_of(CHUNK), {0: LONG, CHUNK: []}, 5)
+    assert engine.room(state) == UNITS - CHUNK
+    assert engine.receipts(state).kept.all()
+
+
 def test_receipts_tell_of_the_stream_alone():
     engine = engine_of()
     state = run(engine, 0, ids_of(5 * CHUNK), {0: QUERY}, 5)
@@ -267,7 +298,12 @@ def test_receipts_tell_of_the_stream_alone():
     (lambda t: t.update(focus=torch.tensor([10**6])), "'focus' holds 1 ids"),
     (lambda t: t.update(focus=torch.zeros(2, 2, dtype=torch.int64)), "'focus'"),
     (lambda t: t.update(focus=torch.arange(UNITS)), "."),
-    (lambda t: t.update(next_focus=torch.arange(UNITS - 1)), "at most"),
+    (lambda t: t.update(next_focus=torch.tensor([5 * CHUNK + 1, *range(UNITS - 1)])), "given at"),
+    (lambda t: t.update(next_focus=torch.tensor([5 * CHUNK + 1, *range(UNITS - 1)]), pending=torch.tensor([3])),
+     "at most"),
+    (lambda t: t.update({f"{layer}.{name}": t[f"{layer}.{name}"][..., :2, :] if name in ("keys", "values") else
+                         t[f"{layer}.{name}"][..., :2] for layer in (0, 1, 2)
+                         for name in ("keys", "values", "scores", "positions") if f"{layer}.{name}" in t}), "0.keys"),
     (lambda t: t.pop("focus"), "0.keys"),
 ])
 def test_strange_ones_are_not_loaded(change, said: str):
