@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel
 from locret_stream.config import Budget, StreamConfig
 from locret_stream.engine import Engine, EngineState
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.models import Attachment, attach
+from locret_stream.models import Attachment, attach, attached
 from locret_stream.policies import POLICIES as POLICY_CLASSES
 from locret_stream.policies import make_policy
 from tests.architectures import BASE, make
@@ -47,6 +49,15 @@ def random_heads(attachment: Attachment, seed: int = 3, width: int = 24, policy:
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=noise) * parameter.shape[-1] ** -0.5
     return heads.eval().requires_grad_(False)
+
+
+def saved_heads(of: PreTrainedModel, folder: Path, policy: str = "locret", **more: object) -> Path:
+    """Untrained heads for this model in that folder; `more` are fields of their config."""
+    with attached(of) as attachment:
+        heads = random_heads(attachment, policy=policy)
+    heads.config = msgspec.structs.replace(heads.config, **more)
+    heads.save(folder)
+    return folder
 
 
 def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto", units: int = 20, chunk_size: int = 8,

@@ -329,7 +329,7 @@ def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
     from locret_stream.evaluation.runner import ORACLES
     from locret_stream.evaluation.variants import LAST, labels, variant_of
 
-    usable = [cell for cell in cells if cell.units is not None and cell.policy not in ORACLES
+    usable = [cell for cell in cells if cell.units is not None and cell.policy not in ORACLES and not cell.focus
               and cell.length <= MAP_TOKENS and bench.task(cell).kind == "answers"]
     if not usable:
         return

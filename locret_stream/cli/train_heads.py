@@ -136,7 +136,7 @@ def train_heads(
             divided = _divide(attachment, to, examples, config, division)
     _tell(result, divided, tuned, as_json)
     if not as_json:
-        policy = "trimkv" if output == "retention" else "kvzap" if features == "hidden" else "locret"
+        policy = training.policy_for(config)
         out.print(f"use them: locret-stream run TEXT --model {model} --heads {result.out}"
                   + (f" --policy {policy}" if policy != "locret" else "")
                   + (f" --budget {division.units} --chunk-size {division.chunk_size}" if divided else

@@ -356,27 +356,32 @@ class Engine:
             k, v = store.rotated(layer, total), store.values(layer, total)
             if self.on_load[layer]:
                 k = self.rotate_keys(layer, k, 0)
-            if not self.by_kernel(call, total):
-                if scorer is not None:
-                    scorer.see(call, q, k, None)
-                first, mask = self.visible(layer, start, new)
-                return q, k[:, :, first:], v[:, :, first:], mask
-            out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.shape.sliding[layer],
-                                         softcap=call.softcap, sinks=call.sinks)
+            attended, lse = self.attend(call, q, k, v)
             if scorer is not None:
                 scorer.see(call, q, k, lse)
-            return out[None]
+            return attended
 
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)
         return self.attachment.hidden(tensor, step)
 
-    def by_kernel(self, call: LayerCall, total: int) -> bool:
+    def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor | None]:
+        """What the T last of all units, q [1, H*G, T, D], see of k and v [1, H, n+T, D]; and the rows' log-sum-exp
+        [H*G, T] where that is known."""
+        new, total = q.shape[2], k.shape[2]
+        if self._by_kernel(call, total):
+            out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.shape.sliding[call.layer],
+                                         softcap=call.softcap, sinks=call.sinks)
+            return out[None], lse
+        first, mask = self._visible(call.layer, total - new, new)
+        return (q, k[:, :, first:], v[:, :, first:], mask), None
+
+    def _by_kernel(self, call: LayerCall, total: int) -> bool:
         """Whether `prefill_attention` is the fast way: in Triton always, in torch where it needs no mask."""
         window = self.shape.sliding[call.layer]
         return self.triton or (self.attachment.attn == "sdpa" and call.softcap is None and call.sinks is None
                                and (window is None or window >= total))
 
-    def visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
+    def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
         """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""
         window = self.shape.sliding[layer]
         first = max(0, start + 1 - window) if window else 0

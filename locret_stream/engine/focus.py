@@ -17,7 +17,7 @@ from torch import Tensor
 
 from locret_stream.engine.state import EngineState
 from locret_stream.errors import ConfigError
-from locret_stream.kernels import prefill_attention, select_units
+from locret_stream.kernels import select_units
 from locret_stream.models import Attended, LayerCall
 
 if TYPE_CHECKING:
@@ -57,15 +57,12 @@ def units_of(engine: Engine, ids: Sequence[int]) -> Units:
         return found
 
     def step(call: LayerCall) -> Attended:
-        layer, window = call.layer, engine.shape.sliding[call.layer]
-        if not window:
+        layer = call.layer
+        if not engine.shape.sliding[layer]:
             found[layer] = call.k, call.v
         q = engine.attachment.rotate(layer, call.q, engine.tables, 0)
         k = engine.attachment.rotate(layer, call.k, engine.tables, 0)
-        if engine.by_kernel(call, len(ids)):
-            return prefill_attention(q[0], k[0], call.v[0], call.scale, window=window, softcap=call.softcap,
-                                     sinks=call.sinks)[0][None]
-        return q, k, call.v, engine.visible(layer, 0, len(ids))[1]
+        return engine.attend(call, q, k, call.v)[0]
 
     engine.attachment.hidden(torch.tensor([list(ids)], device=engine.attachment.device), step)
     return found

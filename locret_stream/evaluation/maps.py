@@ -85,6 +85,8 @@ def _expect_a_policy(cell: Cell) -> None:
     if cell.policy in ORACLES or cell.units is None:
         raise ConfigError(f"a map of {cell.policy!r} with {cell.units or 'all'} units would show what is known "
                           "beforehand; expected a policy, not an oracle, with a budget")
+    if cell.focus:
+        raise ConfigError("a map of cells with a focus would show what one question keeps; expected cells without")
     if cell.file:
         raise ConfigError(f"a map of the file {cell.file}; expected one of the tasks {', '.join(suite.TASKS)}, whose "
                           "lines say which of them are asked about")

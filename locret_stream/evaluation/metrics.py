@@ -42,18 +42,23 @@ def ratio_interval(pairs: Sequence[tuple[Groups, Groups, bool]], share: float = 
 
     Args:
         pairs: (above, below, together); streams are drawn within each cell, and for both at once where `together`
-            says that they are the same streams, so that what makes one of them hard cancels out.
+            says that they are the same streams, so that what makes one of them hard cancels out. The second's mean is
+            above 0; a draw in which it is not says nothing of the ratio, and does not count.
     """
-    total = np.zeros(draws)
+    total, counts = np.zeros(draws), np.ones(draws, dtype=bool)
     for number, (above, below, together) in enumerate(pairs):
         rng, above, below = np.random.default_rng((seed, number)), drawn_from(above), drawn_from(below)
-        chosen = rng.integers(0, len(above), (draws, len(above)))
-        others = chosen if together else rng.integers(0, len(below), (draws, len(below)))
-        divisor = _means(below, others)
+        chosen = _drawn(rng, len(above), draws)
+        divisor = _means(below, chosen if together else _drawn(rng, len(below), draws))
+        counts &= divisor > 0
         total += np.divide(_means(above, chosen), divisor, out=np.zeros(draws), where=divisor > 0)
-    means = np.sort(total / len(pairs))
-    edge = (1 - share) / 2
-    return float(means[int(edge * draws)]), float(means[min(draws - 1, int((1 - edge) * draws))])
+    means, edge = np.sort(total[counts] / len(pairs)), (1 - share) / 2
+    return float(means[int(edge * len(means))]), float(means[min(len(means) - 1, int((1 - edge) * len(means)))])
+
+
+def _drawn(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
+    """Indices [draws, count]; the first draw is the groups as they are, so that one draw counts always."""
+    return np.concatenate([np.arange(count)[None], rng.integers(0, count, (draws - 1, count))])
 
 
 def _means(groups: Groups, chosen: np.ndarray) -> np.ndarray:

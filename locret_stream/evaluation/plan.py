@@ -119,7 +119,7 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
     """
     good, skipped = [], {}
     heads: dict[str, RetainingHeads | None] = {"": None}
-    reasons: dict[tuple[str, str, int, int, int], str] = {}  # full by task, length, streams and first stream
+    reasons: dict[bytes, str] = {}  # of "full" by cell, its policy's settings aside
     for cell in cells:
         files.expect_streams(cell)
         if cell.heads not in heads:
@@ -130,7 +130,7 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
             if cell.file and cell.policy in ORACLES:
                 reason = f"{cell.policy} on files, which do not say from which lines answers follow"
         else:
-            key = cell.task, cell.file, cell.length, cell.streams, cell.first_seed
+            key = msgspec.json.encode(msgspec.structs.replace(cell, policy=FULL, knobs={}, heads="", allocation=""))
             reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)
         if reason:
             skipped[reason] = skipped.get(reason, 0) + 1
@@ -156,11 +156,13 @@ def _expect_budget(cell: Cell, heads: RetainingHeads | None, bench: Bench) -> No
     budgets = budget.per_layer(shape, heads.config.budget_shares if heads else None,
                                most=shape.window - cell.chunk_size)
     check_window(budgets, cell.chunk_size, shape)
+    focus = bench.longest_focus(cell) if cell.focus else 0
     for units, window in zip(budgets, shape.sliding, strict=True):
-        sinks, stabilizers = (0, 0) if window else policy.protection(units, cell.sinks, cell.stabilizers)
-        if sinks + stabilizers > units:
-            raise ConfigError(f"policy {cell.policy!r} protects {sinks} + {stabilizers} units of {units}; expected a "
-                              "larger budget")
+        sinks, stabilizers = (0, 0) if window else policy.protection(units, cell.sinks + focus, cell.stabilizers)
+        if sinks + stabilizers > units or (not window and units <= cell.sinks + cell.stabilizers + focus):
+            told = f", a focus of {focus} tokens included" if focus else ""
+            raise ConfigError(f"policy {cell.policy!r} protects {sinks} + {stabilizers} units of {units}{told}; "
+                              "expected a larger budget")
 
 
 def _beyond_window(cell: Cell, bench: Bench) -> str:

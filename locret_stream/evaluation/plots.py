@@ -45,7 +45,7 @@ def draw(folder: Path, report: Report, maps: Maps | None = None, prefix: str = "
         if len({table.units for table in report.tables if table.length == length} - {None}) > 1:
             figures[f"by_budget_{length or 'files'}"] = by_budget(report, length)
     for units in sorted({table.units for table in report.tables if table.units is not None}):
-        if sum(table.units == units and table.length > 0 for table in report.tables) > 1:
+        if len({table.length for table in report.tables if table.units == units and table.length}) > 1:
             figures[f"by_length_{units}"] = by_length(report, units)
     if maps is not None and maps.retention:
         figures["retention"] = retention(maps.retention)

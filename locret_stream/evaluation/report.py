@@ -69,10 +69,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """All variants on streams of one length (0: on the documents of files) with one budget; units None: without any."""
+    """All variants on streams of one length (0: on the documents of files) with one budget; units None: without any.
+    focus: the question was told beforehand, and is the only one, so that it stands apart from those without."""
 
     length: int
     units: int | None
+    focus: bool
     references: dict[str, Reference]
     rows: tuple[Row, ...]
 
@@ -89,7 +91,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """tasks: in their order; bits: those of them that are scored by bits per byte; files: those that are of one, called
     by more of their paths where several are of one task. questions: of each task the fewest and the most in a cell.
-    superseded: results of a cell that was run again with more streams, left out."""
+    superseded: other results of the same cells, of fewer or other streams, left out."""
 
     version: int = VERSION
     origin: Origin
@@ -115,10 +117,12 @@ def report_of(results: Iterable[CellResult]) -> Report:
     kept = _by_column(_most_streams(results))
     tasks = _in_order({one.cell.task for one in kept})
     names, tables = labels((one.cell, one.origin) for one in kept), []
-    for length in sorted({one.cell.length for one in kept}, key=lambda length: (length == 0, length)):
-        here = [one for one in kept if one.cell.length == length]
+    for length, focus in sorted({(one.cell.length, one.cell.focus) for one in kept},
+                                key=lambda place: (place[0] == 0, *place)):
+        alike = [one for one in kept if one.cell.focus == focus]  # the same questions
+        here = [one for one in alike if one.cell.length == length]
         budgets = sorted({one.cell.units for one in here if one.cell.units is not None}) or [None]
-        tables += [_table(length, units, [one for one in here if one.cell.units in (units, None)], kept, names)
+        tables += [_table(length, units, focus, [one for one in here if one.cell.units in (units, None)], alike, names)
                    for units in budgets]
     return Report(origin=origins[0], tasks=tasks, superseded=len(results) - len(kept), tables=tuple(tables),
                   files={task: _source([one for one in kept if one.cell.task == task]) for task in tasks
@@ -166,7 +170,7 @@ def _in_bits(result: CellResult) -> bool:
     return any(stream.bytes for stream in result.streams)
 
 
-def _table(length: int, units: int | None, here: list[CellResult], everywhere: list[CellResult],
+def _table(length: int, units: int | None, focus: bool, here: list[CellResult], everywhere: list[CellResult],
            names: dict[Variant, str]) -> Table:
     tasks = _in_order({one.cell.task for one in here})
     full = {task: found for task in tasks if (found := _full(everywhere, task, length))}
@@ -180,7 +184,8 @@ def _table(length: int, units: int | None, here: list[CellResult], everywhere: l
     rows.sort(key=lambda row: (*_place(row.variant.policy), -(row.mean.value if row.mean else 0.0), row.label))
     bits = {one.cell.task for one in here if _in_bits(one)}
     counted = sum(reference.counted for reference in references.values())
-    return Table(length=length, units=units, references=references, rows=_with_best(rows, tasks, bits, counted))
+    return Table(length=length, units=units, focus=focus, references=references,
+                 rows=_with_best(rows, tasks, bits, counted))
 
 
 def _counted(full: CellResult) -> bool:

@@ -157,6 +157,13 @@ class Bench:
         questions = [at for at, item in enumerate(found) if item.answer is not None]
         return [item for at, item in enumerate(found) if at not in questions[1:]]
 
+    def longest_focus(self, cell: Cell) -> int:
+        """Tokens of the longest question that is told beforehand. What a built-in task asks does not depend on how long
+        its streams are, so they are made short."""
+        short = cell if cell.file else msgspec.structs.replace(cell, length=1)
+        return max(self.count_tokens(next(item.text for item in self.items(short, seed) if item.answer is not None))
+                   for seed in range(cell.first_seed, cell.first_seed + cell.streams))
+
     def budget(self, cell: Cell) -> Budget:
         """That of the cell; without units, room for the longest of its streams and an answer.
 

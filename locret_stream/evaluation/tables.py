@@ -40,7 +40,7 @@ def _header(report: Report) -> list[str]:
         "- **Bold**: the best of a column, and what its interval does not tell from it.",
         "- units held: mean over the layers of units per KV head, for every token fed (KV footprint / tokens). held: "
         "bytes of one context. tok/s: of feeding.",
-        f"- {report.superseded} results of cells that were run again with more questions are left out."
+        f"- {report.superseded} results of cells of which there is another one, with more questions, are left out."
         if report.superseded else "",
     ]
     return [line for line in lines if line]
@@ -78,7 +78,8 @@ def _section(report: Report, table: Table) -> list[str]:
              *(f"{task}: full / own" for task in bits), "tok/s", "held", "units held"]
     title = "all units" if table.units is None else f"{table.units:,} units"
     of = f"Streams of {table.length:,} tokens" if table.length else "Files"
-    lines = ["", f"## {of}, {title} per KV head", "", _line(heads),
+    told = ", the question told beforehand" if table.focus else ""
+    lines = ["", f"## {of}, {title} per KV head{told}", "", _line(heads),
              _line(["---", *["---:"] * (len(heads) - 1)])]
     lines += [_line([row.label, *(_cell(row.cells.get(task), task in row.best) + _share(row, task, report)
                                   for task in tasks), _mean(row, table),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -49,6 +51,23 @@ def detach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> int:
         if left <= 0:
             del made[attn, number]
         return max(left, 0)
+
+
+@contextmanager
+def attached(model: PreTrainedModel | Attachment) -> Iterator[Attachment]:
+    """An attachment that nobody else runs meanwhile, such as a runtime's thread; an Attachment is used and left as it
+    is. Raises as `attach`."""
+    if isinstance(model, Attachment):
+        yield model
+        return
+    with _lock:
+        number = min([0, *(number for _, number in _attached.get(model, {}))]) - 1 if isinstance(
+            model, PreTrainedModel) else 0
+        attachment = attach(model, number=number)
+    try:
+        yield attachment
+    finally:
+        detach(model, number=number)
 
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -24,17 +24,17 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
     trees = attachment._decoder, attachment._shadow
     modules = {id(module): module for tree in trees for module in tree.modules()}.values()
     weights = [(module, dict(module._parameters)) for module in modules if module._parameters]
-    forwards = [(layer, vars(layer).get("forward")) for layer in attachment._decoder.layers]
+    graded, forwards = attachment._graded, [(layer, vars(layer).get("forward")) for layer in attachment._decoder.layers]
     try:
         for module, own in weights:  # the shadow's alone: the user's modules keep their parameters
-            module._parameters.update({name: None if p is None else nn.Parameter(p.detach(), requires_grad=False)
-                                       for name, p in own.items()})
+            module._parameters.update({name: nn.Parameter(p.detach(), requires_grad=False)
+                                       for name, p in own.items() if p is not None and p.requires_grad})
         for layer, _ in forwards:
             layer.forward = functools.partial(_checkpointed, attachment, layer.forward)
         attachment._graded = True
         yield
     finally:
-        attachment._graded = False
+        attachment._graded = graded
         for layer, forward in forwards:
             vars(layer).pop("forward", None)
             if forward is not None:

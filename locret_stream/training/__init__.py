@@ -14,6 +14,7 @@ from locret_stream.training.config import (
 )
 from locret_stream.training.data import Example, load_examples, read_jsonl, render
 from locret_stream.training.loop import evaluate_heads, train_heads
+from locret_stream.training.measuring import policy_for
 from locret_stream.training.progress import progress_bar
 from locret_stream.training.tuning import is_tuned, tune
 
@@ -32,6 +33,7 @@ __all__ = [
     "held_out_examples",
     "is_tuned",
     "load_examples",
+    "policy_for",
     "progress_bar",
     "read_jsonl",
     "render",

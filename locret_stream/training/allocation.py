@@ -33,7 +33,7 @@ from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError
 from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG
-from locret_stream.models import Attachment, attach, detach
+from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
 from locret_stream.training.checkpoint import ALLOCATION, write_json
 from locret_stream.training.config import (
@@ -49,7 +49,7 @@ from locret_stream.training.config import (
 )
 from locret_stream.training.data import Example
 from locret_stream.training.division import CHANCE, ONE_ERROR, divide, envelope, exceeds, proportional
-from locret_stream.training.measuring import Listening, answer_nll, digest_of, held_units, policy_for, usable
+from locret_stream.training.measuring import Recording, answer_nll, digest_of, held_units, policy_for, usable
 from locret_stream.training.source import Source
 
 Measure = Callable[[str, tuple[int, ...]], Measurement]
@@ -88,8 +88,7 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         HeadsMismatch: no heads, or those of another model. InvalidTokens: ids outside the vocabulary.
     """
     config, folder = config or AllocationConfig(), Path(heads)
-    attachment = model if isinstance(model, Attachment) else attach(model)
-    try:
+    with attached(model) as attachment:
         loaded = RetainingHeads.load(folder)
         loaded.check_fits(attachment.shape, attachment.fingerprint)
         digest = digest_of(loaded)
@@ -102,9 +101,6 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         if described != loaded.config:  # the weights stay untouched
             write_json(folder / CONFIG, described)
         return made
-    finally:
-        if attachment is not model:
-            detach(model)
 
 
 class _Run:
@@ -224,7 +220,7 @@ class _Run:
 
     def _measure(self, name: str, budgets: tuple[int, ...]) -> Measurement:
         started, config = time.monotonic(), self.config
-        policy = Listening(make_policy(self.state.policy, heads=self.heads))
+        policy = Recording(make_policy(self.state.policy, heads=self.heads))
         engine = self._engine(policy, budgets)
         done, nll, top = len(self.state.measured) * len(self.examples), [], []
         for example in self.examples:

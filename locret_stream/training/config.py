@@ -73,10 +73,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_mib: int = 32
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"train: {name} is {getattr(self, name)!r}; expected {expected}")
-
+        check = _checking(self, "train")
         check("label", self.label in LABELS, f"one of {', '.join(LABELS)}")
         check("features", self.features in FEATURES, f"one of {', '.join(FEATURES)}")
         check("output", self.output in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
@@ -84,16 +81,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("steps", "batch", "width", "held_out_max", "eval_every", "checkpoint_every", "block_mib",
                      "horizon"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
-        check("max_tokens", _whole(self.max_tokens, 2), "a whole number of tokens, at least 2")
         check("query_tokens", _whole(self.query_tokens, 0), "a whole number of tokens, 0 for none")
-        check("seed", _whole(self.seed, 0), "a whole number, 0 or more")
-        for name in ("lr", "clip", "eps"):
-            check(name, _number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
-        for name in ("weight_decay", "alpha"):
-            check(name, _number(getattr(self, name)) and getattr(self, name) >= 0, "0 or more")
-        for name in ("warmup", "held_out"):
-            check(name, _number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "a share in [0, 1)")
-        check("betas", len(self.betas) == 2 and all(_number(b) and 0 <= b < 1 for b in self.betas), "two in [0, 1)")
+        check("alpha", _number(self.alpha) and self.alpha >= 0, "0 or more")
+        _check_optimiser(self, check)
         for name in ("input_norm", "bias"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
         shares = self.budget_shares
@@ -134,17 +124,11 @@ class AllocationConfig(msgspec.Struct, frozen=True, kw_only=True):
     rule: str = "loss"
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"allocate: {name} is {getattr(self, name)!r}; expected {expected}")
-
+        check = _checking(self, "allocate")
         check("rule", self.rule in RULES, f"one of {', '.join(RULES)}")
         for name in ("units", "chunk_size"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
-        check("examples", _whole(self.examples, LEAST_EXAMPLES),
-              f"a whole number, at least {LEAST_EXAMPLES}, to tell gains from noise")
-        for name in ("sinks", "stabilizers"):
-            check(name, getattr(self, name) is None or _whole(getattr(self, name), 0), "None or a number of units")
+        _check_measured(self, check)
         check("factors", bool(self.factors) and all(_number(f) and f > 0 for f in self.factors)
               and min(self.factors) <= 1, "numbers above 0, at least one of them not above 1")
 
@@ -258,26 +242,15 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 50
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"tune: {name} is {getattr(self, name)!r}; expected {expected}")
-
+        check = _checking(self, "tune")
         for name in ("units", "chunk_size", "steps", "batch", "block_mib", "checkpoint_every"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
-        check("examples", _whole(self.examples, LEAST_EXAMPLES),
-              f"a whole number, at least {LEAST_EXAMPLES}, to tell gains from noise")
-        for name in ("sinks", "stabilizers"):
-            check(name, getattr(self, name) is None or _whole(getattr(self, name), 0), "None or a number of units")
-        check("max_tokens", _whole(self.max_tokens, 2), "a whole number of tokens, at least 2")
-        check("seed", _whole(self.seed, 0), "a whole number, 0 or more")
-        for name in ("lr", "clip", "eps", "hot", "cold"):
+        _check_measured(self, check)
+        for name in ("hot", "cold"):
             check(name, _number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
         check("cold", self.cold <= self.hot, f"at most hot, which is {self.hot!r}")
-        for name in ("weight_decay", "weight"):
-            check(name, _number(getattr(self, name)) and getattr(self, name) >= 0, "0 or more")
-        for name in ("warmup", "held_out"):
-            check(name, _number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "a share in [0, 1)")
-        check("betas", len(self.betas) == 2 and all(_number(b) and 0 <= b < 1 for b in self.betas), "two in [0, 1)")
+        check("weight", _number(self.weight) and self.weight >= 0, "0 or more")
+        _check_optimiser(self, check)
 
     def temperature_at(self, step: int) -> float:
         """That of the update number `step`, counted from 0."""
@@ -352,6 +325,35 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ProgressCallback = Callable[[Progress], None]
+
+
+def _checking(config: msgspec.Struct, what: str) -> Callable[[str, bool, str], None]:
+    """check(name, ok, expected): raises ConfigError about that field of the config unless it is ok."""
+    def check(name: str, ok: bool, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{what}: {name} is {getattr(config, name)!r}; expected {expected}")
+
+    return check
+
+
+def _check_optimiser(config: TrainConfig | TuneConfig, check: Callable[[str, bool, str], None]) -> None:
+    """What both stages of training have."""
+    for name in ("lr", "clip", "eps"):
+        check(name, _number(getattr(config, name)) and getattr(config, name) > 0, "a number above 0")
+    for name in ("warmup", "held_out"):
+        check(name, _number(getattr(config, name)) and 0 <= getattr(config, name) < 1, "a share in [0, 1)")
+    check("weight_decay", _number(config.weight_decay) and config.weight_decay >= 0, "0 or more")
+    check("max_tokens", _whole(config.max_tokens, 2), "a whole number of tokens, at least 2")
+    check("seed", _whole(config.seed, 0), "a whole number, 0 or more")
+    check("betas", len(config.betas) == 2 and all(_number(b) and 0 <= b < 1 for b in config.betas), "two in [0, 1)")
+
+
+def _check_measured(config: AllocationConfig | TuneConfig, check: Callable[[str, bool, str], None]) -> None:
+    """What is needed to measure answers with a budget."""
+    check("examples", _whole(config.examples, LEAST_EXAMPLES),
+          f"a whole number, at least {LEAST_EXAMPLES}, to tell gains from noise")
+    for name in ("sinks", "stabilizers"):
+        check(name, getattr(config, name) is None or _whole(getattr(config, name), 0), "None or a number of units")
 
 
 def _whole(value: object, least: int) -> bool:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_stream.errors import ConfigError, ModelError
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.models import Attachment, LayerCall, RopeTables, attach, detach
+from locret_stream.models import Attachment, LayerCall, RopeTables, attached
 from locret_stream.training.checkpoint import Metric, RunFolder, RunIdentity
 from locret_stream.training.config import Progress, ProgressCallback, TrainConfig, TrainResult
 from locret_stream.training.data import Example, load_examples
@@ -55,8 +55,7 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
         UnsupportedModel: from `attach`. ModelError: the loss is not finite.
     """
     config = config or TrainConfig()
-    attachment = model if isinstance(model, Attachment) else attach(model)
-    try:
+    with attached(model) as attachment:
         limit = min(config.max_tokens, attachment.shape.window)
         if isinstance(data, (str, os.PathLike)):
             if tokenizer is None:
@@ -64,9 +63,6 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
             data = load_examples(data, tokenizer)
         source = Source(data, config, limit, attachment.shape.vocab, held_out)
         return _Run(attachment, source, config, Path(out), progress, restart).run(limit)
-    finally:
-        if attachment is not model:
-            detach(model)
 
 
 @torch.no_grad()

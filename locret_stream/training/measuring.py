@@ -17,16 +17,16 @@ from locret_stream.config import ModelShape
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, InvalidTokens, WindowExceeded
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.training.config import LEAST_EXAMPLES
+from locret_stream.training.config import LEAST_EXAMPLES, TrainConfig
 from locret_stream.training.data import Example, fit
 
 
-def policy_for(heads: HeadsConfig) -> str:
-    """The name of the policy that scores with such heads."""
-    return "trimkv" if heads.output == "retention" else "kvzap" if heads.features == "hidden" else "locret"
+def policy_for(made: HeadsConfig | TrainConfig) -> str:
+    """The name of the policy that scores with heads that are made so."""
+    return "trimkv" if made.output == "retention" else "kvzap" if made.features == "hidden" else "locret"
 
 
-class Listening(policies.Listening):
+class Recording(policies.Listening):
     """Scores as another policy does, and notes what went by.
 
     Attributes:
@@ -45,7 +45,7 @@ class Listening(policies.Listening):
         self.scores[chunk.layer] = best if self.stateful else torch.cat([chunk.scores[0], best.float()], dim=-1)
 
 
-def answer_nll(engine: Engine, policy: Listening, example: Example) -> float:
+def answer_nll(engine: Engine, policy: Recording, example: Example) -> float:
     """-log p of the answer tokens of an example, summed, as the engine would give them one by one; slot 0.
 
     Whether a token is pending or committed changes nothing of what it is told by those before it, so whole chunks are

@@ -41,12 +41,13 @@ from locret_stream.config import StreamConfig, budget_from
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ModelError
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.heads.module import WEIGHTS
-from locret_stream.models import Attachment, LayerCall, attach, detach, differentiable
+from locret_stream.heads.module import CONFIG, WEIGHTS
+from locret_stream.models import Attachment, LayerCall, attached, differentiable
 from locret_stream.policies import make_policy
 from locret_stream.training import checkpoint as files
 from locret_stream.training.checkpoint import Metric
 from locret_stream.training.config import (
+    Allocation,
     Measurement,
     Progress,
     ProgressCallback,
@@ -59,7 +60,7 @@ from locret_stream.training.division import CHANCE, exceeds
 from locret_stream.training.labels import answer_rows, visit_layers
 from locret_stream.training.loop import groups_of, uninterrupted
 from locret_stream.training.loss import layer_losses
-from locret_stream.training.measuring import Listening, answer_nll, digest_of, policy_for, usable
+from locret_stream.training.measuring import Recording, answer_nll, digest_of, policy_for, usable
 from locret_stream.training.source import Source
 from locret_stream.training.student import Student, divergence
 
@@ -88,8 +89,7 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
         ModelError: the loss is not finite.
     """
     config, folder = config or TuneConfig(), Path(heads)
-    attachment = model if isinstance(model, Attachment) else attach(model)
-    try:
+    with attached(model) as attachment:
         if restart:
             forget_tuning(folder)
         tuned = (folder / files.FIRST_WEIGHTS).is_file()
@@ -97,27 +97,39 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
         first.check_fits(attachment.shape, attachment.fingerprint)
         return _Run(attachment, first.to(attachment.device), examples, held_out, config, folder,
                     progress or (lambda at: None)).finish()
-    finally:
-        if attachment is not model:
-            detach(model)
 
 
 def is_tuned(heads: str | os.PathLike[str]) -> bool:
-    """Whether tuning of the heads in that folder is finished, be it that they were better or not."""
+    """Whether tuning of the heads in that folder is finished, be it that they were better or not, or was stopped while
+    the tuned heads took the first ones' place: then `tune` ends that before anything else is made of them."""
     path = Path(heads) / files.TUNING
-    return path.is_file() and _read(path).better is not None
+    return (Path(heads) / files.FIRST_WEIGHTS).is_file() or (path.is_file() and _read(path).better is not None)
 
 
 def forget_tuning(folder: Path) -> None:
-    """Put the first heads, and what was measured with them, back."""
+    """Put the first heads, what was measured with them and the shares that came of it back; stopped anywhere, the same
+    call does the rest."""
     if (folder / files.FIRST_WEIGHTS).is_file():
-        (folder / files.ALLOCATION).unlink(missing_ok=True)
-        if (folder / files.FIRST_ALLOCATION).is_file():
-            (folder / files.FIRST_ALLOCATION).replace(folder / files.ALLOCATION)
+        _forget_allocation(folder)
     for name in (files.TUNING, files.TUNING_METRICS, files.TUNING_CHECKPOINT):
         (folder / name).unlink(missing_ok=True)
     if (folder / files.FIRST_WEIGHTS).is_file():
         (folder / files.FIRST_WEIGHTS).replace(folder / WEIGHTS)
+
+
+def _forget_allocation(folder: Path) -> None:
+    """That of the tuned heads, if there is one, gives way to that of the first."""
+    first = RetainingHeads.load(folder, files.FIRST_WEIGHTS)
+    there, before = (msgspec.json.decode(path.read_bytes(), type=Allocation) if path.is_file() else None
+                     for path in (folder / files.ALLOCATION, folder / files.FIRST_ALLOCATION))
+    if there is not None and there.heads != digest_of(first):
+        if there.shares is not None and there.shares == first.config.budget_shares:
+            shares = None if before is None else before.shares
+            files.write_json(folder / CONFIG, msgspec.structs.replace(first.config, budget_shares=shares))
+        if before is None:
+            (folder / files.ALLOCATION).unlink()
+    if before is not None:
+        (folder / files.FIRST_ALLOCATION).replace(folder / files.ALLOCATION)
 
 
 class _Run:
@@ -268,7 +280,7 @@ class _Run:
         """Answer loss of the heads as they are, as a runtime would use them."""
         started, attachment, nll = time.monotonic(), self.attachment, []
         heads = copy.deepcopy(self.heads).to(attachment.dtype if attachment.dtype.itemsize < 4 else torch.float32)
-        policy = Listening(make_policy(self.state.policy, heads=heads))
+        policy = Recording(make_policy(self.state.policy, heads=heads))
         config = StreamConfig(budget=self.budget, chunk_size=self.config.chunk_size, policy=policy.name)
         engine = Engine(attachment, config, policy, slots=1, shares=heads.config.budget_shares)
         for example in self.held_out:

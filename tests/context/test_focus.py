@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from locret_stream import BudgetExceeded, ConfigError, ContextClosed, InputError, SnapshotMismatch
+from locret_stream import BudgetExceeded, ConfigError, ContextClosed, InputError, SnapshotCorrupt, SnapshotMismatch
 from locret_stream.config import Budget
+from locret_stream.engine import Engine
 from tests.context.support import CHUNK, SINKS, STABILIZERS, TEXT, UNITS, expect_same, model, snap, tiny
 from tests.context.test_snapshots import LONG, damage, replies, settled
 from tests.kit import assert_same
@@ -220,6 +223,22 @@ async def test_several_on_one_grid_point_are_all_rebuilt(tmp_path: Path):
         damage(tmp_path, "pages")
         async with runtime.open("a", on_mismatch="rebuild") as ctx:
             assert_same((await snap(ctx)).tensors, whole.tensors)
+
+
+@pytest.mark.parametrize("strange", [torch.tensor(3), torch.zeros(0, dtype=torch.int64), torch.ones(2)])
+async def test_a_snapshot_with_a_strange_one_is_refused(strange: torch.Tensor, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch):
+    moment = Engine.moment
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(LONG)
+            with monkeypatch.context() as patched:
+                patched.setattr(Engine, "moment", lambda *arguments: (found := moment(*arguments)) and replace(
+                    found, state={**found.state, "next_focus": strange}))
+                await ctx.snapshot()
+            await ctx.aclose(save=False)
+        with pytest.raises(SnapshotCorrupt, match="strange focus"):
+            await runtime.open("a").__aenter__()
 
 
 async def test_what_cannot_be_a_focus_is_refused_and_nothing_changes(tmp_path: Path):

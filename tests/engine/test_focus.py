@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from locret_stream.engine import Engine, NextToken
+from locret_stream.engine import Engine, NextToken, core, focus
 from locret_stream.errors import BudgetExceeded, ConfigError, SnapshotCorrupt
 from tests.kit import (
     EVICTING,
@@ -267,6 +267,24 @@ def test_one_behind_a_whole_pending_chunk_waits_for_its_commit():
     assert engine.focus(state, QUERY) == CHUNK + 2 and state.focus == []
     assert_same(engine.export(state), engine.export(run(engine, 1, ids_of(CHUNK + 2), {CHUNK + 2: QUERY}, 3)))
     assert other.seen == 0
+
+
+@pytest.mark.parametrize("meanwhile", [2, CHUNK])
+def test_tokens_that_are_accepted_while_it_is_computed_come_before_it(meanwhile: int, monkeypatch):
+    engine = engine_of()
+    state = run(engine, 0, ids_of(2 * CHUNK), {}, 5)
+
+    def units_of(engine: Engine, ids: list[int]) -> list:
+        engine.accept(state, ids_of(meanwhile))
+        return focus.units_of(engine, ids)
+
+    monkeypatch.setattr(core, "units_of", units_of)
+    given = engine.focus(state, QUERY)
+    assert state.focus == []
+    if meanwhile == CHUNK:
+        assert given is None and state.next_focus is None
+    else:
+        assert given == state.next_focus_at == 2 * CHUNK + meanwhile and state.next_focus == QUERY
 
 
 def test_full_keeps_everything_while_a_shorter_focus_waits():

@@ -120,7 +120,9 @@ def test_what_makes_a_stream_hard_for_both_cancels_out():
 
 def test_a_full_cache_that_fails_a_whole_draw_divides_nothing():
     low, high = metrics.ratio_interval([([[1.0], [1.0]], [[0.0], [1.0]], True)])
-    assert low == 0 and high == 2
+    assert (low, high) == (1, 2), "1 / 1 and 1 / 0.5; where nothing can be divided nothing is said"
+    own = [[0.0]] * 9 + [[1.0]]
+    assert metrics.ratio_interval([(own, own, True)]) == (1.0, 1.0), "a third of all draws are without the 1"
 
 
 def test_of_a_single_stream_the_questions_are_drawn_so_that_nothing_looks_certain():
@@ -128,7 +130,21 @@ def test_of_a_single_stream_the_questions_are_drawn_so_that_nothing_looks_certai
     assert low == 0 and 0.5 <= high <= 1
     one = rows(only([result("full", [4]), result("locret", [2])]))["locret"]
     assert one.cells["recall"].score.low < 0.5 < one.cells["recall"].score.high and one.mean.low < 0.5 < one.mean.high
-    assert metrics.ratio_interval([([[1.0, 0.0]], [[1.0, 0.0]], True)]) == (0.0, 1.0), "0 where nothing was drawn"
+    assert metrics.ratio_interval([([[1.0, 0.0]], [[1.0, 1.0]], True)]) == (0.0, 1.0)
+
+
+def test_what_was_told_beforehand_is_judged_by_what_was_told_beforehand():
+    """One question a stream, and another full cache: tables of their own, each against its own reference."""
+    report = report_of([result("full", [4, 4]), result("locret", [2, 2]), result("full", [2, 2], focus=True),
+                        result("locret", [2, 2], focus=True)])
+    plain, told = report.tables
+    assert (plain.focus, told.focus) == (False, True)
+    assert {row.label: row.mean and row.mean.value for row in plain.rows} == {"full": 1.0, "locret": 0.5}
+    assert told.references["recall"].score == 0.5 and not told.references["recall"].counted
+    fine = report_of([result("full", [4, 4]), result("locret", [2, 2]), result("full", [4, 4], focus=True),
+                      result("locret", [4, 4], focus=True)]).tables[1]
+    assert {row.mean.value for row in fine.rows} == {1.0}
+    assert "the question told beforehand" in markdown(report)
 
 
 # -- best ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from locret_stream.errors import ConfigError, InputError, LocretError
 from locret_stream.evaluation import cells as files
-from locret_stream.evaluation import runner, suite
+from locret_stream.evaluation import plan, runner, suite
 from locret_stream.evaluation.cells import Cell, CellResult, Origin
 from locret_stream.evaluation.runner import Bench
 from locret_stream.runtime import Runtime
@@ -204,6 +204,17 @@ async def test_with_a_focus_the_first_question_is_told_and_no_other_asked(monkey
         assert told[-2:] == [None, question]
     origin = bench().origin("")
     assert files.name_of(cell(focus=True), origin) != files.name_of(cell(), origin)
+
+
+def test_a_focus_that_has_no_room_is_found_before_anything_runs():
+    own, few = bench(), cell(units=16)  # 4 sinks and 8 stabilizers
+    assert plan.checked([few], own) == ([few], {})
+    longest = own.longest_focus(cell(focus=True))
+    assert longest >= 4
+    with pytest.raises(ConfigError, match=f"a focus of {longest} tokens included; expected a larger budget"):
+        plan.checked([few, cell(units=16, focus=True)], own)
+    fits = cell(units=12 + longest + 1, focus=True)
+    assert plan.checked([fits], own) == ([fits], {})
 
 
 @pytest.mark.parametrize(("more", "message"), [

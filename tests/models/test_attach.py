@@ -14,7 +14,7 @@ import transformers as tf
 from torch import nn
 
 from locret_stream.errors import UnsupportedModel
-from locret_stream.models import Attachment, attach, attaching, detach
+from locret_stream.models import Attachment, attach, attached, attaching, detach
 from tests.architectures import BASE, make
 from tests.kit import build, feed, ids_of, logits_at_each
 
@@ -291,3 +291,19 @@ def test_a_head_of_another_dtype_is_attached():
         assert not attachment._plain_head
     finally:
         detach(mixed)
+
+
+def test_an_attachment_for_a_block_is_nobody_else_s():
+    """A runtime's thread may run the shared one meanwhile."""
+    stock = make("llama")
+    shared = attach(stock)
+    with attached(stock) as one, attached(stock) as two:
+        assert len({id(shared), id(one), id(two)}) == 3
+    with pytest.raises(KeyError), attached(stock) as again:
+        raise KeyError
+    assert again is not one and attach(stock) is shared
+    with attached(shared) as same:
+        assert same is shared
+    assert shared.users == 2
+    detach(stock)
+    detach(stock)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import math
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -32,7 +31,7 @@ from locret_stream.training import (
 )
 from locret_stream.training.division import CHANCE, ONE_ERROR, divide, envelope, exceeds, proportional, t_tail
 from tests.architectures import make
-from tests.kit import WITH_HEADS, random_heads
+from tests.kit import WITH_HEADS, random_heads, saved_heads
 from tests.training.tiny import make_examples, make_tokenizer
 
 LENGTH = 72
@@ -59,14 +58,6 @@ def silenced(name: str = "llama", but: int | None = None):
         if layer != but:
             block.self_attn.o_proj.weight.data.zero_()
     return model
-
-
-def saved_heads(model, folder: Path, policy: str = "locret", **more) -> Path:
-    heads = random_heads(models.attach(model), policy=policy)
-    models.detach(model)
-    heads.config = msgspec.structs.replace(heads.config, **more)
-    heads.save(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +199,7 @@ def test_losses_are_those_of_answers_given_token_by_token(name, policy):
     config = StreamConfig(budget=Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5)), chunk_size=8,
                           policy=policy)
     plain = Engine(attachment, config, make_policy(policy, heads=heads), 1)
-    listening = allocation.Listening(make_policy(policy, heads=heads))
+    listening = allocation.Recording(make_policy(policy, heads=heads))
     engine = Engine(attachment, config, listening, 1)
     for length in (57, 64, 71):  # a last chunk of one token, a whole one, and one between
         spans = ((9, 12), (length // 2, length // 2 + 9), (length - 3, length))

@@ -18,7 +18,7 @@ from locret_stream.kernels import select_units
 from locret_stream.policies import make_policy
 from locret_stream.training import Example
 from locret_stream.training.gates import gated_attention, log_gates, visibility
-from locret_stream.training.measuring import Listening, answer_nll
+from locret_stream.training.measuring import Recording, answer_nll
 from locret_stream.training.student import Student, divergence
 from tests.architectures import make
 from tests.kit import ids_of, random_heads
@@ -134,7 +134,7 @@ def test_with_hard_gates_it_is_the_engine(name, policy):
     """Budgets, chunks, protection, ranks, sliding layers that hold less than their window: what is trained is used."""
     attachment = models.attach(make(name))
     heads = random_heads(attachment, seed=5, policy=policy)
-    listening = Listening(make_policy(policy, heads=heads))
+    listening = Recording(make_policy(policy, heads=heads))
     engine = Engine(attachment, StreamConfig(budget=BUDGET, chunk_size=8, policy=policy), listening, 1)
     for length in (57, 64, 71):  # a last chunk of one token, a whole one, and one between
         example = Example(ids_of(length, distinct=True), make_examples(1, length)[0].answer_spans)  # no two units tie
@@ -217,6 +217,9 @@ def test_a_model_is_differentiable_within_and_as_before_behind():
             call.q, call.k)), gain * call.v, None))
         attachment.logits(hidden).sum().backward()
         assert gain.grad is not None and torch.equal(hidden.detach(), plain)
+        with models.differentiable(attachment):
+            pass
+        assert attachment.logits(hidden).requires_grad, "one within another ends itself alone"
         raise KeyError
     assert not full(attachment, ids).requires_grad and torch.equal(full(attachment, ids), plain)
     assert not attachment.logits(plain).requires_grad
@@ -228,7 +231,7 @@ def test_layers_without_a_head_keep_the_newest():
     attachment = models.attach(make("llama"))
     heads = random_heads(attachment)
     heads.config = msgspec.structs.replace(heads.config, trained_layers=(0, 2))
-    listening = Listening(make_policy("locret", heads=heads))
+    listening = Recording(make_policy("locret", heads=heads))
     engine = Engine(attachment, StreamConfig(budget=BUDGET, chunk_size=8, policy="locret"), listening, 1)
     example = Example(ids_of(60, distinct=True), make_examples(1, 60)[0].answer_spans)
     with torch.no_grad():

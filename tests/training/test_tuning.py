@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from locret_stream.training import (
 )
 from locret_stream.training.checkpoint import FIRST_ALLOCATION, FIRST_WEIGHTS, TUNING_CHECKPOINT, TUNING_METRICS
 from tests.architectures import make
-from tests.kit import random_heads
+from tests.kit import saved_heads
 from tests.training.tiny import make_examples
 
 QUICK = TuneConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, steps=6, batch=2, lr=1e-3, examples=6, held_out=0.4,
@@ -43,14 +44,6 @@ def model():
 @pytest.fixture(scope="module")
 def examples():
     return make_examples(24, LENGTH)
-
-
-def saved_heads(model, folder: Path, policy: str = "locret", **more) -> Path:
-    heads = random_heads(models.attach(model), policy=policy)
-    models.detach(model)
-    heads.config = msgspec.structs.replace(heads.config, **more)
-    heads.save(folder)
-    return folder
 
 
 def weights(folder: Path, name: str = "heads.safetensors") -> dict[str, torch.Tensor]:
@@ -220,6 +213,37 @@ def test_an_allocation_is_made_anew_for_tuned_heads(model, examples, tmp_path, m
     assert second.heads != first.heads and tune(model, folder, examples, QUICK).better
     measured(monkeypatch, 1.0, 1.0)
     tune(model, folder, examples, QUICK, restart=True)
+    assert RetainingHeads.load(folder).config.budget_shares == first.shares
+    assert allocate(model, folder, examples, division) == first
+
+
+@pytest.mark.parametrize("stopped", range(8))
+def test_forgetting_goes_on_where_it_was_stopped(stopped: int, model, examples, tmp_path, monkeypatch):
+    """After any of its changes to the folder."""
+    division = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1))
+    folder = saved_heads(model, tmp_path)
+    first, heads = allocate(model, folder, examples, division), weights(folder)
+    measured(monkeypatch, 2.0, 1.0)
+    tune(model, folder, examples, QUICK)
+    allocate(model, folder, examples, division)
+    left = [stopped]
+
+    def stopping(real):
+        def change(*arguments, **more):
+            if not left[0]:
+                raise Stop
+            left[0] -= 1
+            return real(*arguments, **more)
+        return change
+
+    with monkeypatch.context() as patched:
+        for name in ("replace", "unlink"):
+            patched.setattr(Path, name, stopping(getattr(Path, name)))
+        with contextlib.suppress(Stop):
+            tuning.forget_tuning(folder)
+    tuning.forget_tuning(folder)
+    assert same(weights(folder), heads) and not (folder / FIRST_WEIGHTS).exists()
+    assert RetainingHeads.load(folder).config.budget_shares == first.shares
     assert allocate(model, folder, examples, division) == first
 
 
@@ -303,7 +327,7 @@ def test_killed_while_the_heads_are_replaced(model, examples, tmp_path, monkeypa
 
         patch.setattr(RetainingHeads, "save", save)
         tune(model, folder, examples, QUICK)
-    assert not is_tuned(folder)
+    assert is_tuned(folder), "nothing else is to be made of these heads before"
     assert tune(model, folder, examples, QUICK).better
     assert same(weights(folder, FIRST_WEIGHTS), first) and not same(weights(folder), first)
 
