@@ -8,6 +8,7 @@ Everything random comes from a `random.Random` the caller passes or a seed it na
 from __future__ import annotations
 
 import functools
+import os
 import random
 import re
 import sysconfig
@@ -250,16 +251,22 @@ _TESTS = re.compile(r"(^|/)(test|tests)(/|$)")
 MAX_MODULE_BYTES = 200_000
 
 
-def _stdlib_modules(tests: bool) -> list[str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    names = (path.relative_to(root).as_posix() for path in root.rglob("*.py") if path.is_file())
-    return sorted(
-        name
-        for name in names
-        if not _SKIPPED.search(name)
-        and bool(_TESTS.search(name)) == tests
-        and (root / name).stat().st_size <= MAX_MODULE_BYTES
-    )
+@functools.cache
+def _stdlib_modules(tests: bool) -> tuple[str, ...]:
+    """Looked for once: an installation of Python has tens of thousands of files, most of them of other packages."""
+    root, found = Path(sysconfig.get_path("stdlib")), []
+    for folder, inner, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        inner[:] = [name for name in inner if not _SKIPPED.search((here / name).as_posix())]
+        found += [here / name for name in names if name.endswith(".py")]
+    return tuple(sorted(
+        path.as_posix()
+        for path in found
+        if not _SKIPPED.search(path.as_posix())
+        and bool(_TESTS.search(path.as_posix())) == tests
+        and (root / path).is_file()
+        and (root / path).stat().st_size <= MAX_MODULE_BYTES
+    ))
 
 
 def training_modules() -> list[str]:
@@ -269,7 +276,7 @@ def training_modules() -> list[str]:
 
 def held_out_modules(tests: bool = True) -> list[str]:
     """The other half, and with `tests` the held-out half of the library's own tests."""
-    names = _stdlib_modules(tests=False) + (_stdlib_modules(tests=True) if tests else [])
+    names = _stdlib_modules(tests=False) + (_stdlib_modules(tests=True) if tests else ())
     return [name for name in names if is_held_out(name, one_in=2)]
 
 
