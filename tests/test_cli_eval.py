@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret_stream.cli.eval import Board, allocation_of, axes_of, duration, knobs_of
+from locret_stream.cli.eval import Board, allocation_of, axes_of, duration, knobs_of, name_of
 from locret_stream.config import ModelShape
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
@@ -261,6 +261,14 @@ def test_allocations_are_names_or_shares():
     for value in ("1,0", "1,-2", "1,nan", "1,,2", ""):
         with pytest.raises(ConfigError, match="allocation"):
             allocation_of(value)
+
+
+def test_a_cell_in_words_tells_it_from_the_others_of_its_policy():
+    one = Cell(task="recall", policy="kvzap", length=300, units=64, heads="run/heads-a", allocation="adaptive",
+               streams=1)
+    other = Cell(task="recall", policy="nacl", length=300, units=64, knobs={"random": 0.5}, streams=2)
+    assert name_of(one) == "recall, kvzap (heads-a, adaptive), 64 units, 1 stream of 300 tokens"
+    assert name_of(other) == "recall, nacl (random=0.5, uniform), 64 units, 2 streams of 300 tokens"
 
 
 def test_the_time_that_is_left_is_by_the_tokens_of_cells_that_were_run(monkeypatch):

@@ -274,8 +274,13 @@ class Board:
 
 def name_of(cell: Cell) -> str:
     """A cell in words."""
-    of = counted(cell.streams, "document") if cell.file else f"{cell.streams} streams of {cell.length:,} tokens"
-    return f"{cell.task}, {cell.policy}, {cell.units or 'all'} units, {of}"
+    of = (counted(cell.streams, "document") if cell.file
+          else f"{counted(cell.streams, 'stream')} of {cell.length:,} tokens")
+    ways = [f"{name}={value}" for name, value in cell.knobs.items()] + [Path(cell.heads).name] * bool(cell.heads)
+    if cell.units is None:
+        return f"{cell.task}, {cell.policy}, all units, {of}"
+    ways.append(cell.allocation if isinstance(cell.allocation, str) else ":".join(map(str, cell.allocation)))
+    return f"{cell.task}, {cell.policy} ({', '.join(ways)}), {cell.units} units, {of}"
 
 
 def counted(count: int, word: str) -> str:
