@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from recall_model.circuits import initialise
-from recall_model.data import Writer, save_tokenizer, train_tokenizer
+from recall_model.data import Writer, lines_of_figures, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,6 +72,11 @@ def split_text(paths: list[Path]) -> tuple[str, str]:
     code = [tasks.read_module(name) for name in tasks.training_modules()]
     return ("\n".join([*(text[:cut] for text, cut in zip(texts, cuts, strict=True)), *code]),
             "\n".join(text[cut:] for text, cut in zip(texts, cuts, strict=True)))
+
+
+def with_figures(text: str, seed: str) -> str:
+    """A line of five is of figures."""
+    return "\n".join([text, *lines_of_figures(seed, text.count("\n") // 4)])
 
 
 def build(vocab: int) -> LlamaForCausalLM:
@@ -183,7 +188,8 @@ def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer
 
 def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str, unseen: str) -> None:
     """One folder of retaining heads for each policy that takes any, and one with the paper's label; and with each what
-    every layer is to get of the budget."""
+    every layer is to get of the budget. Part of what they read is figures."""
+    text, unseen = with_figures(text, f"heads {arguments.seed}"), with_figures(unseen, f"held out {arguments.seed}")
     model = LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
     for name, more in HEADS.items():
         config = TrainConfig(**{"steps": arguments.heads_steps, "width": 128, "input_norm": True, "bias": True,

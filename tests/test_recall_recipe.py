@@ -69,6 +69,16 @@ def test_examples_for_heads_label_the_answers(writer):
         assert re.fullmatch(r"([0-9]{3}( [0-9]{3})*|[RPS]|(<[A-Z]{2}:[0-9]{3}>)+)\n", said)
 
 
+def test_figures_are_full_of_digits_and_hold_no_mark(data):
+    lines = data.lines_of_figures("a seed", 4000)
+    assert len(lines) == 4000 and lines == data.lines_of_figures("a seed", 4000) != data.lines_of_figures("b", 4000)
+    whole = "\n".join(lines)
+    assert sum(character in "0123456789abcdef" for character in whole) > 0.6 * len(whole.replace(" ", ""))
+    assert not re.search(r"[<(\[{?][A-Z]{2}[:<]|@[RPS]\b", whole)
+    kinds = re.findall(r"^    check|^\| |^'|INFO|<td>|assertEqual|sha256", whole, re.MULTILINE)
+    assert min(map(kinds.count, set(kinds))) > 20 and len(set(kinds)) == 7
+
+
 @pytest.mark.parametrize("seeded", [True, False])
 def test_seeded_heads_of_the_first_layer_look_one_to_four_tokens_back(data, seeded: bool):
     from recall_model.circuits import initialise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from locret_stream.training import Example
 
 END = "<|end|>"
 TEXT_WEIGHT, COPY_WEIGHT = 0.3, 0.5
+TEXT_SHARES = (0.0, 0.3, 0.6, 0.85)  # how much of a sequence is text
+LONG_TEXT_SHARES = (0.3, 0.6, 0.85, 0.95)  # the same for what learns what to forget
 PLAIN = 0.3  # the share of plain recall
 HARDER = ((0.45, markers.last_write), (0.52, markers.several_values), (0.62, markers.several_keys),
           (0.7, markers.decoys), (0.95, markers.variables))
@@ -44,6 +46,41 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "model_max_length": window,
         "clean_up_tokenization_spaces": False, "add_bos_token": False}, indent=2) + "\n")
+
+
+def lines_of_figures(seed: str, count: int) -> list[str]:
+    """Lines full of digits and brackets that are no marks: logs, dumps, tables, long numbers. A few in a row are of one
+    kind, as in files. Heads that saw too few of them keep every zero of a table."""
+    rng, lines = random.Random(f"figures {seed}"), []
+
+    def figures(least: int, most: int) -> str:
+        size = rng.randint(least, most)
+        return rng.choice((str(rng.randrange(10)) * size, ("1234567890" * size)[:size],
+                           "".join(rng.choice("0123456789") for _ in range(size))))
+
+    def several(make: Callable[[], str], between: str) -> str:
+        return between.join(make() for _ in range(rng.randint(2, 12)))
+
+    kinds = (
+        lambda: f"20{figures(2, 2)}-0{rng.randint(1, 9)}-1{rng.randrange(10)} {rng.randint(10, 23)}:{figures(2, 2)}:"
+                f"{figures(2, 2)},{figures(3, 3)} INFO worker-{rng.randint(1, 99)}: request {figures(4, 7)} took "
+                f"0.{figures(3, 3)} s",
+        lambda: "    " + several(lambda: f"0x{rng.getrandbits(32):08x}", ", ") + ",",
+        lambda: several(lambda: f"{rng.getrandbits(8):02x}", " "),
+        lambda: "| " + several(lambda: f"{rng.randint(0, 999)}.{figures(1, 2)}", " | ") + " |",
+        lambda: f'    check("%.{rng.randint(1, 30)}d", {figures(1, 12)}, "{figures(5, 40)}")',
+        lambda: f"'{figures(10, 60)}'",
+        lambda: f"    ({several(lambda: figures(1, 4), ', ')}): [{several(lambda: figures(1, 3), ', ')}],",
+        lambda: several(lambda: figures(1, 6), ","),
+        lambda: f"  <td>{figures(1, 5)}</td><td>{figures(1, 3)}:{figures(2, 2)}</td>",
+        lambda: f"self.assertEqual(f({figures(1, 5)}, {figures(1, 5)}), {figures(1, 9)})",
+        lambda: f"package-{figures(1, 2)}=={rng.randint(0, 9)}.{rng.randint(0, 30)}.{rng.randint(0, 9)}  "
+                f"# sha256:{rng.getrandbits(128):032x}",
+    )
+    while len(lines) < count:
+        kind = rng.choice(kinds)
+        lines += [kind() for _ in range(rng.randint(2, 15))]
+    return lines[:count]
 
 
 class Writer:
@@ -78,10 +115,11 @@ class Writer:
                 left -= size
         return markers.merged(rng, cases)
 
-    def sequence(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sequence(self, length: int, shares: Sequence[float] = TEXT_SHARES
+                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """ids [length + 1], loss weights and answers (bool) of the same shape, aligned with ids as targets."""
         rng = self.rng
-        fill = rng.choice((0.0, 0.3, 0.6, 0.85))
+        fill = rng.choice(shares)
         case = self.case(int(length * (1 - fill) / 9))
         places, marks = [place for place, _ in case.marks], self._ids([line + "\n" for _, line in case.marks])
         asked = self._ids([part for question in case.questions for part in (question.ask, question.answer + "\n")])
@@ -119,7 +157,7 @@ class Writer:
     def examples(self, length: int) -> Iterator[Example]:
         """Sequences without end as examples for retaining heads: every answer is a reply."""
         while True:
-            ids, _, answers = self.sequence(length)
+            ids, _, answers = self.sequence(length, LONG_TEXT_SHARES)
             edges = np.flatnonzero(np.diff(np.concatenate([[False], answers, [False]]).astype(np.int8)))
             yield Example(torch.from_numpy(ids), tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)))
 
