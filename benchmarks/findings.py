@@ -3,8 +3,9 @@
     python benchmarks/findings.py --model recall-model --text books/*.txt --out findings --keep findings
 
 One table of variants for each finding: 48 facts in marker form (task "recall", 256 questions a cell) unless it says
-otherwise. Heads that a finding needs are trained into the model's folder, and every cell is a file in --out: the
-same command goes on where it stopped. Budgets are small on purpose: where all is remembered nothing can differ.
+otherwise. Heads that a finding needs are trained into --out, all of them alike but for what the finding is about, and
+every cell is a file there: the same command goes on where it stopped. Budgets are small on purpose: where all is
+remembered nothing can differ.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,29 +20,31 @@ import torch
 from record import record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locret_stream.evaluation import suite, tasks
+from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.runner import Bench
 from locret_stream.heads import RetainingHeads
-from locret_stream.training import Example, TrainConfig, train_heads
+from locret_stream.training import TrainConfig, train_heads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from recall_model.data import Writer
 from tokenizers import Tokenizer
+from train_recall_model import split_text, with_figures
 
 UNITS, LENGTH, CHUNK, STABILIZERS = 128, 4096, 128, 4
-TRAINED = {  # heads by folder: what differs from the recipe's own, and which text they read
-    "heads": ({}, "both"),
-    "heads-zscore": ({"label": "zscore"}, "both"),
-    "heads-logit": ({"label": "logit"}, "both"),
-    "heads-logit-plain": ({"label": "logit", "input_norm": False, "bias": False}, "both"),
-    "heads-rough": ({"alpha": 0.0}, "both"),
-    "heads-smooth": ({"alpha": 2.5e-2}, "both"),
-    "heads-32": ({"width": 32}, "both"),
-    "heads-512": ({"width": 512}, "both"),
+TRAINED = {  # heads by folder: what differs from the others, and which text they read
+    "heads": ({}, "all"),
+    "heads-zscore": ({"label": "zscore"}, "all"),
+    "heads-logit": ({"label": "logit"}, "all"),
+    "heads-logit-plain": ({"label": "logit", "input_norm": False, "bias": False}, "all"),
+    "heads-rough": ({"alpha": 0.0}, "all"),
+    "heads-smooth": ({"alpha": 2.5e-2}, "all"),
+    "heads-32": ({"width": 32}, "all"),
+    "heads-512": ({"width": 512}, "all"),
     "heads-books": ({}, "books"),
     "heads-code": ({}, "code"),
-    "heads-query": ({"query_tokens": 4}, "both"),
+    "heads-plain-text": ({}, "books and code"),
+    "heads-query": ({"query_tokens": 4}, "all"),
 }
 
 
@@ -73,7 +75,8 @@ FINDINGS = (
     Finding("head width", "the width of the heads hardly matters (Locret, appendix)", {
         "32": locret("heads-32"), "128": locret(), "512": locret("heads-512")}),
     Finding("training data", "the training data of the heads hardly matters (Locret, appendix)", {
-        "books and code": locret(), "books": locret("heads-books"), "code": locret("heads-code")}),
+        "books, code and figures": locret(), "books and code": locret("heads-plain-text"),
+        "books": locret("heads-books"), "code": locret("heads-code")}),
     Finding("chunked prefill", "H2O and SnapKV fail under chunked prefill, whose scores see no later tokens (Locret, "
             "Figure 1); streams of 896 tokens, evicted once at their end or every 64 tokens", {
                 f"{policy}, {words}": {"policy": policy, "length": 896, "chunk_size": chunk, "units": 256}
@@ -106,35 +109,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results of the cells")
     parser.add_argument("--finding", action="append", choices=[one.name for one in FINDINGS], help="only these")
     parser.add_argument("--questions", type=int, default=256, help="of a cell (default 256)")
-    parser.add_argument("--steps", type=int, default=400, help="of each set of heads that is missing (default 400)")
+    parser.add_argument("--steps", type=int, default=300, help="of each set of heads that is missing (default 300)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     return parser.parse_args()
 
 
 def text_for(which: str, books: list[Path]) -> str:
-    """Their first 95 %, as in the recipe, and the sources that no evaluation reads."""
-    texts = [path.read_text(encoding="utf-8") for path in books]
-    read = [text[:int(0.95 * len(text))] for text in texts]
-    code = [tasks.read_module(name) for name in tasks.training_modules()]
-    return "\n".join({"books": read, "code": code, "both": read + code}[which])
-
-
-def examples(tokenizer: Tokenizer, which: str, books: list[Path]) -> Iterator[Example]:
-    return Writer(tokenizer, text_for(which, books), "findings").examples(1024)
+    """What the recipe's heads read, or parts of it."""
+    if which == "all":
+        return with_figures(split_text(books)[0], "findings")
+    return split_text(books if "books" in which else [], code="code" in which)[0]
 
 
 def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: set[str]) -> None:
-    """Heads that are not in the model's folder yet; the recipe's own as they are."""
+    """Heads that are not in --out yet."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     for name in sorted(wanted):
         more, which = TRAINED[name]
-        if (options.model / name / "heads.json").is_file():
+        if (options.out / name / "heads.json").is_file():
             continue
         config = TrainConfig(**{"steps": options.steps, "width": 128, "input_norm": True, "bias": True, "batch": 4,
                                 "lr": 2e-3, "warmup": 0.1, "max_tokens": 1025} | more)
         print(f"training {name} on {which}", file=sys.stderr, flush=True)
-        train_heads(model, examples(tokenizer, which, options.text), options.model / name, config)
+        examples = Writer(tokenizer, text_for(which, options.text), "findings").examples(1024)
+        train_heads(model, examples, options.out / name, config)
 
 
 def cell_of(variant: dict, options: argparse.Namespace) -> Cell:
@@ -148,7 +147,7 @@ def cell_of(variant: dict, options: argparse.Namespace) -> Cell:
     if given.get("focus"):
         asked = 1
     if given.get("heads"):
-        given["heads"] = str(options.model / given["heads"])
+        given["heads"] = str(options.out / given["heads"])
     return Cell(streams=math.ceil(options.questions / asked), **given)
 
 
@@ -172,7 +171,7 @@ def main() -> None:
             print(f"{one.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]", file=sys.stderr,
                   flush=True)
         rows.append({"finding": one.name, "claim": one.claim, "variants": found})
-    origin = msgspec.to_builtins(bench.origin(str(options.model / "heads")))
+    origin = msgspec.to_builtins(bench.origin(""))
     record(options.keep or "findings", {"origin": origin, "findings": rows}, keep=options.keep is not None)
 
 

@@ -64,13 +64,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def split_text(paths: list[Path]) -> tuple[str, str]:
-    """(for training, held out), by place; the training part has sources of the standard library too, the half that no
-    evaluation reads: code is full of brackets and digits, which are no marks."""
+def split_text(paths: list[Path], code: bool = True) -> tuple[str, str]:
+    """(for training, held out), by place; with `code` the training part has sources of the standard library too, the
+    half that no evaluation reads: code is full of brackets and digits, which are no marks."""
     texts = [path.read_text(encoding="utf-8") for path in paths]
     cuts = [int(0.95 * len(text)) for text in texts]
-    code = [tasks.read_module(name) for name in tasks.training_modules()]
-    return ("\n".join([*(text[:cut] for text, cut in zip(texts, cuts, strict=True)), *code]),
+    modules = [tasks.read_module(name) for name in tasks.training_modules()] if code else []
+    return ("\n".join([*(text[:cut] for text, cut in zip(texts, cuts, strict=True)), *modules]),
             "\n".join(text[cut:] for text, cut in zip(texts, cuts, strict=True)))
 
 
