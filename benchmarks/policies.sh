@@ -4,35 +4,42 @@
 #     benchmarks/policies.sh MODEL OUT
 #
 # MODEL is the folder that examples/train_recall_model.py wrote. Every cell is a file in OUT: the same command goes on
-# where it stopped, and two of them share the work if one has PART=short and the other PART=long. The report is
-# OUT/report.md; PART=endless reads streams of a million tokens.
+# where it stopped, and several of them share the work, each with another PART: "short" (what the full cache can hold,
+# and tasks that ask once), "long", "trained" (the policies with heads), "shared" (those without, with the shares that
+# were learned for Locret), "far" (16,384 tokens), "endless" (a million). The report is OUT/report.md.
 set -euo pipefail
 model=$1 out=$2
 locret-stream() { "${PYTHON:-python}" -m locret_stream "$@"; }
 common=(--model "$model" --out "$out" --budget 320 --budget 160 --budget 80 --chunk-size 128 --sinks 4 --stabilizers 4
-        --questions 256 --heads "$model/heads")
-others=(--heads "kvzap=$model/heads-hidden" --heads "trimkv=$model/heads-retention")
-frame=(--policy full --policy oracle --policy oracle_per_head --policy random --policy streaming_llm)
-policies=(--policy locret --policy kvzap --policy trimkv --policy nacl --policy snapkv --policy h2o --policy tova
-          --policy scissorhands --policy infllm --policy keydiff --policy sirllm)
+        --questions 256)
+heads=(--heads "$model/heads" --heads "kvzap=$model/heads-hidden" --heads "trimkv=$model/heads-retention")
+trained=(--policy locret --policy kvzap --policy trimkv "${heads[@]}" --allocation uniform --allocation adaptive)
+frame=(--policy oracle --policy oracle_per_head --policy random --policy streaming_llm)
+others=(--policy nacl --policy snapkv --policy h2o --policy tova --policy scissorhands --policy infllm --policy keydiff
+        --policy sirllm)
+best=(--policy locret --heads "$model/heads" --allocation adaptive)
+plain=(--policy streaming_llm --policy random)
 many=(--task recall --task last_write --task several_keys --task several_values --task decoys --task variables
       --task every_so_often --task text)
 once=(--task passkey --task preference)  # one question a stream
 
 case "${PART:-all}" in
-  short|all)  # what the full cache can hold, and tasks that ask once
-    locret-stream eval "${common[@]}" "${frame[@]}" "${many[@]}" "${once[@]}" --length 1024 --allocation uniform
-    locret-stream eval "${common[@]}" "${others[@]}" "${policies[@]}" "${once[@]}" --length 1024 \
-      --allocation uniform --allocation adaptive ;;&
+  short|all)
+    locret-stream eval "${common[@]}" --policy full "${frame[@]}" "${many[@]}" "${once[@]}" --length 1024
+    locret-stream eval "${common[@]}" "${others[@]}" "${once[@]}" --length 1024
+    locret-stream eval "${common[@]}" "${trained[@]}" "${once[@]}" --length 1024 ;;&
   long|all)
-    locret-stream eval "${common[@]}" "${others[@]}" "${policies[@]}" "${many[@]}" --length 4096 \
-      --allocation uniform --allocation adaptive
-    locret-stream eval "${common[@]}" --policy oracle --policy oracle_per_head --policy random --policy streaming_llm \
-      "${many[@]}" --length 4096 --allocation uniform --allocation adaptive
-    locret-stream eval "${common[@]}" --policy locret --policy streaming_llm --policy random "${many[@]}" \
-      --length 16384 --allocation adaptive ;;&
+    locret-stream eval "${common[@]}" "${others[@]}" "${frame[@]}" "${many[@]}" --length 4096 ;;&
+  trained|all)
+    locret-stream eval "${common[@]}" "${trained[@]}" "${many[@]}" --length 4096 ;;&
+  shared|all)
+    locret-stream eval "${common[@]}" "${others[@]}" "${frame[@]}" --heads "$model/heads" "${many[@]}" --length 4096 \
+      --allocation adaptive ;;&
+  far|all)
+    locret-stream eval "${common[@]}" "${best[@]}" "${many[@]}" --length 16384
+    locret-stream eval "${common[@]}" "${plain[@]}" "${many[@]}" --length 16384 ;;&
   endless|all)
-    locret-stream eval "${common[@]}" --policy locret --policy streaming_llm --policy random --task recall \
-      --length 1000000 --questions 16 --allocation adaptive ;;
+    locret-stream eval "${common[@]}" "${best[@]}" --task recall --length 1000000 --questions 16
+    locret-stream eval "${common[@]}" "${plain[@]}" --task recall --length 1000000 --questions 16 ;;
 esac
 locret-stream eval --out "$out" --report-only --plots >/dev/null

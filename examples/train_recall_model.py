@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=1664)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--heads-steps", type=int, default=400, help="of each set of retaining heads (default 400)")
+    parser.add_argument("--heads-steps", type=int, default=800, help="of each set of retaining heads (default 800)")
     parser.add_argument("--allocate-units", type=int, default=128,
                         help="budget that is divided among the layers with each set of heads; 0: none (default 128)")
     parser.add_argument("--tune-steps", type=int, default=0,
@@ -164,9 +164,8 @@ class Run:
         self.save()
 
 
-HEADS = {"heads": {}, "heads-logit": {"label": "logit"}, "heads-hidden": {"features": "hidden"},
-         "heads-query": {"query_tokens": 4}, "heads-zscore": {"label": "zscore"},
-         "heads-retention": {"output": "retention", "features": "hidden"}}
+HEADS = {"heads": {}, "heads-hidden": {"features": "hidden"},
+         "heads-retention": {"output": "retention", "features": "hidden"}}  # of locret, kvzap and trimkv
 
 
 def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], division: AllocationConfig) -> None:
@@ -187,8 +186,8 @@ def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer
 
 
 def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str, unseen: str) -> None:
-    """One folder of retaining heads for each policy that takes any, and one with the paper's label; and with each what
-    every layer is to get of the budget. Part of what they read is figures."""
+    """One folder of retaining heads for each policy that takes any, and with each what every layer is to get of the
+    budget. Part of what they read is figures."""
     text, unseen = with_figures(text, f"heads {arguments.seed}"), with_figures(unseen, f"held out {arguments.seed}")
     model = LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
     for name, more in HEADS.items():

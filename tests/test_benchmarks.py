@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from locret_stream.heads import HeadsConfig, RetainingHeads
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,3 +50,43 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     found = gpu_small(LOCRET_KERNELS="triton", TRITON_INTERPRET="1")
     expect_whole(found)
     assert len(found["choices"]) == 5
+
+
+@pytest.mark.slow
+def test_findings_train_what_they_need_and_go_on_where_they_stopped(tmp_path):
+    """On a random model: nothing is found, but everything is run."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from recall_model.data import save_tokenizer, train_tokenizer
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    words = random.Random(0)
+    book = tmp_path / "book.txt"
+    book.write_text("\n".join(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(8)) for _ in range(900)))
+    tokenizer = train_tokenizer(book.read_text(), 1200)
+    save_tokenizer(tokenizer, make_dir(tmp_path / "model"), 1280)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=1280, eos_token_id=0,
+        pad_token_id=0, bos_token_id=None))
+    model.save_pretrained(tmp_path / "model")
+    RetainingHeads(HeadsConfig(layers=2, query_heads=2, kv_heads=1, head_dim=16, width=4,
+                               budget_shares=(1.0, 3.0))).save(tmp_path / "model" / "heads")
+    (tmp_path / "model" / "heads" / "allocation.json").write_text("{}")
+    command = [sys.executable, "benchmarks/findings.py", "--model", tmp_path / "model", "--text", book, "--out",
+               tmp_path / "out", "--finding", "pyramid", "--questions", "1", "--steps", "1"]
+    for run in range(2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
+                              env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert ("training heads on all" in done.stderr) == (run == 0)
+    [row] = json.loads(done.stdout)["result"]["findings"]
+    assert {label: one["units"] for label, one in row["variants"].items()} == {
+        "uniform": [128, 128], "pyramid": row["variants"]["pyramid"]["units"], "learned with the heads": [64, 192]}
+    assert len(list((tmp_path / "out").glob("recall-*.json"))) == 3
+
+
+def make_dir(path: Path) -> Path:
+    path.mkdir()
+    return path
