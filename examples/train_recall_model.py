@@ -59,8 +59,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads-steps", type=int, default=800, help="of each set of retaining heads (default 800)")
     parser.add_argument("--allocate-units", type=int, default=128,
                         help="budget that is divided among the layers with each set of heads; 0: none (default 128)")
-    parser.add_argument("--tune-steps", type=int, default=0,
-                        help="of a second stage with eviction going on, at that budget (default 0: none)")
+    parser.add_argument("--tune-steps", type=int, default=150,
+                        help="of a second stage with eviction going on, at half that budget, so that sequences of the "
+                             "window are as hard as longer streams; 0: none (default 150)")
     return parser.parse_args()
 
 
@@ -176,7 +177,7 @@ def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], divisi
 
 def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Tokenizer, name: str, text: str,
                unseen: str) -> None:
-    config = TuneConfig(units=arguments.allocate_units, chunk_size=128, steps=arguments.tune_steps, batch=2,
+    config = TuneConfig(units=arguments.allocate_units // 2, chunk_size=128, steps=arguments.tune_steps, batch=2,
                         lr=5e-4, max_tokens=STAGES[-1] + 1)
     held_out = Writer(tokenizer, unseen, f"tuning {arguments.seed}").examples(STAGES[-1])
     made = tune(model, arguments.out / name, Writer(tokenizer, text, f"tuning {arguments.seed}").examples(STAGES[-1]),
