@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every policy on every task at a quarter, an eighth and a sixteenth of the window of the recall model:
+# Every policy on every task at a quarter, an eighth and a sixteenth of the 1,024 tokens over which the recall model was
+# trained to look back (its window, 1,280, has room for a chunk beside them):
 #
 #     benchmarks/policies.sh MODEL OUT
 #
@@ -10,7 +11,7 @@
 set -euo pipefail
 model=$1 out=$2
 locret-stream() { "${PYTHON:-python}" -m locret_stream "$@"; }
-common=(--model "$model" --out "$out" --budget 320 --budget 160 --budget 80 --chunk-size 128 --sinks 4 --stabilizers 4
+common=(--model "$model" --out "$out" --budget 256 --budget 128 --budget 64 --chunk-size 128 --sinks 4 --stabilizers 4
         --questions 256)
 heads=(--heads "$model/heads" --heads "kvzap=$model/heads-hidden" --heads "trimkv=$model/heads-retention")
 trained=(--policy locret --policy kvzap --policy trimkv "${heads[@]}" --allocation uniform --allocation adaptive)

@@ -87,8 +87,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """Units per KV head of every layer, [L]; `shares` are those of the heads, used by "auto" and "adaptive".
 
         Such shares are advice, found for some budget: where a layer would get more than `most` units (what the window
-        holds), the others get the rest. Sliding-window layers never hold more than their window. Rounds by largest
-        remainder, so that the sum is exactly L * units before that cap.
+        holds), the others get the rest; where it would get no more than is protected, they give it one unit more.
+        Sliding-window layers never hold more than their window, and are given nothing. Rounds by largest remainder, so
+        that the sum is exactly L * units before that cap.
         """
         allocation = self._shares(shape, shares)
         if len(allocation) != shape.layers:
@@ -96,15 +97,17 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
                               "expected one per layer")
         total, weight = self.units * shape.layers, sum(allocation)
         exact = [total * share / weight for share in allocation]
-        if most is not None and isinstance(self.allocation, str) and allocation == shares:
+        protected, advice = self.sinks + self.stabilizers, isinstance(self.allocation, str) and allocation == shares
+        if advice and most is not None:
             exact = _capped(exact, most)
-        units = [math.floor(x) for x in exact]
+        if advice:
+            exact = _raised(exact, [0 if window else protected + 1 for window in shape.sliding])
+        units = [math.floor(x + 1e-9) for x in exact]  # a whole number that lost its last bit is one
         by_remainder = sorted(range(shape.layers), key=lambda i: (units[i] - exact[i], i))
         for i in by_remainder[: total - sum(units)]:
             units[i] += 1
         capped = tuple(min(u, w) if w else u for u, w in zip(units, shape.sliding, strict=True))
-        protected = self.sinks + self.stabilizers
-        least = (protected + PYRAMID_BETA if self.allocation == "pyramid" else
+        least = (protected + 1 if advice else protected + PYRAMID_BETA if self.allocation == "pyramid" else
                  math.ceil((protected + 1) * weight / (min(allocation) * shape.layers)))
         full = [u for u, w in zip(capped, shape.sliding, strict=True) if not w] or list(capped)
         if protected >= min(full):
@@ -139,6 +142,19 @@ def _capped(exact: list[float], most: int) -> list[float]:
         capped |= over
         rest, weight = sum(exact) - most * len(capped), sum(units for i, units in enumerate(exact) if i not in capped)
         exact = [most if i in capped else units * rest / weight for i, units in enumerate(exact)]
+    return exact
+
+
+def _raised(exact: list[float], least: list[int]) -> list[float]:
+    """The same sum with no number below its `least`, the others in their proportions; as it is where that cannot be."""
+    if sum(exact) < sum(least) - 0.5:  # whole numbers both, but for rounding
+        return exact
+    raised: set[int] = set()
+    while under := {i for i, units in enumerate(exact) if units < least[i] and i not in raised}:
+        raised |= under
+        rest = sum(exact) - sum(least[i] for i in raised)
+        weight = sum(units for i, units in enumerate(exact) if i not in raised)
+        exact = [least[i] if i in raised else units * rest / weight for i, units in enumerate(exact)]
     return exact
 
 

@@ -91,17 +91,46 @@ def test_auto_takes_the_shares_of_the_heads():
 def test_shares_of_heads_give_way_to_the_window(units: int, shares: tuple[float, ...]):
     """They were found for another budget; the sum stays, and where nothing is over the window they are as they were."""
     budget, shape = Budget(units=units, sinks=0, stabilizers=0), shape_of(len(shares))
+    own = Budget(units=units, sinks=0, stabilizers=0, allocation=shares)
     try:
-        plain = budget.per_layer(shape, shares)
-        found = budget.per_layer(shape, shares, most=400)
+        assert own.per_layer(shape, most=400) == own.per_layer(shape), "given by hand they are no advice"
     except ConfigError:  # a layer so poor that it holds nothing
         return
+    plain, found = budget.per_layer(shape, shares), budget.per_layer(shape, shares, most=400)
+    assert plain == own.per_layer(shape)
     assert sum(found) == units * len(shares) and max(found) <= 400
     assert found == plain or max(plain) > 400
     free = [(a, b) for a, b in zip(found, plain, strict=True) if a < 400]
     assert all(a >= b - 1 for a, b in free), "what is cut off goes to the others"
-    own = Budget(units=units, sinks=0, stabilizers=0, allocation=shares)
-    assert own.per_layer(shape, most=400) == plain, "given by hand they are no advice"
+
+
+@given(st.integers(1, 300), st.integers(0, 4), st.integers(0, 12),
+       st.lists(st.floats(0.05, 20), min_size=1, max_size=8).map(tuple))
+def test_shares_of_heads_leave_every_layer_room_to_compete(units: int, sinks: int, stabilizers: int, shares):
+    """They were found for another budget: only a mean that is too small for equal layers is refused."""
+    budget, shape = Budget(units=max(units, sinks + stabilizers), sinks=sinks, stabilizers=stabilizers), shape_of(
+        len(shares))
+    if budget.units <= sinks + stabilizers:
+        with pytest.raises(ConfigError, match=f"at least {sinks + stabilizers + 1} units"):
+            budget.per_layer(shape, shares)
+        return
+    found = budget.per_layer(shape, shares)
+    assert sum(found) == budget.units * len(shares) and min(found) > sinks + stabilizers
+    exact = [budget.units * len(shares) * share / sum(shares) for share in shares]
+    if min(exact) >= sinks + stabilizers + 1:
+        assert all(abs(a - b) < 1 + 1e-6 for a, b in zip(found, exact, strict=True)), "as they were"
+    assert all(a <= b + 1 for a, b in zip(found, exact, strict=True) if a > sinks + stabilizers + 2), "others give"
+    by_share = sorted(range(len(shares)), key=shares.__getitem__)
+    assert all(found[a] <= found[b] + 1 for a, b in itertools.pairwise(by_share))
+
+
+def test_only_advice_is_raised_and_only_where_all_is_attended_to():
+    budget = Budget(units=64, sinks=4, stabilizers=4)
+    assert budget.per_layer(shape_of(4), (16.0, 464.0, 16.0, 16.0), most=1152) == (9, 229, 9, 9)
+    with pytest.raises(ConfigError, match=r"smallest layer gets 8, .* at least 72 units"):
+        msgspec.structs.replace(budget, allocation=(16.0, 464.0, 16.0, 16.0)).per_layer(shape_of(4))
+    shape = msgspec.structs.replace(shape_of(4), sliding=(6, None, None, None))
+    assert budget.per_layer(shape, (1.0, 29.0, 1.0, 1.0)) == (6, 230, 9, 9)
 
 
 def test_shares_that_cannot_fit_the_window_stay_as_they_are():
