@@ -412,7 +412,7 @@ class StreamingContext:
         slot = session.state.store.slot
         if restored is None:
             past = await saving.begin(self._host, branch, slot, self._system if session.system else None,
-                                      raw=session.raw, trusted=session.trusted, focus=self._focus)
+                                      raw=session.raw, trusted=session.trusted, focus=self._focus, over=session)
         else:
             past = await saving.revive(self._host, branch, restored, slot)
         session.end(REWOUND)

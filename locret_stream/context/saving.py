@@ -163,8 +163,11 @@ def held_of(session: Session) -> Tensor:
 
 
 async def begin(host: Host, branch: Branch | None, slot: int, system: str | None, *, raw: bool | None,
-                trusted: bool, focus: str | None = None) -> Session:
-    """A session from nothing; as long as it is told nothing it counts as saved, and leaves nothing behind."""
+                trusted: bool, focus: str | None = None, over: Session | None = None) -> Session:
+    """A session from nothing; as long as it is told nothing it counts as saved, and leaves nothing behind.
+
+    `over` is the session that has the slot until now: lost, and told so, if the system text or the focus cannot be read.
+    """
     raw = host.frames.raw if raw is None else raw
     if raw and system is not None:
         raise ConfigError("a raw context has no frame, so no place for a system message; expected none: feed it")
@@ -179,6 +182,8 @@ async def begin(host: Host, branch: Branch | None, slot: int, system: str | None
             await session.focus(focus_ids(host, focus))
         await session.take(ids)
     except BaseException:
+        if over is not None:
+            over.state.broken = True
         session.close_branch()
         raise
     session.saved_at = _told(session)

@@ -119,6 +119,27 @@ async def test_rewind_goes_back_to_the_one_there_was(tmp_path: Path):
         assert ctx.memory.focus == runtime.count_tokens(QUERY) and not ctx._session.branch.focuses[:-1]
 
 
+async def test_a_beginning_that_cannot_be_read_again_loses_the_memory_and_says_so(tmp_path: Path, monkeypatch):
+    """The slot is one: what the focus failed to be put into is no longer what was held. The store has it."""
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", focus=QUERY) as ctx:
+            await ctx.feed(LONG)
+            await ctx.snapshot()
+            then = await snap(ctx)
+            with monkeypatch.context() as patched:
+                patched.setattr(type(runtime.engine.attachment), "hidden", failing)
+                with pytest.raises(OSError, match="no more"):
+                    await ctx.rewind(0)
+            with pytest.raises(ContextClosed, match="opened anew"):
+                await ctx.ask("what?")
+        async with runtime.open("a") as again:
+            expect_same(settled(await snap(again)), settled(then))
+
+
+def failing(*arguments: object, **more: object) -> None:
+    raise OSError("no more")
+
+
 @pytest.mark.parametrize("part", ["pages", "m"])
 @pytest.mark.parametrize("saves", [(), (2, 4), (1, 2, 3, 4, 5)])
 async def test_a_log_is_fed_again_with_every_focus_where_it_was(saves: tuple, part: str, tmp_path: Path):
