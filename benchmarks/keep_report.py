@@ -1,0 +1,50 @@
+"""Keep the report of an evaluation with the other results, and what it was made with:
+
+    python benchmarks/keep_report.py results-of-eval --name policies --model recall-model --by "benchmarks/policies.sh"
+
+The report and its plots go to benchmarks/results/NAME/; NAME.json holds the means of every table, the digests that the
+cells are bound to, how the model was trained, and the circumstances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from record import RESULTS, record
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder that `locret-stream eval --out` wrote")
+    parser.add_argument("--name", required=True, help="under which it is kept")
+    parser.add_argument("--by", required=True, help="the command that ran the cells")
+    parser.add_argument("--model", type=Path, help="folder of examples/train_recall_model.py")
+    return parser.parse_args()
+
+
+def means(report: dict) -> list[dict]:
+    """Of every table of a report the rows' means over the tasks."""
+    return [{"length": table["length"], "units": table["units"], "focus": table["focus"],
+             "means": {row["label"]: row["mean"] and "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["mean"])
+                       for row in table["rows"]}} for table in report["tables"]]
+
+
+def main() -> None:
+    options = parse()
+    reports = json.loads((options.out / "report.json").read_bytes())["reports"]
+    folder = RESULTS / options.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in [options.out / "report.md", *sorted(options.out.glob("*.png"))]:
+        shutil.copy(path, folder)
+    (folder / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
+    trained = json.loads((options.model / "training.json").read_bytes()) if options.model else None
+    record(options.name, {"by": options.by, "model": trained, "origins": [one["origin"] for one in reports],
+                          "tables": [table for one in reports for table in means(one)]}, keep=True)
+
+
+if __name__ == "__main__":
+    main()
