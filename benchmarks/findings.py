@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.runner import Bench
 from locret_stream.heads import RetainingHeads
-from locret_stream.training import TrainConfig, train_heads
+from locret_stream.training import TrainConfig, is_tuned, train_heads
+from locret_stream.training.tuning import forget_tuning
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from recall_model.data import Writer
@@ -46,6 +48,9 @@ TRAINED = {  # heads by folder: what differs from the others, and which text the
     "heads-plain-text": ({}, "books and code"),
     "heads-query": ({"query_tokens": 4}, "all"),
 }
+
+
+RECIPE, UNTUNED = "recipe", "recipe-untuned"  # the recipe's own heads, and those as they were before their second stage
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -84,6 +89,10 @@ FINDINGS = (
     Finding("pyramid", "PyramidKV's budgets on top of Locret gain (47.57 to 48.38, Locret, revision)", {
         "uniform": locret(allocation="uniform"), "pyramid": locret(allocation="pyramid"),
         "learned with the heads": locret()}),
+    Finding("eviction in the loop", "heads that decide what is evicted while they learn from the full cache's answers "
+            "need less memory (TRIM-KV, arXiv:2512.03324, section 4)", {
+                f"{words}, {units} units": locret(heads, units=units)
+                for units in (128, 64) for heads, words in ((UNTUNED, "before"), (RECIPE, "after"))}),
     Finding("random share of NaCl", "a random share of the budget helps (arXiv:2408.03675, table 3)", {
         **{f"{share:.0%}": {"policy": "nacl", "knobs": {"random": share}, "units": 256}
            for share in (0.0, 0.37, 0.7, 1.0)},
@@ -125,7 +134,13 @@ def text_for(which: str, books: list[Path]) -> str:
 def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: set[str]) -> None:
     """Heads that are not in --out yet."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    for name in sorted(wanted):
+    if UNTUNED in wanted and not (options.out / UNTUNED / "heads.json").is_file():
+        copy = options.out / f"{UNTUNED}.part"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(options.model / "heads", copy)
+        forget_tuning(copy)
+        copy.rename(options.out / UNTUNED)
+    for name in sorted(wanted & set(TRAINED)):
         more, which = TRAINED[name]
         if (options.out / name / "heads.json").is_file():
             continue
@@ -147,16 +162,19 @@ def cell_of(variant: dict, options: argparse.Namespace) -> Cell:
     if given.get("focus"):
         asked = 1
     if given.get("heads"):
-        given["heads"] = str(options.out / given["heads"])
+        given["heads"] = str(options.model / "heads" if given["heads"] == RECIPE else options.out / given["heads"])
     return Cell(streams=math.ceil(options.questions / asked), **given)
 
 
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
     chosen = [one for one in FINDINGS if not options.finding or one.name in options.finding]
     if not (options.model / "heads" / "allocation.json").is_file():
         sys.exit(f"{options.model}/heads has no shares of the budget; expected the folder as the recipe leaves it")
+    if any(one.name == "eviction in the loop" for one in chosen) and not is_tuned(options.model / "heads"):
+        sys.exit(f"{options.model}/heads are not tuned; expected the folder as the recipe leaves it")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     train_missing(options, model, {variant["heads"] for one in chosen for variant in one.variants.values()
                                    if variant.get("heads")})
