@@ -166,7 +166,7 @@ async def begin(host: Host, branch: Branch | None, slot: int, system: str | None
                 trusted: bool, focus: str | None = None, over: Session | None = None) -> Session:
     """A session from nothing; as long as it is told nothing it counts as saved, and leaves nothing behind.
 
-    `over` is the session that has the slot until now: lost, and told so, if the system text or the focus cannot be read.
+    `over` is the session that has the slot until now: lost, and told so, if the system text or focus cannot be read.
     """
     raw = host.frames.raw if raw is None else raw
     if raw and system is not None:

@@ -341,7 +341,7 @@ class Engine:
                                 "closed and opened anew (restored, if it was saved)")
 
     def rotate_keys(self, layer: int, keys: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        return self.attachment.rotate(layer, keys, self.tables, start, out)
+        return self.tables.rotate(layer, keys, start, out)
 
     def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
         """Run ids at ranks counts[l] + offset; writes tail areas only. Returns hidden states [1, T, hidden]."""
@@ -352,7 +352,7 @@ class Engine:
             total = start + new
             store.write(layer, start, call.k, call.v, self.rotate_keys)
             state.peaks[layer] = max(state.peaks[layer], total)
-            q = self.attachment.rotate(layer, call.q, self.tables, start)
+            q = self.tables.rotate(layer, call.q, start)
             k, v = store.rotated(layer, total), store.values(layer, total)
             if self.on_load[layer]:
                 k = self.rotate_keys(layer, k, 0)

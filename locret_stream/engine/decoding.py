@@ -107,14 +107,14 @@ class Decoder:
             layer, heads, buffers = call.layer, call.q.shape[1], engine.pool.layers[call.layer]
             if kinds[layer] not in shared:
                 ranks = batch[2 + layer]
-                shared[kinds[layer]] = ranks, ranks + 1, attachment.turns(layer, tables, ranks)
+                shared[kinds[layer]] = ranks, ranks + 1, tables.turns(layer, ranks)
             ranks, lengths, turns = shared[kinds[layer]]
             cos = sin = None
             if engine.on_load[layer]:
                 cos, sin = (table[0] for table in tables.layers[layer])
-                q, k = attachment.rotate_each(layer, call.q, turns), call.k
+                q, k = tables.rotate_each(layer, call.q, turns), call.k
             else:
-                both = attachment.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
+                both = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
                 q, k = both[:, :heads], both[:, heads:]
             buffers.write_each(slots, ranks, call.k, k, call.v)
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,

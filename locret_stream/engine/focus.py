@@ -60,8 +60,8 @@ def units_of(engine: Engine, ids: Sequence[int]) -> Units:
         layer = call.layer
         if not engine.shape.sliding[layer]:
             found[layer] = call.k, call.v
-        q = engine.attachment.rotate(layer, call.q, engine.tables, 0)
-        k = engine.attachment.rotate(layer, call.k, engine.tables, 0)
+        q = engine.tables.rotate(layer, call.q, 0)
+        k = engine.tables.rotate(layer, call.k, 0)
         return engine.attend(call, q, k, call.v)[0]
 
     engine.attachment.hidden(torch.tensor([list(ids)], device=engine.attachment.device), step)

@@ -97,8 +97,8 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
         ranks = torch.arange(k.shape[2], device=device)
         distance = ranks[start:, None] - ranks[None, :]
         mask = (distance >= 0) & (distance < (window or total + 1))
-        return (attachment.rotate(call.layer, call.q, tables, start),
-                attachment.rotate(call.layer, k, tables, 0), v, mask)
+        return (tables.rotate(call.layer, call.q, start),
+                tables.rotate(call.layer, k, 0), v, mask)
 
     try:
         expected = shadow(model)(ids[None], use_cache=False).logits.float()  # never the user's own: it may be in use

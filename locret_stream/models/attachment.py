@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from locret_stream.config import ModelShape
 from locret_stream.errors import UnsupportedModel
-from locret_stream.kernels import rotate_halves, uses_triton
+from locret_stream.kernels import uses_triton
+from locret_stream.models.rotary import RopeTables, Rotary
 
 NAME = "locret"  # of our attention function; has no mask function, so transformers builds no mask for it
 
@@ -64,20 +64,6 @@ A mask is bool, True = visible, or what `additive_mask` makes of that (which is 
 Step = Callable[[LayerCall], Attended]
 
 
-class RopeTables:
-    """cos and sin of ranks 0..capacity-1 for every layer, made by the model's own rotary module; None: no RoPE."""
-
-    def __init__(self, capacity: int, layers: list[tuple[Tensor, Tensor] | None]):
-        self.capacity, self.layers = capacity, layers
-
-    @property
-    def bytes_resident(self) -> int:
-        """Bytes the tables hold; layers of one kind share theirs."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                    for pair in self.layers if pair is not None for t in pair}
-        return sum(storages.values())
-
-
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
     """What transformers calls in the shadow; the arguments are q, k, v before RoPE, of the new tokens only."""
@@ -85,23 +71,6 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
 
 
 AttentionInterface.register(NAME, _attention)
-
-
-class _IdentityRotary(nn.Module):
-    """Stands in for a model's rotary module: cos = 1, sin = 0, of the shape and dtype of the real ones."""
-
-    def __init__(self, real: nn.Module):
-        super().__init__()
-        self.real = [real]  # in a list: not a submodule, so that `.to()` on the shadow never touches shared buffers
-        self._like: dict[str | None, tuple[Tensor, Tensor, int]] = {}
-
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        if layer_type not in self._like:  # asked once: it may wait for the device, and its answer has one width
-            cos, _ = self.real[0](x, position_ids[:, :1], *([layer_type] if layer_type else []))
-            self._like[layer_type] = cos.new_ones(()), cos.new_zeros(()), cos.shape[-1]
-        one, zero, width = self._like[layer_type]
-        shape = (x.shape[0], position_ids.shape[-1], width)
-        return one.expand(shape), zero.expand(shape)
 
 
 class _DecoderStub(nn.Module):
@@ -140,8 +109,7 @@ class Attachment:
         self._head = self._shadow.get_output_embeddings()
         self._stub = _DecoderStub()
         setattr(self._shadow, prefix, self._stub)
-        self._rotary = self._decoder.rotary_emb
-        self._decoder.rotary_emb = _IdentityRotary(self._rotary)
+        self._rotary = Rotary(self._decoder, getattr(self._config, "layer_types", None))
         self._attentions = [layer.self_attn for layer in self._decoder.layers]
         self.shape = self._read_shape(model)
         this = weakref.ref(self)
@@ -150,14 +118,8 @@ class Attachment:
         self._step: Step | None = None
         self._graded = False  # whether what runs is to leave a graph
         self._input: Tensor | None = None  # of the attention module that is running
-        self._layer_types = getattr(self._config, "layer_types", None)
-        self._sliced: dict[int, bool] = {}
-        self._uses_rope = [self._probe_rope(module) for module in self._attentions]
-        self._plain_rope = [uses and self._probe_plain(module)
-                            for uses, module in zip(self._uses_rope, self._attentions, strict=True)]
-        for module, uses in zip(self._attentions, self._uses_rope, strict=True):
-            if uses:
-                _spare_rotation(module)
+        self._rotary.found([self._probe_rope(module) for module in self._attentions], self.shape.head_dim)
+        for module in self._attentions:
             _note_inputs(module)
         self._plain_head = self._probe_head()
         self.fingerprint = _fingerprint(model)
@@ -228,12 +190,16 @@ class Attachment:
     @property
     def key_copies(self) -> int:
         """How often a key is held: 1 where every layer's kernels rotate it on load, else 2."""
-        rotated = [layer for layer, uses in enumerate(self._uses_rope) if uses]
+        rotated = [layer for layer, uses in enumerate(self._rotary.uses) if uses]
         return 2 if any(not self.rotates_on_load(layer) for layer in rotated) else 1
 
     def rotates_on_load(self, layer: int) -> bool:
         """Whether kernels rotate the layer's keys as they load them: Triton's, where RoPE is the rotation by halves."""
-        return self._plain_rope[layer] and uses_triton(next(self._attentions[layer].parameters()))
+        return self._rotary.plain[layer] and uses_triton(next(self._attentions[layer].parameters()))
+
+    def tables(self, capacity: int) -> RopeTables:
+        """For ranks 0..capacity-1; fixes the regime of dynamic and long RoPE for the session."""
+        return self._rotary.tables(capacity)
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -245,97 +211,6 @@ class Attachment:
         """Name of the activation of the model's MLPs; retaining heads use the same (Locret, section 3.2)."""
         return getattr(self._config, "hidden_act", None) or getattr(self._config, "hidden_activation", "silu")
 
-    # -- rotary embeddings ------------------------------------------------------------------------------------
-
-    def _cos_sin(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        like = torch.empty(1, dtype=self.dtype, device=self.device)
-        per_type = isinstance(getattr(self._rotary, "rope_type", None), dict)
-        return self._rotary(like, positions, *([self._layer_types[layer]] if per_type else []))
-
-    @torch.no_grad()
-    def tables(self, capacity: int) -> RopeTables:
-        """cos and sin of ranks 0..capacity-1; fixes the regime of dynamic and long RoPE for the session."""
-        made: dict[str, tuple[Tensor, Tensor]] = {}
-        layers: list[tuple[Tensor, Tensor] | None] = []
-        positions = torch.arange(capacity, device=self.device)[None]
-        for layer, rope in enumerate(self._uses_rope):
-            kind = self._layer_types[layer] if self._layer_types else ""
-            if rope and kind not in made:
-                made[kind] = self._cos_sin(layer, positions)
-            layers.append(made[kind] if rope else None)
-        return RopeTables(capacity, layers)
-
-    def rotate(self, layer: int, x: Tensor, tables: RopeTables, start: int, out: Tensor | None = None) -> Tensor:
-        """x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE.
-
-        `out`: where it is to be, apart from x.
-        """
-        pair = tables.layers[layer]
-        if pair is None:
-            return x if out is None else out.copy_(x)
-        stop = start + x.shape[2]
-        cos, sin = pair[0][:, start:stop], pair[1][:, start:stop]
-        if self._plain_rope[layer]:
-            return rotate_halves(x, cos[:, None], sin[:, None], out)
-        turned = self._apply_rope(self._attentions[layer], x, cos, sin)
-        return turned if out is None else out.copy_(turned)
-
-    def turns(self, layer: int, tables: RopeTables, ranks: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What `rotate_each` needs to rotate one token at each of the ranks [B]; the same for all layers whose tables
-        are. None where there is no RoPE."""
-        pair = tables.layers[layer]
-        if pair is None:
-            return None
-        cos, sin = pair[0][0, ranks, None], pair[1][0, ranks, None]
-        if not self._plain_rope[layer]:
-            return cos, sin
-        half = sin.shape[-1] // 2
-        return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
-
-    def rotate_each(self, layer: int, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x [B, heads, 1, D] before RoPE -> rotated by `turns`, one rank for each of the batch."""
-        if turns is None:
-            return x
-        if self._plain_rope[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
-            return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
-        return self._apply_rope(self._attentions[layer], x, *turns)
-
-    def rotate_at(self, layer: int, x: Tensor, tables: RopeTables, ranks: Tensor) -> Tensor:
-        """x [B, heads, T, D] before RoPE -> rotated, every unit at a rank of its own: ranks [B, heads, T] int64."""
-        pair = tables.layers[layer]
-        if pair is None:
-            return x
-        cos, sin = pair[0][0, ranks], pair[1][0, ranks]
-        if self._plain_rope[layer]:
-            return rotate_halves(x, cos, sin)
-        turned = self._apply_rope(self._attentions[layer], x.flatten(0, 1)[:, None], cos.flatten(0, 1),
-                                  sin.flatten(0, 1))
-        return turned.view(x.shape)
-
-    def _apply_rope(self, module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        apply = sys.modules[type(module).__module__].apply_rotary_pos_emb  # the model's own: half, pairs, partial
-        key = id(module)
-        if not self._sliced.get(key):
-            try:
-                return apply(x, x[:, :0], cos, sin)[0]
-            except RuntimeError:  # partial rotation done outside that function (StableLM)
-                self._sliced[key] = True
-        width = cos.shape[-1]
-        turned = apply(x[..., :width], x[:, :0, :, :width], cos, sin)[0]
-        return torch.cat([turned, x[..., width:]], dim=-1)
-
-    @torch.no_grad()
-    def _probe_plain(self, module: nn.Module) -> bool:
-        """Whether the model's own rotation is the common one of halves, which `rotate_halves` does in 3 passes."""
-        x = torch.linspace(-1, 1, 2 * self.shape.head_dim, dtype=self.dtype, device=self.device)
-        x = x.view(1, 1, 2, self.shape.head_dim)
-        cos, sin = self._cos_sin(module.layer_idx, torch.tensor([[1, 5]], device=self.device))
-        if cos.shape[-1] != x.shape[-1]:
-            return False
-        close = 1e-5 if self.dtype in (torch.float32, torch.float64) else 1e-2
-        own, plain = self._apply_rope(module, x, cos, sin), rotate_halves(x, cos[:, None], sin[:, None])
-        return torch.allclose(own, plain, rtol=close, atol=close)
-
     @torch.no_grad()
     def _probe_rope(self, module: nn.Module) -> bool:
         """Some layers ignore position embeddings (SmolLM3's NoPE): ask the module, with real and identity ones."""
@@ -343,7 +218,7 @@ class Attachment:
         x = torch.linspace(-1, 1, 3 * self.shape.hidden, dtype=weight.dtype, device=weight.device)
         x = x.view(1, 3, self.shape.hidden)
         positions = torch.arange(3, device=weight.device)[None]
-        cos, sin = self._cos_sin(module.layer_idx, positions)
+        cos, sin = self._rotary.cos_sin(module.layer_idx, positions)
         seen: list[Tensor] = []
 
         def keep_query(call: LayerCall) -> Attended:
@@ -433,27 +308,6 @@ def _note_inputs(module: nn.Module) -> None:
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """visible [T, S] bool -> [T, S] of `dtype`: 0 where visible, else the lowest finite number; added to logits."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
-
-
-def _unturned(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-    """Stands in for a model's `apply_rotary_pos_emb`."""
-    return q, k
-
-
-def _spare_rotation(module: nn.Module) -> None:
-    """Let this one module's forward skip the rotation by nothing that identity embeddings ask of it.
-
-    Its code runs with a namespace of its own in which the rotation is `_unturned`: some ten small operations per layer
-    and step less, with the same result. A forward that is wrapped, or rotates otherwise, stays as it is.
-    """
-    forward = getattr(type(module), "forward", None)
-    if ("forward" in vars(module) or not isinstance(forward, types.FunctionType)
-            or "apply_rotary_pos_emb" not in forward.__code__.co_names):
-        return
-    own = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": _unturned},
-                             forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = types.MethodType(own, module)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

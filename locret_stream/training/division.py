@@ -101,7 +101,7 @@ def proportional(wanted: Sequence[float], total: int, least: int, most: int) -> 
     beyond = [max(0.0, want - least) for want in wanted]
     free = total - least * len(wanted)
     scale = free / sum(beyond) if any(beyond) else 0.0
-    found = [min(most, least + math.floor(scale * each)) for each in beyond]
+    found = [min(most, least + math.floor(scale * each + 1e-9)) for each in beyond]  # 1e-9: what rounding took
     return _level(found, total - sum(found), most)
 
 

@@ -95,8 +95,8 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
     masks: dict[int, Tensor] = {}
 
     def step(call: LayerCall) -> Attended:
-        q = attachment.rotate(call.layer, call.q, tables, 0)
-        k = attachment.rotate(call.layer, call.k, tables, 0)
+        q = tables.rotate(call.layer, call.q, 0)
+        k = tables.rotate(call.layer, call.k, 0)
         window = shape.sliding[call.layer]
         labels = torch.zeros(len(examples), shape.kv_heads, n, device=device)
         valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)

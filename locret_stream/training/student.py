@@ -45,7 +45,7 @@ class Student:
             return self._sliding(call)
         chunks = range(0, total, self.chunk_size)
         first = next((start for start in chunks if start > self.budgets[layer]), total)
-        q, k = (self.attachment.rotate(layer, x[:, :, :first], self.tables, 0) for x in (call.q, call.k))
+        q, k = (self.tables.rotate(layer, x[:, :, :first], 0) for x in (call.q, call.k))
         if first == total:  # nothing is evicted
             return q, k, call.v, None
         scores = self._scores(call)
@@ -65,11 +65,11 @@ class Student:
     def _chunk(self, call: LayerCall, scores: Tensor, stop: int, temperature: float) -> Tensor:
         """Attention of the rows up to `stop` behind the units that have these scores."""
         layer, start = call.layer, scores.shape[-1]
-        budget, rotate = self.budgets[layer], self.attachment.rotate
+        budget, tables = self.budgets[layer], self.tables
         gates, ranks = visibility(scores, budget, *self.protected, temperature)
-        held = self.attachment.rotate_at(layer, call.k[:, :, :start], self.tables, ranks)
-        k = torch.cat([held, rotate(layer, call.k[:, :, start:stop], self.tables, budget)], 2)
-        q = rotate(layer, call.q[:, :, start:stop], self.tables, budget)
+        held = tables.rotate_at(layer, call.k[:, :, :start], ranks)
+        k = torch.cat([held, tables.rotate(layer, call.k[:, :, start:stop], budget)], 2)
+        q = tables.rotate(layer, call.q[:, :, start:stop], budget)
         return self._rows(call, q, k, call.v[:, :, :stop], gates)
 
     def _rows(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Student:
         ranks = torch.arange(call.k.shape[2], device=call.k.device)
         distance, start = ranks[:, None] - ranks, ranks // self.chunk_size * self.chunk_size
         mask = (distance >= 0) & (distance < window) & (ranks >= start[:, None] - self.budgets[layer])
-        q, k = (self.attachment.rotate(layer, x, self._absolute, 0) for x in (call.q, call.k))
+        q, k = (self._absolute.rotate(layer, x, 0) for x in (call.q, call.k))
         return q, k, call.v, mask
 
 

@@ -434,7 +434,7 @@ def test_law_5_no_drift(policy: str):
         feed(engine, state, ids[at:at + CHUNK])
         for layer, count in enumerate(state.store.counts):
             keys = state.store.keys(layer, count)
-            turned = keys if engine.on_load[layer] else engine.attachment.rotate(layer, keys, engine.tables, 0)
+            turned = keys if engine.on_load[layer] else engine.tables.rotate(layer, keys, 0)
             assert torch.equal(state.store.rotated(layer, count), turned)
             for head in range(engine.shape.kv_heads):
                 for rank, position in enumerate(state.store.positions(layer)[head].tolist()):

@@ -107,22 +107,22 @@ def test_position_twenty_million_equals_position_two_thousand(name: str, policy:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 def test_the_model_never_receives_a_position_above_capacity(name: str, monkeypatch):
     engine = build("streaming_llm", on=model(name), units=24, chunk_size=8)
-    state, real, highest = engine.open(0), engine.attachment.rotate, 0
+    state, real, highest = engine.open(0), engine.tables.rotate, 0
 
-    def rotate(layer, x, tables, start, out=None):
+    def rotate(layer, x, start, out=None):
         nonlocal highest
         highest = max(highest, start + x.shape[2] - 1)
-        assert tables.capacity == 32
-        return real(layer, x, tables, start, out)
+        return real(layer, x, start, out)
 
-    def turns(layer, tables, ranks):
+    def turns(layer, ranks):
         nonlocal highest
         highest = max(highest, int(ranks.max()))
-        return real_turns(layer, tables, ranks)
+        return real_turns(layer, ranks)
 
-    real_turns = engine.attachment.turns
-    monkeypatch.setattr(engine.attachment, "rotate", rotate)
-    monkeypatch.setattr(engine.attachment, "turns", turns)
+    assert engine.tables.capacity == 32
+    real_turns = engine.tables.turns
+    monkeypatch.setattr(engine.tables, "rotate", rotate)
+    monkeypatch.setattr(engine.tables, "turns", turns)
     logits_at_each(engine, state, ids_of(100))
     assert highest == 24 + 8 - 1
 

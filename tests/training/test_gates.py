@@ -149,7 +149,7 @@ def test_with_hard_gates_it_is_the_engine(name, policy):
 
 def full(attachment, ids):
     tables = attachment.tables(128)
-    return attachment.hidden(ids, lambda call: (*(attachment.rotate(call.layer, x, tables, 0) for x in (
+    return attachment.hidden(ids, lambda call: (*(tables.rotate(call.layer, x, 0) for x in (
         call.q, call.k)), call.v, None))
 
 
@@ -213,7 +213,7 @@ def test_a_model_is_differentiable_within_and_as_before_behind():
     with pytest.raises(KeyError), models.differentiable(attachment):
         gain = torch.ones((), requires_grad=True)
         tables = attachment.tables(20)
-        hidden = attachment.hidden(ids, lambda call: (*(attachment.rotate(call.layer, x, tables, 0) for x in (
+        hidden = attachment.hidden(ids, lambda call: (*(tables.rotate(call.layer, x, 0) for x in (
             call.q, call.k)), gain * call.v, None))
         attachment.logits(hidden).sum().backward()
         assert gain.grad is not None and torch.equal(hidden.detach(), plain)
