@@ -1,0 +1,186 @@
+"""A model's rotary embeddings, applied outside of it: at any rank, by its own function. Knows no attention.
+
+A unit's rank changes with every eviction, so keys are kept as they were projected and rotated for the rank that they
+have. In the decoder identity embeddings take the place of the real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+from torch import Tensor, nn
+
+from locret_stream.kernels import rotate_halves
+
+
+class Rotary:
+    """The rotary embeddings of a decoder, which is left with identity ones.
+
+    Attributes:
+        uses: by layer, whether it has any; plain: whether they are the common rotation by halves.
+    """
+
+    def __init__(self, decoder: nn.Module, layer_types: list[str] | None):
+        self._real, self._layer_types = decoder.rotary_emb, layer_types
+        self._attentions = [layer.self_attn for layer in decoder.layers]
+        self._sliced: dict[int, bool] = {}
+        self.uses = self.plain = [False] * len(self._attentions)
+        decoder.rotary_emb = _Identity(self._real)
+
+    def found(self, uses: list[bool], head_dim: int) -> None:
+        """Which layers have any, as a trial has shown."""
+        self.uses = uses
+        self.plain = [use and self._is_plain(layer, head_dim) for layer, use in enumerate(uses)]
+        for module, use in zip(self._attentions, uses, strict=True):
+            if use:
+                _spare_rotation(module)
+
+    def cos_sin(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the layer at positions [1, T]: [1, T, width] each."""
+        weight = next(self._attentions[0].parameters())
+        like = torch.empty(1, dtype=weight.dtype, device=weight.device)
+        per_type = isinstance(getattr(self._real, "rope_type", None), dict)
+        return self._real(like, positions, *([self._layer_types[layer]] if per_type else []))
+
+    @torch.no_grad()
+    def tables(self, capacity: int) -> RopeTables:
+        """For ranks 0..capacity-1."""
+        made: dict[str, tuple[Tensor, Tensor]] = {}
+        layers: list[tuple[Tensor, Tensor] | None] = []
+        positions = torch.arange(capacity, device=next(self._attentions[0].parameters()).device)[None]
+        for layer, rope in enumerate(self.uses):
+            kind = self._layer_types[layer] if self._layer_types else ""
+            if rope and kind not in made:
+                made[kind] = self.cos_sin(layer, positions)
+            layers.append(made[kind] if rope else None)
+        return RopeTables(self, capacity, layers)
+
+    def apply(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, heads, T, D] -> rotated, by the model's own function: halves, pairs, partial."""
+        module = self._attentions[layer]
+        rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        if not self._sliced.get(layer):
+            try:
+                return rotate(x, x[:, :0], cos, sin)[0]
+            except RuntimeError:  # partial rotation done outside that function (StableLM)
+                self._sliced[layer] = True
+        width = cos.shape[-1]
+        turned = rotate(x[..., :width], x[:, :0, :, :width], cos, sin)[0]
+        return torch.cat([turned, x[..., width:]], dim=-1)
+
+    @torch.no_grad()
+    def _is_plain(self, layer: int, head_dim: int) -> bool:
+        """Whether the model's own rotation is the common one of halves, which `rotate_halves` does in 3 passes."""
+        weight = next(self._attentions[0].parameters())
+        x = torch.linspace(-1, 1, 2 * head_dim, dtype=weight.dtype, device=weight.device).view(1, 1, 2, head_dim)
+        cos, sin = self.cos_sin(layer, torch.tensor([[1, 5]], device=weight.device))
+        if cos.shape[-1] != x.shape[-1]:
+            return False
+        close = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+        own, plain = self.apply(layer, x, cos, sin), rotate_halves(x, cos[:, None], sin[:, None])
+        return torch.allclose(own, plain, rtol=close, atol=close)
+
+
+class RopeTables:
+    """cos and sin of ranks 0..capacity-1 for every layer, made by the model's own rotary module, and what they turn.
+
+    Attributes:
+        layers: (cos, sin), [1, capacity, width] each, by layer; None: no RoPE.
+    """
+
+    def __init__(self, rotary: Rotary, capacity: int, layers: list[tuple[Tensor, Tensor] | None]):
+        self.capacity, self.layers = capacity, layers
+        self._rotary = rotary
+
+    @property
+    def bytes_resident(self) -> int:
+        """Bytes the tables hold; layers of one kind share theirs."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                    for pair in self.layers if pair is not None for t in pair}
+        return sum(storages.values())
+
+    def rotate(self, layer: int, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
+        """x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE.
+
+        `out`: where it is to be, apart from x.
+        """
+        pair = self.layers[layer]
+        if pair is None:
+            return x if out is None else out.copy_(x)
+        stop = start + x.shape[2]
+        cos, sin = pair[0][:, start:stop], pair[1][:, start:stop]
+        if self._rotary.plain[layer]:
+            return rotate_halves(x, cos[:, None], sin[:, None], out)
+        turned = self._rotary.apply(layer, x, cos, sin)
+        return turned if out is None else out.copy_(turned)
+
+    def turns(self, layer: int, ranks: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What `rotate_each` needs to rotate one token at each of the ranks [B]; the same for all layers whose tables
+        are. None where there is no RoPE."""
+        pair = self.layers[layer]
+        if pair is None:
+            return None
+        cos, sin = pair[0][0, ranks, None], pair[1][0, ranks, None]
+        if not self._rotary.plain[layer]:
+            return cos, sin
+        half = sin.shape[-1] // 2
+        return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
+
+    def rotate_each(self, layer: int, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+        """x [B, heads, 1, D] before RoPE -> rotated by `turns`, one rank for each of the batch."""
+        if turns is None:
+            return x
+        if self._rotary.plain[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
+            return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
+        return self._rotary.apply(layer, x, *turns)
+
+    def rotate_at(self, layer: int, x: Tensor, ranks: Tensor) -> Tensor:
+        """x [B, heads, T, D] before RoPE -> rotated, every unit at a rank of its own: ranks [B, heads, T] int64."""
+        pair = self.layers[layer]
+        if pair is None:
+            return x
+        cos, sin = pair[0][0, ranks], pair[1][0, ranks]
+        if self._rotary.plain[layer]:
+            return rotate_halves(x, cos, sin)
+        turned = self._rotary.apply(layer, x.flatten(0, 1)[:, None], cos.flatten(0, 1), sin.flatten(0, 1))
+        return turned.view(x.shape)
+
+
+class _Identity(nn.Module):
+    """Stands in for a model's rotary module: cos = 1, sin = 0, of the shape and dtype of the real ones."""
+
+    def __init__(self, real: nn.Module):
+        super().__init__()
+        self.real = [real]  # in a list: not a submodule, so that `.to()` on the shadow never touches shared buffers
+        self._like: dict[str | None, tuple[Tensor, Tensor, int]] = {}
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        if layer_type not in self._like:  # asked once: it may wait for the device, and its answer has one width
+            cos, _ = self.real[0](x, position_ids[:, :1], *([layer_type] if layer_type else []))
+            self._like[layer_type] = cos.new_ones(()), cos.new_zeros(()), cos.shape[-1]
+        one, zero, width = self._like[layer_type]
+        shape = (x.shape[0], position_ids.shape[-1], width)
+        return one.expand(shape), zero.expand(shape)
+
+
+def _unturned(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    """Stands in for a model's `apply_rotary_pos_emb`."""
+    return q, k
+
+
+def _spare_rotation(module: nn.Module) -> None:
+    """Let this one module's forward skip the rotation by nothing that identity embeddings ask of it.
+
+    Its code runs with a namespace of its own in which the rotation is `_unturned`: some ten small operations per layer
+    and step less, with the same result. A forward that is wrapped, or rotates otherwise, stays as it is.
+    """
+    forward = getattr(type(module), "forward", None)
+    if ("forward" in vars(module) or not isinstance(forward, types.FunctionType)
+            or "apply_rotary_pos_emb" not in forward.__code__.co_names):
+        return
+    own = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": _unturned},
+                             forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(own, module)
