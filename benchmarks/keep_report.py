@@ -3,7 +3,8 @@
     python benchmarks/keep_report.py results-of-eval --name policies --model recall-model --by "benchmarks/policies.sh"
 
 The report and its plots go to benchmarks/results/NAME/; NAME.json holds the means of every table, the digests that the
-cells are bound to, how the model was trained, and the circumstances.
+cells are bound to, how the model was trained, and the circumstances in which it is kept: cells do not know their own,
+so keep it where they ran.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def means(report: dict) -> list[dict]:
 
 def main() -> None:
     options = parse()
+    if not options.name.isidentifier():
+        raise SystemExit(f"--name is {options.name!r}; expected letters, digits and _")
+    trained = json.loads((options.model / "training.json").read_bytes()) if options.model else None
     reports = json.loads((options.out / "report.json").read_bytes())["reports"]
     folder = RESULTS / options.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -41,7 +45,6 @@ def main() -> None:
     for path in [options.out / "report.md", *sorted(options.out.glob("*.png"))]:
         shutil.copy(path, folder)
     (folder / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
-    trained = json.loads((options.model / "training.json").read_bytes()) if options.model else None
     record(options.name, {"by": options.by, "model": trained, "origins": [one["origin"] for one in reports],
                           "tables": [table for one in reports for table in means(one)]}, keep=True)
 

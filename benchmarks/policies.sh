@@ -24,7 +24,11 @@ many=(--task recall --task last_write --task several_keys --task several_values 
       --task every_so_often --task text)
 once=(--task passkey --task preference)  # one question a stream
 
-case "${PART:-all}" in
+case "${PART:=all}" in
+  short|long|trained|shared|far|endless|all) ;;
+  *) echo "PART is $PART; expected short, long, trained, shared, far or endless, or none for all" >&2; exit 2 ;;
+esac
+case "$PART" in
   short|all)
     locret-stream eval "${common[@]}" --policy full "${frame[@]}" "${many[@]}" "${once[@]}" --length 1024
     locret-stream eval "${common[@]}" "${others[@]}" "${once[@]}" --length 1024

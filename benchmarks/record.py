@@ -47,7 +47,7 @@ def _triton() -> dict[str, str]:
 def record(name: str, result: dict[str, Any], *, keep: bool) -> None:
     """Print the result as one JSON object with its circumstances; with `keep` also write it to results/NAME.json."""
     script = Path(sys.argv[0]).name
-    changed = _git("status", "--porcelain", "-uno", ":(top)", ":(top,exclude)benchmarks/results")
+    changed = _git("status", "--porcelain", ":(top)*.py", ":(top)*.toml", ":(top)*.sh", ":(top)locret_stream")
     whole = {
         "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),

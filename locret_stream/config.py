@@ -97,7 +97,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
                               "expected one per layer")
         total, weight = self.units * shape.layers, sum(allocation)
         exact = [total * share / weight for share in allocation]
-        protected, advice = self.sinks + self.stabilizers, isinstance(self.allocation, str) and allocation == shares
+        protected, advice = self.sinks + self.stabilizers, self.allocation in ("auto", "adaptive") and bool(shares)
         if advice and most is not None:
             exact = _capped(exact, most)
         if advice:
@@ -135,7 +135,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 def _capped(exact: list[float], most: int) -> list[float]:
     """The same sum with no number above `most`, the others in their proportions; as it is where that cannot be."""
-    if sum(exact) > most * len(exact):
+    if sum(exact) > most * len(exact) + 0.5:  # whole numbers both, but for rounding
         return exact
     capped: set[int] = set()
     while over := {i for i, units in enumerate(exact) if units > most and i not in capped}:

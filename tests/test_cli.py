@@ -278,8 +278,9 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
              "--held-out", 0.4]
     units = ["--allocate-units", 16, "--allocate-chunk", 16]
     assert "expected --allocate" in mistake(*train, *units)
-    assert "6000 units + chunk_size 1024: the model knows 512" in mistake(*train, "--allocate")  # the heads are there
-    assert json.loads((heads / "heads.json").read_text())["budget_shares"] is None
+    assert "6000 units + chunk_size 1024: the model knows 512" in mistake(*train, "--allocate")
+    assert "of 1 held-out examples" in mistake(*train, *units, "--allocate", "--held-out", 0.01)
+    assert not heads.exists(), "told before anything is trained"
     assert "rule is 'size'" in mistake(*train, "--allocate", "--allocate-by", "size")
     code, out, err = invoke(*train, *units, "--allocate", "--allocate-examples", 4, "--json")
     assert code == 0, err
@@ -317,6 +318,11 @@ def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
     code, out, err = invoke(*both)  # tuned before it was divided: what is done is not done again
     assert code == 0 and json.loads(out)["tuning"] == found["tuning"] and "allocation" in json.loads(out), err
     assert "differs in steps: there 2, now 3" in mistake(*train, *units, "--tune", 3)
+    assert "expected --tune STEPS with it" in mistake(*train, "--restart-tuning")
+    before = (heads / "metrics.jsonl").read_bytes()
+    code, out, err = invoke(*train, *units, "--tune", 3, "--restart-tuning", "--json")
+    assert code == 0 and json.loads(out)["tuning"]["steps"] == 3, err
+    assert (heads / "metrics.jsonl").read_bytes() == before, "the first stage is kept"
 
 
 # -- Ctrl-C and pipes ---------------------------------------------------------------------------------------------

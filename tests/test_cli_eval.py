@@ -187,8 +187,8 @@ def test_mistakes_are_told_before_anything_runs(model: Path, small: list[str], t
 def test_a_folder_without_results_and_a_damaged_one(tmp_path: Path):
     assert "holds no results" in mistake("eval", "--out", tmp_path / "nothing", "--report-only")
     assert "holds no results" in mistake("eval", "--out", tmp_path, "--report-only")
-    (tmp_path / "recall-h2o-64-300-abc.json").write_text("{")
-    assert "recall-h2o-64-300-abc.json is no result" in mistake("eval", "--out", tmp_path, "--report-only")
+    (tmp_path / "recall-h2o-64-300-0123456789ab.json").write_text("{")
+    assert "recall-h2o-64-300-0123456789ab.json is no result" in mistake("eval", "--out", tmp_path, "--report-only")
     (tmp_path / "file").write_text("in the way")
     assert mistake("eval", "--out", tmp_path / "file", "--report-only")
 
@@ -236,10 +236,34 @@ def test_full_is_skipped_where_layers_have_smaller_windows():
     class Sliding:
         shape = ModelShape(layers=2, kv_heads=2, groups=2, head_dim=8, vocab=99, window=4096, item_bytes=4,
                            sliding=(256, None)), ""
+        task = staticmethod(lambda cell: suite.task_named(cell.task))
 
     cells = [Cell(task="recall", policy="full", length=300), Cell(task="recall", policy="h2o", length=300, units=512)]
     assert plan.checked(cells, Sliding()) == (cells[1:], {"full at 300 tokens does not fit its sliding windows of 256":
                                                           1})
+
+
+def test_bits_need_a_whole_line_in_whole_chunks(small: list[str], tmp_path: Path):
+    line = tmp_path / "line.txt"
+    line.write_text("word " * 4000)
+    base = ["eval", *small, "--out", tmp_path / "out", "--task", "text", "--policy", "random"]
+    assert "begins with a line of " in mistake(*base, "--text", line)
+    assert "hold no whole line" in mistake(*base, "--length", 5)
+    assert not (tmp_path / "out").exists(), "nothing ran"
+
+
+def test_what_cannot_be_used_is_refused(model: Path, small: list[str], tmp_path: Path):
+    base = ["eval", *small, "--out", tmp_path / "out", "--task", "passkey", "--policy", "h2o", "--policy", "oracle"]
+    assert "'kvzap' is not run; expected --policy kvzap" in mistake(*base, "--heads", f"kvzap={model / 'zap'}")
+    assert "knobs x are given for policy 'oracle', which has none" in mistake(*base, "--knob", "oracle.x=1")
+
+
+def test_by_default_a_policy_is_run_as_a_runtime_runs_it(small: list[str], model: Path):
+    """With the shares of the heads, where there are some."""
+    cells = plan.planned(axes(policies=["locret", "h2o"], heads=[str(model / "heads")], allocations=["auto"]))
+    assert {(cell.policy, cell.heads, cell.allocation) for cell in cells} == {
+        (policy, str(model / "heads"), "auto") for policy in ("locret", "h2o")}
+    assert {cell.heads for cell in plan.planned(axes(policies=["h2o"], allocations=["auto"]))} == {""}
 
 
 def test_knobs_given_twice_are_crossed():

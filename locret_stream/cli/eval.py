@@ -89,11 +89,13 @@ def evaluate(
         "once."))] = None,
     questions: Annotated[int, typer.Option(min=1, help=(
         "At least so many in a cell; all of a file that has fewer."))] = 64,
-    chunk_size: Annotated[int, typer.Option(min=1, help="Tokens read between two evictions.")] = 128,
+    chunk_size: Annotated[int | None, typer.Option(min=1, show_default="256 for the bundled model, else 1024", help=(
+        "Tokens read between two evictions."))] = None,
     sinks: Annotated[int, typer.Option(min=0, help="First units that always stay.")] = 4,
-    stabilizers: Annotated[int, typer.Option(min=0, help="Last units that always stay.")] = 16,
-    allocation: Annotated[list[str] | None, typer.Option(show_default="uniform", help=(
-        "uniform, pyramid, adaptive, or shares such as 1,4,1,1; may be given more than once."))] = None,
+    stabilizers: Annotated[int, typer.Option(min=0, help="Last units that always stay.")] = 32,
+    allocation: Annotated[list[str] | None, typer.Option(show_default="auto", help=(
+        "auto (the shares that come with the heads of locret, else the same for each layer), adaptive (those, or an "
+        "error), uniform, pyramid, or shares such as 1,4,1,1; may be given more than once."))] = None,
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
     focus: Annotated[bool, typer.Option("--focus", help=(
@@ -112,6 +114,7 @@ def evaluate(
     with interruptible(Held(f"what is done is in {to}; the same command goes on from there")):
         from locret_stream.evaluation import plots as drawing
         from locret_stream.evaluation import suite
+        from locret_stream.runtime.core import BUNDLED_BUDGET, BUNDLED_CHUNK, DEFAULT_BUDGET, DEFAULT_CHUNK
 
         if plots:
             drawing.expect_matplotlib()
@@ -119,9 +122,10 @@ def evaluate(
         if not report_only:
             bundled = model == "bundled"
             tasks = task or ([] if file else ["sentences"])
-            axes = axes_of(tasks, policy or POLICIES, budget or [768 if bundled else 6000],
-                           length or LENGTHS, allocation or ["uniform"], heads or (), knob or (), bundled, {
-                               "questions": questions, "chunk_size": chunk_size, "sinks": sinks,
+            units, chunk = (BUNDLED_BUDGET, BUNDLED_CHUNK) if bundled else (DEFAULT_BUDGET, DEFAULT_CHUNK)
+            axes = axes_of(tasks, policy or POLICIES, budget or [units],
+                           length or LENGTHS, allocation or ["auto"], heads or (), knob or (), bundled, {
+                               "questions": questions, "chunk_size": chunk_size or chunk, "sinks": sinks,
                                "stabilizers": stabilizers, "focus": focus})
             source = suite.STDLIB if text is None else suite.text_of(text)
             run_all(axes, documents_of(file or (), raw), model, {"device": device, "dtype": dtype}, source, to, plots,
@@ -154,6 +158,9 @@ def axes_of(tasks: Iterable[str], policies: Iterable[str], budgets: Iterable[int
     policies = list(dict.fromkeys(policies))
     for name in policies:
         plan.with_heads(name)  # raises UnknownPolicy
+    for name in sorted(set(folders) - {*policies, "locret"}):  # those of locret may be there for their shares alone
+        raise ConfigError(f"--heads {name}={folders[name][0]}: policy {name!r} is not run; expected --policy {name} "
+                          "with them")
     return plan.Axes(
         tasks=tuple(dict.fromkeys(names)), policies=tuple(policies), budgets=tuple(dict.fromkeys(budgets)),
         lengths=tuple(dict.fromkeys(lengths)), allocations=tuple(dict.fromkeys(map(allocation_of, allocations))),

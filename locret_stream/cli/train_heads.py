@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,7 +102,9 @@ def train_heads(
         "Units per KV head (mean over the layers) to tune for."))] = None,
     tune_chunk: Annotated[int | None, typer.Option(show_default="as --allocate-chunk", help=(
         "Tokens read between two evictions."))] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out, heads and all.")] = False,
+    restart_tuning: Annotated[bool, typer.Option("--restart-tuning", help=(
+        "Tune the first heads anew; what was tuned before is forgotten."))] = False,
     as_json: Json = False,
 ) -> None:
     check_readable(data)
@@ -109,6 +112,8 @@ def train_heads(
         raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
     if not tune and (tune_units, tune_chunk) != (None, None):
         raise ConfigError("found --tune-units or --tune-chunk and no --tune; expected --tune STEPS with them")
+    if restart_tuning and not tune:
+        raise ConfigError("found --restart-tuning and no --tune; expected --tune STEPS with it")
     if tune and output != "score":
         raise ConfigError(f"found --tune and --output {output}; only heads of output score can be tuned")
     divided = tuned = None
@@ -120,18 +125,20 @@ def train_heads(
             horizon=horizon, query_tokens=query_tokens if query_aware else 0, input_norm=input_norm, bias=bias,
             max_tokens=max_tokens, held_out=held_out, eval_every=eval_every, seed=seed)
         division = _allocation(model, allocate_units, allocate_chunk, allocate_examples, allocate_by)
-        tuning = _tuning(config, tune, tune_units or division.units, tune_chunk or division.chunk_size)
+        tuning = _tuning(config, tune, division.units if tune_units is None else tune_units,
+                         division.chunk_size if tune_chunk is None else tune_chunk)
         loaded, tokenizer = load(model)
         attachment = models.attach(loaded)
+        examples = training.load_examples(data, tokenizer) if allocate or tune else []
+        _expect_enough(attachment, examples, config, [division] * allocate + ([tuning] if tuning else []))
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)
-        examples = training.load_examples(data, tokenizer) if allocate or tune else []
         if allocate and not (tune and training.is_tuned(to)):
             divided = _divide(attachment, to, examples, config, division)
         if tuning:
             with training.progress_bar(err, "tuning heads") as progress:
-                tuned = training.tune(attachment, to, examples, tuning, progress=progress)
+                tuned = training.tune(attachment, to, examples, tuning, progress=progress, restart=restart_tuning)
         if allocate:  # at once, unless tuning changed the heads
             divided = _divide(attachment, to, examples, config, division)
     _tell(result, divided, tuned, as_json)
@@ -162,6 +169,19 @@ def _tuning(config: TrainConfig, steps: int, units: int, chunk_size: int) -> Tun
                       held_out=config.held_out, seed=config.seed)
 
 
+def _expect_enough(attachment: Attachment, examples: list[Example], config: TrainConfig,
+                   measured: Sequence[AllocationConfig | TuneConfig]) -> None:
+    """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of units and examples."""
+    from locret_stream import training
+    from locret_stream.training.measuring import usable
+
+    if measured:
+        held_out = training.held_out_examples(attachment, examples, config)
+        for one in measured:
+            verb = "tune" if isinstance(one, training.TuneConfig) else "allocate"
+            usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples, verb=verb)
+
+
 def _divide(attachment: Attachment, to: Path, examples: list[Example], config: TrainConfig,
             division: AllocationConfig) -> Allocation:
     from locret_stream import training
@@ -176,7 +196,8 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
         found = msgspec.to_builtins(result)
         if divided is not None:
             found |= {"budget_shares": list(divided.shares), "allocation": {
-                "units": list(divided.units), "rule": divided.config.rule, "seconds": divided.seconds,
+                "better": divided.better, "units": list(divided.units), "rule": divided.config.rule,
+                "seconds": divided.seconds,
                 "loss": {name: divided.measured[name].loss for name in ("full", "even", "divided")}}}
         if tuned is not None:
             found["tuning"] = {"better": tuned.better, "units": tuned.config.units, "budgets": list(tuned.budgets),
@@ -194,7 +215,8 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
                   soft_wrap=True)
     if divided is not None:
         full, even, own = (divided.measured[name].loss for name in ("full", "even", "divided"))
-        out.print(f"budget by layer: {' '.join(map(str, divided.units))} of {divided.config.units} units on average; "
-                  f"answer loss {own:.4f}, with the same for each {even:.4f}, with everything {full:.4f}"
-                  + ("" if divided.better else "; no gain beyond noise, so each layer gets the same"),
-                  soft_wrap=True)
+        by_layer = " ".join(map(str, divided.units))
+        out.print((f"budget by layer: {by_layer} of {divided.config.units} units on average; answer loss {own:.4f}, "
+                   f"with the same for each {even:.4f}" if divided.better else
+                   f"budget by layer: the same for each, answer loss {even:.4f}; {by_layer} was tried, {own:.4f}, no "
+                   "gain beyond noise") + f"; with everything {full:.4f}", soft_wrap=True)

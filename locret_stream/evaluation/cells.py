@@ -98,6 +98,9 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     streams: list[StreamResult]
 
 
+_NAME = re.compile(r".+-\w+-(\d+|all)-\d+-[0-9a-f]{12}\.json")  # what `name_of` gives
+
+
 def name_of(cell: Cell, origin: Origin) -> str:
     """Its file's name: readable, and another one for any other cell or origin."""
     content = _content((msgspec.structs.replace(cell, heads="", file=""), origin))
@@ -137,7 +140,7 @@ def read(path: Path) -> CellResult:
 
 def read_all(folder: Path) -> list[CellResult]:
     """Every result in the folder, in the order of their names. Raises InputError as `read`."""
-    return [read(path) for path in sorted(folder.glob("*-*-*-*-*.json"))]
+    return [read(path) for path in sorted(folder.glob("*-*-*-*-*.json")) if _NAME.fullmatch(path.name)]
 
 
 def write(result: CellResult, path: Path) -> None:

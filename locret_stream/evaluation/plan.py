@@ -98,6 +98,8 @@ def _variants(axes: Axes, policy: str) -> list[dict]:
     """Allocation, heads and knobs of each variant of a policy."""
     own, knobs = with_heads(policy), axes.knobs.get(policy, {})
     folders = axes.heads.get(policy, ())
+    if knobs and policy in ORACLES:
+        raise ConfigError(f"knobs {', '.join(knobs)} are given for policy {policy!r}, which has none")
     if own and not folders:
         raise ConfigError(f"policy {policy!r} needs retaining heads; expected their folder, made by `locret-stream "
                           f"train-heads`: --heads {'' if policy == 'locret' else f'{policy}='}FOLDER")
@@ -107,7 +109,7 @@ def _variants(axes: Axes, policy: str) -> list[dict]:
     settings = [dict(zip(knobs, values, strict=True)) for values in itertools.product(*knobs.values())]
     return [{"allocation": allocation, "heads": heads, "knobs": chosen}
             for allocation in axes.allocations for chosen in settings
-            for heads in (folders if own else (axes.shares_of if allocation == "adaptive" else "",))]
+            for heads in (folders if own else (axes.shares_of if allocation in ("auto", "adaptive") else "",))]
 
 
 def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, int]]:
@@ -132,6 +134,8 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
         else:
             key = msgspec.json.encode(msgspec.structs.replace(cell, policy=FULL, knobs={}, heads="", allocation=""))
             reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)
+        if not reason and bench.task(cell).kind == "bits":
+            bench.expect_whole_lines(cell)
         if reason:
             skipped[reason] = skipped.get(reason, 0) + 1
         else:

@@ -18,10 +18,21 @@ from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics, suite
 from locret_stream.evaluation.cells import CellResult, Origin
-from locret_stream.evaluation.variants import FIRST, FULL, LAST, ORACLES, Variant, labels, path_ends, variant_of
+from locret_stream.evaluation.variants import (
+    FIRST,
+    FULL,
+    LAST,
+    ORACLES,
+    Settings,
+    Variant,
+    labels,
+    path_ends,
+    settings_of,
+    variant_of,
+)
 
 LEAST_FULL = 0.9
-VERSION = 1
+VERSION = 2
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,11 +81,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
     """All variants on streams of one length (0: on the documents of files) with one budget; units None: without any.
-    focus: the question was told beforehand, and is the only one, so that it stands apart from those without."""
+    focus: the question was told beforehand, and is the only one, so that it stands apart from those without.
+    tokens: the fewest and the most that were read of a stream."""
 
     length: int
     units: int | None
     focus: bool
+    tokens: tuple[int, int]
     references: dict[str, Reference]
     rows: tuple[Row, ...]
 
@@ -91,13 +104,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """tasks: in their order; bits: those of them that are scored by bits per byte; files: those that are of one, called
     by more of their paths where several are of one task. questions: of each task the fewest and the most in a cell.
-    superseded: other results of the same cells, of fewer or other streams, left out."""
+    settings: what most rows
+    have in common. superseded: other results of the same cells, of fewer or other streams, left out."""
 
     version: int = VERSION
     origin: Origin
     tasks: tuple[str, ...]
     bits: tuple[str, ...]
     questions: dict[str, tuple[int, int]]
+    settings: Settings | None
     superseded: int
     tables: tuple[Table, ...]
     files: dict[str, Source] = {}
@@ -124,7 +139,9 @@ def report_of(results: Iterable[CellResult]) -> Report:
         budgets = sorted({one.cell.units for one in here if one.cell.units is not None}) or [None]
         tables += [_table(length, units, focus, [one for one in here if one.cell.units in (units, None)], alike, names)
                    for units in budgets]
-    return Report(origin=origins[0], tasks=tasks, superseded=len(results) - len(kept), tables=tuple(tables),
+    return Report(origin=origins[0], tasks=tasks, settings=settings_of((one.cell, one.origin) for one in kept),
+                  superseded=len(results) - len(kept),
+                  tables=tuple(tables),
                   files={task: _source([one for one in kept if one.cell.task == task]) for task in tasks
                          if any(one.origin.file for one in kept if one.cell.task == task)},
                   bits=tuple(task for task in tasks if any(_in_bits(one) for one in kept if one.cell.task == task)),
@@ -184,7 +201,8 @@ def _table(length: int, units: int | None, focus: bool, here: list[CellResult], 
     rows.sort(key=lambda row: (*_place(row.variant.policy), -(row.mean.value if row.mean else 0.0), row.label))
     bits = {one.cell.task for one in here if _in_bits(one)}
     counted = sum(reference.counted for reference in references.values())
-    return Table(length=length, units=units, focus=focus, references=references,
+    read = [stream.tokens for one in here for stream in one.streams]
+    return Table(length=length, units=units, focus=focus, tokens=(min(read), max(read)), references=references,
                  rows=_with_best(rows, tasks, bits, counted))
 
 

@@ -37,7 +37,6 @@ from locret_stream.snapshot.identity import digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
 
 AT_ONCE = 8  # questions that are answered together
-FED_AT_ONCE = 256  # token ids; how often what is held is looked at
 ORACLES = {kind.name: kind for kind in (Oracle, PerHeadOracle)}
 
 
@@ -156,6 +155,16 @@ class Bench:
             return found
         questions = [at for at, item in enumerate(found) if item.answer is not None]
         return [item for at, item in enumerate(found) if at not in questions[1:]]
+
+    def expect_whole_lines(self, cell: Cell) -> None:
+        """Raises ConfigError: whole chunks of a stream hold no whole line, so that there would be no bits to count."""
+        for seed in range(cell.first_seed, cell.first_seed + cell.streams):
+            items = self.items(cell, seed)
+            first, tokens = self.count_tokens(items[0].text), sum(self.count_tokens(item.text) for item in items)
+            if first > tokens // cell.chunk_size * cell.chunk_size:
+                raise ConfigError(f"{cell.task}: a stream of {tokens} tokens begins with a line of {first}, and whole "
+                                  f"chunks of {cell.chunk_size} hold no whole line; expected longer streams or smaller "
+                                  "chunks")
 
     def longest_focus(self, cell: Cell) -> int:
         """Tokens of the longest question that is told beforehand. What a built-in task asks does not depend on how long
@@ -280,12 +289,14 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runti
             if oracle is not None:
                 wanted += [before + at for at in piece.wanted]
                 oracle.wanted = torch.tensor(wanted, dtype=torch.int64)
-            for start in range(0, len(piece.ids), FED_AT_ONCE):
-                ids, units = piece.ids[start:start + FED_AT_ONCE], ctx.memory.units
+            start = 0
+            while start < len(piece.ids):  # in parts that end where a chunk does: only there what is held changes
+                stop = start + cell.chunk_size - ctx.memory.tokens % cell.chunk_size
+                ids, units, start = piece.ids[start:stop], ctx.memory.units, stop
                 begun = time.perf_counter()
                 await ctx.feed(ids)
                 seconds += time.perf_counter() - begun
-                unit_tokens += len(ids) * sum(units + ctx.memory.units) / (2 * len(units))
+                unit_tokens += len(ids) * sum(units) / len(units)
         tokens = ctx.memory.tokens
     bits, counted = bits_of(heard, ends) if heard is not None else (0.0, 0)
     return StreamResult(seed=seed, tokens=tokens, seconds=seconds, unit_tokens=unit_tokens, answers=answers, bits=bits,

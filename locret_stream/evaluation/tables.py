@@ -27,6 +27,7 @@ def _header(report: Report) -> list[str]:
         f"- Tasks: {titles}" if titles else "",
         *(f"- File `{task}`: {one.path} (content `{one.digest[:8]}`), {_plural(one.documents, 'document')} of "
           f"{_span(*one.tokens)} tokens" for task, one in report.files.items()),
+        f"- {_settings(report)}" if report.settings else "",
         f"- Questions in a cell: {asked}",
         f"- A cell is {_measured(report)}, with its 95 % interval (bootstrap over streams; over the questions of the "
         "only one, where there is no other).",
@@ -44,6 +45,11 @@ def _header(report: Report) -> list[str]:
         if report.superseded else "",
     ]
     return [line for line in lines if line]
+
+
+def _settings(report: Report) -> str:
+    shares, sinks, stabilizers, chunks = report.settings.words()
+    return f"Where a row does not say otherwise: {chunks} tokens, {sinks}, {stabilizers}, allocation {shares}"
 
 
 def _kinds(report: Report, of_tasks: str, of_files: str) -> str:
@@ -91,10 +97,11 @@ def _section(report: Report, table: Table) -> list[str]:
 def _notes(table: Table) -> list[str]:
     elsewhere = [f"{task} {found.score:.2f} at {found.length:,}" for task, found in table.references.items()
                  if found.length != table.length]
+    read = ["", f"Read of a stream: {_span(*table.tokens)} tokens."] if table.length else []
     if not elsewhere:
-        return []
-    return ["", f"Not all of `full` was run at {table.length:,} tokens; there the ratios are against its scores on "
-                f"other streams, the longest there are: {', '.join(elsewhere)}."]
+        return read
+    return [*read, "", f"Not all of `full` was run at {table.length:,} tokens; there the ratios are against its scores "
+                       f"on other streams, the longest there are: {', '.join(elsewhere)}."]
 
 
 def _mark(task: str, report: Report, table: Table) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import PurePath
 
 import msgspec
@@ -40,34 +40,62 @@ def variant_of(cell: Cell, origin: Origin) -> Variant:
                    chunk_size=cell.chunk_size, focus=cell.focus, everything=everything, **divided)
 
 
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What most variants of a report have in common: said once, and of a variant only where it differs."""
+
+    chunk_size: int
+    sinks: int
+    stabilizers: int
+    allocation: str | tuple[float, ...]
+
+    def words(self) -> tuple[str, str, str, str]:
+        """In words: how the budget is divided, sinks, stabilizers, chunks."""
+        shares = self.allocation if isinstance(self.allocation, str) else ":".join(f"{s:g}" for s in self.allocation)
+        return shares, f"{self.sinks} sinks", f"{self.stabilizers} stabilizers", f"chunks of {self.chunk_size}"
+
+
+def settings_of(cells: Iterable[tuple[Cell, Origin]]) -> Settings | None:
+    """The commonest value of each, of equally common ones the first that was given; None where nothing has a budget."""
+    variants = [variant for variant in dict.fromkeys(variant_of(*one) for one in cells) if not variant.everything]
+    if not variants:
+        return None
+    return Settings(**{name: Counter(getattr(variant, name) for variant in variants).most_common(1)[0][0]
+                       for name in Settings.__struct_fields__})
+
+
 def labels(cells: Iterable[tuple[Cell, Origin]]) -> dict[Variant, str]:
-    """The shortest names that tell all variants apart: the policy, and of the rest what differs within it."""
-    kinds: dict[str, dict[Variant, str]] = defaultdict(dict)
+    """Names that tell all variants apart: the policy, its knobs, what is not as in `settings_of`, and of the rest the
+    fewest words that are needed."""
+    cells, kinds = list(cells), defaultdict[str, dict[Variant, str]](dict)
     for cell, origin in cells:
         kinds[cell.policy].setdefault(variant_of(cell, origin), cell.heads)
-    return {variant: label for folders in kinds.values() for variant, label in _within(folders).items()}
+    usual = settings_of(cells)
+    return {variant: label for folders in kinds.values() for variant, label in _within(folders, usual).items()}
 
 
-def _within(folders: dict[Variant, str]) -> dict[Variant, str]:
+def _within(folders: dict[Variant, str], usual: Settings | None) -> dict[Variant, str]:
     """Names of the variants of one policy, given the folder of each one's heads."""
     heads = path_ends({variant.heads: folder for variant, folder in folders.items() if variant.heads})
-    words: tuple[Callable[[Variant], str], ...] = (
-        lambda v: " ".join(f"{name}={value}" for name, value in v.knobs),
-        lambda v: v.allocation if isinstance(v.allocation, str) else ":".join(f"{share:g}" for share in v.allocation),
-        lambda v: heads.get(v.heads, "no heads"),
-        lambda v: "focus" if v.focus else "",
-        lambda v: f"{v.sinks} sinks",
-        lambda v: f"{v.stabilizers} stabilizers",
-        lambda v: f"chunks of {v.chunk_size}",
-    )
-    for count in range(len(words) + 1):
-        for chosen in itertools.combinations(words, count):
-            found = {variant: ", ".join([variant.policy, *filter(None, (word(variant) for word in chosen)),
+    words = {variant: (" ".join(f"{name}={value}" for name, value in variant.knobs),
+                       *_settings_in(variant), heads.get(variant.heads, "no heads"), "focus" if variant.focus else "")
+             for variant in folders}
+    odd = {0} | {at for at, word in enumerate(usual.words() if usual else (), 1)
+                 if any(own[at] != word for variant, own in words.items() if not variant.everything)}
+    rest = [at for at in (1, 5, 6, 2, 3, 4) if at not in odd]
+    for count in range(len(rest) + 1):
+        for more in itertools.combinations(rest, count):
+            found = {variant: ", ".join([variant.policy, *(own[at] for at in sorted(odd | {*more}) if own[at]),
                                          *["everything"] * (variant.everything and variant.policy != FULL)])
-                     for variant in folders}
+                     for variant, own in words.items()}
             if len(set(found.values())) == len(found):
                 return found
     raise AssertionError(f"variants that are told apart by nothing: {list(folders)}")
+
+
+def _settings_in(variant: Variant) -> tuple[str, str, str, str]:
+    *divided, chunks = Settings(chunk_size=variant.chunk_size, sinks=variant.sinks, stabilizers=variant.stabilizers,
+                                allocation=variant.allocation).words()
+    return ("", "", "", chunks) if variant.everything else (*divided, chunks)
 
 
 def path_ends(folders: dict[str, str], kind: str = "heads") -> dict[str, str]:

@@ -18,6 +18,7 @@ class InfLLM(Policy):
 
     Deviations: the paper keeps evicted blocks in host memory and fetches the relevant ones back; that grows with the
     stream, so here what leaves is gone. This is the rule by which it chooses what stays on the device (section 3.3).
+    The units of a block are equal, and of those the newest stay: the last block that has room stays in part.
     """
 
     name = "infllm"

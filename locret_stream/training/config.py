@@ -104,7 +104,8 @@ class AllocationConfig(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         units: mean over the layers of units per KV head; chunk_size: tokens between two evictions. Both as the memory
             is to be used: shares found for one budget are a guess for another.
-        sinks, stabilizers: always kept, of every budget; None: what a runtime protects by default.
+        sinks, stabilizers: always kept, of every budget; None: as a runtime protects by default where its smallest
+            layer has the least that is measured here.
         examples: measure on at most so many.
         factors: the budgets that a layer is measured at, as multiples of `units`; the smallest is the least that any
             layer will get.

@@ -92,7 +92,8 @@ def usable(shape: ModelShape, examples: Sequence[Example], units: int, chunk_siz
         raise ConfigError(
             f"{verb}: of {len(examples)} held-out examples, the longest of {longest} tokens, {len(found)} are so "
             f"long that anything is evicted at {units} units in chunks of {chunk_size}; expected at "
-            f"least {LEAST_EXAMPLES}: more or longer examples (at most {limit} tokens fit the model), or fewer units")
+            f"least {LEAST_EXAMPLES}: more or longer examples (at most {limit} tokens fit the model), a larger share "
+            "held out, or fewer units")
     return found[:most]
 
 

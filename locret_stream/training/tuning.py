@@ -328,5 +328,5 @@ def _resumed(path: Path, fresh: TuneResult) -> TuneResult:
     wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
     if wrong:
         raise ConfigError(f"{path} holds another tuning, which differs in {'; '.join(wrong)}; expected the same, or "
-                          "restart=True to tune the first heads anew")
+                          "restart=True (train-heads: --restart-tuning) to tune the first heads anew")
     return there

@@ -15,7 +15,7 @@ from locret_stream.evaluation import metrics
 from locret_stream.evaluation.cells import CellResult
 from locret_stream.evaluation.report import Report, Row, Table, report_of
 from locret_stream.evaluation.tables import markdown
-from locret_stream.evaluation.variants import Variant
+from locret_stream.evaluation.variants import Settings, Variant, settings_of
 from locret_stream.evaluation.variants import labels as labels_of
 from tests.evaluation.results import ORIGIN, result
 
@@ -186,7 +186,7 @@ def test_labels_say_what_differs_and_no_more():
                result("full", [1]), result("full", [1], sinks=0)]
     assert sorted(labels(results).values()) == [
         "full", "h2o", "h2o, recent=0.1", "keydiff", "locret, pyramid, heads", "locret, uniform, heads",
-        "locret, uniform, heads-logit", "random, 1:2.5", "random, uniform"]
+        "locret, uniform, heads-logit", "random, 1:2.5, 4 sinks", "random, uniform, 0 sinks"]
 
 
 @pytest.mark.parametrize(("more", "label"), [
@@ -197,7 +197,27 @@ def test_labels_say_what_differs_and_no_more():
 def test_one_difference_is_one_word(more: dict, label: str):
     found = list(labels([result("h2o", [1]), result("h2o", [1], **more)]).values())
     assert found[1] == label and found[0] != label
-    assert list(labels([result("h2o", [1], **more)]).values()) == ["h2o"], "alone it needs none"
+    alone = list(labels([result("h2o", [1], **more)]).values())
+    assert alone == ["h2o, recent=0.1" if "knobs" in more else "h2o"], "what all have in common is said in the header"
+
+
+def test_what_differs_between_policies_is_said_too():
+    results = [result("h2o", [1], chunk_size=16, sinks=0), result("random", [1]), result("keydiff", [1]),
+               result("locret", [1], allocation="pyramid"), result("locret", [1]), result("full", [1], chunk_size=16)]
+    assert sorted(labels(results).values()) == ["full", "h2o, 0 sinks, chunks of 16", "keydiff", "locret, pyramid",
+                                                "locret, uniform", "random"]
+    assert settings_of((one.cell, one.origin) for one in results) == Settings(
+        chunk_size=128, sinks=4, stabilizers=16, allocation="uniform")
+    assert ("Where a row does not say otherwise: chunks of 128 tokens, 4 sinks, 16 stabilizers, allocation uniform"
+            in markdown(report_of(results)))
+    assert "does not say otherwise" not in markdown(report_of([result("full", [1])]))
+
+
+def test_how_much_of_a_stream_was_read_is_said():
+    longer = result("random", [1, 1])
+    longer.streams[1] = msgspec.structs.replace(longer.streams[1], tokens=1432)
+    assert "Read of a stream: 1,000 to 1,432 tokens." in markdown(report_of([longer]))
+    assert only([longer]).tokens == (1000, 1432)
 
 
 def test_heads_are_called_by_the_end_of_their_folder_or_by_what_is_in_them():
@@ -264,6 +284,8 @@ def test_results_of_other_origins_are_never_mixed(field: str):
 def test_nothing_to_report_on_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="0 origins"):
         report_of(files.read_all(tmp_path))
-    (tmp_path / "a-b-c-d-e.json").write_text("[]")
+    (tmp_path / "9b2c1f0e-1b2c-4d5e-8f90-a1b2c3d4e5f6.json").write_text("[]")
+    assert files.read_all(tmp_path) == [], "somebody else's file"
+    (tmp_path / "a-b-64-100-0123456789ab.json").write_text("[]")
     with pytest.raises(InputError, match="no result of an evaluation"):
         files.read_all(tmp_path)

@@ -10,7 +10,8 @@ import random
 import msgspec
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example as tried
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_stream import Budget, Runtime, models
@@ -140,7 +141,7 @@ def test_what_gains_nothing_goes_to_those_that_have_least():
 
 
 @settings(max_examples=60)
-@example([0.0, 1.8125, 14.8125, 27.8125], 0, 3)  # 3 * 14.8125 / 44.4375 is 1, and less in floating point
+@tried([0.0, 1.8125, 14.8125, 27.8125], 0, 3)  # 3 * 14.8125 / 44.4375 is 1, and less in floating point
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=6), st.integers(0, 5), st.integers(0, 200))
 def test_proportional_is_exact(wanted, least, more):
     total = least * len(wanted) + more
