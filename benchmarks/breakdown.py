@@ -71,7 +71,7 @@ def timed(engine: Engine) -> Iterator[Clock]:
     """A clock that sees every part of what the engine does inside the block."""
     clock, attachment = Clock(engine.attachment.device), engine.attachment
     places = [("attention", core, "prefill_attention"), ("selection", engine, "_keep"),
-              ("compaction", UnitStore, "commit"), ("heads", engine.policy, "score"), ("RoPE", attachment, "rotate")]
+              ("compaction", UnitStore, "commit"), ("heads", engine.policy, "score"), ("RoPE", engine.tables, "rotate")]
     before = [getattr(holder, name) for _, holder, name in places]
     hooks = []
     for layer in attachment.linears:

@@ -122,6 +122,13 @@ def test_adaptive_shares_are_those_of_the_heads_for_every_policy(model: Path, sm
 
 
 @PLOTS
+def test_plots_without_anything_to_draw_say_so(tmp_path: Path):
+    files.write(one := result("full", [4, 4]), tmp_path / files.name_of(one.cell, one.origin))
+    code, _, err = invoke("eval", "--out", tmp_path, "--report-only", "--plots")
+    assert code == 0 and "nothing to draw: curves need two budgets" in err and not list(tmp_path.glob("*.png"))
+
+
+@PLOTS
 def test_plots_are_drawn_and_drawn_again(small: list[str], tmp_path: Path, monkeypatch):
     here = ["eval", "--out", tmp_path, "--plots"]
     asked = [*small, "--budget", 48, "--task", "passkey", "--questions", 1, "--policy", "streaming_llm"]

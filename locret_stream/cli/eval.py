@@ -397,4 +397,7 @@ def report_on(to: Path, plots: bool, found: dict[str, Any]) -> list[Path]:
         path = to / f"maps-{tag}.json"
         written += drawing.draw(to, report, maps.read(path) if path.is_file() else None,
                                 prefix=f"{tag}_" if len(reports) > 1 else "")
+    if plots and len(written) == 2:
+        err.print("nothing to draw: curves need two budgets or two lengths, maps a policy with a budget",
+                  soft_wrap=True)
     return written
