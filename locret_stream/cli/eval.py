@@ -72,7 +72,8 @@ def evaluate(
     heads: Annotated[list[str] | None, typer.Option(metavar="[POLICY=]FOLDER", help=(
         "Retaining heads, of locret where no policy is named; the bundled model has its own. May be given more than "
         "once."))] = None,
-    policy: Annotated[list[str] | None, typer.Option(show_default=" ".join(POLICIES), help=(
+    policy: Annotated[list[str] | None, typer.Option(show_default=" ".join(POLICIES) + " (full not of the bundled "
+                                                     "model, which never learnt to hold everything)", help=(
         "A policy, oracle or oracle_per_head; may be given more than once."))] = None,
     task: Annotated[list[str] | None, typer.Option(show_default="sentences, unless there are files", help=(
         'A task, or "markers" for all in marker form; may be given more than once.'))] = None,
@@ -123,7 +124,8 @@ def evaluate(
             bundled = model == "bundled"
             tasks = task or ([] if file else ["sentences"])
             units, chunk = (BUNDLED_BUDGET, BUNDLED_CHUNK) if bundled else (DEFAULT_BUDGET, DEFAULT_CHUNK)
-            axes = axes_of(tasks, policy or POLICIES, budget or [units],
+            axes = axes_of(tasks, policy or [name for name in POLICIES if not (bundled and name == "full")],
+                           budget or [units],
                            length or LENGTHS, allocation or ["auto"], heads or (), knob or (), bundled, {
                                "questions": questions, "chunk_size": chunk_size or chunk, "sinks": sinks,
                                "stabilizers": stabilizers, "focus": focus})

@@ -184,14 +184,14 @@ class Bench:
         return Budget(units=longest, sinks=0, stabilizers=0, allocation="uniform")
 
     def room(self, cell: Cell, seed: int) -> int:
-        """Tokens of one stream with its longest question and answer, and the focus; of a document also what the chat
-        frame adds. Counted once, as long documents take their time."""
+        """Tokens of one stream with its longest question and answer, the focus, and what the chat frame adds. Of a
+        document counted once, as long ones take their time."""
         key = cell.file, cell.task, seed, cell.focus
         if key in self._rooms:
             return self._rooms[key]
         task, items = self.task(cell), self.items(cell, seed)
-        count, frame = self._as_read if cell.file else (self.count_tokens, 0)
-        room = 0 if task.raw else frame
+        count = self._as_read[0] if cell.file else self.count_tokens
+        room = 0 if task.raw else self._as_read[1]
         room += sum(count(item.text) for item in items if item.answer is None)
         asked = [(count(item.text), item.answer_tokens) for item in items if item.answer is not None]
         room += max(map(sum, asked), default=suite.ANSWER_TOKENS) + (asked[0][0] if cell.focus else 0)
@@ -210,7 +210,7 @@ class Bench:
         return lambda text: len(codec.encode_text(text)), around
 
     def count_tokens(self, text: str) -> int:
-        """As a runtime counts them; it alone knows chat frames, for which there is a little room."""
+        """As a runtime counts them, without a chat frame."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     async def worth(self, items: list[Item]) -> Tensor:

@@ -184,6 +184,15 @@ def test_heads_reach_the_runtime_as_everywhere_else(tmp_path: Path):
         bench().run([cell(policy="locret", heads=str(tmp_path / "nowhere"))], tmp_path / "out")
 
 
+@pytest.mark.parametrize("chunk", [32, 500])
+def test_full_has_room_for_the_chat_frame(chunk: int, tmp_path: Path):
+    """However little of the last chunk is pending when it is asked."""
+    for length in range(300, 300 + 3 * 8, 8):
+        [result] = bench().run([cell(task="sentences", policy="full", units=None, length=length, streams=1,
+                                     chunk_size=chunk)], tmp_path)
+        assert result.questions == 12
+
+
 async def test_sentences_are_asked_in_the_chat_frame(monkeypatch):
     raw = []
     real = Runtime.open
