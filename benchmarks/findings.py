@@ -21,6 +21,7 @@ import torch
 from record import record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from locret_stream.config import Budget, ModelShape
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.runner import Bench
@@ -33,7 +34,7 @@ from recall_model.data import Writer
 from tokenizers import Tokenizer
 from train_recall_model import split_text, with_figures
 
-UNITS, LENGTH, CHUNK, STABILIZERS = 128, 4096, 128, 4
+UNITS, LENGTH, CHUNK, SINKS, STABILIZERS, FOCUS = 128, 4096, 128, 4, 4, 6  # FOCUS: at least what a question takes
 TRAINED = {  # heads by folder: what differs from the others, and which text they read
     "heads": ({}, "all"),
     "heads-zscore": ({"label": "zscore"}, "all"),
@@ -151,13 +152,15 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
         train_heads(model, examples, options.out / name, config)
 
 
-def cell_of(variant: dict, options: argparse.Namespace) -> Cell:
+def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Cell:
     """Its settings over those of all. "main": the shares that were learned with the recipe's heads, for every variant
-    the same, so that a variant differs in one thing."""
+    the same, so that a variant differs in one thing; with room for a focus, told or not."""
     given = {"task": "recall", "units": UNITS, "length": LENGTH, "chunk_size": CHUNK,
-             "stabilizers": STABILIZERS} | variant
+             "sinks": SINKS, "stabilizers": STABILIZERS} | variant
     if given.get("allocation") == "main":
-        given["allocation"] = RetainingHeads.load(options.model / "heads").config.budget_shares
+        shares = RetainingHeads.load(options.model / "heads").config.budget_shares
+        divided = Budget(units=given["units"], sinks=SINKS, stabilizers=STABILIZERS + FOCUS, allocation="adaptive")
+        given["allocation"] = divided.per_layer(shape, shares, most=shape.window - given["chunk_size"])
     asked = suite.task_named(given["task"]).asked
     if given.get("focus"):
         asked = 1
@@ -183,7 +186,7 @@ def main() -> None:
     for one in chosen:
         found = {}
         for label, variant in one.variants.items():
-            [result] = bench.run([cell_of(variant, options)], options.out)
+            [result] = bench.run([cell_of(variant, options, bench.shape[0])], options.out)
             found[label] = {"score": round(result.score, 4), "low": round(result.low, 4), "high": round(result.high, 4),
                             "questions": result.questions, "units": result.budgets}
             print(f"{one.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]", file=sys.stderr,
