@@ -253,9 +253,7 @@ def test_inspect_prints_the_formula(small: list[str]):
 
 
 def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
-    data, heads = tmp_path / "pairs.jsonl", tmp_path / "heads"
-    data.write_text("".join(json.dumps({"prompt": f"The code of {n} is {n * 37}. What is it?", "answer": str(n * 37)})
-                            + "\n" for n in range(20)))
+    data, heads = pairs(tmp_path), tmp_path / "heads"
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 3, "--width", 16, "--json"]
     code, out, err = invoke(*train)
     assert code == 0, err
@@ -270,10 +268,16 @@ def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
     assert json.loads(out)["units"] == 96
 
 
-def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
-    data, heads = tmp_path / "pairs.jsonl", tmp_path / "heads"
+def pairs(folder: Path) -> Path:
+    """A file of twenty prompts with answers."""
+    data = folder / "pairs.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"The code of {n} is {n * 37}. What is it?", "answer": str(n * 37)})
                             + "\n" for n in range(20)))
+    return data
+
+
+def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
+    data, heads = pairs(tmp_path), tmp_path / "heads"
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 3, "--width", 16,
              "--held-out", 0.4]
     units = ["--allocate-units", 16, "--allocate-chunk", 16]
@@ -295,9 +299,7 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
 
 
 def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
-    data, heads = tmp_path / "pairs.jsonl", tmp_path / "heads"
-    data.write_text("".join(json.dumps({"prompt": f"The code of {n} is {n * 37}. What is it?", "answer": str(n * 37)})
-                            + "\n" for n in range(20)))
+    data, heads = pairs(tmp_path), tmp_path / "heads"
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
              "--held-out", 0.4]
     units = ["--tune-units", 16, "--tune-chunk", 16]

@@ -124,9 +124,9 @@ def evaluate(
             bundled = model == "bundled"
             tasks = task or ([] if file else ["sentences"])
             units, chunk = (BUNDLED_BUDGET, BUNDLED_CHUNK) if bundled else (DEFAULT_BUDGET, DEFAULT_CHUNK)
-            axes = axes_of(tasks, policy or [name for name in POLICIES if not (bundled and name == "full")],
-                           budget or [units],
-                           length or LENGTHS, allocation or ["auto"], heads or (), knob or (), bundled, {
+            usual = [name for name in POLICIES if not (bundled and name == "full")]
+            axes = axes_of(tasks, policy or usual, budget or [units], length or LENGTHS, allocation or ["auto"],
+                           heads or (), knob or (), bundled, {
                                "questions": questions, "chunk_size": chunk_size or chunk, "sinks": sinks,
                                "stabilizers": stabilizers, "focus": focus})
             source = suite.STDLIB if text is None else suite.text_of(text)
@@ -293,6 +293,7 @@ def name_of(cell: Cell) -> str:
 
 
 def counted(count: int, word: str) -> str:
+    """1 cell, 2 cells."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 

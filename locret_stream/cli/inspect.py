@@ -74,6 +74,7 @@ def facts(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
+    """The same for people."""
     heads, dim, item, chunk = found["kv_heads"], found["head_dim"], found["item_bytes"], found["chunk_size"]
     out.print(f"{found['model']}: {found['layers']} layers, {found['query_heads']} query and {heads} KV heads of {dim},"
               f" {found['window']:,} positions, {item} bytes a number", soft_wrap=True)

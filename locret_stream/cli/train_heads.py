@@ -130,17 +130,18 @@ def train_heads(
         loaded, tokenizer = load(model)
         attachment = models.attach(loaded)
         examples = training.load_examples(data, tokenizer) if allocate or tune else []
-        _expect_enough(attachment, examples, config, [division] * allocate + ([tuning] if tuning else []))
+        held_out_ones = training.held_out_examples(attachment, examples, config) if examples else []
+        _expect_enough(attachment, held_out_ones, [division] * allocate + ([tuning] if tuning else []))
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)
         if allocate and not (tune and training.is_tuned(to)):
-            divided = _divide(attachment, to, examples, config, division)
+            divided = _divide(attachment, to, held_out_ones, division)
         if tuning:
             with training.progress_bar(err, "tuning heads") as progress:
                 tuned = training.tune(attachment, to, examples, tuning, progress=progress, restart=restart_tuning)
         if allocate:  # at once, unless tuning changed the heads
-            divided = _divide(attachment, to, examples, config, division)
+            divided = _divide(attachment, to, held_out_ones, division)
     _tell(result, divided, tuned, as_json)
     if not as_json:
         policy = training.policy_for(config)
@@ -169,24 +170,20 @@ def _tuning(config: TrainConfig, steps: int, units: int, chunk_size: int) -> Tun
                       held_out=config.held_out, seed=config.seed)
 
 
-def _expect_enough(attachment: Attachment, examples: list[Example], config: TrainConfig,
+def _expect_enough(attachment: Attachment, held_out: list[Example],
                    measured: Sequence[AllocationConfig | TuneConfig]) -> None:
     """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of units and examples."""
-    from locret_stream import training
+    from locret_stream.training import TuneConfig
     from locret_stream.training.measuring import usable
 
-    if measured:
-        held_out = training.held_out_examples(attachment, examples, config)
-        for one in measured:
-            verb = "tune" if isinstance(one, training.TuneConfig) else "allocate"
-            usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples, verb=verb)
+    for one in measured:
+        usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples,
+               verb="tune" if isinstance(one, TuneConfig) else "allocate")
 
 
-def _divide(attachment: Attachment, to: Path, examples: list[Example], config: TrainConfig,
-            division: AllocationConfig) -> Allocation:
+def _divide(attachment: Attachment, to: Path, held_out: list[Example], division: AllocationConfig) -> Allocation:
     from locret_stream import training
 
-    held_out = training.held_out_examples(attachment, examples, config)
     with training.progress_bar(err, "dividing the budget") as progress:
         return training.allocate(attachment, to, held_out, division, progress=progress)
 

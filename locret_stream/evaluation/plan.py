@@ -121,21 +121,24 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
     """
     good, skipped = [], {}
     heads: dict[str, RetainingHeads | None] = {"": None}
-    reasons: dict[bytes, str] = {}  # of "full" by cell, its policy's settings aside
+    reasons: dict[bytes, str] = {}  # of "full" by its streams
+    whole: set[bytes] = set()  # streams that hold whole lines
     for cell in cells:
         files.expect_streams(cell)
         if cell.heads not in heads:
             heads[cell.heads] = _loaded(cell.heads, bench)
+        key = msgspec.json.encode(msgspec.structs.replace(  # what says which streams, and how they are cut
+            cell, policy=FULL, units=None, sinks=0, stabilizers=0, knobs={}, heads="", allocation=""))
         if cell.units is not None:
             _expect_budget(cell, heads[cell.heads], bench)
             reason = ""
             if cell.file and cell.policy in ORACLES:
                 reason = f"{cell.policy} on files, which do not say from which lines answers follow"
         else:
-            key = msgspec.json.encode(msgspec.structs.replace(cell, policy=FULL, knobs={}, heads="", allocation=""))
             reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)
-        if not reason and bench.task(cell).kind == "bits":
+        if not reason and bench.task(cell).kind == "bits" and key not in whole:
             bench.expect_whole_lines(cell)
+            whole.add(key)
         if reason:
             skipped[reason] = skipped.get(reason, 0) + 1
         else:

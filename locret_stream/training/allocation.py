@@ -35,7 +35,7 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
-from locret_stream.training.checkpoint import ALLOCATION, write_json
+from locret_stream.training.checkpoint import ALLOCATION, expect_same, write_json
 from locret_stream.training.config import (
     DIVIDED,
     EVEN,
@@ -141,12 +141,7 @@ class _Run:
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{self.path} cannot be read: {error}; remove it to measure anew") from error
         names = ("policy", "fingerprint", "heads", "data", "sinks", "stabilizers", "version")
-        old, new = ({**msgspec.structs.asdict(each.config), **{name: getattr(each, name) for name in names}}
-                    for each in (there, fresh))
-        wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
-        if wrong:
-            raise ConfigError(f"{self.path} holds another allocation, which differs in {'; '.join(wrong)}; expected "
-                              "the same, or remove that file to measure anew")
+        expect_same(self.path, "allocation", there, fresh, names, "remove that file to measure anew")
         return there
 
     def finish(self) -> Allocation:

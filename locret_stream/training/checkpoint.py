@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -176,7 +177,18 @@ def cut_metrics(path: Path, step: int) -> list[Metric]:
     return found
 
 
+def expect_same(path: Path, what: str, there: Any, fresh: Any, names: Iterable[str], remedy: str) -> None:
+    """Raises ConfigError: the file is of another run, whose config or whose fields of those names differ."""
+    old, new = ({**msgspec.structs.asdict(each.config), **{name: getattr(each, name) for name in names}}
+                for each in (there, fresh))
+    wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
+    if wrong:
+        raise ConfigError(f"{path} holds another {what}, which differs in {'; '.join(wrong)}; expected the same, or "
+                          f"{remedy}")
+
+
 def append_metric(path: Path, metric: Metric) -> None:
+    """One more line."""
     with path.open("ab") as file:
         file.write(msgspec.json.encode(metric) + b"\n")
 

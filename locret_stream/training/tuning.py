@@ -323,10 +323,6 @@ def _resumed(path: Path, fresh: TuneResult) -> TuneResult:
     names = ["policy", "fingerprint", "heads", "data", "version"]
     if there.better is None:  # behind a finished one the shares may be others
         names += ["budgets", "sinks", "stabilizers"]
-    old, new = ({**msgspec.structs.asdict(each.config), **{name: getattr(each, name) for name in names}}
-                for each in (there, fresh))
-    wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
-    if wrong:
-        raise ConfigError(f"{path} holds another tuning, which differs in {'; '.join(wrong)}; expected the same, or "
-                          "restart=True (train-heads: --restart-tuning) to tune the first heads anew")
+    files.expect_same(path, "tuning", there, fresh, names,
+                      "restart=True (train-heads: --restart-tuning) to tune the first heads anew")
     return there

@@ -34,6 +34,8 @@ OF_NUMBERS = {"last_integer": int, "first_number": float, "leading_integers": in
 
 
 class Record(msgspec.Struct, frozen=True):
+    """One record of a file, its fields by their names there."""
+
     context: str
     input: str
     answer: str | int | float | list[str | int | float | list[int]]

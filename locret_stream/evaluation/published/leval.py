@@ -50,6 +50,8 @@ OTHER = "Read this document, and then do what is asked about it.\n\n"
 
 
 class Record(msgspec.Struct, frozen=True):
+    """One record of a file, its fields by their names there."""
+
     instructions: list[str]
     input: str
     outputs: list[str]

@@ -29,6 +29,8 @@ PARAGRAPH = {"retrieval": re.compile(r"Paragraph (\d+)"), "retrieval_zh": re.com
 
 
 class Record(msgspec.Struct, frozen=True):
+    """One record of a file, its fields by their names there."""
+
     input: str
     context: str
     answers: list[str]

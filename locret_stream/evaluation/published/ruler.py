@@ -31,6 +31,8 @@ LONG = {"variable_tracking": "vt", "common_words_extraction": "cwe", "freq_words
 
 
 class Record(msgspec.Struct, frozen=True):
+    """One record of a file, its fields by their names there."""
+
     input: str
     outputs: list[str]
     index: int | str = ""
