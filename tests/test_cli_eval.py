@@ -156,7 +156,7 @@ def test_ctrl_c_keeps_what_is_done(small: list[str], tmp_path: Path):
     finally:
         process.kill()
     assert process.returncode == 130 and out == "" and "Traceback" not in err, err
-    assert f"Interrupted: what is done is in {tmp_path}; the same command goes on from there." in err
+    assert f"Interrupted: what is done is kept in {tmp_path}; the same command goes on from there." in err
     assert 2 <= len(files.read_all(tmp_path)) < 25
 
 
@@ -196,6 +196,7 @@ def test_a_folder_without_results_and_a_damaged_one(tmp_path: Path):
     assert "holds no results" in mistake("eval", "--out", tmp_path, "--report-only")
     (tmp_path / "recall-h2o-64-300-0123456789ab.json").write_text("{")
     assert "recall-h2o-64-300-0123456789ab.json is no result" in mistake("eval", "--out", tmp_path, "--report-only")
+    assert "found --report-only and --policy" in mistake("eval", "--out", tmp_path, "--report-only", "--policy", "h2o")
     (tmp_path / "file").write_text("in the way")
     assert mistake("eval", "--out", tmp_path / "file", "--report-only")
 
@@ -278,6 +279,8 @@ def test_knobs_given_twice_are_crossed():
     cells = plan.planned(axes(policies=["snapkv"], knobs=["snapkv.window=8", "snapkv.window=16", "snapkv.kernel=3"]))
     assert knobs == {"snapkv": {"window": (8, 16), "kernel": (3,)}}
     assert [cell.knobs for cell in cells] == [{"window": 8, "kernel": 3}, {"window": 16, "kernel": 3}]
+    (one,) = plan.planned(axes(knobs=["h2o.recent=1", "h2o.recent=1.0"]))
+    assert repr(one.knobs) == "{'recent': 1.0}", "the same share twice"
     assert knobs_of(["a.b=x=1"]) == {"a": {"b": ("x=1",)}} and knobs_of(["a.b=1e-3"]) == {"a": {"b": (0.001,)}}
 
 

@@ -60,6 +60,7 @@ Examples:
   locret-stream eval --out results --report-only --plots"""
 
 POLICIES = ["locret", "streaming_llm", "random", "oracle", "full"]
+REPORTING = ("to", "plots", "report_only", "as_json")  # what a report alone listens to
 MARKERS = "markers"
 LENGTHS = [1024, 16_384]
 MAP_TOKENS = 65_536  # a map of more would be a smear
@@ -67,6 +68,7 @@ COMPARED = ("h2o", "snapkv", "sirllm")  # whose scores the paper's Figure 1 look
 
 
 def evaluate(
+    context: typer.Context,
     to: Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for results and the report.")],
     model: Model = "bundled",
     heads: Annotated[list[str] | None, typer.Option(metavar="[POLICY=]FOLDER", help=(
@@ -110,9 +112,11 @@ def evaluate(
     = False,
     as_json: Json = False,
 ) -> None:
+    if report_only:
+        expect_no_plan(context)
     if text is not None:
         check_readable(text)
-    with interruptible(Held(f"what is done is in {to}; the same command goes on from there")):
+    with interruptible(Held(f"what is done is kept in {to}; the same command goes on from there")):
         from locret_stream.evaluation import plots as drawing
         from locret_stream.evaluation import suite
         from locret_stream.runtime.core import BUNDLED_BUDGET, BUNDLED_CHUNK, DEFAULT_BUDGET, DEFAULT_CHUNK
@@ -138,6 +142,15 @@ def evaluate(
         return
     out.print((to / "report.md").read_text(encoding="utf-8"), soft_wrap=True, end="")
     err.print(f"written: {', '.join(found['files'])}", soft_wrap=True)
+
+
+def expect_no_plan(context: typer.Context) -> None:
+    """Raises ConfigError: the command line says what to run, beside --report-only."""
+    given = [name for name in context.params if name not in REPORTING
+             and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        raise ConfigError(f"found --report-only and --{given[0].replace('_', '-')}; a report is on all that is in "
+                          "--out: expected none of what says what to run")
 
 
 # -- what was asked for -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.runner import ORACLES, Bench
 from locret_stream.evaluation.variants import FULL
 from locret_stream.heads import RetainingHeads
-from locret_stream.policies import POLICIES, Policy, make_policy
+from locret_stream.policies import POLICIES, Policy, make_policy, typed_knobs
 
 Knob = float | int | str | bool
 
@@ -65,7 +65,7 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
 
     Raises:
         ConfigError: an axis that is empty (instead of tasks, files will do), a task or policy that is not there, a
-            policy without the heads it needs, knobs of a policy that is not among them.
+            policy without the heads it needs, knobs of a policy that is not among them, or that it does not have.
     """
     needless = {"budgets"} if set(axes.policies) <= {FULL} else set()
     needless |= {"tasks", "lengths"} if documents else set()
@@ -106,7 +106,8 @@ def _variants(axes: Axes, policy: str) -> list[dict]:
     if folders and not own:
         raise ConfigError(f"heads are given for policy {policy!r}, which scores without; expected them for one of "
                           f"{', '.join(name for name in POLICIES if with_heads(name))}")
-    settings = [dict(zip(knobs, values, strict=True)) for values in itertools.product(*knobs.values())]
+    settings = [typed_knobs(policy, dict(zip(knobs, values, strict=True))) if knobs else {}
+                for values in itertools.product(*knobs.values())]
     return [{"allocation": allocation, "heads": heads, "knobs": chosen}
             for allocation in axes.allocations for chosen in settings
             for heads in (folders if own else (axes.shares_of if allocation in ("auto", "adaptive") else "",))]

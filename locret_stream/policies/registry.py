@@ -29,7 +29,10 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(name: str, knobs: dict[str, float | int | str | bool] | None = None,
+Knob = float | int | str
+
+
+def make_policy(name: str, knobs: dict[str, Knob] | None = None,
                 heads: RetainingHeads | None = None) -> Policy:
     """The policy of that name.
 
@@ -39,23 +42,41 @@ def make_policy(name: str, knobs: dict[str, float | int | str | bool] | None = N
     """
     if not isinstance(name, str) or name not in POLICIES:
         raise UnknownPolicy(name, POLICIES)
-    kind, knobs = POLICIES[name], dict(knobs or {})
-    signature = {} if kind.__init__ is object.__init__ else {
-        p.name: p.default for p in inspect.signature(kind).parameters.values()}
-    with_heads = {} if signature.pop("heads", None) is None else {"heads": _fitting(kind, heads)}
+    kind = POLICIES[name]
+    with_heads = {"heads": _fitting(kind, heads)} if "heads" in _parameters(kind) else {}
+    knobs = typed_knobs(name, knobs or {})
+    policy = kind(**with_heads, **knobs)
+    policy.knobs = {**_defaults(kind), **knobs}
+    return policy
+
+
+def typed_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
+    """The knobs of the policy of that name, each of its default's type: 1 and 1.0 are the same share.
+
+    Raises:
+        ConfigError: one that it does not have, or of another type.
+    """
+    defaults, found = _defaults(POLICIES[name]), {}
     for knob, value in knobs.items():
-        if knob not in signature:
-            raise ConfigError(f"policy {name!r} has no knob {knob!r}; expected {sorted(signature) or 'none'}")
-        default = signature[knob]
+        if knob not in defaults:
+            raise ConfigError(f"policy {name!r} has no knob {knob!r}; expected {sorted(defaults) or 'none'}")
+        default = defaults[knob]
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         fits = isinstance(value, str) if isinstance(default, str) else (
             number and not (isinstance(default, int) and not isinstance(value, int)))
         if not fits:
             raise ConfigError(f"policy {name!r}: {knob} is {value!r}; expected {type(default).__name__}, "
                               f"such as {default!r}")
-    policy = kind(**with_heads, **knobs)
-    policy.knobs = {**signature, **knobs}
-    return policy
+        found[knob] = type(default)(value)
+    return found
+
+
+def _parameters(kind: type[Policy]) -> dict[str, inspect.Parameter]:
+    return {} if kind.__init__ is object.__init__ else dict(inspect.signature(kind).parameters)
+
+
+def _defaults(kind: type[Policy]) -> dict[str, Knob]:
+    return {name: parameter.default for name, parameter in _parameters(kind).items() if name != "heads"}
 
 
 def _fitting(kind: type[Policy], heads: RetainingHeads | None) -> RetainingHeads:
