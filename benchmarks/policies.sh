@@ -11,8 +11,8 @@
 set -euo pipefail
 model=$1 out=$2
 locret-stream() { "${PYTHON:-python}" -m locret_stream "$@"; }
-common=(--model "$model" --out "$out" --budget 256 --budget 128 --budget 64 --chunk-size 128 --sinks 4 --stabilizers 4
-        --questions 256)
+eighth=(--model "$model" --out "$out" --budget 128 --chunk-size 128 --sinks 4 --stabilizers 4 --questions 256)
+common=("${eighth[@]}" --budget 256 --budget 64)
 heads=(--heads "$model/heads" --heads "kvzap=$model/heads-hidden" --heads "trimkv=$model/heads-retention")
 trained=(--policy locret --policy kvzap --policy trimkv "${heads[@]}" --allocation uniform --allocation adaptive)
 frame=(--policy oracle --policy oracle_per_head --policy random --policy streaming_llm)
@@ -25,8 +25,9 @@ many=(--task recall --task last_write --task several_keys --task several_values 
 once=(--task passkey --task preference)  # one question a stream
 
 case "${PART:=all}" in
-  short|long|trained|shared|far|endless|all) ;;
-  *) echo "PART is $PART; expected short, long, trained, shared, far or endless, or none for all" >&2; exit 2 ;;
+  short|long|trained|shared|far|far_others|endless|all) ;;
+  *) echo "PART is $PART; expected short, long, trained, shared, far, far_others or endless, or none for all" >&2
+     exit 2 ;;
 esac
 case "$PART" in
   short|all)
@@ -43,6 +44,10 @@ case "$PART" in
   far|all)
     locret-stream eval "${common[@]}" "${best[@]}" "${many[@]}" --length 16384
     locret-stream eval "${common[@]}" "${plain[@]}" "${many[@]}" --length 16384 ;;&
+  far_others|all)
+    locret-stream eval "${eighth[@]}" "${others[@]}" "${many[@]}" --length 16384
+    locret-stream eval "${eighth[@]}" --policy kvzap --policy trimkv "${heads[@]}" --allocation adaptive "${many[@]}" \
+      --length 16384 ;;&
   endless|all)
     locret-stream eval "${common[@]}" "${best[@]}" --task recall --length 1000000 --questions 16
     locret-stream eval "${common[@]}" "${plain[@]}" --task recall --length 1000000 --questions 16 ;;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from locret_stream.cli import eval as cli_eval
+from locret_stream.evaluation import plan, suite
+from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation.runner import ORACLES
 from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.policies import POLICIES
+from tests.test_cli import invoke
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,6 +57,46 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     found = gpu_small(LOCRET_KERNELS="triton", TRITON_INTERPRET="1")
     expect_whole(found)
     assert len(found["choices"]) == 5
+
+
+def cells_of(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """What benchmarks/policies.sh has run, all of it or a part."""
+    told, stub = folder / "told", folder / "python"
+    told.unlink(missing_ok=True)
+    stub.write_text(f'#!/bin/sh\nprintf "%s " "$@" >> {told}; echo >> {told}\n')
+    stub.chmod(0o755)
+    for name in ("heads", "heads-hidden", "heads-retention"):
+        (folder / "model" / name).mkdir(parents=True, exist_ok=True)
+    subprocess.run(["bash", str(ROOT / "benchmarks" / "policies.sh"), "model", "out"], cwd=folder, check=True,
+                   capture_output=True, env=os.environ | {"PYTHON": str(stub), "PART": part})
+    found: list[Cell] = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(cli_eval, "run_all", lambda axes, *more: found.extend(plan.planned(axes)))
+    monkeypatch.setattr(cli_eval, "report_on", lambda *more: [])
+    for line in told.read_text().splitlines():
+        runner, *words = line.split()[1:]
+        assert runner == "locret_stream"
+        code, _, err = invoke(*words, "--json")
+        assert code == 0, err
+    return found
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_table_has_every_policy_on_every_task_and_its_parts_are_all_of_it(tmp_path, monkeypatch):
+    found = cells_of("all", tmp_path, monkeypatch)
+    eighth = {(one.policy, one.task) for one in found if one.units in (128, None)}
+    bounded = set(POLICIES) - {"full"}
+    assert eighth >= {(policy, task) for policy in {*bounded, "full"} for task in suite.MARKER_TASKS}
+    for units, length, policies in ((256, 4096, bounded), (64, 4096, bounded), (128, 16_384, bounded),
+                                    (64, 1_000_000, {"locret", "streaming_llm", "random"})):
+        there = {one.policy for one in found if (one.units, one.length, one.task) == (units, length, "recall")}
+        assert there - set(ORACLES) == policies
+    for one in found:
+        streams = suite.task_named(one.task).streams(16 if one.length == 1_000_000 else 256)
+        assert (one.streams, one.chunk_size) == (streams, 128) and (one.policy == "full" or one.stabilizers == 4), one
+    parts = [cell for part in ("short", "long", "trained", "shared", "far", "far_others", "endless")
+             for cell in cells_of(part, tmp_path, monkeypatch)]
+    assert sorted(map(repr, parts)) == sorted(map(repr, found)) and len(set(map(repr, found))) == len(found)
 
 
 @pytest.mark.slow
