@@ -11,7 +11,6 @@ remembered nothing can differ.
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -83,6 +82,10 @@ FINDINGS = (
                 **{f"n_s = {n}": locret(stabilizers=n, units=256, allocation="uniform") for n in (0, 4, 16, 32, 64)},
                 "n_s = 0 as released: the newest of all that tie": {"policy": "streaming_llm", "stabilizers": 0,
                                                                     "units": 256}}),
+    Finding("stabilizers and text", "recent units keep the text itself predictable: bits per byte, lower is better; "
+            "256 units in every layer", {
+                f"n_s = {n}": locret(task="text", stabilizers=n, units=256, allocation="uniform")
+                for n in (0, 4, 16, 32, 64)}),
     Finding("head width", "the width of the heads hardly matters (Locret, appendix)", {
         "32": locret("heads-32"), "128": locret(), "512": locret("heads-512")}),
     Finding("training data", "the training data of the heads hardly matters (Locret, appendix)", {
@@ -164,12 +167,10 @@ def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Ce
         shares = RetainingHeads.load(options.model / "heads").config.budget_shares
         divided = Budget(units=given["units"], sinks=SINKS, stabilizers=STABILIZERS + FOCUS, allocation="adaptive")
         given["allocation"] = divided.per_layer(shape, shares, most=shape.window - given["chunk_size"])
-    asked = suite.task_named(given["task"]).asked
-    if given.get("focus"):
-        asked = 1
     if given.get("heads"):
         given["heads"] = str(options.model / "heads" if given["heads"] == RECIPE else options.out / given["heads"])
-    return Cell(streams=math.ceil(options.questions / asked), **given)
+    streams = suite.task_named(given["task"]).streams(options.questions, given.get("focus", False))
+    return Cell(streams=streams, **given)
 
 
 def main() -> None:
