@@ -4,7 +4,7 @@
 
 The report and its plots go to benchmarks/results/NAME/; NAME.json holds the means of every table, the digests that the
 cells are bound to, how the model was trained, and the circumstances in which it is kept: cells do not know their own,
-so keep it where they ran.
+so keep it where they ran, and say at which commit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="folder that `locret-stream eval --out` wrote")
     parser.add_argument("--name", required=True, help="under which it is kept")
     parser.add_argument("--by", required=True, help="the command that ran the cells")
+    parser.add_argument("--cells-at", metavar="COMMIT", help="that ran the cells, where it is not the current one")
     parser.add_argument("--model", type=Path, help="folder of examples/train_recall_model.py")
     return parser.parse_args()
 
@@ -45,7 +46,8 @@ def main() -> None:
     for path in [options.out / "report.md", *sorted(options.out.glob("*.png"))]:
         shutil.copy(path, folder)
     (folder / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
-    record(options.name, {"by": options.by, "model": trained, "origins": [one["origin"] for one in reports],
+    record(options.name, {"by": options.by, "cells_at": options.cells_at, "model": trained,
+                          "origins": [one["origin"] for one in reports],
                           "tables": [table for one in reports for table in means(one)]}, keep=True)
 
 
