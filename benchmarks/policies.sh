@@ -49,7 +49,7 @@ case "$PART" in
     locret-stream eval "${eighth[@]}" --policy kvzap --policy trimkv "${heads[@]}" --allocation adaptive "${many[@]}" \
       --length 16384 ;;&
   endless|all)
-    locret-stream eval "${common[@]}" "${best[@]}" --task recall --length 1000000 --questions 16
-    locret-stream eval "${common[@]}" "${plain[@]}" --task recall --length 1000000 --questions 16 ;;
+    locret-stream eval "${common[@]}" "${best[@]}" --task recall --length 1000000 --questions 64
+    locret-stream eval "${common[@]}" "${plain[@]}" --task recall --length 1000000 --questions 64 ;;
 esac
 locret-stream eval --out "$out" --report-only --plots >/dev/null

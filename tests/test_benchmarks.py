@@ -92,7 +92,7 @@ def test_the_table_has_every_policy_on_every_task_and_its_parts_are_all_of_it(tm
         there = {one.policy for one in found if (one.units, one.length, one.task) == (units, length, "recall")}
         assert there - set(ORACLES) == policies
     for one in found:
-        streams = suite.task_named(one.task).streams(16 if one.length == 1_000_000 else 256)
+        streams = suite.task_named(one.task).streams(64 if one.length == 1_000_000 else 256)
         assert (one.streams, one.chunk_size) == (streams, 128) and (one.policy == "full" or one.stabilizers == 4), one
     parts = [cell for part in ("short", "long", "trained", "shared", "far", "far_others", "endless")
              for cell in cells_of(part, tmp_path, monkeypatch)]
