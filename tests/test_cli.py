@@ -327,6 +327,26 @@ def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
     assert (heads / "metrics.jsonl").read_bytes() == before, "the first stage is kept"
 
 
+def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
+    data, heads, log = pairs(tmp_path), tmp_path / "heads", tmp_path / "service.log"
+    log.write_text("".join(f"service {n} answers in {n % 7} ms\n" for n in range(400)) + "no newline at the end")
+    train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
+             "--held-out", 0.4, "--background", log]
+    tune = ["--tune", 2, "--tune-units", 16, "--tune-chunk", 16]
+    assert "found --background and no --tune; expected --tune STEPS with it" in mistake(*train)
+    code, out, err = invoke(*train, *tune, "--json")
+    assert code == 0, err
+    assert json.loads(out)["tuning"]["steps"] == 2
+    assert json.loads(invoke(*train, *tune, "--json")[1]) == json.loads(out)
+    log.write_text(log.read_text().replace("answers", "asks"))
+    assert "holds another tuning, which differs in data" in mistake(*train, *tune)
+    log.write_text("short\n")
+    assert "expected a longer text" in mistake(*train, *tune, "--restart-tuning")
+    log.write_bytes(b"\xff\n")
+    assert "service.log" in mistake(*train, *tune, "--restart-tuning")
+    assert "--background" in mistake(*train[:-1], tmp_path, *tune)
+
+
 # -- Ctrl-C and pipes ---------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from locret_stream.cli.common import (
     Model,
     check_readable,
     err,
+    file_text,
     interruptible,
     load,
     out,
@@ -23,6 +25,8 @@ from locret_stream.cli.common import (
 from locret_stream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from locret_stream.models import Attachment
     from locret_stream.training import (
         Allocation,
@@ -46,7 +50,10 @@ and the chunk size that you will use.
 
 --tune then trains the heads on with eviction going on, so that answers with that budget come near those of the full \
 cache, and keeps what comes out only if held-out answers are better for it; the first heads stay beside them as \
-heads.first.safetensors. With --allocate, too, the budget is divided before, and after if the heads changed.
+heads.first.safetensors. With --allocate, too, the budget is divided before, and after if the heads changed. \
+--background adds what an example is too short to show: a long text whose units the heads like, wrongly, and which has \
+filled the memory by the time a fact arrives. Some 100,000 tokens of it are read every 25 steps, so a file of 4 MB is \
+of use.
 
 Examples:
 
@@ -64,7 +71,10 @@ Examples:
   # the same heads, and what each layer is to get of a budget of 2000 units
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --allocate --allocate-units 2000
   # and 200 steps of tuning for that budget
-  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --tune 200 --tune-units 2000"""
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --tune 200 --tune-units 2000
+  # in a memory that such logs have filled
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --tune 200 --tune-units 2000 \
+--background service.log"""
 
 
 def train_heads(
@@ -102,16 +112,23 @@ def train_heads(
         "Units per KV head (mean over the layers) to tune for."))] = None,
     tune_chunk: Annotated[int | None, typer.Option(show_default="as --allocate-chunk", help=(
         "Tokens read between two evictions."))] = None,
+    background: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
+        "Text like most of what will stream by, about which nothing is asked: with --tune, examples begin behind "
+        "it."))] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out, heads and all.")] = False,
     restart_tuning: Annotated[bool, typer.Option("--restart-tuning", help=(
         "Tune the first heads anew; what was tuned before is forgotten."))] = False,
     as_json: Json = False,
 ) -> None:
     check_readable(data)
+    if background is not None:
+        check_readable(background)
     if not allocate and (allocate_units, allocate_chunk) != (None, None):
         raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
     if not tune and (tune_units, tune_chunk) != (None, None):
         raise ConfigError("found --tune-units or --tune-chunk and no --tune; expected --tune STEPS with them")
+    if background is not None and not tune:
+        raise ConfigError("found --background and no --tune; expected --tune STEPS with it")
     if restart_tuning and not tune:
         raise ConfigError("found --restart-tuning and no --tune; expected --tune STEPS with it")
     if tune and output != "score":
@@ -132,6 +149,7 @@ def train_heads(
         examples = training.load_examples(data, tokenizer) if allocate or tune else []
         held_out_ones = training.held_out_examples(attachment, examples, config) if examples else []
         _expect_enough(attachment, held_out_ones, [division] * allocate + ([tuning] if tuning else []))
+        read = None if background is None else _ids_of(background, attachment, tokenizer, tuning)
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)
@@ -139,7 +157,8 @@ def train_heads(
             divided = _divide(attachment, to, held_out_ones, division)
         if tuning:
             with training.progress_bar(err, "tuning heads") as progress:
-                tuned = training.tune(attachment, to, examples, tuning, progress=progress, restart=restart_tuning)
+                tuned = training.tune(attachment, to, examples, tuning, background=read, progress=progress,
+                                      restart=restart_tuning)
         if allocate:  # at once, unless tuning changed the heads
             divided = _divide(attachment, to, held_out_ones, division)
     _tell(result, divided, tuned, as_json)
@@ -168,6 +187,22 @@ def _tuning(config: TrainConfig, steps: int, units: int, chunk_size: int) -> Tun
         return None
     return TuneConfig(units=units, chunk_size=chunk_size, steps=steps, batch=config.batch, max_tokens=config.max_tokens,
                       held_out=config.held_out, seed=config.seed)
+
+
+def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBase, tuning: TuneConfig) -> list[int]:
+    """Token ids of a text, as many as tuning will read. Raises InvalidText."""
+    from locret_stream.text import TextCodec
+
+    codec, ids, rest = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int](), ""
+    most = tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every))
+    for piece in file_text(path):  # in the end a newline
+        lines, end, tail = piece.rpartition("\n")
+        if end:
+            ids += codec.encode_text(rest + lines + end)
+        rest = tail if end else rest + piece
+        if len(ids) >= most:
+            break
+    return ids[:most]
 
 
 def _expect_enough(attachment: Attachment, held_out: list[Example],

@@ -12,12 +12,13 @@ from locret_stream.policies.base import Chunk, Policy
 
 class Listening(Policy):
     """Scores just as `inner` does. At every commit `heard(chunk, scores)` is told, layer by layer in order, what each
-    layer with full attention was given, `chunk.logprobs` included, and the scores it gave."""
+    layer with full attention was given, what is in `needs` included, and the scores it gave."""
 
-    def __init__(self, inner: Policy, heard: Callable[[Chunk, Tensor], None]):
+    def __init__(self, inner: Policy, heard: Callable[[Chunk, Tensor], None],
+                 needs: frozenset[str] = frozenset({"token_logprob"})):
         self.inner, self.heard = inner, heard
         self.name, self.scope, self.stateful, self.planes = inner.name, inner.scope, inner.stateful, inner.planes
-        self.bounded, self.knobs, self.needs = inner.bounded, inner.knobs, inner.needs | {"token_logprob"}
+        self.bounded, self.knobs, self.needs = inner.bounded, inner.knobs, inner.needs | needs
 
     def begin(self, shape: ModelShape) -> dict[str, Tensor]:
         return self.inner.begin(shape)

@@ -213,6 +213,8 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
         weight: of the first stage's loss beside the divergence from the full cache, so that scores stay what they say.
         eps: of the labels, as of TrainConfig.
         examples: measure on at most so many.
+        background_tokens: of a background, at most so many are read before an example begins; renew_every: steps with
+            the same of it. Checkpoints are then made as often, and only so.
         max_tokens, held_out, seed, block_mib, checkpoint_every: as of TrainConfig; `held_out` as the first stage had
             it, or examples are measured on that it was trained on.
 
@@ -236,6 +238,8 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     eps: float = 1e-5
     examples: int = 32
+    background_tokens: int = 131_072
+    renew_every: int = 25
     max_tokens: int = 10_240
     held_out: float = 0.05
     seed: int = 0
@@ -244,7 +248,8 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check = _checking(self, "tune")
-        for name in ("units", "chunk_size", "steps", "batch", "block_mib", "checkpoint_every"):
+        for name in ("units", "chunk_size", "steps", "batch", "background_tokens", "renew_every", "block_mib",
+                     "checkpoint_every"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         _check_measured(self, check)
         for name in ("hot", "cold"):

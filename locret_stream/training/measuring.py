@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locret_stream import policies
 from locret_stream.config import ModelShape
-from locret_stream.engine import Engine
+from locret_stream.engine import Engine, EngineState
 from locret_stream.errors import ConfigError, InvalidTokens, WindowExceeded
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.training.config import LEAST_EXAMPLES, TrainConfig
@@ -45,13 +45,15 @@ class Recording(policies.Listening):
         self.scores[chunk.layer] = best if self.stateful else torch.cat([chunk.scores[0], best.float()], dim=-1)
 
 
-def answer_nll(engine: Engine, policy: Recording, example: Example) -> float:
-    """-log p of the answer tokens of an example, summed, as the engine would give them one by one; slot 0.
+def answer_nll(engine: Engine, policy: Recording, example: Example, behind: EngineState | None = None) -> float:
+    """-log p of the answer tokens of an example, summed, as the engine would give them one by one; in slot 0, or in
+    slot 1 on a copy of the context `behind`, which has nothing pending.
 
     Whether a token is pending or committed changes nothing of what it is told by those before it, so whole chunks are
     committed; the last one is filled up with ids that no row which counts can see.
     """
-    ids, state, logprobs = example.ids.tolist(), engine.open(0), []
+    ids, logprobs = example.ids.tolist(), []
+    state = engine.open(0) if behind is None else engine.fork(behind, 1)
     ids += [0] * (-len(ids) % engine.chunk_size)
     engine.accept(state, ids)
     while engine.ready(state):

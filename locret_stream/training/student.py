@@ -1,13 +1,14 @@
 """The model with a memory that forgets softly, and how far its answers are from those of the model that keeps all.
 
 Chunks, budgets, protection and positions are those of the engine (see `engine.core`): the rows of a chunk see the units
-committed before it through `gates`, at the ranks that these have in a budget, and each other as they are. At
-temperature 0 it is what the engine computes. Knows nothing of steps and files.
+committed before it through `gates`, at the ranks that these have in a budget, and each other as they are. With
+`rivals` there are units before the example's own, see `background`. At temperature 0 it is what the engine computes.
+Knows nothing of steps and files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, Attended, LayerCall
+from locret_stream.training.background import Rivals
 from locret_stream.training.gates import gated_attention, visibility
 
 
@@ -26,6 +28,9 @@ class Student:
         heads: of output "score"; budgets: units by layer, [L], as `Budget.per_layer` gives them.
         sinks, stabilizers: of every budget. longest: tokens of the longest example.
         block_bytes: bound of one tensor of attention logits.
+
+    Attributes:
+        rivals: by layer, what is held before an example begins; empty for nothing.
     """
 
     def __init__(self, attachment: Attachment, heads: RetainingHeads, budgets: Sequence[int], chunk_size: int,
@@ -33,6 +38,7 @@ class Student:
         self.attachment, self.heads, self.budgets, self.chunk_size = attachment, heads, tuple(budgets), chunk_size
         self.protected, self.block_bytes = (sinks, stabilizers), block_bytes
         self.tables = attachment.tables(max(budgets) + chunk_size)
+        self.rivals: Mapping[int, Rivals] = {}
         self._absolute = attachment.tables(longest) if any(attachment.shape.sliding) else self.tables
 
     def hidden(self, ids: Tensor, temperature: float) -> Tensor:
@@ -43,17 +49,29 @@ class Student:
         layer, total = call.layer, call.k.shape[2]
         if self.attachment.shape.sliding[layer]:
             return self._sliding(call)
-        chunks = range(0, total, self.chunk_size)
-        first = next((start for start in chunks if start > self.budgets[layer]), total)
-        q, k = (self.tables.rotate(layer, x[:, :, :first], 0) for x in (call.q, call.k))
-        if first == total:  # nothing is evicted
+        before = self._before(call)
+        count = before[0].shape[2]
+        first = next((start for start in range(0, total, self.chunk_size)
+                      if count + start > self.budgets[layer]), total)
+        k = self.tables.rotate(layer, torch.cat([before[0], call.k[:, :, :first]], 2), 0)
+        q = self.tables.rotate(layer, call.q[:, :, :first], count)
+        if first == total and not count:  # nothing is evicted
             return q, k, call.v, None
+        out = [self._rows(call, q, k, torch.cat([before[1], call.v[:, :, :first]], 2), before[2].new_zeros(
+            before[2].shape))]
         scores = self._scores(call)
-        none = scores.new_zeros(*scores.shape[:2], 0)
-        out = [self._rows(call, q, k, call.v[:, :, :first], none)]
         for start in range(first, total, self.chunk_size):
-            out.append(self._chunk(call, scores[..., :start], min(start + self.chunk_size, total), temperature))
+            out.append(self._chunk(call, before, scores[..., :start], min(start + self.chunk_size, total), temperature))
         return torch.cat(out, 2)
+
+    def _before(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values [B, H, n, D] and scores [B, H, n] of what is held before the example."""
+        batch, heads, _, dim = call.k.shape
+        if call.layer not in self.rivals:
+            return (*call.k.new_zeros(2, batch, heads, 0, dim), torch.zeros(batch, heads, 0, device=call.k.device))
+        rivals = self.rivals[call.layer]
+        return tuple(part.expand(batch, *part.shape) for part in (
+            rivals.keys, rivals.values, rivals.scores(self.heads, call.layer)))
 
     def _scores(self, call: LayerCall) -> Tensor:
         """[B, H, T]; of a layer without a head its newest units are the best."""
@@ -62,15 +80,16 @@ class Student:
             return torch.arange(count, dtype=torch.float32, device=call.k.device).expand(*call.k.shape[:2], count)
         return self.heads.score(call.layer, call.q, call.k, call.v, call.hidden)
 
-    def _chunk(self, call: LayerCall, scores: Tensor, stop: int, temperature: float) -> Tensor:
-        """Attention of the rows up to `stop` behind the units that have these scores."""
+    def _chunk(self, call: LayerCall, before: tuple[Tensor, Tensor, Tensor], scores: Tensor, stop: int,
+               temperature: float) -> Tensor:
+        """Attention of the rows up to `stop` behind the units that have these scores, and behind those before."""
         layer, start = call.layer, scores.shape[-1]
         budget, tables = self.budgets[layer], self.tables
-        gates, ranks = visibility(scores, budget, *self.protected, temperature)
-        held = tables.rotate_at(layer, call.k[:, :, :start], ranks)
+        gates, ranks = visibility(torch.cat([before[2], scores], -1), budget, *self.protected, temperature)
+        held = tables.rotate_at(layer, torch.cat([before[0], call.k[:, :, :start]], 2), ranks)
         k = torch.cat([held, tables.rotate(layer, call.k[:, :, start:stop], budget)], 2)
         q = tables.rotate(layer, call.q[:, :, start:stop], budget)
-        return self._rows(call, q, k, call.v[:, :, :stop], gates)
+        return self._rows(call, q, k, torch.cat([before[1], call.v[:, :, :stop]], 2), gates)
 
     def _rows(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         return gated_attention(q, k, v, gates, scale=call.scale, softcap=call.softcap, sinks=call.sinks,

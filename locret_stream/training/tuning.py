@@ -15,8 +15,9 @@ back, and allocation.json becomes allocation.first.json: its curves are of those
 others.
 
 What is taught is what happens within the model's window, since the teacher holds all of an example; and examples teach
-most where the budget is as tight for them as it will be in use. Query-aware heads see the question in front of each
-example, where it competes as other units do.
+most where the budget is as tight for them as it will be in use. With a `background` examples begin in a memory that
+is full, as a stream's is: see the module of that name. Layers with a sliding window see nothing of it. Query-aware
+heads see the question in front of each example, where it competes as other units do.
 
 Memory of a step: one hidden state per layer for all of the batch's examples of one length, and one layer's activations.
 Time: some ten times that of a step of the first stage, as measured on a small model on a CPU.
@@ -45,6 +46,7 @@ from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.models import Attachment, LayerCall, attached, differentiable
 from locret_stream.policies import make_policy
 from locret_stream.training import checkpoint as files
+from locret_stream.training.background import Background, Reading
 from locret_stream.training.checkpoint import Metric
 from locret_stream.training.config import (
     Allocation,
@@ -67,6 +69,7 @@ from locret_stream.training.student import Student, divergence
 
 def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], examples: Iterable[Example],
          config: TuneConfig | None = None, *, held_out: Iterable[Example] | None = None,
+         background: Tensor | Sequence[int] | None = None,
          progress: ProgressCallback | None = None, restart: bool = False) -> TuneResult:
     """Tune the retaining heads in the folder `heads` for the budget they will be used with; keep that if it helps.
 
@@ -79,13 +82,16 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
         examples: as for `train_heads`: a sequence, or an iterable that is read once. Those that fit the budget teach
             what the first stage did and nothing more.
         held_out: to measure on; by default the share of `examples` that the first stage held out.
+        background: token ids [N] of a text like most of what the memory will read, about which nothing is asked; its
+            first slice is read before each held-out example, another one before those that are trained on.
         progress: called after every step and measured example.
         restart: forget an earlier tuning and put the first heads back.
 
     Raises:
         ConfigError: values that cannot work, too few held-out examples that evict anything, or a tuning.json of another
-            call (the message names what differs). The heads stay as they were. WindowExceeded: units + chunk_size.
-        HeadsMismatch: no heads, or those of another model. InvalidTokens: ids outside the vocabulary.
+            call (the message names what differs), or too little background. The heads stay as they were.
+        WindowExceeded: units + chunk_size. InvalidTokens: ids outside the vocabulary.
+        HeadsMismatch: no heads, or those of another model.
         ModelError: the loss is not finite.
     """
     config, folder = config or TuneConfig(), Path(heads)
@@ -95,7 +101,7 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
         tuned = (folder / files.FIRST_WEIGHTS).is_file()
         first = RetainingHeads.load(folder, files.FIRST_WEIGHTS if tuned else WEIGHTS)
         first.check_fits(attachment.shape, attachment.fingerprint)
-        return _Run(attachment, first.to(attachment.device), examples, held_out, config, folder,
+        return _Run(attachment, first.to(attachment.device), examples, held_out, background, config, folder,
                     progress or (lambda at: None)).finish()
 
 
@@ -136,7 +142,8 @@ class _Run:
     """One tuning in its folder: what is done already, and what is still to be."""
 
     def __init__(self, attachment: Attachment, heads: RetainingHeads, examples: Iterable[Example],
-                 held_out: Iterable[Example] | None, config: TuneConfig, folder: Path, progress: ProgressCallback):
+                 held_out: Iterable[Example] | None, background: Tensor | Sequence[int] | None, config: TuneConfig,
+                 folder: Path, progress: ProgressCallback):
         self.attachment, self.heads, self.config, self.folder = attachment, heads, config, folder
         self.progress, shape = progress, attachment.shape
         _check(attachment, heads.config)
@@ -149,6 +156,8 @@ class _Run:
         self.source = Source(examples, self.first_stage, limit, shape.vocab, held_out)
         self.held_out = usable(shape, self.source.held_out, config.units, config.chunk_size, config.examples,
                                verb="tune")
+        self.background = None if background is None else Background(
+            background, config.background_tokens, config.chunk_size, max(budgets), shape.vocab)
         self.tables = attachment.tables(limit)
         self.student = Student(attachment, heads, budgets, config.chunk_size, self.budget.sinks,
                                self.budget.stabilizers, limit, config.block_mib * 2**20)
@@ -157,6 +166,8 @@ class _Run:
         chain = hashlib.blake2b(self.source.identity.encode(), digest_size=16)
         for example in self.held_out:
             chain.update(example.digest())
+        if self.background:
+            chain.update(self.background.digest())
         self.state = _resumed(folder / files.TUNING, TuneResult(
             config=config, policy=policy_for(heads.config), fingerprint=attachment.fingerprint,
             heads=digest_of(heads), data=chain.hexdigest(), budgets=budgets, sinks=self.budget.sinks,
@@ -177,13 +188,17 @@ class _Run:
             self.source.read_past(*restored)
         self.metrics = files.cut_metrics(self.folder / files.TUNING_METRICS, self.step)
         self.used, resumed_from = self.source.used(), self.step
+        every = self.config.renew_every if self.background else self.config.checkpoint_every
         try:
             while self.step < self.config.steps:
-                if self.step > resumed_from and self.step % self.config.checkpoint_every == 0:
+                if self.step > resumed_from and self.step % every == 0:
                     self._save()
+                if self.background and self.step % every == 0:
+                    self._renew()
                 self._train_step()
         finally:
-            self._save()
+            if not self.background or self.step in (self.step // every * every, self.config.steps):
+                self._save()  # between two, what is held of a background is that of other heads
         if self.state.after is None:
             last = [metric.kl for metric in self.metrics[-max(1, self.config.steps // 10):]]
             self._keep(after=self._measure("after"), kl=sum(last) / len(last), resumed_from=resumed_from)
@@ -210,7 +225,21 @@ class _Run:
     def _save(self) -> None:
         files.save_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer, self.step, self.used)
 
+    def _config(self) -> StreamConfig:
+        return StreamConfig(budget=self.budget, chunk_size=self.config.chunk_size, policy=self.state.policy)
+
+    def _heads(self) -> RetainingHeads:
+        """As they are, and as a runtime would use them."""
+        dtype = self.attachment.dtype if self.attachment.dtype.itemsize < 4 else torch.float32
+        return copy.deepcopy(self.heads).to(dtype)
+
     # -- a step -----------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """Let examples begin behind another slice of the background, read with the heads as they are."""
+        ids = self.background.to_tune(self.step // self.config.renew_every)
+        self.progress(Progress(step=self.step, steps=self.config.steps, note=f"reading {len(ids):,} tokens"))
+        self.student.rivals = Reading(self.attachment, self._heads(), self._config()).read(ids)
 
     def _train_step(self) -> None:
         config, temperature = self.config, self.config.temperature_at(self.step)
@@ -278,13 +307,18 @@ class _Run:
     @torch.no_grad()
     def _measure(self, name: str) -> Measurement:
         """Answer loss of the heads as they are, as a runtime would use them."""
-        started, attachment, nll = time.monotonic(), self.attachment, []
-        heads = copy.deepcopy(self.heads).to(attachment.dtype if attachment.dtype.itemsize < 4 else torch.float32)
+        started, nll, heads = time.monotonic(), [], self._heads()
         policy = Recording(make_policy(self.state.policy, heads=heads))
-        config = StreamConfig(budget=self.budget, chunk_size=self.config.chunk_size, policy=policy.name)
-        engine = Engine(attachment, config, policy, slots=1, shares=heads.config.budget_shares)
+        engine = Engine(self.attachment, self._config(), policy, slots=2 if self.background else 1,
+                        shares=heads.config.budget_shares)
+        behind = None
+        if self.background:
+            behind = engine.open(0)
+            engine.accept(behind, self.background.to_measure().tolist())
+            while engine.ready(behind):
+                engine.commit(behind)
         for example in self.held_out:
-            nll.append(answer_nll(engine, policy, example))
+            nll.append(answer_nll(engine, policy, example, behind))
             loss = sum(nll) / sum(self.state.answer_tokens[:len(nll)])
             self.progress(Progress(step=self.step, steps=self.config.steps,
                                    note=f"{name}: held-out loss {loss:.4f} of {len(nll)}/{len(self.held_out)}"))

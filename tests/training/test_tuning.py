@@ -58,7 +58,7 @@ def measured(monkeypatch, *losses: float) -> list[tuple[int, ...]]:
     """Let these be the losses that are measured, in turn; returns the budgets they were measured with."""
     asked, left = [], [loss for loss in losses for _ in range(QUICK.examples)]
 
-    def answer_nll(engine, policy, example):
+    def answer_nll(engine, policy, example, behind=None):
         asked.append(engine.budgets)
         return left.pop(0) * sum(end - start for start, end in example.answer_spans)
 
