@@ -205,7 +205,7 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
             fresh = list(itertools.islice(fresh, ALLOCATE_EXAMPLES))
             if not (arguments.tune_steps and is_tuned(arguments.out / name)):
                 divide(model, arguments.out / name, fresh, division)
-        if division and arguments.tune_steps and config.output == "score":
+        if division and arguments.tune_steps:
             tune_heads(arguments, model, tokenizer, name, text, unseen)
             divide(model, arguments.out / name, fresh, division)  # at once, unless the heads changed
 

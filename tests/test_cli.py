@@ -304,7 +304,6 @@ def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
              "--held-out", 0.4]
     units = ["--tune-units", 16, "--tune-chunk", 16]
     assert "expected --tune STEPS" in mistake(*train, *units)
-    assert "only heads of output score can be tuned" in mistake(*train, "--tune", 2, "--output", "retention")
     assert "tune: 6000 units + chunk_size 1024: the model knows 512" in mistake(*train, "--tune", 2)
     code, out, err = invoke(*train, *units, "--tune", 2, "--json")
     assert code == 0, err
@@ -340,6 +339,7 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     assert json.loads(invoke(*train, *tune, "--json")[1]) == json.loads(out)
     log.write_text(log.read_text().replace("answers", "asks"))
     assert "holds another tuning, which differs in data" in mistake(*train, *tune)
+    assert "found --background and --output retention" in mistake(*train, *tune, "--output", "retention")
     log.write_text("short\n")
     assert "expected a longer text" in mistake(*train, *tune, "--restart-tuning")
     log.write_bytes(b"\xff\n")

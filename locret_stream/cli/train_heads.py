@@ -65,7 +65,7 @@ Examples:
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --label logit
   # heads for the policies kvzap and trimkv
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./zap --features hidden
-  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./trim --output retention
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./trim --output retention --tune 200
   # heads that heed a question told beforehand (run --focus)
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./asked --query-aware
   # the same heads, and what each layer is to get of a budget of 2000 units
@@ -131,8 +131,9 @@ def train_heads(
         raise ConfigError("found --background and no --tune; expected --tune STEPS with it")
     if restart_tuning and not tune:
         raise ConfigError("found --restart-tuning and no --tune; expected --tune STEPS with it")
-    if tune and output != "score":
-        raise ConfigError(f"found --tune and --output {output}; only heads of output score can be tuned")
+    if background is not None and output != "score":
+        raise ConfigError(f"found --background and --output {output}, whose heads learn without eviction; expected one "
+                          "of them")
     divided = tuned = None
     with interruptible(Held(f"the state of the run is in {to}; the same command goes on from there")):
         from locret_stream import models, training

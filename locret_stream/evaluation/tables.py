@@ -36,7 +36,8 @@ def _header(report: Report) -> list[str]:
         "- `full` evicts nothing. It exists only at lengths that the model's window holds.",
         "- mean: of score / score of `full`, over the tasks with answers. Tasks on which `full` scores "
         f"{_below(report)} ({BELOW}) or was not run ({MISSING}) are shown and left out of it.",
-        "- `oracle` and `oracle_per_head` know which lines will be asked about: what a policy could reach, not rivals."
+        "- `oracle` and `oracle_per_head` know which lines will be asked about: what a policy could reach with the "
+        "same division of the budget, not rivals."
         if policies & set(ORACLES) else "",
         "- **Bold**: the best of a column, and what its interval does not tell from it.",
         "- units held: mean over the layers of units per KV head, for every token fed (KV footprint / tokens). held: "

@@ -17,7 +17,9 @@ class InfLLM(Policy):
         decay: factor on what was received earlier.
 
     Deviations: the paper keeps evicted blocks in host memory and fetches the relevant ones back; that grows with the
-    stream, so here what leaves is gone. This is the rule by which it chooses what stays on the device (section 3.3).
+    stream, so here what leaves is gone. This is a rule by which it chooses what stays on the device: how often a block
+    is used. Its local window (4,096 tokens, whose attention to themselves counts for no block) is not kept apart: the
+    newest block is scored by what its own tokens pay to it, so that recent blocks win where few fit the budget.
     The units of a block are equal, and of those the newest stay: the last block that has room stays in part.
     """
 

@@ -15,8 +15,12 @@ class TrimKV(Policy):
 
     A unit of great worth is overtaken by newer ones in the end, so that a memory never fills up for good.
 
+    Heads are trained by `train-heads --output retention --tune STEPS`: the second stage is the paper's (retention-gated
+    attention against the full cache, and a capacity loss). Without it they have only learnt that after `horizon`
+    tokens the labels of Locret are left of a unit: useless units then leave slowly, and facts with them.
+
     Deviations: eviction once per chunk in place of once per token; heads read hidden states (as in the paper) or q, k
-    and v, as they were trained; trained by `train-heads --output retention`.
+    and v, as they were trained; see `training.retention` for those of the training.
     """
 
     name = "trimkv"

@@ -210,7 +210,8 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
         steps, batch, lr, betas, weight_decay, warmup, clip: as of TrainConfig.
         hot, cold: temperature of the gates at the first and the last step, falling geometrically; in standard
             deviations of a head's scores.
-        weight: of the first stage's loss beside the divergence from the full cache, so that scores stay what they say.
+        weight: of the first stage's loss beside the divergence from the full cache, so that scores stay what they say;
+            of heads of output "retention", of the capacity loss.
         eps: of the labels, as of TrainConfig.
         examples: measure on at most so many.
         background_tokens: of a background, at most so many are read before an example begins; renew_every: steps with

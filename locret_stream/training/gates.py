@@ -77,12 +77,14 @@ def visibility(scores: Tensor, budget: int, sinks: int, stabilizers: int, temper
 
 
 def gated_attention(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, scale: float, softcap: float | None = None,
-                    sinks: Tensor | None = None, block_bytes: int = 32 * 2**20) -> Tensor:
+                    sinks: Tensor | None = None, fading: Tensor | None = None,
+                    block_bytes: int = 32 * 2**20) -> Tensor:
     """Attention of R rows over n units behind gates and over themselves, causally.
 
     Args:
         q, k, v: [B, H*G, R, D] and [B, H, n + R, D], q and k rotated, any float dtype; the arithmetic is fp32.
         gates: [B, H, n] log gates. sinks: [H*G] extra softmax logits.
+        fading: [B, H, n + R] log rates at which the logits of units fall towards 0 with every row (see `retention`).
         block_bytes: bound of one tensor of logits; they are made again in the backward pass, block by block.
 
     Returns:
@@ -94,12 +96,13 @@ def gated_attention(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, scale: fl
     for start in range(0, rows, per_block):
         stop = min(start + per_block, rows)
         out.append(checkpoint(_attend, q[:, :, start:stop], k[:, :, :held + stop], v[:, :, :held + stop], gates, scale,
-                              softcap, sinks, use_reentrant=False, preserve_rng_state=False))
+                              softcap, sinks, None if fading is None else fading[..., :held + stop],
+                              use_reentrant=False, preserve_rng_state=False))
     return torch.cat(out, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, scale: float, softcap: float | None,
-            sinks: Tensor | None) -> Tensor:
+            sinks: Tensor | None, fading: Tensor | None) -> Tensor:
     """The last R of the units are those of the rows."""
     (batch, heads, count, dim), rows = k.shape, q.shape[2]
     high = torch.promote_types(q.dtype, torch.float32)
@@ -107,6 +110,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, scale: float, softca
     x = x.view(batch, heads, -1, rows, count)
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
+    if fading is not None:
+        age = torch.arange(count - rows, count, device=x.device)[:, None] - torch.arange(count, device=x.device)
+        x = x * (age.clamp(min=0) * fading[:, :, None, None]).exp()
     x = x + F.pad(gates, (0, count - gates.shape[-1]))[:, :, None, None]
     hidden = torch.ones(rows, count, dtype=torch.bool, device=q.device).triu(count - rows + 1)
     x = x.masked_fill(hidden, -torch.inf)

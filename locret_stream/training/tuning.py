@@ -14,6 +14,9 @@ that is less by more than noise. The first stay beside them as heads.first.safet
 back, and allocation.json becomes allocation.first.json: its curves are of those. The shares stay until `allocate` finds
 others.
 
+Heads of output "retention" are trained as their paper has it: see `retention`. The second term is then the capacity
+loss, and nothing is evicted in a step, so that neither temperatures nor protection matter.
+
 What is taught is what happens within the model's window, since the teacher holds all of an example; and examples teach
 most where the budget is as tight for them as it will be in use. With a `background` examples begin in a memory that
 is full, as a stream's is: see the module of that name. Layers with a sliding window see nothing of it. Query-aware
@@ -35,6 +38,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -63,6 +67,7 @@ from locret_stream.training.labels import answer_rows, visit_layers
 from locret_stream.training.loop import groups_of, uninterrupted
 from locret_stream.training.loss import layer_losses
 from locret_stream.training.measuring import Recording, answer_nll, digest_of, policy_for, usable
+from locret_stream.training.retention import Fading, over_capacity
 from locret_stream.training.source import Source
 from locret_stream.training.student import Student, divergence
 
@@ -78,7 +83,7 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
 
     Args:
         model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
-        heads: a folder of retaining heads of output "score". If it was tuned before, the first heads are what counts.
+        heads: a folder of retaining heads. If it was tuned before, the first heads are what counts.
         examples: as for `train_heads`: a sequence, or an iterable that is read once. Those that fit the budget teach
             what the first stage did and nothing more.
         held_out: to measure on; by default the share of `examples` that the first stage held out.
@@ -146,7 +151,7 @@ class _Run:
                  folder: Path, progress: ProgressCallback):
         self.attachment, self.heads, self.config, self.folder = attachment, heads, config, folder
         self.progress, shape = progress, attachment.shape
-        _check(attachment, heads.config)
+        _check(attachment, heads.config, background is not None)
         self.budget = budget_from(config.units, shape, config.chunk_size, sinks=config.sinks,
                                   stabilizers=config.stabilizers, shares=heads.config.budget_shares)
         budgets = self.budget.per_layer(shape, heads.config.budget_shares, most=shape.window - config.chunk_size)
@@ -159,8 +164,9 @@ class _Run:
         self.background = None if background is None else Background(
             background, config.background_tokens, config.chunk_size, max(budgets), shape.vocab)
         self.tables = attachment.tables(limit)
-        self.student = Student(attachment, heads, budgets, config.chunk_size, self.budget.sinks,
-                               self.budget.stabilizers, limit, config.block_mib * 2**20)
+        kind = Fading if heads.config.output == "retention" else Student
+        self.student = kind(attachment, heads, budgets, config.chunk_size, self.budget.sinks,
+                            self.budget.stabilizers, limit, config.block_mib * 2**20)
         self.optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=config.betas,
                                            weight_decay=config.weight_decay)
         chain = hashlib.blake2b(self.source.identity.encode(), digest_size=16)
@@ -270,24 +276,30 @@ class _Run:
         self.progress(Progress(step=self.step, steps=config.steps, loss=loss, note=f"KL {kl:.4f}"))
 
     def _teach(self, group: list[Example], share: float) -> Tensor:
-        """Keep everything: the first stage's loss, whose gradient is taken, as [regression, smoothing]; and what the
-        answers are expected to be becomes `expected`."""
+        """Keep everything: the first stage's loss, whose gradient is taken, as [regression, smoothing] (of "retention",
+        the capacity loss and 0); and what the answers are expected to be becomes `expected`."""
         layers, config, found = self.attachment.shape.layers, self.first_stage, []
 
         def visit(call: LayerCall, labels: Tensor, valid: Tensor) -> None:
             if not self.heads.config.has_head(call.layer):
                 return
-            n = labels.shape[-1]
             with torch.enable_grad():
-                scores = self.heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n],
-                                          call.hidden[:, :n])
-                regression, smoothing = layer_losses(scores, labels, valid)
+                regression, smoothing = self._beside(call, labels, valid)
                 (share * self.config.weight * (regression / layers + config.alpha * smoothing)).backward()
             found.append(share * torch.stack([regression.detach() / layers, smoothing.detach()]).double())
 
         self.expected = visit_layers(self.attachment, self.tables, group, visit, kind=config.label, eps=config.eps,
                                      block_bytes=config.block_mib * 2**20)
         return torch.stack(found).sum(0)
+
+    def _beside(self, call: LayerCall, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's heads learn beside the divergence: the terms of the first stage, or those of `retention`."""
+        if self.heads.config.output == "retention":
+            rates = F.logsigmoid(self.heads.score(call.layer, call.q, call.k, call.v, call.hidden))
+            return over_capacity(rates, self.state.budgets[call.layer], self.student.block_bytes), rates.new_zeros(())
+        n = labels.shape[-1]
+        scores = self.heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n], call.hidden[:, :n])
+        return layer_losses(scores, labels, valid)
 
     def _learn(self, group: list[Example], share: float, temperature: float) -> float:
         """Forget softly: the divergence from what is expected, whose gradient is taken."""
@@ -325,10 +337,10 @@ class _Run:
         return Measurement(budgets=engine.budgets, nll=tuple(nll), loss=loss, seconds=time.monotonic() - started)
 
 
-def _check(attachment: Attachment, heads: HeadsConfig) -> None:
-    if heads.output != "score":
-        raise ConfigError(f"tune: found heads of output {heads.output!r}, whose units change places as they age; "
-                          "expected 'score'")
+def _check(attachment: Attachment, heads: HeadsConfig, background: bool) -> None:
+    if heads.output == "retention" and background:
+        raise ConfigError("tune: found a background, and heads of output 'retention', which learn without eviction; "
+                          "expected none")
     if all(attachment.shape.sliding):
         raise ConfigError("tune: every layer of this model has a sliding window, where no head decides; expected a "
                           "layer with full attention")
