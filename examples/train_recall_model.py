@@ -60,8 +60,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--allocate-units", type=int, default=128,
                         help="budget that is divided among the layers with each set of heads; 0: none (default 128)")
     parser.add_argument("--tune-steps", type=int, default=150,
-                        help="of a second stage with eviction going on, at half that budget, so that sequences of the "
-                             "window are as hard as longer streams; 0: none (default 150)")
+                        help="of a second stage with eviction going on, at half that budget and behind a long text; "
+                             "0: none (default 150)")
     return parser.parse_args()
 
 
@@ -177,11 +177,15 @@ def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], divisi
 
 def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Tokenizer, name: str, text: str,
                unseen: str) -> None:
+    fades = HEADS[name].get("output") == "retention"
     config = TuneConfig(units=arguments.allocate_units // 2, chunk_size=128, steps=arguments.tune_steps, batch=2,
-                        lr=5e-4, max_tokens=STAGES[-1] + 1)
+                        lr=2e-3 if fades else 5e-4, max_tokens=STAGES[-1] + 1)
+    writer = Writer(tokenizer, text, f"tuning {arguments.seed}")
+    slices = 1 + -(-config.steps // config.renew_every)  # and one to measure with
+    background = None if fades else writer.background(slices * config.background_tokens)
     held_out = Writer(tokenizer, unseen, f"tuning {arguments.seed}").examples(STAGES[-1])
-    made = tune(model, arguments.out / name, Writer(tokenizer, text, f"tuning {arguments.seed}").examples(STAGES[-1]),
-                config, held_out=list(itertools.islice(held_out, config.examples)))
+    made = tune(model, arguments.out / name, writer.examples(STAGES[-1]), config,
+                held_out=list(itertools.islice(held_out, config.examples)), background=background)
     print(f"  tuned: loss {made.before.loss:.3f} before, {made.after.loss:.3f} after, "
           f"{'kept' if made.better else 'dropped'}", flush=True)
 

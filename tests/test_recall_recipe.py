@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import sys
@@ -67,6 +68,16 @@ def test_examples_for_heads_label_the_answers(writer):
     for start, end in example.answer_spans:
         said = writer.tokenizer.decode(example.ids[start:end].tolist())
         assert re.fullmatch(r"([0-9]{3}( [0-9]{3})*|[RPS]|(<[A-Z]{2}:[0-9]{3}>)+)\n", said)
+
+
+def test_a_background_is_runs_of_its_text_and_holds_no_mark(writer, text):
+    ids = writer.background(5000)
+    assert ids.shape == (5000,) and ids.dtype == torch.int64
+    lines = writer.tokenizer.decode(ids.tolist()).split("\n")[:-1]
+    whole = text.split("\n")
+    assert set(lines) <= set(whole) and len(set(lines)) > 40
+    followed = sum(f"{one}\n{two}" in text for one, two in itertools.pairwise(lines))
+    assert 0.9 < followed / (len(lines) - 1) < 1, "runs, not lines of their own, nor one run"
 
 
 def test_figures_are_full_of_digits_and_hold_no_mark(data):

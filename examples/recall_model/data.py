@@ -17,6 +17,7 @@ from locret_stream.training import Example
 
 END = "<|end|>"
 TEXT_WEIGHT, COPY_WEIGHT = 0.3, 0.5
+RUN = 40  # lines of a background that follow each other
 TEXT_SHARES = (0.0, 0.3, 0.6, 0.85)  # how much of a sequence is text
 LONG_TEXT_SHARES = (0.3, 0.6, 0.85, 0.95)  # the same for what learns what to forget
 PLAIN = 0.3  # the share of plain recall
@@ -160,6 +161,15 @@ class Writer:
             ids, _, answers = self.sequence(length, LONG_TEXT_SHARES)
             edges = np.flatnonzero(np.diff(np.concatenate([[False], answers, [False]]).astype(np.int8)))
             yield Example(torch.from_numpy(ids), tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)))
+
+    def background(self, count: int) -> Tensor:
+        """Ids [count] of text alone, in runs of lines from all over it."""
+        parts, size = [], 0
+        while size < count:
+            at = self.rng.randrange(len(self.lines))
+            parts += self.lines[at:at + RUN]
+            size += sum(map(len, self.lines[at:at + RUN]))
+        return torch.from_numpy(np.concatenate(parts)[:count])
 
     def copies(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A random segment, repeated: the plainest reason to look back."""

@@ -9,7 +9,8 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class H2O(Policy):
-    """Score = sum of the softmax attention received over all commits, per KV head; a recent share is protected.
+    """Score = sum of the softmax attention received over all commits, from all query heads of a KV head; a recent share
+    is protected.
 
     Args:
         recent: share of every layer's budget that always goes to the last units (the paper: one half).
