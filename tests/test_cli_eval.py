@@ -270,8 +270,11 @@ def test_by_default_a_policy_is_run_as_a_runtime_runs_it(small: list[str], model
     """With the shares of the heads, where there are some."""
     cells = plan.planned(axes(policies=["locret", "h2o"], heads=[str(model / "heads")], allocations=["auto"]))
     assert {(cell.policy, cell.heads, cell.allocation) for cell in cells} == {
-        (policy, str(model / "heads"), "auto") for policy in ("locret", "h2o")}
-    assert {cell.heads for cell in plan.planned(axes(policies=["h2o"], allocations=["auto"]))} == {""}
+        (policy, str(model / "heads"), "adaptive") for policy in ("locret", "h2o")}
+    alone = plan.planned(axes(policies=["h2o"], allocations=["auto"]))
+    assert alone == plan.planned(axes(policies=["h2o"], allocations=["uniform"])) and alone[0].heads == ""
+    even = plan.planned(axes(policies=["kvzap"], heads=[f"kvzap={model / 'zap'}"], allocations=["auto"]))
+    assert {(cell.heads, cell.allocation) for cell in even} == {(str(model / "zap"), "uniform")}
 
 
 def test_knobs_given_twice_are_crossed():

@@ -95,7 +95,7 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
 
 
 def _variants(axes: Axes, policy: str) -> list[dict]:
-    """Allocation, heads and knobs of each variant of a policy."""
+    """Allocation, heads and knobs of each variant of a policy. One without heads has them for their shares alone."""
     own, knobs = with_heads(policy), axes.knobs.get(policy, {})
     folders = axes.heads.get(policy, ())
     if knobs and policy in ORACLES:
@@ -108,9 +108,18 @@ def _variants(axes: Axes, policy: str) -> list[dict]:
                           f"{', '.join(name for name in POLICIES if with_heads(name))}")
     settings = [typed_knobs(policy, dict(zip(knobs, values, strict=True))) if knobs else {}
                 for values in itertools.product(*knobs.values())]
-    return [{"allocation": allocation, "heads": heads, "knobs": chosen}
-            for allocation in axes.allocations for chosen in settings
-            for heads in (folders if own else (axes.shares_of if allocation in ("auto", "adaptive") else "",))]
+    found, folders = [], folders if own else (axes.shares_of,)
+    for allocation, chosen, heads in itertools.product(axes.allocations, settings, folders):
+        resolved = _resolved(allocation, heads)
+        found.append({"allocation": resolved, "heads": heads if own or resolved == "adaptive" else "", "knobs": chosen})
+    return found
+
+
+def _resolved(allocation: str | tuple[float, ...], heads: str) -> str | tuple[float, ...]:
+    """What "auto" comes to, so that one way of dividing a budget has one name. Raises HeadsMismatch."""
+    if allocation != "auto":
+        return allocation
+    return "adaptive" if heads and RetainingHeads.load(heads).config.budget_shares else "uniform"
 
 
 def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, int]]:
