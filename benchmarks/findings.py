@@ -25,7 +25,7 @@ from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.runner import Bench
 from locret_stream.heads import RetainingHeads
-from locret_stream.training import TrainConfig, is_tuned, train_heads
+from locret_stream.training import TrainConfig, TuneConfig, is_tuned, train_heads, tune
 from locret_stream.training.tuning import forget_tuning
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -50,7 +50,11 @@ TRAINED = {  # heads by folder: what differs from the others, and which text the
 }
 
 
-RECIPE, UNTUNED = "recipe", "recipe-untuned"  # the recipe's own heads, and those as they were before their second stage
+RECIPE, FADING = "recipe", "recipe-retention"  # the recipe's own heads, of locret and of trimkv
+OWN = {RECIPE: "heads", FADING: "heads-retention"}
+UNTUNED, ALONE, UNFADED = "recipe-untuned", "recipe-alone", "recipe-retention-untuned"
+COPIES = {UNTUNED: RECIPE, ALONE: RECIPE, UNFADED: FADING}
+"""As they were before their second stage; alone: tuned on examples that begin in an empty memory."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -99,9 +103,14 @@ FINDINGS = (
         "uniform": locret(allocation="uniform"), "pyramid": locret(allocation="pyramid"),
         "learned with the heads": locret()}),
     Finding("eviction in the loop", "heads that decide what is evicted while they learn from the full cache's answers "
-            "need less memory (TRIM-KV, arXiv:2512.03324, section 4)", {
-                f"{words}, {units} units": locret(heads, units=units)
-                for units in (128, 64) for heads, words in ((UNTUNED, "before"), (RECIPE, "after"))}),
+            "need less memory (TRIM-KV, arXiv:2512.03324, section 4); here also where a text has filled it; 64 units", {
+                f"{words}, {length:,} tokens": locret(heads, units=64, length=length)
+                for length in (4096, 65_536) for heads, words in (
+                    (UNTUNED, "first stage"), (ALONE, "tuned on examples"), (RECIPE, "tuned behind a text"))}),
+    Finding("retention learnt end to end", "gates learn what is to last from attention that fades and a capacity loss "
+            "(TRIM-KV, section 4)", {
+                words: {"policy": "trimkv", "heads": heads, "allocation": "main"} for heads, words in (
+                    (UNFADED, "what labels leave after 4,096 tokens"), (FADING, "end to end, from there"))}),
     Finding("random share of NaCl", "a random share of the budget helps (arXiv:2408.03675, table 3)", {
         **{f"{share:.0%}": nacl(random=share) for share in (0.0, 0.37, 0.7, 1.0)},
         "37%, one lot per unit": nacl(draw="reservoir")}),
@@ -141,12 +150,17 @@ def text_for(which: str, books: list[Path]) -> str:
 def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: set[str]) -> None:
     """Heads that are not in --out yet."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    if UNTUNED in wanted and not (options.out / UNTUNED / "heads.json").is_file():
-        copy = options.out / f"{UNTUNED}.part"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(options.model / "heads", copy)
-        forget_tuning(copy)
-        copy.rename(options.out / UNTUNED)
+    for name in sorted(wanted & set(COPIES)):
+        if not (options.out / name / "heads.json").is_file():
+            copy = options.out / f"{name}.part"
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(options.model / OWN[COPIES[name]], copy)
+            forget_tuning(copy)
+            if name == ALONE:
+                print(f"tuning {name}", file=sys.stderr, flush=True)
+                config = TuneConfig(units=UNITS // 2, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025)
+                tune(model, copy, Writer(tokenizer, text_for("all", options.text), "tuning").examples(1024), config)
+            copy.rename(options.out / name)
     for name in sorted(wanted & set(TRAINED)):
         more, which = TRAINED[name]
         if (options.out / name / "heads.json").is_file():
@@ -168,7 +182,8 @@ def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Ce
         divided = Budget(units=given["units"], sinks=SINKS, stabilizers=STABILIZERS + FOCUS, allocation="adaptive")
         given["allocation"] = divided.per_layer(shape, shares, most=shape.window - given["chunk_size"])
     if given.get("heads"):
-        given["heads"] = str(options.model / "heads" if given["heads"] == RECIPE else options.out / given["heads"])
+        name = given["heads"]
+        given["heads"] = str(options.model / OWN[name] if name in OWN else options.out / name)
     streams = suite.task_named(given["task"]).streams(options.questions, given.get("focus", False))
     return Cell(streams=streams, **given)
 
@@ -180,11 +195,13 @@ def main() -> None:
     chosen = [one for one in FINDINGS if not options.finding or one.name in options.finding]
     if not (options.model / "heads" / "allocation.json").is_file():
         sys.exit(f"{options.model}/heads has no shares of the budget; expected the folder as the recipe leaves it")
-    if any(one.name == "eviction in the loop" for one in chosen) and not is_tuned(options.model / "heads"):
-        sys.exit(f"{options.model}/heads are not tuned; expected the folder as the recipe leaves it")
+    wanted = {variant["heads"] for one in chosen for variant in one.variants.values() if variant.get("heads")}
+    for name, folder in OWN.items():
+        needed = wanted & {name, *(copy for copy, of in COPIES.items() if of == name)}
+        if needed and not is_tuned(options.model / folder):
+            sys.exit(f"{options.model}/{folder} are not tuned; expected the folder as the recipe leaves it")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    train_missing(options, model, {variant["heads"] for one in chosen for variant in one.variants.values()
-                                   if variant.get("heads")})
+    train_missing(options, model, wanted)
     bench = Bench(model, AutoTokenizer.from_pretrained(options.model))
     rows = []
     for one in chosen:
