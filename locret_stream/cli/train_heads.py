@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -149,7 +148,7 @@ def train_heads(
         attachment = models.attach(loaded)
         examples = training.load_examples(data, tokenizer) if allocate or tune else []
         held_out_ones = training.held_out_examples(attachment, examples, config) if examples else []
-        _expect_enough(attachment, held_out_ones, [division] * allocate + ([tuning] if tuning else []))
+        _expect_enough(attachment, held_out_ones, division if allocate else None, tuning, background is not None)
         read = None if background is None else _ids_of(background, attachment, tokenizer, tuning)
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
@@ -206,15 +205,15 @@ def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBa
     return ids[:most]
 
 
-def _expect_enough(attachment: Attachment, held_out: list[Example],
-                   measured: Sequence[AllocationConfig | TuneConfig]) -> None:
+def _expect_enough(attachment: Attachment, held_out: list[Example], division: AllocationConfig | None,
+                   tuning: TuneConfig | None, full: bool) -> None:
     """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of units and examples."""
-    from locret_stream.training import TuneConfig
     from locret_stream.training.measuring import usable
 
-    for one in measured:
-        usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples,
-               verb="tune" if isinstance(one, TuneConfig) else "allocate")
+    if division:
+        usable(attachment.shape, held_out, division.units, division.chunk_size, division.examples, verb="allocate")
+    if tuning:
+        usable(attachment.shape, held_out, tuning.units, tuning.chunk_size, tuning.examples, verb="tune", full=full)
 
 
 def _divide(attachment: Attachment, to: Path, held_out: list[Example], division: AllocationConfig) -> Allocation:

@@ -69,8 +69,9 @@ def held_units(tokens: int, chunk_size: int) -> int:
 
 
 def usable(shape: ModelShape, examples: Sequence[Example], units: int, chunk_size: int, most: int, *,
-           verb: str) -> list[Example]:
-    """The first `most` that a uniform budget evicts something of; whole chunks of them fit the window.
+           verb: str, full: bool = False) -> list[Example]:
+    """The first `most` that a uniform budget evicts something of; whole chunks of them fit the window. `full`: the
+    memory is full before an example begins.
 
     Raises:
         ConfigError: too few. WindowExceeded: the budget itself does not fit. InvalidTokens: ids outside the vocabulary.
@@ -88,14 +89,14 @@ def usable(shape: ModelShape, examples: Sequence[Example], units: int, chunk_siz
         fitted = fit(example, limit)
         if fitted is not None:
             longest = max(longest, len(fitted.ids))
-            if held_units(len(fitted.ids), chunk_size) > units:
+            if held_units(len(fitted.ids), chunk_size) > (0 if full else units):
                 found.append(fitted)
     if len(found) < LEAST_EXAMPLES:
         raise ConfigError(
             f"{verb}: of {len(examples)} held-out examples, the longest of {longest} tokens, {len(found)} are so "
-            f"long that anything is evicted at {units} units in chunks of {chunk_size}; expected at "
-            f"least {LEAST_EXAMPLES}: more or longer examples (at most {limit} tokens fit the model), a larger share "
-            "held out, or fewer units")
+            f"long that anything is evicted at {units} units{' (full before)' * full} in chunks of {chunk_size}; "
+            f"expected at least {LEAST_EXAMPLES}: more or longer examples (at most {limit} tokens fit the model), a "
+            "larger share held out, or fewer units")
     return found[:most]
 
 

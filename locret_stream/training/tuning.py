@@ -160,7 +160,7 @@ class _Run:
         limit = min(config.max_tokens, shape.window)
         self.source = Source(examples, self.first_stage, limit, shape.vocab, held_out)
         self.held_out = usable(shape, self.source.held_out, config.units, config.chunk_size, config.examples,
-                               verb="tune")
+                               verb="tune", full=background is not None)
         self.background = None if background is None else Background(
             background, config.background_tokens, config.chunk_size, max(budgets), shape.vocab)
         self.tables = attachment.tables(limit)

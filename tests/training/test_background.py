@@ -117,6 +117,19 @@ def test_examples_begin_behind_it_and_a_resumed_one_equals_an_uninterrupted_one(
             tune(model, tmp_path / "straight", examples, config, background=other)
 
 
+def test_in_a_full_memory_short_examples_do(tmp_path):
+    """Of 40 tokens nothing leaves an empty memory of 60 units."""
+    model, examples, background = make("llama"), make_examples(24, 40), torch.tensor(ids_of(300, seed=3))
+    config = msgspec.structs.replace(QUICK, units=60, steps=1, background_tokens=96)
+    with pytest.raises(ConfigError, match="0 are so long that anything is evicted at 60 units in chunks"):
+        tune(model, saved_heads(model, tmp_path / "alone"), examples, config)
+    made = tune(model, saved_heads(model, tmp_path / "behind"), examples, config, background=background)
+    assert made.kl > 0 and len(made.before.nll) == QUICK.examples
+    one_chunk = [Example(example.ids[-12:], ((10, 12),)) for example in examples]
+    with pytest.raises(ConfigError, match=r"0 are so long that anything is evicted at 60 units \(full before\)"):
+        tune(model, saved_heads(model, tmp_path / "tiny"), one_chunk, config, background=background)
+
+
 def test_heads_learn_what_to_hold_against_a_text_that_examples_do_not_show(tmp_path):
     """Examples are noise of three ids, the text is of others: alone, they teach too little about it."""
     model, loss = finder()
