@@ -336,7 +336,10 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     code, out, err = invoke(*train, *tune, "--json")
     assert code == 0, err
     assert json.loads(out)["tuning"]["steps"] == 2
+    behind = json.loads(out)["tuning"]["behind"]
+    assert behind > 1000 and behind % 16 == 0
     assert json.loads(invoke(*train, *tune, "--json")[1]) == json.loads(out)
+    assert f"tuned for 16 units on average, behind {behind:,} tokens of text: " in invoke(*train, *tune)[1]
     log.write_text(log.read_text().replace("answers", "asks"))
     assert "holds another tuning, which differs in data" in mistake(*train, *tune)
     assert "found --background and --output retention" in mistake(*train, *tune, "--output", "retention")

@@ -233,7 +233,7 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
                 "loss": {name: divided.measured[name].loss for name in ("full", "even", "divided")}}}
         if tuned is not None:
             found["tuning"] = {"better": tuned.better, "units": tuned.config.units, "budgets": list(tuned.budgets),
-                               "steps": tuned.config.steps, "seconds": tuned.seconds,
+                               "behind": tuned.behind, "steps": tuned.config.steps, "seconds": tuned.seconds,
                                "loss": {"before": tuned.before.loss, "after": tuned.after.loss}}
         print_json(found)
         return
@@ -241,10 +241,11 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
               f"{result.overlap_before:.1%} before and {result.overlap:.1%} after on {result.held_out} held out",
               soft_wrap=True)
     if tuned is not None:
-        out.print(f"tuned for {tuned.config.units} units on average: answer loss {tuned.after.loss:.4f}, before "
-                  f"{tuned.before.loss:.4f}" + ("; the first heads are in heads.first.safetensors" if tuned.better else
-                                                "; no gain beyond noise, so the heads stay as they were"),
-                  soft_wrap=True)
+        behind = f", behind {tuned.behind:,} tokens of text" if tuned.behind else ""
+        kept = ("; the first heads are in heads.first.safetensors" if tuned.better else
+                "; no gain beyond noise, so the heads stay as they were")
+        out.print(f"tuned for {tuned.config.units} units on average{behind}: answer loss {tuned.after.loss:.4f}, "
+                  f"before {tuned.before.loss:.4f}{kept}", soft_wrap=True)
     if divided is not None:
         full, even, own = (divided.measured[name].loss for name in ("full", "even", "divided"))
         by_layer = " ".join(map(str, divided.units))

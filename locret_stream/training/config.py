@@ -269,6 +269,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint, heads, data, policy: digests of the model, of the heads before and of the examples, and what scores.
     budgets: units by layer, [L]; sinks, stabilizers: of each. tokens, answer_tokens: of each held-out example, [E].
+    behind: tokens of a background that were read before each, 0 without one.
     before, after: answer loss of the heads as they were and tuned, measured by the engine, as at inference.
     kl: divergence from the full cache in the last tenth of the steps, nats per answer token.
     better: whether the tuned heads are better by more than noise, so that they took the others' place.
@@ -285,6 +286,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     stabilizers: int
     tokens: tuple[int, ...]
     answer_tokens: tuple[int, ...]
+    behind: int = 0
     before: Measurement | None = None
     after: Measurement | None = None
     kl: float | None = None

@@ -22,7 +22,8 @@ most where the budget is as tight for them as it will be in use. With a `backgro
 is full, as a stream's is: see the module of that name. Layers with a sliding window see nothing of it. Query-aware
 heads see the question in front of each example, where it competes as other units do.
 
-Memory of a step: one hidden state per layer for all of the batch's examples of one length, and one layer's activations.
+Memory of a step: one hidden state per layer for all of the batch's examples of one length, and one layer's activations;
+behind a background also, for every layer, the units that it left, and what heads read of each.
 Time: some ten times that of a step of the first stage, as measured on a small model on a CPU.
 """
 
@@ -177,7 +178,8 @@ class _Run:
         self.state = _resumed(folder / files.TUNING, TuneResult(
             config=config, policy=policy_for(heads.config), fingerprint=attachment.fingerprint,
             heads=digest_of(heads), data=chain.hexdigest(), budgets=budgets, sinks=self.budget.sinks,
-            stabilizers=self.budget.stabilizers, tokens=tuple(len(example.ids) for example in self.held_out),
+            stabilizers=self.budget.stabilizers, behind=len(self.background.to_measure()) if self.background else 0,
+            tokens=tuple(len(example.ids) for example in self.held_out),
             answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in self.held_out)))
         self.step, self.metrics = 0, list[Metric]()
 
