@@ -11,6 +11,7 @@ remembered nothing can differ.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -159,7 +160,9 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
             if name == ALONE:
                 print(f"tuning {name}", file=sys.stderr, flush=True)
                 config = TuneConfig(units=UNITS // 2, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025)
-                tune(model, copy, Writer(tokenizer, text_for("all", options.text), "tuning").examples(1024), config)
+                examples = Writer(tokenizer, text_for("all", options.text), "tuning").examples(1024)
+                if not tune(model, copy, examples, config).better:
+                    sys.exit(f"{name}: tuning made the heads no better, so that there is nothing to compare")
             copy.rename(options.out / name)
     for name in sorted(wanted & set(TRAINED)):
         more, which = TRAINED[name]
@@ -170,6 +173,14 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
         print(f"training {name} on {which}", file=sys.stderr, flush=True)
         examples = Writer(tokenizer, text_for(which, options.text), "findings").examples(1024)
         train_heads(model, examples, options.out / name, config)
+
+
+def tuned_as_promised(folder: Path, behind: bool) -> bool:
+    """Whether tuning made those heads better, `behind` a text."""
+    if not is_tuned(folder):
+        return False
+    made = json.loads((folder / "tuning.json").read_bytes())
+    return made["better"] and (made["behind"] > 0 or not behind)
 
 
 def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Cell:
@@ -198,8 +209,9 @@ def main() -> None:
     wanted = {variant["heads"] for one in chosen for variant in one.variants.values() if variant.get("heads")}
     for name, folder in OWN.items():
         needed = wanted & {name, *(copy for copy, of in COPIES.items() if of == name)}
-        if needed and not is_tuned(options.model / folder):
-            sys.exit(f"{options.model}/{folder} are not tuned; expected the folder as the recipe leaves it")
+        if needed and not tuned_as_promised(options.model / folder, behind=name == RECIPE):
+            sys.exit(f"{options.model}/{folder} are not tuned, or not behind a text; expected the folder as the recipe "
+                     "leaves it, with tuned heads that are better")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     train_missing(options, model, wanted)
     bench = Bench(model, AutoTokenizer.from_pretrained(options.model))

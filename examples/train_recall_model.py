@@ -169,8 +169,9 @@ HEADS = {"heads": {}, "heads-hidden": {"features": "hidden"},
          "heads-retention": {"output": "retention", "features": "hidden"}}  # of locret, kvzap and trimkv
 
 
-def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], division: AllocationConfig) -> None:
-    made = allocate(model, heads, examples, division)
+def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], division: AllocationConfig,
+           background: Tensor) -> None:
+    made = allocate(model, heads, examples, division, background=background)
     print(f"  units by layer {made.units}: loss {made.measured['divided'].loss:.3f}, "
           f"evenly {made.measured['even'].loss:.3f}", flush=True)
 
@@ -180,12 +181,13 @@ def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer
     fades = HEADS[name].get("output") == "retention"
     config = TuneConfig(units=arguments.allocate_units // 2, chunk_size=128, steps=arguments.tune_steps, batch=2,
                         lr=2e-3 if fades else 5e-4, max_tokens=STAGES[-1] + 1)
-    writer = Writer(tokenizer, text, f"tuning {arguments.seed}")
-    slices = 1 + -(-config.steps // config.renew_every)  # and one to measure with
-    background = None if fades else writer.background(slices * config.background_tokens)
-    held_out = Writer(tokenizer, unseen, f"tuning {arguments.seed}").examples(STAGES[-1])
-    made = tune(model, arguments.out / name, writer.examples(STAGES[-1]), config,
-                held_out=list(itertools.islice(held_out, config.examples)), background=background)
+    writer, measured = (Writer(tokenizer, part, f"tuning {arguments.seed}") for part in (text, unseen))
+    background, tokens = None, config.background_tokens
+    if not fades:  # of what was never trained on first: that is measured with
+        background = torch.cat([measured.background(tokens),
+                                writer.background(-(-config.steps // config.renew_every) * tokens)])
+    made = tune(model, arguments.out / name, writer.examples(STAGES[-1]), config, background=background,
+                held_out=list(itertools.islice(measured.examples(STAGES[-1]), config.examples)))
     print(f"  tuned: loss {made.before.loss:.3f} before, {made.after.loss:.3f} after, "
           f"{'kept' if made.better else 'dropped'}", flush=True)
 
@@ -207,11 +209,13 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
                                         examples=ALLOCATE_EXAMPLES)
             fresh = Writer(tokenizer, unseen, f"allocation {arguments.seed}").examples(STAGES[-1])
             fresh = list(itertools.islice(fresh, ALLOCATE_EXAMPLES))
+            tokens = 2 * division.background_tokens
+            filled = Writer(tokenizer, unseen, f"allocation {arguments.seed}").background(tokens)
             if not (arguments.tune_steps and is_tuned(arguments.out / name)):
-                divide(model, arguments.out / name, fresh, division)
+                divide(model, arguments.out / name, fresh, division, filled)
         if division and arguments.tune_steps:
             tune_heads(arguments, model, tokenizer, name, text, unseen)
-            divide(model, arguments.out / name, fresh, division)  # at once, unless the heads changed
+            divide(model, arguments.out / name, fresh, division, filled)  # at once, unless the heads changed
 
 
 def main() -> None:

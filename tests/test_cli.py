@@ -332,7 +332,7 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
              "--held-out", 0.4, "--background", log]
     tune = ["--tune", 2, "--tune-units", 16, "--tune-chunk", 16]
-    assert "found --background and no --tune; expected --tune STEPS with it" in mistake(*train)
+    assert "found --background and neither --tune nor --allocate; expected one of them with it" in mistake(*train)
     code, out, err = invoke(*train, *tune, "--json")
     assert code == 0, err
     assert json.loads(out)["tuning"]["steps"] == 2
@@ -343,8 +343,13 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     log.write_text(log.read_text().replace("answers", "asks"))
     assert "holds another tuning, which differs in data" in mistake(*train, *tune)
     assert "found --background and --output retention" in mistake(*train, *tune, "--output", "retention")
+    assert "found --background and --query-aware" in mistake(*train, *tune, "--query-aware")
     log.write_text("short\n")
+    before = {path.name: path.read_bytes() for path in heads.iterdir()}
     assert "expected a longer text" in mistake(*train, *tune, "--restart-tuning")
+    assert {path.name: path.read_bytes() for path in heads.iterdir()} == before
+    assert "expected a longer text" in mistake(*train, *tune, "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists(), "told before anything is trained"
     log.write_bytes(b"\xff\n")
     assert "service.log" in mistake(*train, *tune, "--restart-tuning")
     assert "--background" in mistake(*train[:-1], tmp_path, *tune)

@@ -50,9 +50,9 @@ and the chunk size that you will use.
 --tune then trains the heads on with eviction going on, so that answers with that budget come near those of the full \
 cache, and keeps what comes out only if held-out answers are better for it; the first heads stay beside them as \
 heads.first.safetensors. With --allocate, too, the budget is divided before, and after if the heads changed. \
---background adds what an example is too short to show: a long text whose units the heads like, wrongly, and which has \
-filled the memory by the time a fact arrives. Some 100,000 tokens of it are read every 25 steps, so a file of 4 MB is \
-of use.
+--background adds to both what an example is too short to show: a long text whose units the heads like, wrongly, and \
+which has filled the memory by the time a fact arrives. Some 100,000 tokens of it are read every 25 steps: a file \
+of 4 MB is of use.
 
 Examples:
 
@@ -112,8 +112,8 @@ def train_heads(
     tune_chunk: Annotated[int | None, typer.Option(show_default="as --allocate-chunk", help=(
         "Tokens read between two evictions."))] = None,
     background: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
-        "Text like most of what will stream by, about which nothing is asked: with --tune, examples begin behind "
-        "it."))] = None,
+        "Text like most of what will stream by, about which nothing is asked: --allocate and --tune let examples begin "
+        "behind it."))] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out, heads and all.")] = False,
     restart_tuning: Annotated[bool, typer.Option("--restart-tuning", help=(
         "Tune the first heads anew; what was tuned before is forgotten."))] = False,
@@ -126,10 +126,13 @@ def train_heads(
         raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
     if not tune and (tune_units, tune_chunk) != (None, None):
         raise ConfigError("found --tune-units or --tune-chunk and no --tune; expected --tune STEPS with them")
-    if background is not None and not tune:
-        raise ConfigError("found --background and no --tune; expected --tune STEPS with it")
+    if background is not None and not (tune or allocate):
+        raise ConfigError("found --background and neither --tune nor --allocate; expected one of them with it")
     if restart_tuning and not tune:
         raise ConfigError("found --restart-tuning and no --tune; expected --tune STEPS with it")
+    if background is not None and query_aware:
+        raise ConfigError("found --background and --query-aware, whose question stands in front of all that is read; "
+                          "expected one of them")
     if background is not None and output != "score":
         raise ConfigError(f"found --background and --output {output}, whose heads learn without eviction; expected one "
                           "of them")
@@ -148,19 +151,19 @@ def train_heads(
         attachment = models.attach(loaded)
         examples = training.load_examples(data, tokenizer) if allocate or tune else []
         held_out_ones = training.held_out_examples(attachment, examples, config) if examples else []
-        _expect_enough(attachment, held_out_ones, division if allocate else None, tuning, background is not None)
-        read = None if background is None else _ids_of(background, attachment, tokenizer, tuning)
+        read = None if background is None else _ids_of(background, attachment, tokenizer, division, tuning)
+        _expect_enough(attachment, held_out_ones, division if allocate else None, tuning, read)
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)
         if allocate and not (tune and training.is_tuned(to)):
-            divided = _divide(attachment, to, held_out_ones, division)
+            divided = _divide(attachment, to, held_out_ones, division, read)
         if tuning:
             with training.progress_bar(err, "tuning heads") as progress:
                 tuned = training.tune(attachment, to, examples, tuning, background=read, progress=progress,
                                       restart=restart_tuning)
         if allocate:  # at once, unless tuning changed the heads
-            divided = _divide(attachment, to, held_out_ones, division)
+            divided = _divide(attachment, to, held_out_ones, division, read)
     _tell(result, divided, tuned, as_json)
     if not as_json:
         policy = training.policy_for(config)
@@ -189,12 +192,15 @@ def _tuning(config: TrainConfig, steps: int, units: int, chunk_size: int) -> Tun
                       held_out=config.held_out, seed=config.seed)
 
 
-def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBase, tuning: TuneConfig) -> list[int]:
-    """Token ids of a text, as many as tuning will read. Raises InvalidText."""
+def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBase, division: AllocationConfig,
+            tuning: TuneConfig | None) -> list[int]:
+    """Token ids of a text, as many as will be read at most. Raises InvalidText."""
     from locret_stream.text import TextCodec
 
     codec, ids, rest = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int](), ""
-    most = tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every))
+    most = 2 * division.background_tokens  # of which one half is for tuning
+    if tuning:
+        most = max(most, tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every)))
     for piece in file_text(path):  # in the end a newline
         lines, end, tail = piece.rpartition("\n")
         if end:
@@ -206,21 +212,26 @@ def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBa
 
 
 def _expect_enough(attachment: Attachment, held_out: list[Example], division: AllocationConfig | None,
-                   tuning: TuneConfig | None, full: bool) -> None:
-    """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of units and examples."""
+                   tuning: TuneConfig | None, background: list[int] | None) -> None:
+    """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of units, examples and, as
+    far as even layers tell, the background."""
+    from locret_stream.training.background import Background
     from locret_stream.training.measuring import usable
 
-    if division:
-        usable(attachment.shape, held_out, division.units, division.chunk_size, division.examples, verb="allocate")
-    if tuning:
-        usable(attachment.shape, held_out, tuning.units, tuning.chunk_size, tuning.examples, verb="tune", full=full)
+    for one, verb in (division, "allocate"), (tuning, "tune"):
+        if one is not None:
+            usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples, verb=verb,
+                   full=background is not None)
+        if one is not None and background is not None:
+            Background(background, one.background_tokens, one.chunk_size, one.units, attachment.shape.vocab)
 
 
-def _divide(attachment: Attachment, to: Path, held_out: list[Example], division: AllocationConfig) -> Allocation:
+def _divide(attachment: Attachment, to: Path, held_out: list[Example], division: AllocationConfig,
+            background: list[int] | None) -> Allocation:
     from locret_stream import training
 
     with training.progress_bar(err, "dividing the budget") as progress:
-        return training.allocate(attachment, to, held_out, division, progress=progress)
+        return training.allocate(attachment, to, held_out, division, background=background, progress=progress)
 
 
 def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | None, as_json: bool) -> None:
@@ -249,7 +260,8 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
     if divided is not None:
         full, even, own = (divided.measured[name].loss for name in ("full", "even", "divided"))
         by_layer = " ".join(map(str, divided.units))
+        room = "room for an example in every layer" if divided.behind else "everything"
         out.print((f"budget by layer: {by_layer} of {divided.config.units} units on average; answer loss {own:.4f}, "
                    f"with the same for each {even:.4f}" if divided.better else
                    f"budget by layer: the same for each, answer loss {even:.4f}; {by_layer} was tried, {own:.4f}, no "
-                   "gain beyond noise") + f"; with everything {full:.4f}", soft_wrap=True)
+                   "gain beyond noise") + f"; with {room} {full:.4f}", soft_wrap=True)

@@ -11,8 +11,11 @@ comparable: heads of label "logprob".
 Either way the division is then measured against even budgets, both as at inference, and is used only if it is better
 by more than noise. Layers with a sliding window get what a uniform budget gives them, their window at most.
 
-Cost: (layers * budgets + 3) * examples * tokens of forward, one example at a time. Memory: one slot in which all layers
-but one hold the longest example, as the training of the heads does too.
+Streams are longer than examples, and what fills a layer is also what heads mistake for an answer: with a `background`
+every measurement reads a long text first, see the module of that name.
+
+Cost: (layers * budgets + 3) * (examples * tokens + background) of forward, one example at a time. Memory: one slot in
+which all layers but one hold the longest example, as the training of the heads does too; with a background two.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
+from locret_stream.training.background import Background, context_behind
 from locret_stream.training.checkpoint import ALLOCATION, expect_same, write_json
 from locret_stream.training.config import (
     DIVIDED,
@@ -68,8 +72,8 @@ def held_out_examples(attachment: Attachment, examples: Sequence[Example], confi
 
 @torch.no_grad()
 def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], examples: Sequence[Example],
-             config: AllocationConfig | None = None, *, progress: ProgressCallback | None = None,
-             restart: bool = False) -> Allocation:
+             config: AllocationConfig | None = None, *, background: Tensor | Sequence[int] | None = None,
+             progress: ProgressCallback | None = None, restart: bool = False) -> Allocation:
     """Divide the budget among the layers and store the shares in the folder `heads`, for `allocation="adaptive"`.
 
     The same call goes on where an interrupted one stopped: every measurement is in allocation.json as soon as it is
@@ -80,6 +84,7 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         heads: a folder of retaining heads of any kind; they score by the policy that takes them.
         examples: ones that the heads were not trained on. Used are the first `config.examples` of those in which more
             than `config.units` units would be held when the last reply is given; of the others nothing is learnt.
+        background: token ids [N] of a text like most of what the memory will read, about which nothing is asked.
         progress: called after every example. restart: forget what was measured before.
 
     Raises:
@@ -93,9 +98,10 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         loaded.check_fits(attachment.shape, attachment.fingerprint)
         digest = digest_of(loaded)
         loaded = loaded.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)
-        found = usable(attachment.shape, examples, config.units, config.chunk_size, config.examples, verb="allocate")
-        run = _Run(attachment, loaded, digest, found, config, folder / ALLOCATION, progress or (lambda at: None),
-                   restart)
+        found = usable(attachment.shape, examples, config.units, config.chunk_size, config.examples, verb="allocate",
+                       full=background is not None)
+        run = _Run(attachment, loaded, digest, found, background, config, folder / ALLOCATION,
+                   progress or (lambda at: None), restart)
         made = run.finish()
         described = msgspec.structs.replace(loaded.config, budget_shares=made.shares)
         if described != loaded.config:  # the weights stay untouched
@@ -107,27 +113,38 @@ class _Run:
     """One allocation in its file: what is measured already, and what is still to be."""
 
     def __init__(self, attachment: Attachment, heads: RetainingHeads, digest: str, examples: list[Example],
-                 config: AllocationConfig, path: Path, progress: ProgressCallback, restart: bool):
+                 background: Tensor | Sequence[int] | None, config: AllocationConfig, path: Path,
+                 progress: ProgressCallback, restart: bool):
         self.attachment, self.heads, self.examples = attachment, heads, examples
         self.config, self.path, self.progress = config, path, progress
         shape = attachment.shape
         self.layers = [layer for layer, window in enumerate(shape.sliding) if window is None]
         sinks, stabilizers = config.protected
-        self._check()
+        self._check(background is not None)
         self.budget(None).per_layer(shape)  # raises where not even equal layers hold what is protected
+        held, chain = held_units(max(len(e.ids) for e in examples), config.chunk_size), [e.digest() for e in examples]
+        self.before: Tensor | None = None
+        if background is not None:
+            slices = Background(background, config.background_tokens, config.chunk_size, held, shape.vocab)
+            self.before = slices.to_measure()
+            chain.append(slices.digest())
         self.state = self._read(restart, Allocation(
             config=config, policy=policy_for(heads.config), fingerprint=attachment.fingerprint, heads=digest,
-            data=hashlib.blake2b(b"".join(e.digest() for e in examples), digest_size=16).hexdigest(),
-            sinks=sinks, stabilizers=stabilizers, tokens=tuple(len(example.ids) for example in examples),
+            data=hashlib.blake2b(b"".join(chain), digest_size=16).hexdigest(), sinks=sinks, stabilizers=stabilizers,
+            behind=0 if self.before is None else len(self.before),
+            tokens=tuple(len(example.ids) for example in examples),
             answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in examples),
             sliding=shape.sliding))
         self.total = 0
 
-    def _check(self) -> None:
+    def _check(self, background: bool) -> None:
         found = self.heads.config
         if not self.layers:
             raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it holds; "
                               "expected a layer with full attention")
+        if self.config.rule == "scores" and background:
+            raise ConfigError("allocate: rule 'scores' counts the units of examples alone; expected no background, or "
+                              "rule 'loss'")
         if self.config.rule == "scores" and (found.label != "logprob" or found.trained_layers is not None):
             raise ConfigError(f"allocate: rule 'scores' compares scores of all layers; found heads of label "
                               f"{found.label!r}{' in some layers alone' if found.trained_layers is not None else ''}; "
@@ -217,9 +234,10 @@ class _Run:
         started, config = time.monotonic(), self.config
         policy = Recording(make_policy(self.state.policy, heads=self.heads))
         engine = self._engine(policy, budgets)
+        behind = None if self.before is None else context_behind(engine, self.before)
         done, nll, top = len(self.state.measured) * len(self.examples), [], []
         for example in self.examples:
-            nll.append(answer_nll(engine, policy, example))
+            nll.append(answer_nll(engine, policy, example, behind))
             if name == FULL and config.rule == "scores":
                 scores = torch.stack([policy.scores[layer] for layer in self.layers])
                 top.append(_top_units(scores[..., :example.answer_spans[-1][0]], config))
@@ -235,7 +253,8 @@ class _Run:
         budget = _Exactly(units=self.config.units, sinks=sinks, stabilizers=stabilizers, allocation=budgets)
         try:
             return Engine(self.attachment, StreamConfig(budget=budget, chunk_size=self.config.chunk_size,
-                                                        policy=policy.name), policy, slots=1)
+                                                        policy=policy.name), policy,
+                          slots=1 if self.before is None else 2)
         except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
             raise ConfigError(f"allocate: {self.attachment.device} has no room for {sum(budgets)} units per KV head, "
                               f"all layers together; expected examples of fewer than {max(self.state.tokens)} tokens"

@@ -24,7 +24,8 @@ from locret_stream.policies import Chunk, Listening, make_policy
 
 
 class Background:
-    """Slices of one text, [n] ids each: the first to measure with, the others to tune with, in turn.
+    """Slices of one text, [n] ids each: the first to measure with, the others to tune with, in turn. Allocation, which
+    measures alone, takes the first.
 
     Args:
         ids: [N] token ids. tokens: of a slice, at most; whole chunks, and at most half of the text.
@@ -38,11 +39,11 @@ class Background:
         ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu").flatten()
         count = min(tokens, len(ids) // 2) // chunk_size * chunk_size
         if count < max(least, 1):
-            raise ConfigError(f"tune: a background of {len(ids):,} tokens gives slices of {count:,}, and the largest "
+            raise ConfigError(f"a background of {len(ids):,} tokens gives slices of {count:,}, and the largest "
                               f"layer holds {least:,}; expected a longer text and at least that many tokens of a slice")
         for wrong in (int(ids.min()), int(ids.max())):
             if not 0 <= wrong < vocab:
-                raise InvalidTokens(f"tune: the background has token id {wrong}; expected ids from 0 to below the "
+                raise InvalidTokens(f"the background has token id {wrong}; expected ids from 0 to below the "
                                     f"model's vocabulary of {vocab}")
         self.slices = ids[:len(ids) // count * count].view(-1, count)
 
@@ -57,6 +58,15 @@ class Background:
     def digest(self) -> bytes:
         """16 bytes that name the slices."""
         return hashlib.blake2b(self.slices.numpy().astype("<i8").tobytes(), digest_size=16).digest()
+
+
+def context_behind(engine: Engine, ids: Tensor) -> EngineState:
+    """The context in slot 0 that has read ids [n], whole chunks."""
+    state = engine.open(0)
+    engine.accept(state, ids.tolist())
+    while engine.ready(state):
+        engine.commit(state)
+    return state
 
 
 @dataclass(frozen=True)

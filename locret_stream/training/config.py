@@ -109,6 +109,7 @@ class AllocationConfig(msgspec.Struct, frozen=True, kw_only=True):
         examples: measure on at most so many.
         factors: the budgets that a layer is measured at, as multiples of `units`; the smallest is the least that any
             layer will get.
+        background_tokens: of a background, at most so many are read before the examples, once for each measurement.
         rule: "loss" (by what evicting in one layer costs the answers) or "scores" (by how many of the best scores of
             all layers lie in each; for heads of label "logprob").
 
@@ -122,12 +123,13 @@ class AllocationConfig(msgspec.Struct, frozen=True, kw_only=True):
     stabilizers: int | None = None
     examples: int = 32
     factors: tuple[float, ...] = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
+    background_tokens: int = 32_768
     rule: str = "loss"
 
     def __post_init__(self) -> None:
         check = _checking(self, "allocate")
         check("rule", self.rule in RULES, f"one of {', '.join(RULES)}")
-        for name in ("units", "chunk_size"):
+        for name in ("units", "chunk_size", "background_tokens"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         _check_measured(self, check)
         check("factors", bool(self.factors) and all(_number(f) and f > 0 for f in self.factors)
@@ -157,7 +159,9 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     policy, fingerprint, heads, data: what scored, and digests of the model, the heads and the examples.
     sinks, stabilizers: as they were protected. tokens, answer_tokens: of each example, [E].
     sliding: [L] windows of the layers that have one; these are not measured, they get what uniform budgets give them.
-    measured: by name: "full" (nothing is evicted), "layer 2: 64 units" (in that layer alone), "even", "divided".
+    behind: tokens of a background that were read before each, 0 without one.
+    measured: by name: "full" (nothing of an example is evicted; behind a background, as many units in every layer),
+        "layer 2: 64 units" (in that layer alone), "even", "divided".
     top: units of each layer among the best scores of all, [L]; of rule "scores" alone.
     units: the division that was found, [L], its sum L * config.units. shares: [L], mean 1: those of `units`, or even
         ones where the answers are no better for it. Both None until all is measured.
@@ -173,6 +177,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     answer_tokens: tuple[int, ...]
     sliding: tuple[int | None, ...]
+    behind: int = 0
     measured: dict[str, Measurement] = {}
     top: tuple[float, ...] | None = None
     units: tuple[int, ...] | None = None

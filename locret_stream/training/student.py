@@ -2,8 +2,8 @@
 
 Chunks, budgets, protection and positions are those of the engine (see `engine.core`): the rows of a chunk see the units
 committed before it through `gates`, at the ranks that these have in a budget, and each other as they are. With
-`rivals` there are units before the example's own, see `background`. At temperature 0 it is what the engine computes.
-Knows nothing of steps and files.
+`rivals` there are units before the example's own, see `background`; layers with a sliding window see none of these. At
+temperature 0 it is, but for that, what the engine computes. Knows nothing of steps and files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Student:
     """Runs an attached model with soft eviction; gradients are for the heads alone (see `models.gradients`).
 
     Args:
-        heads: of output "score"; budgets: units by layer, [L], as `Budget.per_layer` gives them.
+        heads: of output "score" (of "retention": `retention.Fading`).
+        budgets: units by layer, [L], as `Budget.per_layer` gives them.
         sinks, stabilizers: of every budget. longest: tokens of the longest example.
         block_bytes: bound of one tensor of attention logits.
 

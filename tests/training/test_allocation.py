@@ -78,7 +78,7 @@ def faked(monkeypatch, loss=lambda budgets: 10 / budgets[1]) -> list[tuple[int, 
     """
     asked = []
 
-    def answer_nll(engine, policy, example):
+    def answer_nll(engine, policy, example, behind=None):
         asked.append(engine.budgets)
         weight = sum(end - start for start, end in example.answer_spans)
         return weight * (loss(engine.budgets) + int(example.ids[5]) % 7 / 10)

@@ -11,9 +11,10 @@ from locret_stream import Budget, models
 from locret_stream.config import StreamConfig
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, InvalidTokens
+from locret_stream.heads import RetainingHeads
 from locret_stream.policies import make_policy
-from locret_stream.training import Example, tune, tuning
-from locret_stream.training.background import Background, Reading
+from locret_stream.training import AllocationConfig, Example, allocate, tune, tuning
+from locret_stream.training.background import Background, Reading, Rivals, context_behind
 from locret_stream.training.measuring import Recording, answer_nll
 from locret_stream.training.student import Student
 from tests.architectures import make
@@ -82,6 +83,56 @@ def test_too_little_text_and_strange_ids_are_refused():
         Background(torch.arange(-1, 100), 30, 8, 20, 110)
 
 
+def test_gradients_reach_what_was_held_before():
+    """A unit of the background that gains takes an example's place, and the other way round."""
+    attachment = models.attach(make("llama"))
+    heads = random_heads(attachment, seed=5).requires_grad_(True)
+    ids = torch.tensor(ids_of(64 + 40, seed=1, distinct=True))
+    student = Student(attachment, heads, (14, 28, 7), 8, 1, 2, 128)
+    config, found, real = StreamConfig(budget=BUDGET, chunk_size=8, policy="locret"), [], Rivals.scores
+    student.rivals = Reading(attachment, heads, config).read(ids[:64])
+    for detached in (False, True):
+        heads.zero_grad()
+        with pytest.MonkeyPatch.context() as patch, models.differentiable(attachment):
+            if detached:
+                patch.setattr(Rivals, "scores", lambda self, *args: real(self, *args).detach())
+            student.hidden(ids[None, 64:], 0.5).square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in heads.parameters()]))
+    assert found[0].isfinite().all() and (found[0] - found[1]).abs().max() > 0.01 * found[1].abs().max()
+
+
+# -- dividing a budget behind one ---------------------------------------------------------------------------------
+
+
+def test_a_budget_is_divided_behind_it(tmp_path):
+    """Every measurement reads the same slice first, and what is measured is what the engine gives there."""
+    model, examples = make("llama"), make_examples(6, 60)
+    config = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1),
+                              background_tokens=60)
+    background = torch.tensor(ids_of(150, seed=3))
+    folder = saved_heads(model, tmp_path / "behind")
+    made = allocate(model, folder, examples, config, background=background)
+    assert made.behind == 60 and allocate(model, folder, examples, config, background=background) == made
+    alone = allocate(model, saved_heads(model, tmp_path / "alone"), examples, config)
+    assert alone.behind == 0 and all(alone.measured[name].nll != one.nll for name, one in made.measured.items())
+    with models.attached(model) as attachment, torch.no_grad():
+        heads = RetainingHeads.load(folder)
+        listening = Recording(make_policy("locret", heads=heads))
+        budget = Budget(units=12, sinks=1, stabilizers=1, allocation="uniform")
+        engine = Engine(attachment, StreamConfig(budget=budget, chunk_size=12, policy="locret"), listening, 2)
+        behind = context_behind(engine, background[:60])
+        found = [answer_nll(engine, listening, example, behind) for example in examples[:4]]
+    assert found == pytest.approx(made.measured["even"].nll)
+    for other in (None, background.flip(0)):
+        with pytest.raises(ConfigError, match="another allocation, which differs in data"):
+            allocate(model, folder, examples, config, background=other)
+    with pytest.raises(ConfigError, match="of 90 tokens gives slices of 36, and the largest layer holds 48"):
+        allocate(model, saved_heads(model, tmp_path / "short"), examples, config, background=background[:90])
+    with pytest.raises(ConfigError, match="rule 'scores' counts the units of examples alone"):
+        allocate(model, saved_heads(model, tmp_path / "scores"), examples,
+                 msgspec.structs.replace(config, rule="scores"), background=background)
+
+
 # -- tuning behind one --------------------------------------------------------------------------------------------
 
 
@@ -115,6 +166,22 @@ def test_examples_begin_behind_it_and_a_resumed_one_equals_an_uninterrupted_one(
     for other in (None, background.flip(0)):
         with pytest.raises(ConfigError, match="another tuning, which differs in data"):
             tune(model, tmp_path / "straight", examples, config, background=other)
+
+
+def test_a_refused_restart_leaves_what_was_tuned(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "exceeds", lambda *args: True)
+    model, examples, folder = make("llama"), make_examples(24, 60), tmp_path
+    tune(model, saved_heads(model, folder), examples, QUICK)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match="expected a longer text"):
+        tune(model, folder, examples, QUICK, background=[1, 2, 3], restart=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_heads_that_hear_a_query_are_not_tuned_behind_one(tmp_path):
+    model = make("llama")
+    with pytest.raises(ConfigError, match="background, and query-aware heads, whose question stands in front of all"):
+        tune(model, saved_heads(model, tmp_path, query_tokens=4), make_examples(24, 60), QUICK, background=[1] * 200)
 
 
 def test_in_a_full_memory_short_examples_do(tmp_path):
