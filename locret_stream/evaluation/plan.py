@@ -119,7 +119,7 @@ def _resolved(allocation: str | tuple[float, ...], heads: str) -> str | tuple[fl
     """What "auto" comes to, so that one way of dividing a budget has one name. Raises HeadsMismatch."""
     if allocation != "auto":
         return allocation
-    return "adaptive" if heads and RetainingHeads.load(heads).config.budget_shares else "uniform"
+    return "adaptive" if heads and RetainingHeads.read_config(heads).budget_shares else "uniform"
 
 
 def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, int]]:

@@ -140,16 +140,26 @@ class RetainingHeads(nn.Module):
             HeadsMismatch: files missing, unreadable, or tensors that are not those of the config.
         """
         folder = Path(folder)
-        for name in (weights, CONFIG):
-            if not (folder / name).is_file():
-                raise HeadsMismatch(f"no {name} in {folder}; expected a folder written by `train-heads`")
+        if not (folder / weights).is_file():
+            raise HeadsMismatch(f"no {weights} in {folder}; expected a folder written by `train-heads`")
+        config = cls.read_config(folder)
         try:
-            config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=HeadsConfig)
             heads = cls(config)
             heads.load_strictly(load_file(folder / weights))
-        except (msgspec.MsgspecError, SafetensorError) as error:
+        except SafetensorError as error:
             raise HeadsMismatch(f"{folder} cannot be read as retaining heads: {error}") from error
         return heads.float().eval()
+
+    @staticmethod
+    def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
+        """What the heads in a folder are, without their weights. Raises HeadsMismatch."""
+        path = Path(folder) / CONFIG
+        if not path.is_file():
+            raise HeadsMismatch(f"no {CONFIG} in {path.parent}; expected a folder written by `train-heads`")
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=HeadsConfig)
+        except msgspec.MsgspecError as error:
+            raise HeadsMismatch(f"{path.parent} cannot be read as retaining heads: {error}") from error
 
     def load_strictly(self, tensors: dict[str, Tensor]) -> None:
         """Take over exactly the named tensors of exactly these shapes, or raise HeadsMismatch and change nothing."""

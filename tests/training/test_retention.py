@@ -14,6 +14,7 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.training import tune
 from locret_stream.training.gates import gated_attention
 from locret_stream.training.retention import Fading, over_capacity
+from locret_stream.training.student import Student
 from tests.architectures import make
 from tests.kit import random_heads
 from tests.training.test_gates import noise
@@ -73,6 +74,31 @@ def lasting_heads(attachment, bias: float) -> RetainingHeads:
         heads.fc2[layer].weight.mul_(0.1)
         heads.fc2[layer].bias.fill_(bias)
     return heads
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+@torch.no_grad()
+def test_softcaps_and_attention_sinks_of_a_model_count(name):
+    """What never fades is the full cache there, too."""
+    attachment = models.attach(make(name))
+    shape, ids = attachment.shape, make_examples(1, 60)[0].ids[None]
+    student = Fading(attachment, lasting_heads(attachment, 60.0), (80,) * shape.layers, 8, 1, 2, 128)
+    engine_like = Student(attachment, lasting_heads(attachment, 60.0), (80,) * shape.layers, 8, 1, 2, 128)
+    torch.testing.assert_close(student.hidden(ids, 0.1), engine_like.hidden(ids, 0.1), rtol=1e-4, atol=1e-4)
+
+
+def test_each_layer_is_held_to_its_own_budget(tmp_path):
+    """The layer with most room loses least."""
+    model = make("llama")
+    attachment = models.attach(model)
+    heads = lasting_heads(attachment, 8.0)
+    heads.config = msgspec.structs.replace(heads.config, budget_shares=(0.5, 2.0, 0.5))
+    heads.save(tmp_path)
+    models.detach(model)
+    tune(model, tmp_path, make_examples(24, 60), msgspec.structs.replace(QUICK, steps=1))
+    rates = torch.full((1, 1, 60), math.log(1 / (1 + math.exp(-8.0))))
+    expected = sum(over_capacity(rates, units).item() for units in (6, 24, 6)) / 3
+    assert metrics(tmp_path)[0]["regression"] == pytest.approx(expected, rel=0.02)
 
 
 @torch.no_grad()
