@@ -54,6 +54,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step (default 8192)")
     parser.add_argument("--vocab", type=int, default=1664)
+    parser.add_argument("--digits", type=int, choices=(1, 3), default=1,
+                        help="that are one token at most: 3 makes an answer one step of induction (default 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--heads-steps", type=int, default=800, help="of each set of retaining heads (default 800)")
@@ -225,7 +227,7 @@ def main() -> None:
     text, unseen = split_text(arguments.text)
     own = arguments.out / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(own)) if own.is_file() else train_tokenizer(
-        "\n".join(text.split("\n")[::5]), arguments.vocab)
+        "\n".join(text.split("\n")[::5]), arguments.vocab, arguments.digits)
     save_tokenizer(tokenizer, arguments.out, WINDOW)
     run = Run(arguments, tokenizer)
     writer = Writer(tokenizer, text, f"training {arguments.seed}, from step {run.step}")

@@ -43,6 +43,13 @@ def test_markers_are_tokens_of_their_own(data, writer):
     assert ids == ["?", "<", "QX", ":", "4", "7", "1", "Ċ", "<", "AB", ":", "0", "6", "7", ">", "Ċ"]
 
 
+def test_numbers_of_three_digits_can_be_tokens_of_their_own(data, text):
+    tokenizer = data.train_tokenizer(text, 2400, digits=3)
+    assert tokenizer.encode("?<QX:471\n<AB:067>\n").tokens == ["?", "<", "QX", ":", "471", "Ċ", "<", "AB", ":", "067",
+                                                               ">", "Ċ"]
+    assert tokenizer.decode(tokenizer.encode("12345 0x7").ids) == "12345 0x7"
+
+
 def test_every_answer_of_a_sequence_is_right(writer):
     """Read back from the ids alone, by who kept every mark."""
     from tests.evaluation.test_markers import reader
