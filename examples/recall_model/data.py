@@ -37,7 +37,7 @@ def train_tokenizer(text: str, vocab: int, digits: int = 1) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   special_tokens=[END], show_progress=False)
     whole = [*markers.KEYS, *(f"{n:03d}" for n in range(1000) if digits == 3)]
-    often = [" ".join(whole)] * (len(text) // 50)  # so that all of them are merged
+    often = [" ".join(whole)] * (len(text) // (50 if digits == 1 else 500))  # so that all of them are merged
     tokenizer.train_from_iterator([text, *often], trainer)
     missing = [word for word in whole if tokenizer.token_to_id(word) is None]
     assert not missing, f"{len(missing)} keys or numbers are no tokens of their own; expected a larger vocabulary"
