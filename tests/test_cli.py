@@ -342,7 +342,11 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     assert f"tuned for 16 units on average, behind {behind:,} tokens of text: " in invoke(*train, *tune)[1]
     log.write_text(log.read_text().replace("answers", "asks"))
     assert "holds another tuning, which differs in data" in mistake(*train, *tune)
-    assert "found --background and --output retention" in mistake(*train, *tune, "--output", "retention")
+    assert "found --background and --tune with --output retention" in mistake(*train, *tune, "--output", "retention")
+    divided = [*train, "--out", tmp_path / "fading", "--output", "retention", "--allocate", "--allocate-units", 16,
+               "--allocate-chunk", 16, "--allocate-examples", 4]
+    code, out, err = invoke(*divided)
+    assert code == 0 and "; with room for an example in every layer " in out, err
     assert "found --background and --query-aware" in mistake(*train, *tune, "--query-aware")
     log.write_text("short\n")
     before = {path.name: path.read_bytes() for path in heads.iterdir()}

@@ -122,20 +122,8 @@ def train_heads(
     check_readable(data)
     if background is not None:
         check_readable(background)
-    if not allocate and (allocate_units, allocate_chunk) != (None, None):
-        raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
-    if not tune and (tune_units, tune_chunk) != (None, None):
-        raise ConfigError("found --tune-units or --tune-chunk and no --tune; expected --tune STEPS with them")
-    if background is not None and not (tune or allocate):
-        raise ConfigError("found --background and neither --tune nor --allocate; expected one of them with it")
-    if restart_tuning and not tune:
-        raise ConfigError("found --restart-tuning and no --tune; expected --tune STEPS with it")
-    if background is not None and query_aware:
-        raise ConfigError("found --background and --query-aware, whose question stands in front of all that is read; "
-                          "expected one of them")
-    if background is not None and output != "score":
-        raise ConfigError(f"found --background and --output {output}, whose heads learn without eviction; expected one "
-                          "of them")
+    _expect_together(allocate, (allocate_units, allocate_chunk), tune, (tune_units, tune_chunk), restart_tuning,
+                     background is not None, query_aware, output)
     divided = tuned = None
     with interruptible(Held(f"the state of the run is in {to}; the same command goes on from there")):
         from locret_stream import models, training
@@ -172,6 +160,26 @@ def train_heads(
                   + (f" --budget {division.units} --chunk-size {division.chunk_size}" if divided else
                      f" --budget {tuning.units} --chunk-size {tuning.chunk_size}" if tuned else ""),
                   soft_wrap=True)
+
+
+def _expect_together(allocate: bool, allocate_given: tuple[int | None, ...], tune: int,
+                     tune_given: tuple[int | None, ...], restart_tuning: bool, background: bool, query_aware: bool,
+                     output: str) -> None:
+    """Raises ConfigError: options without the ones that they are about, or with others that they cannot go with."""
+    if not allocate and any(given is not None for given in allocate_given):
+        raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
+    if not tune and any(given is not None for given in tune_given):
+        raise ConfigError("found --tune-units or --tune-chunk and no --tune; expected --tune STEPS with them")
+    if restart_tuning and not tune:
+        raise ConfigError("found --restart-tuning and no --tune; expected --tune STEPS with it")
+    if background and not (tune or allocate):
+        raise ConfigError("found --background and neither --tune nor --allocate; expected one of them with it")
+    if background and query_aware:
+        raise ConfigError("found --background and --query-aware, whose question stands in front of all that is read; "
+                          "expected one of them")
+    if background and tune and output != "score":
+        raise ConfigError(f"found --background and --tune with --output {output}, whose heads learn without eviction; "
+                          "expected one of them")
 
 
 def _allocation(model: str, units: int | None, chunk_size: int | None, examples: int, rule: str) -> AllocationConfig:

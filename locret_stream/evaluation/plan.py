@@ -17,9 +17,7 @@ from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.runner import ORACLES, Bench
 from locret_stream.evaluation.variants import FULL
 from locret_stream.heads import RetainingHeads
-from locret_stream.policies import POLICIES, Policy, make_policy, typed_knobs
-
-Knob = float | int | str | bool
+from locret_stream.policies import POLICIES, Knob, Policy, make_policy, typed_knobs
 
 
 class Axes(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,8 +104,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """tasks: in their order; bits: those of them that are scored by bits per byte; files: those that are of one, called
     by more of their paths where several are of one task. questions: of each task the fewest and the most in a cell.
-    settings: what most rows
-    have in common. superseded: other results of the same cells, of fewer or other streams, left out."""
+    settings: what most rows have in common. superseded: other results of the same cells, of fewer or other streams,
+    left out."""
 
     version: int = VERSION
     origin: Origin

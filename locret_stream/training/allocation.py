@@ -83,7 +83,8 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
         heads: a folder of retaining heads of any kind; they score by the policy that takes them.
         examples: ones that the heads were not trained on. Used are the first `config.examples` of those in which more
-            than `config.units` units would be held when the last reply is given; of the others nothing is learnt.
+            than `config.units` units would be held when the last reply is given, with a background any; of the others
+            nothing is learnt.
         background: token ids [N] of a text like most of what the memory will read, about which nothing is asked.
         progress: called after every example. restart: forget what was measured before.
 
@@ -142,6 +143,9 @@ class _Run:
         if not self.layers:
             raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it holds; "
                               "expected a layer with full attention")
+        if found.query_tokens and background:
+            raise ConfigError("allocate: found a background, and query-aware heads, whose question stands in front of "
+                              "all that is read; expected none")
         if self.config.rule == "scores" and background:
             raise ConfigError("allocate: rule 'scores' counts the units of examples alone; expected no background, or "
                               "rule 'loss'")

@@ -212,8 +212,8 @@ class _Run:
                     self._renew()
                 self._train_step()
         finally:
-            if not self.background or self.step in (self.step // every * every, self.config.steps):
-                self._save()  # between two, what is held of a background is that of other heads
+            if not self.background or self.step % every == 0 or self.step == self.config.steps:
+                self._save()  # in between, what is held of a background is what other heads kept
         self.student.rivals = {}
         if self.state.after is None:
             last = [metric.kl for metric in self.metrics[-max(1, self.config.steps // 10):]]
@@ -241,11 +241,11 @@ class _Run:
     def _save(self) -> None:
         files.save_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer, self.step, self.used)
 
-    def _config(self) -> StreamConfig:
+    def _stream_config(self) -> StreamConfig:
         return StreamConfig(budget=self.budget, chunk_size=self.config.chunk_size, policy=self.state.policy)
 
-    def _heads(self) -> RetainingHeads:
-        """As they are, and as a runtime would use them."""
+    def _served(self) -> RetainingHeads:
+        """The heads as they are, as a runtime would use them."""
         dtype = self.attachment.dtype if self.attachment.dtype.itemsize < 4 else torch.float32
         return copy.deepcopy(self.heads).to(dtype)
 
@@ -256,7 +256,7 @@ class _Run:
         ids = self.background.to_tune(self.step // self.config.renew_every)
         self.progress(Progress(step=self.step, steps=self.config.steps, note=f"reading {len(ids):,} tokens"))
         self.student.rivals = {}  # before others come
-        self.student.rivals = Reading(self.attachment, self._heads(), self._config()).read(ids)
+        self.student.rivals = Reading(self.attachment, self._served(), self._stream_config()).read(ids)
 
     def _train_step(self) -> None:
         config, temperature = self.config, self.config.temperature_at(self.step)
@@ -330,9 +330,9 @@ class _Run:
     @torch.no_grad()
     def _measure(self, name: str) -> Measurement:
         """Answer loss of the heads as they are, as a runtime would use them."""
-        started, nll, heads = time.monotonic(), [], self._heads()
+        started, nll, heads = time.monotonic(), [], self._served()
         policy = Recording(make_policy(self.state.policy, heads=heads))
-        engine = Engine(self.attachment, self._config(), policy, slots=2 if self.background else 1,
+        engine = Engine(self.attachment, self._stream_config(), policy, slots=2 if self.background else 1,
                         shares=heads.config.budget_shares)
         behind = context_behind(engine, self.background.to_measure()) if self.background else None
         for example in self.held_out:

@@ -180,6 +180,9 @@ def test_a_refused_restart_leaves_what_was_tuned(tmp_path, monkeypatch):
 
 def test_heads_that_hear_a_query_are_not_tuned_behind_one(tmp_path):
     model = make("llama")
+    heads, config = saved_heads(model, tmp_path / "divided", query_tokens=4), AllocationConfig(units=12, chunk_size=12)
+    with pytest.raises(ConfigError, match="background, and query-aware heads, whose question stands in front of all"):
+        allocate(model, heads, make_examples(24, 60), config, background=[1] * 200)
     with pytest.raises(ConfigError, match="background, and query-aware heads, whose question stands in front of all"):
         tune(model, saved_heads(model, tmp_path, query_tokens=4), make_examples(24, 60), QUICK, background=[1] * 200)
 

@@ -80,8 +80,9 @@ def test_what_is_protected_is_seen_as_it_is_and_ranks_are_those_of_who_stays():
 # -- attention ----------------------------------------------------------------------------------------------------
 
 
-def naive(q, k, v, gates, scale, softcap, sinks):
-    """One number after another: row r of the last R sees the units 0 .. n-R+r, the first ones through gates."""
+def naive(q, k, v, gates, scale, softcap, sinks, beta=None):
+    """One number after another: row r of the last R sees the units 0 .. n-R+r, the first ones through gates; with
+    `beta` [H, n] their logits fade with age."""
     heads, count, rows = k.shape[0], k.shape[1], q.shape[1]
     groups, out = q.shape[0] // heads, torch.zeros_like(q)
     for h in range(q.shape[0]):
@@ -90,6 +91,8 @@ def naive(q, k, v, gates, scale, softcap, sinks):
             for i in range(count - rows + r + 1):
                 logit = (q[h, r] @ k[h // groups, i]).item() * scale
                 logit = softcap * math.tanh(logit / softcap) if softcap else logit
+                if beta is not None:
+                    logit *= beta[h // groups, i].item() ** (count - rows + r - i)
                 gate = gates[h // groups, i].exp().item() if i < gates.shape[1] else 1.0
                 weights.append(gate * math.exp(logit))
             total = sum(weights) + (math.exp(sinks[h].item()) if sinks is not None else 0)

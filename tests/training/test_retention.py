@@ -17,24 +17,9 @@ from locret_stream.training.retention import Fading, over_capacity
 from locret_stream.training.student import Student
 from tests.architectures import make
 from tests.kit import random_heads
-from tests.training.test_gates import noise
+from tests.training.test_gates import naive, noise
 from tests.training.test_tuning import QUICK, finder, metrics, needles
 from tests.training.tiny import make_examples
-
-
-def naive_attention(q, k, v, beta, scale, softcap, sinks):
-    """One number after another, from the paper's formula."""
-    groups, out = q.shape[0] // k.shape[0], torch.zeros_like(q)
-    for h in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            weights = []
-            for i in range(t + 1):
-                logit = (q[h, t] @ k[h // groups, i]).item() * scale
-                logit = softcap * math.tanh(logit / softcap) if softcap else logit
-                weights.append(math.exp(beta[h // groups, i].item() ** (t - i) * logit))
-            total = sum(weights) + (math.exp(sinks[h].item()) if sinks is not None else 0)
-            out[h, t] = sum(w / total * v[h // groups, i] for i, w in enumerate(weights))
-    return out
 
 
 @pytest.mark.parametrize("softcap, with_sinks", [(None, False), (3.0, False), (None, True)])
@@ -46,7 +31,8 @@ def test_attention_fades_as_the_paper_has_it(softcap, with_sinks, block_bytes):
     found = gated_attention(q, k, v, rates.new_zeros(2, 2, 0), scale=0.7, softcap=softcap, sinks=sinks, fading=rates,
                             block_bytes=block_bytes)
     for b in range(2):
-        torch.testing.assert_close(found[b], naive_attention(q[b], k[b], v[b], rates[b].exp(), 0.7, softcap, sinks))
+        torch.testing.assert_close(found[b], naive(q[b], k[b], v[b], rates[b, :, :0], 0.7, softcap, sinks,
+                                                   beta=rates[b].exp()))
 
 
 @pytest.mark.parametrize("units", [1, 3, 40])
