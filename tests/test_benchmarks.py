@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret_stream.cli import eval as cli_eval
-from locret_stream.evaluation import plan, suite
+from locret_stream.evaluation import plan, plots, suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.runner import ORACLES
 from locret_stream.heads import HeadsConfig, RetainingHeads
@@ -73,7 +73,7 @@ def cells_of(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[C
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli_eval, "run_all", lambda axes, *more: found.extend(plan.planned(axes)))
     monkeypatch.setattr(cli_eval, "report_on", lambda *more: [])
-    monkeypatch.setattr(cli_eval.drawing, "expect_matplotlib", lambda: None)  # nothing is drawn here
+    monkeypatch.setattr(plots, "expect_matplotlib", lambda: None)  # nothing is drawn here
     for line in told.read_text().splitlines():
         runner, *words = line.split()[1:]
         assert runner == "locret_stream"
