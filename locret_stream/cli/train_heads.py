@@ -205,15 +205,12 @@ def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBa
     """Token ids of a text, as many as will be read at most. Raises InvalidText."""
     from locret_stream.text import TextCodec
 
-    codec, ids, rest = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int](), ""
+    codec, ids = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int]()
     most = 2 * division.background_tokens  # of which one half is for tuning
     if tuning:
         most = max(most, tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every)))
-    for piece in file_text(path):  # in the end a newline
-        lines, end, tail = piece.rpartition("\n")
-        if end:
-            ids += codec.encode_text(rest + lines + end)
-        rest = tail if end else rest + piece
+    for piece in file_text(path):  # each by itself: a word cut in two every 64 KiB is nothing in what only fills
+        ids += codec.encode_text(piece)
         if len(ids) >= most:
             break
     return ids[:most]

@@ -79,6 +79,8 @@ class RetainingHeads(nn.Module):
         if config.act not in ACT2FN:
             raise ConfigError(f"heads: activation {config.act!r}; expected one that transformers knows")
         self.act = ACT2FN[config.act]
+        if config.trained_layers == ():
+            raise ConfigError("heads: trained_layers is empty; expected a layer at least, or None for all")
         strange = sorted(set(config.trained_layers or ()) - set(range(config.layers)))
         if strange:
             raise ConfigError(f"heads: trained_layers names layer {strange[0]}; expected 0 to {config.layers - 1}")

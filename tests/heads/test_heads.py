@@ -228,6 +228,8 @@ def test_layers_without_a_head_score_zero_and_leave_nothing_in_the_file(tmp_path
         heads.check_fits(msgspec.structs.replace(SHAPE, layers=2))
     with pytest.raises(ConfigError, match="names layer 3; expected 0 to 2"):
         RetainingHeads(config(trained_layers=(0, 3)))
+    with pytest.raises(ConfigError, match="trained_layers is empty; expected a layer at least"):
+        RetainingHeads(config(trained_layers=()))
 
 
 def test_heads_of_another_model_of_the_same_shape_are_refused_by_fingerprint():

@@ -15,7 +15,7 @@ from torch import nn
 
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models import Attachment, attach, attached, attaching, detach
-from tests.architectures import BASE, make
+from tests.architectures import BASE, CONFIGS, make
 from tests.kit import build, feed, ids_of, logits_at_each
 
 
@@ -158,7 +158,7 @@ def test_refuses_nan(stock):
         attach(stock)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss", "smollm3"])
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_pass(name: str, dtype: torch.dtype):
     attachment = attach(make(name, dtype=dtype))
