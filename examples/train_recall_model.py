@@ -19,6 +19,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from recall_model.circuits import initialise
@@ -33,6 +34,7 @@ from locret_stream.training import (
     Example,
     TrainConfig,
     TuneConfig,
+    TuneResult,
     allocate,
     is_tuned,
     train_heads,
@@ -61,7 +63,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--heads-steps", type=int, default=800, help="of each set of retaining heads (default 800)")
     parser.add_argument("--allocate-units", type=int, default=128,
-                        help="budget that is divided among the layers with each set of heads; 0: none (default 128)")
+                        help="budget that is divided among the layers with each set of heads, and half of it once they "
+                             "are tuned; 0: none (default 128)")
     parser.add_argument("--tune-steps", type=int, default=150,
                         help="of a second stage with eviction going on, at half that budget and behind a long text; "
                              "0: none (default 150)")
@@ -180,7 +183,7 @@ def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], divisi
 
 
 def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer: Tokenizer, name: str, text: str,
-               unseen: str) -> None:
+               unseen: str) -> TuneResult:
     fades = HEADS[name].get("output") == "retention"
     config = TuneConfig(units=arguments.allocate_units // 2, chunk_size=128, steps=arguments.tune_steps, batch=2,
                         lr=2e-3 if fades else 5e-4, max_tokens=STAGES[-1] + 1)
@@ -193,6 +196,7 @@ def tune_heads(arguments: argparse.Namespace, model: LlamaForCausalLM, tokenizer
                 held_out=list(itertools.islice(measured.examples(STAGES[-1]), config.examples)))
     print(f"  tuned: loss {made.before.loss:.3f} before, {made.after.loss:.3f} after, "
           f"{'kept' if made.better else 'dropped'}", flush=True)
+    return made
 
 
 def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str, unseen: str) -> None:
@@ -217,7 +221,9 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
             if not (arguments.tune_steps and is_tuned(arguments.out / name)):
                 divide(model, arguments.out / name, fresh, division, filled)
         if division and arguments.tune_steps:
-            tune_heads(arguments, model, tokenizer, name, text, unseen)
+            tuned = tune_heads(arguments, model, tokenizer, name, text, unseen)
+            if tuned.better:  # at the budget of the tuning: the tighter one, where shares matter most
+                division = msgspec.structs.replace(division, units=tuned.config.units)
             divide(model, arguments.out / name, fresh, division, filled)  # at once, unless the heads changed
 
 
