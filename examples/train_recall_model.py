@@ -4,9 +4,9 @@
     python examples/train_recall_model.py --out unseeded --text books/*.txt --unseeded --minutes 120
 
 Sequences grow from 64 tokens to 1,024 as accuracy allows. `--unseeded` starts from plain random weights, without the
-circuits of `recall_model.circuits`: meant as a check that what is found about memory is not made by hand. With a digit
-a token, 150 minutes of one core did not teach it to find one of 48 facts; `--digits 3 --vocab 2816` is to make that
-easier, and has not been trained yet. Stopped, a run goes on from where it was by the same command.
+circuits of `recall_model.circuits`, as a check that what is found about memory is not made by hand: it learns to look
+things up from `recall_model.lessons` first, with Muon in the place of AdamW for what is inside the layers. Stopped, a
+run goes on from where it was by the same command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from recall_model.circuits import initialise
-from recall_model.data import Writer, lines_of_figures, save_tokenizer, train_tokenizer
+from recall_model.data import COPY_WEIGHT, Writer, lines_of_figures, save_tokenizer, train_tokenizer
+from recall_model.lessons import DONE, FIRST, Lessons
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -44,6 +45,9 @@ from locret_stream.training import (
 STAGES = (64, 128, 256, 512, 1024)
 WINDOW = 1280
 ALLOCATE_EXAMPLES = 12
+MUON_LR = 0.01
+STATE = ("step", "stage", "spent", "seen", "accuracy", "lessons")  # of a run, beside weights and optimisers
+LESSON_TOKENS = 1024  # of a step
 COOLDOWN = 0.35  # of the time, in which the learning rate falls to nothing
 
 
@@ -54,11 +58,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unseeded", action="store_true", help="start from random weights alone")
     parser.add_argument("--minutes", type=float, default=60, help="of training (default 60)")
     parser.add_argument("--advance", type=float, default=0.9, help="accuracy at which sequences grow (default 0.9)")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW (default 3e-3)")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step (default 8192)")
     parser.add_argument("--vocab", type=int, default=1664)
-    parser.add_argument("--digits", type=int, choices=(1, 3), default=1,
-                        help="that are one token at most: 3 makes an answer one step of induction (default 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--heads-steps", type=int, default=800, help="of each set of retaining heads (default 800)")
@@ -93,16 +95,17 @@ def build(vocab: int) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 5e5}, eos_token_id=0, pad_token_id=0, bos_token_id=None))
 
 
-def losses(model: LlamaForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(weighted loss, whether each answer token was right)."""
+def losses(model: LlamaForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(weighted loss, whether each answer token was right, whether each copied one was)."""
     inputs, targets, weights, answers = batch
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(inputs, use_cache=False).last_hidden_state
         chosen = weights > 0
         logits = F.linear(hidden[chosen], model.model.embed_tokens.weight)
     each = F.cross_entropy(logits.float(), targets[chosen], reduction="none")
-    right = (logits.argmax(-1) == targets[chosen])[answers[chosen]]
-    return (each * weights[chosen]).sum() / weights[chosen].sum(), right
+    right = logits.argmax(-1) == targets[chosen]
+    loss = (each * weights[chosen]).sum() / weights[chosen].sum()
+    return loss, right[answers[chosen]], right[weights[chosen] == COPY_WEIGHT]
 
 
 @torch.no_grad()
@@ -112,63 +115,92 @@ def held_out_accuracy(model: LlamaForCausalLM, writer: Writer) -> str:
                      for length in STAGES[2:])
 
 
+def optimizers_of(model: LlamaForCausalLM, lr: float, seeded: bool) -> list[torch.optim.Optimizer]:
+    """AdamW; without circuits, Muon for the matrices inside the layers, which AdamW alone leaves at chance for long."""
+    inside = [] if seeded else [weight for weight in model.model.layers.parameters() if weight.dim() == 2]
+    others = [weight for weight in model.parameters() if not any(weight is each for each in inside)]
+    found = [torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)]
+    return found + ([torch.optim.Muon(inside, lr=MUON_LR, weight_decay=0.01)] if inside else [])
+
+
 class Run:
-    """One training, resumable: model, optimiser, stage and clock."""
+    """One training, resumable: model, optimisers, lessons, stage and clock."""
 
     def __init__(self, arguments: argparse.Namespace, tokenizer: Tokenizer):
-        self.arguments, self.tokenizer = arguments, tokenizer
+        self.arguments = arguments
         self.model = build(tokenizer.get_vocab_size())
         initialise(self.model, seeded=not arguments.unseeded, seed=arguments.seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizers = optimizers_of(self.model, arguments.lr, not arguments.unseeded)
+        self.rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         self.step, self.stage, self.spent, self.seen, self.accuracy = 0, 0, 0.0, 0, None
+        self.lessons = FIRST if arguments.unseeded else DONE
         self.stopped = False  # set by Ctrl-C: heeded between two updates
         self.file = arguments.out / "checkpoint.pt"
         if self.file.is_file():
             found = torch.load(self.file, weights_only=True)
             self.model.load_state_dict(found["model"])
-            self.optimizer.load_state_dict(found["optimizer"])
-            for name in ("step", "stage", "spent", "seen", "accuracy"):
+            for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            for name in STATE:
                 setattr(self, name, found[name])
             print(f"goes on at step {self.step} after {self.spent / 60:.1f} minutes", flush=True)
 
     def save(self) -> None:
         part = self.file.with_suffix(".part")
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()} | {
-            name: getattr(self, name) for name in ("step", "stage", "spent", "seen", "accuracy")}, part)
+        torch.save({"model": self.model.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]} | {
+            name: getattr(self, name) for name in STATE}, part)
         part.replace(self.file)
+
+    def update(self, batch: tuple[Tensor, Tensor, Tensor, Tensor], share: float) -> tuple[Tensor, Tensor, Tensor]:
+        """One step of the optimisers when `share` of the time has passed; returns what `losses` does."""
+        rate = min(1.0, (self.step + 1) / 100) * min(1.0, max(0.02, (1 - share) / COOLDOWN))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, own in zip(groups, self.rates, strict=True):
+            group["lr"] = own * rate
+        found = losses(self.model, batch)
+        self.model.zero_grad(set_to_none=True)
+        found[0].backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+        self.seen += batch[0].numel()
+        return found
 
     def train(self, writer: Writer, held_out: Writer) -> None:
         arguments, last = self.arguments, time.monotonic()
+        lessons = Lessons(writer.tokenizer, f"lessons {arguments.seed}, from step {self.step}", self.lessons)
         while (share := self.spent / (60 * arguments.minutes)) < 1 and not self.stopped:
-            rate = min(1.0, (self.step + 1) / 100) * min(1.0, max(0.02, (1 - share) / COOLDOWN))
-            for group in self.optimizer.param_groups:
-                group["lr"] = arguments.lr * rate
-            replay = self.stage > 0 and writer.rng.random() < 0.2
-            length = STAGES[writer.rng.randrange(self.stage) if replay else self.stage]
-            tokens = min(arguments.tokens, max(4096, 8 * length))
-            batch = writer.batch(length, tokens // length, copies=0.15)
-            loss, right = losses(self.model, batch)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.step += 1
-            self.seen += batch[0].numel()
-            if len(right) and not replay:
-                found = right.float().mean().item()
-                self.accuracy = found if self.accuracy is None else 0.95 * self.accuracy + 0.05 * found
+            if lessons.now:
+                at = f"lesson {lessons.now.name}, {self.lessons[1]} keys"
+                loss, answered, copied = self.update(lessons.batch(LESSON_TOKENS), share)
+                lessons.heed(answered, copied)
+                self.lessons, self.accuracy = lessons.state, lessons.answered
+            else:
+                at = f"length {STAGES[self.stage]}"
+                loss = self.learn(writer, share)
             now = time.monotonic()
             self.spent, last = self.spent + now - last, now
             if self.step % 50 == 0:
-                print(f"{self.spent:7.1f} s  step {self.step}  length {STAGES[self.stage]}  "
-                      f"{self.seen / 1e6:.1f}M tokens  loss {loss.item():.3f}  accuracy {self.accuracy or 0:.3f}",
-                      flush=True)
-            if self.accuracy is not None and self.accuracy > arguments.advance and self.stage < len(STAGES) - 1:
-                self.stage, self.accuracy = self.stage + 1, None
+                print(f"{self.spent:7.1f} s  step {self.step}  {at}  {self.seen / 1e6:.1f}M tokens  "
+                      f"loss {loss.item():.3f}  accuracy {self.accuracy or 0:.3f}", flush=True)
             if self.step % 500 == 0:
                 self.save()
                 print("  held out, answer tokens right: " + held_out_accuracy(self.model, held_out), flush=True)
         self.save()
+
+    def learn(self, writer: Writer, share: float) -> Tensor:
+        """An update with the tasks in text, at the length of this stage or of one before; the next, if it is time."""
+        replay = self.stage > 0 and writer.rng.random() < 0.2
+        length = STAGES[writer.rng.randrange(self.stage) if replay else self.stage]
+        tokens = min(self.arguments.tokens, max(4096, 8 * length))
+        loss, right, _ = self.update(writer.batch(length, tokens // length, copies=0.15), share)
+        if len(right) and not replay:
+            found = right.float().mean().item()
+            self.accuracy = found if self.accuracy is None else 0.95 * self.accuracy + 0.05 * found
+        if self.accuracy is not None and self.accuracy > self.arguments.advance and self.stage < len(STAGES) - 1:
+            self.stage, self.accuracy = self.stage + 1, None
+        return loss
 
 
 HEADS = {"heads": {}, "heads-hidden": {"features": "hidden"},
@@ -234,7 +266,7 @@ def main() -> None:
     text, unseen = split_text(arguments.text)
     own = arguments.out / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(own)) if own.is_file() else train_tokenizer(
-        "\n".join(text.split("\n")[::5]), arguments.vocab, arguments.digits)
+        "\n".join(text.split("\n")[::5]), arguments.vocab)
     save_tokenizer(tokenizer, arguments.out, WINDOW)
     run = Run(arguments, tokenizer)
     writer = Writer(tokenizer, text, f"training {arguments.seed}, from step {run.step}")

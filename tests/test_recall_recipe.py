@@ -43,13 +43,6 @@ def test_markers_are_tokens_of_their_own(data, writer):
     assert ids == ["?", "<", "QX", ":", "4", "7", "1", "Ċ", "<", "AB", ":", "0", "6", "7", ">", "Ċ"]
 
 
-def test_numbers_of_three_digits_can_be_tokens_of_their_own(data, text):
-    tokenizer = data.train_tokenizer(text, 2400, digits=3)
-    assert tokenizer.encode("?<QX:471\n<AB:067>\n").tokens == ["?", "<", "QX", ":", "471", "Ċ", "<", "AB", ":", "067",
-                                                               ">", "Ċ"]
-    assert tokenizer.decode(tokenizer.encode("12345 0x7").ids) == "12345 0x7"
-
-
 def test_every_answer_of_a_sequence_is_right(writer):
     """Read back from the ids alone, by who kept every mark."""
     from tests.evaluation.test_markers import reader
@@ -112,3 +105,97 @@ def test_seeded_heads_of_the_first_layer_look_one_to_four_tokens_back(data, seed
     back = torch.arange(20, 60) - first[:, 20:].argmax(-1)
     expected = torch.arange(1, 5)[:, None].expand(4, 40)
     assert ((back == expected).float().mean() > 0.95) == seeded
+
+
+@pytest.fixture(scope="module")
+def lessons(data):
+    from recall_model import lessons
+    return lessons
+
+
+@pytest.fixture(scope="module")
+def taught(data, lessons, text):
+    """Lessons that are at a state, in a vocabulary with room for all keys and values."""
+    words = ["abcdefgh"[i:j] * 2 for i in range(8) for j in range(i, 9)]
+    more = "\n".join(" ".join(random.Random(n).choices(words, k=40)) for n in range(60))
+    tokenizer = data.train_tokenizer(text + more, 1664)
+    return lambda *state: lessons.Lessons(tokenizer, "5", state)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_what_a_lesson_asks_its_own_marks_answer(lessons, taught, at: int):
+    made = taught(at, 676, 900)
+    ids, targets, weights, answers = made.batch(60 * made.now.length)
+    assert ids.shape == (60, made.now.length) == targets.shape == weights.shape == answers.shape
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+    asked, size = set(), 3 if at == 2 else 1
+    for row, right, sought in zip(torch.cat([ids[:, :1], targets], dim=1).tolist(), targets, answers, strict=True):
+        if not sought.any():
+            continue  # of copies
+        asked.add(sum(sought.tolist()) // size)
+        found, values = "".join(f" {token}" for token in row) + " ", right[sought].tolist()
+        for end in [n + 1 for n in range(len(sought)) if sought[n] and (n + 1 == len(sought) or not sought[n + 1])]:
+            opening = row[end - size + 1 - (2 if at == 0 else 3):end - size + 1]  # < key and, but in pairs, a colon
+            value = row[end - size + 1:end + 1]
+            mark = "".join(f" {token}" for token in [*opening, *value, made.form[">"]]) + " "
+            assert mark in found, "every answer stands in a mark"
+            assert found.count("".join(f" {token}" for token in [made.form["\n"], *opening]) + " ") <= 1
+        assert len(values) % size == 0
+    assert asked == {{0: 4, 1: 5, 2: 6}[at]}
+
+
+def test_repeated_segments_have_few_letters_from_the_second_lesson_on(taught):
+    for at, least, most in (0, 0.0, 0.05), (1, 0.6, 0.95):
+        made, doubtful, rows = taught(at, 676, 900), 0, 0
+        _, targets, weights, answers = made.batch(200 * made.now.length)
+        for row, weight, sought in zip(targets.tolist(), weights, answers, strict=True):
+            if sought.any():
+                continue
+            rows += 1
+            first = int((weight > 0).nonzero()[0])
+            nexts = {}
+            for one, two in itertools.pairwise(row):
+                nexts.setdefault(one, set()).add(two)
+            doubtful += max(map(len, nexts.values())) > 2
+            assert weight[first:].eq(0.5).all() and not weight[:first].any()
+        assert rows > 10 and least <= doubtful / rows <= most
+
+
+def test_keys_double_when_answers_are_right_and_lessons_end_with_all_of_them(lessons, taught):
+    made, yes, no = taught(*lessons.FIRST), torch.ones(50, dtype=torch.bool), torch.zeros(50, dtype=torch.bool)
+    for _ in range(30):
+        made.heed(no, yes)
+    assert made.state == lessons.FIRST and made.answered < 0.1
+    states = []
+    while made.now and len(states) < 2000:
+        made.heed(yes, no if len(states) < 100 else yes)
+        states.append(made.state)
+    assert made.state == lessons.DONE and made.now is None
+    keys = [keys for _, keys, _ in states]
+    assert list(dict.fromkeys(keys)) == [8, 16, 32, 64, 128, 256, 512, 676]
+    assert states[99][0] == 0, "all keys, but repeated segments are not yet gone on with"
+
+
+def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data, lessons, text, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import train_recall_model as recipe
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--unseeded", "--minutes", "60"])
+    tokenizer = data.train_tokenizer(text, 1664)
+    run = recipe.Run(recipe.parse(), tokenizer)
+    assert run.lessons == lessons.FIRST and [type(each).__name__ for each in run.optimizers] == ["AdamW", "Muon"]
+    made = lessons.Lessons(tokenizer, "6", (1, 676, 900))
+    for _ in range(2):
+        run.update(made.batch(128), 0.0)
+    run.lessons = made.state
+    run.save()
+    again = recipe.Run(recipe.parse(), tokenizer)
+    assert (again.step, again.seen, again.lessons) == (2, 256, (1, 676, 900))
+    batch = made.batch(128)
+    for each in run, again:
+        each.update(batch, 0.0)
+    for one, two in zip(run.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    monkeypatch.setattr(sys, "argv", sys.argv[:5] + sys.argv[6:])  # with circuits: AdamW alone, no lessons
+    (tmp_path / "checkpoint.pt").unlink()
+    seeded = recipe.Run(recipe.parse(), tokenizer)
+    assert seeded.lessons == lessons.DONE and len(seeded.optimizers) == 1
