@@ -6,8 +6,9 @@
 #
 # MODEL is the folder that examples/train_recall_model.py wrote. Every cell is a file in OUT: the same command goes on
 # where it stopped, and several of them share the work, each with another PART: "short" (what the full cache can hold,
-# and tasks that ask once), "long", "trained" (the policies with heads), "shared" (those without, with the shares that
-# were learned for Locret), "far" (16,384 tokens), "endless" (a million). The report is OUT/report.md.
+# and tasks that ask once), "long", "trained" (the policies with heads), "shared" (those without, at an eighth, with the
+# shares that were learned for Locret), "far" (16,384 tokens), "far_others" (the same of all others, at an eighth),
+# "endless" (a million). The report is OUT/report.md.
 set -euo pipefail
 model=$1 out=$2
 locret-stream() { "${PYTHON:-python}" -m locret_stream "$@"; }
@@ -39,7 +40,7 @@ case "$PART" in
   trained|all)
     locret-stream eval "${common[@]}" "${trained[@]}" "${many[@]}" --length 4096 ;;&
   shared|all)
-    locret-stream eval "${common[@]}" "${others[@]}" "${frame[@]}" --heads "$model/heads" "${many[@]}" --length 4096 \
+    locret-stream eval "${eighth[@]}" "${others[@]}" "${frame[@]}" --heads "$model/heads" "${many[@]}" --length 4096 \
       --allocation adaptive ;;&
   far|all)
     locret-stream eval "${common[@]}" "${best[@]}" "${many[@]}" --length 16384
