@@ -93,8 +93,8 @@ def test_full_beyond_the_window_is_skipped_and_said(small: list[str], tmp_path: 
     code, out, err = invoke(*here, "--json")
     assert code == 0, err
     skipped = json.loads(out)["skipped"]
-    assert skipped == {"full at 1,100 tokens does not fit the model's window of 1,024": 1}
-    assert "skipped: full at 1,100 tokens does not fit the model's window of 1,024 (1 cell)" in err
+    assert skipped == {"full at 1,100 tokens with chunks of 32 does not fit the model's window of 1,024": 1}
+    assert "skipped: full at 1,100 tokens with chunks of 32 does not fit the model's window of 1,024 (1 cell)" in err
     assert "Not all of `full` was run at 1,100 tokens" in (tmp_path / "out" / "report.md").read_text()
     assert "no cell can run: full at 1,100" in mistake("eval", *small[:4], "--length", 1100, "--out", tmp_path / "no",
                                                        "--task", "passkey", "--policy", "full")

@@ -185,7 +185,8 @@ def _beyond_window(cell: Cell, bench: Bench) -> str:
     shape = bench.shape[0]
     if cell.file:
         return _document_beyond(cell, bench)
-    told = f"full at {cell.length:,} tokens does not fit the model's window of {shape.window:,}"
+    told = (f"full at {cell.length:,} tokens with chunks of {cell.chunk_size:,} does not fit the model's window of "
+            f"{shape.window:,}")
     sliding = min((window for window in shape.sliding if window), default=None)
     if sliding is not None and cell.length > sliding:
         return f"full at {cell.length:,} tokens does not fit its sliding windows of {sliding:,}"
