@@ -170,9 +170,10 @@ class Run:
 
     def train(self, writer: Writer, held_out: Writer) -> None:
         arguments, last = self.arguments, time.monotonic()
-        lessons = Lessons(writer.tokenizer, f"lessons {arguments.seed}, from step {self.step}", self.lessons)
+        lessons = None if self.lessons == DONE else Lessons(
+            writer.tokenizer, f"lessons {arguments.seed}, from step {self.step}", self.lessons)
         while (share := self.spent / (60 * arguments.minutes)) < 1 and not self.stopped:
-            if lessons.now:
+            if lessons and lessons.now:
                 at = f"lesson {lessons.now.name}, {self.lessons[1]} keys"
                 loss, answered, copied = self.update(lessons.batch(LESSON_TOKENS), share)
                 lessons.heed(answered, copied)

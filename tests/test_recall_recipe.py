@@ -199,3 +199,17 @@ def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data
     (tmp_path / "checkpoint.pt").unlink()
     seeded = recipe.Run(recipe.parse(), tokenizer)
     assert seeded.lessons == lessons.DONE and len(seeded.optimizers) == 1
+
+
+def test_only_a_training_without_circuits_needs_a_vocabulary_for_lessons(data, lessons, writer, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import train_recall_model as recipe
+    few = ["", "--out", str(tmp_path), "--text", "-", "--minutes", "0.001"]
+    monkeypatch.setattr(sys, "argv", few)
+    run = recipe.Run(recipe.parse(), writer.tokenizer)
+    run.train(writer, writer)
+    assert run.step == 1 and run.file.is_file() and run.lessons == lessons.DONE
+    run.file.unlink()
+    monkeypatch.setattr(sys, "argv", [*few, "--unseeded"])
+    with pytest.raises(SystemExit, match="expected 1576, so a larger --vocab"):
+        recipe.Run(recipe.parse(), writer.tokenizer).train(writer, writer)

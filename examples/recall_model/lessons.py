@@ -61,7 +61,9 @@ class Lessons:
         self.form = {sign: tokenizer.encode(sign).ids[0] for sign in "<>:?\n"}
         self.pool = sorted(set(range(1, tokenizer.get_vocab_size())) - set(self.form.values()))  # 0 ends a text
         random.Random(0).shuffle(self.pool)
-        assert len(self.pool) >= KEYS[1] + VALUES[1], f"{len(self.pool)} tokens; expected {KEYS[1] + VALUES[1]}"
+        if len(self.pool) < KEYS[1] + VALUES[1]:
+            raise SystemExit(f"the vocabulary has {len(self.pool)} tokens for lessons; expected {KEYS[1] + VALUES[1]}, "
+                             "so a larger --vocab")
         self.state = tuple(state)
         self.answered: float | None = None
         self.copied: float | None = None
@@ -104,11 +106,10 @@ class Lessons:
     def _facts(self, length: int) -> list[tuple[list[int], list[int], list[int]]]:
         """(mark, question, answer) of each, as many as a sequence has room for."""
         rng, form, name = self.rng, self.form, self.now.name
-        if name == "facts":
-            pairs = [(key, markers.value(rng)) for key in rng.sample(markers.KEYS, length // 12)]
-            read = [[self.tokenizer.encode(part).ids for part in (f"<{key}:{value}>\n", f"?<{key}:", value)]
+        if name == "facts":  # a mark has 8 tokens, and so has a question with its answer
+            pairs = [(key, markers.value(rng)) for key in rng.sample(markers.KEYS, length // 16)]
+            return [[self.tokenizer.encode(part).ids for part in (f"<{key}:{value}>\n", f"?<{key}:", value)]
                     for key, value in pairs]
-            return read[:length // (len(read[0][0]) + len(read[0][1]) + len(read[0][2]) + 1)]
         between = [form[":"]] if name == "marks" else []
         count = length // (10 + 2 * len(between))
         _, keys, values = self.state
