@@ -43,6 +43,12 @@ def test_markers_are_tokens_of_their_own(data, writer):
     assert ids == ["?", "<", "QX", ":", "4", "7", "1", "Ċ", "<", "AB", ":", "0", "6", "7", ">", "Ċ"]
 
 
+def test_numbers_can_be_tokens_of_their_own(data, text):
+    tokenizer = data.train_tokenizer(text, 2400, digits=3)
+    assert tokenizer.encode("?<QX:471\n<AB:067").tokens == ["?", "<", "QX", ":", "471", "Ċ", "<", "AB", ":", "067"]
+    assert tokenizer.encode("4711").tokens == ["471", "1"], "the same numbers everywhere, whatever is behind them"
+
+
 def test_every_answer_of_a_sequence_is_right(writer):
     """Read back from the ids alone, by who kept every mark."""
     from tests.evaluation.test_markers import reader
@@ -118,7 +124,7 @@ def taught(data, lessons, text):
     """Lessons that are at a state, in a vocabulary with room for all keys and values."""
     words = ["abcdefgh"[i:j] * 2 for i in range(8) for j in range(i, 9)]
     more = "\n".join(" ".join(random.Random(n).choices(words, k=40)) for n in range(60))
-    tokenizer = data.train_tokenizer(text + more, 1664)
+    tokenizer = data.train_tokenizer(text + more, 2600, digits=3)
     return lambda *state: lessons.Lessons(tokenizer, "5", state)
 
 
@@ -128,20 +134,18 @@ def test_what_a_lesson_asks_its_own_marks_answer(lessons, taught, at: int):
     ids, targets, weights, answers = made.batch(60 * made.now.length)
     assert ids.shape == (60, made.now.length) == targets.shape == weights.shape == answers.shape
     assert torch.equal(ids[:, 1:], targets[:, :-1])
-    asked, size = set(), 3 if at == 2 else 1
+    asked = set()
     for row, right, sought in zip(torch.cat([ids[:, :1], targets], dim=1).tolist(), targets, answers, strict=True):
         if not sought.any():
             continue  # of copies
-        asked.add(sum(sought.tolist()) // size)
+        asked.add(sum(sought.tolist()))
         found, values = "".join(f" {token}" for token in row) + " ", right[sought].tolist()
-        for end in [n + 1 for n in range(len(sought)) if sought[n] and (n + 1 == len(sought) or not sought[n + 1])]:
-            opening = row[end - size + 1 - (2 if at == 0 else 3):end - size + 1]  # < key and, but in pairs, a colon
-            value = row[end - size + 1:end + 1]
-            mark = "".join(f" {token}" for token in [*opening, *value, made.form[">"]]) + " "
+        for end, value in zip((sought.nonzero()[:, 0] + 1).tolist(), values, strict=True):
+            opening = row[end - (2 if at == 0 else 3):end]  # < key and, but in pairs, a colon
+            mark = "".join(f" {token}" for token in [*opening, value, made.form[">"]]) + " "
             assert mark in found, "every answer stands in a mark"
             assert found.count("".join(f" {token}" for token in [made.form["\n"], *opening]) + " ") <= 1
-        assert len(values) % size == 0
-    assert asked == {{0: 4, 1: 5, 2: 6}[at]}
+    assert asked == {{0: 4, 1: 5, 2: 8}[at]}
 
 
 def test_repeated_segments_have_few_letters_from_the_second_lesson_on(taught):
@@ -199,6 +203,25 @@ def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data
     (tmp_path / "checkpoint.pt").unlink()
     seeded = recipe.Run(recipe.parse(), tokenizer)
     assert seeded.lessons == lessons.DONE and len(seeded.optimizers) == 1
+
+
+def test_sequences_grow_by_accuracy_or_else_by_time(data, writer, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import train_recall_model as recipe
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--tokens", "512"])
+    run = recipe.Run(recipe.parse(), writer.tokenizer)
+    run.learn(writer, 0.0)
+    assert run.stage == 0
+    run.accuracy = 1.0
+    run.learn(writer, 0.0)
+    assert run.stage == 1 and run.accuracy is None
+    run.learn(writer, 0.25)
+    assert run.stage == 1, "time was up for the first lengths alone"
+    run.learn(writer, 0.31)
+    assert run.stage == 2
+    run.stage = len(recipe.STAGES) - 1
+    run.learn(writer, 1.0)
+    assert run.stage == len(recipe.STAGES) - 1
 
 
 def test_only_a_training_without_circuits_needs_a_vocabulary_for_lessons(data, lessons, writer, tmp_path, monkeypatch):

@@ -26,19 +26,21 @@ HARDER = ((0.45, markers.last_write), (0.52, markers.several_values), (0.62, mar
 """Tasks of about three lines a question, and the draw below which each is taken: most for what is learnt last."""
 
 
-def train_tokenizer(text: str, vocab: int) -> Tokenizer:
-    """A byte-level BPE in which keys are one token, digits and the brackets of markers stand alone."""
+def train_tokenizer(text: str, vocab: int, digits: int = 1) -> Tokenizer:
+    """A byte-level BPE in which keys are one token and the brackets of markers stand alone; so do digits, or, with
+    `digits` 3, runs of up to three of them, which are one token (as Llama 3's tokenizer has it)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"[A-Z]{2}|[0-9]|[<>\[\](){}:?@\n]"), "isolated"),
+        pre_tokenizers.Split(Regex(rf"[A-Z]{{2}}|[0-9]{{1,{digits}}}|[<>\[\](){{}}:?@\n]"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   special_tokens=[END], show_progress=False)
-    keys = [" ".join(markers.KEYS)] * (len(text) // 50)  # so often that every pair of capitals is merged
-    tokenizer.train_from_iterator([text, *keys], trainer)
-    missing = [key for key in markers.KEYS if tokenizer.token_to_id(key) is None]
-    assert not missing, f"{len(missing)} keys are no tokens of their own; expected a larger vocabulary"
+    whole = [*markers.KEYS, *(f"{n:03d}" for n in range(1000) if digits == 3)]
+    often = [" ".join(whole)] * (len(text) // (50 if digits == 1 else 500))  # so that all of them are merged
+    tokenizer.train_from_iterator([text, *often], trainer)
+    missing = [word for word in whole if tokenizer.token_to_id(word) is None]
+    assert not missing, f"{len(missing)} keys or numbers are no tokens of their own; expected a larger vocabulary"
     return tokenizer
 
 
