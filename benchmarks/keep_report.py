@@ -2,9 +2,11 @@
 
     python benchmarks/keep_report.py results-of-eval --name policies --model recall-model --by "benchmarks/policies.sh"
 
-The report and its plots go to benchmarks/results/NAME/; NAME.json holds the means of every table, the digests that the
-cells are bound to, how the model was trained, and the circumstances in which it is kept: cells do not know their own,
-so keep it where they ran, and say at which commit.
+The report, its plots and the cells with every answer (cells.tar.xz: unpacked, `locret-stream eval --out FOLDER
+--report-only` makes the report again, and the command that ran them goes on with what is missing) go to
+benchmarks/results/NAME/; NAME.json holds the means of every table, the digests that the cells are bound to, how the
+model was trained, and the circumstances in which it is kept: cells do not know their own, so keep it where they ran,
+and say at which commit.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 from record import RESULTS, record
+
+from locret_stream.evaluation import cells
 
 
 def parse() -> argparse.Namespace:
@@ -34,6 +39,16 @@ def means(report: dict) -> list[dict]:
                        for row in table["rows"]}} for table in report["tables"]]
 
 
+def pack(out: Path, archive: Path) -> None:
+    """The cells of `out` under their names alone: the same bytes for the same cells."""
+    with tarfile.open(archive, "w:xz", preset=9) as packed:
+        for path in cells.paths(out):
+            told = tarfile.TarInfo(path.name)
+            told.size = path.stat().st_size
+            with path.open("rb") as read:
+                packed.addfile(told, read)
+
+
 def main() -> None:
     options = parse()
     if not options.name.isidentifier():
@@ -45,6 +60,7 @@ def main() -> None:
     folder.mkdir(parents=True)
     for path in [options.out / "report.md", *sorted(options.out.glob("*.png"))]:
         shutil.copy(path, folder)
+    pack(options.out, folder / "cells.tar.xz")
     (folder / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
     record(options.name, {"by": options.by, "cells_at": options.cells_at, "model": trained,
                           "origins": [one["origin"] for one in reports],

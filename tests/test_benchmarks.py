@@ -135,6 +135,32 @@ def test_findings_train_what_they_need_and_go_on_where_they_stopped(tmp_path):
     assert len(list((tmp_path / "out").glob("recall-*.json"))) == 3
 
 
+def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import keep_report
+    out, kept = tmp_path / "out", make_dir(tmp_path / "results")
+    code, _, err = invoke("eval", "--out", str(out), "--policy", "streaming_llm", "--policy", "random", "--task",
+                          "sentences", "--length", "512", "--questions", "1", "--budget", "128", "--chunk-size", "128")
+    assert code == 0, err
+    for module in (keep_report, sys.modules["record"]):
+        monkeypatch.setattr(module, "RESULTS", kept)
+    monkeypatch.setattr(sys, "argv", ["keep_report.py", str(out), "--name", "some", "--by", "a command"])
+    packed = []
+    for _ in range(2):
+        keep_report.main()
+        packed.append((kept / "some" / "cells.tar.xz").read_bytes())
+    assert packed[0] == packed[1]
+    shutil.unpack_archive(kept / "some" / "cells.tar.xz", tmp_path / "again", filter="data")
+    names = sorted(path.name for path in out.glob("sentences-*.json"))
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names and len(names) == 2
+    code, _, err = invoke("eval", "--out", str(tmp_path / "again"), "--report-only")
+    assert code == 0, err
+    for name in "report.md", "report.json":
+        assert (tmp_path / "again" / name).read_text() == (out / name).read_text()
+    whole = json.loads((kept / "some.json").read_text())["result"]
+    assert whole["by"] == "a command" and set(whole["tables"][0]["means"]) == {"streaming_llm", "random"}
+
+
 def make_dir(path: Path) -> Path:
     path.mkdir()
     return path

@@ -138,9 +138,14 @@ def read(path: Path) -> CellResult:
                          "wrote; remove it to run that cell again") from error
 
 
+def paths(folder: Path) -> list[Path]:
+    """The files of results in the folder, in the order of their names."""
+    return [path for path in sorted(folder.glob("*-*-*-*-*.json")) if _NAME.fullmatch(path.name)]
+
+
 def read_all(folder: Path) -> list[CellResult]:
     """Every result in the folder, in the order of their names. Raises InputError as `read`."""
-    return [read(path) for path in sorted(folder.glob("*-*-*-*-*.json")) if _NAME.fullmatch(path.name)]
+    return [read(path) for path in paths(folder)]
 
 
 def write(result: CellResult, path: Path) -> None:
