@@ -183,7 +183,7 @@ def test_keys_double_when_answers_are_right_and_lessons_end_with_all_of_them(les
 def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data, lessons, text, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     import train_recall_model as recipe
-    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--unseeded", "--minutes", "60"])
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--minutes", "60"])
     tokenizer = data.train_tokenizer(text, 1664)
     run = recipe.Run(recipe.parse(), tokenizer)
     assert run.lessons == lessons.FIRST and [type(each).__name__ for each in run.optimizers] == ["AdamW", "Muon"]
@@ -199,7 +199,7 @@ def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data
         each.update(batch, 0.0)
     for one, two in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, two)
-    monkeypatch.setattr(sys, "argv", sys.argv[:5] + sys.argv[6:])  # with circuits: AdamW alone, no lessons
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seeded"])  # with circuits: AdamW alone, no lessons
     (tmp_path / "checkpoint.pt").unlink()
     seeded = recipe.Run(recipe.parse(), tokenizer)
     assert seeded.lessons == lessons.DONE and len(seeded.optimizers) == 1
@@ -210,6 +210,7 @@ def test_sequences_grow_by_accuracy_or_else_by_time(data, writer, tmp_path, monk
     import train_recall_model as recipe
     monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--tokens", "512"])
     run = recipe.Run(recipe.parse(), writer.tokenizer)
+    assert run.stage == 0 and run.accuracy is None
     run.learn(writer, 0.0)
     assert run.stage == 0
     run.accuracy = 1.0
@@ -228,11 +229,11 @@ def test_only_a_training_without_circuits_needs_a_vocabulary_for_lessons(data, l
     monkeypatch.syspath_prepend(EXAMPLES)
     import train_recall_model as recipe
     few = ["", "--out", str(tmp_path), "--text", "-", "--minutes", "0.001"]
-    monkeypatch.setattr(sys, "argv", few)
+    monkeypatch.setattr(sys, "argv", [*few, "--seeded"])
     run = recipe.Run(recipe.parse(), writer.tokenizer)
     run.train(writer, writer)
     assert run.step == 1 and run.file.is_file() and run.lessons == lessons.DONE
     run.file.unlink()
-    monkeypatch.setattr(sys, "argv", [*few, "--unseeded"])
+    monkeypatch.setattr(sys, "argv", few)
     with pytest.raises(SystemExit, match="expected 1576, so a larger --vocab"):
         recipe.Run(recipe.parse(), writer.tokenizer).train(writer, writer)
