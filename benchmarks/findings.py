@@ -121,7 +121,7 @@ FINDINGS = (
     Finding("chunk size", "Locret is stable over chunk sizes (Locret, appendix)", {
         str(chunk): locret(chunk_size=chunk) for chunk in (32, 64, 128, 256, 512)}),
     Finding("Locret-Q", "a query in front makes query-driven tasks survive budgets that fail without (RULER: 34.33 to "
-            "75.54); 48 units, one question a stream", {
+            "75.54); 48 units; one question a stream where it is told, 16 where it is not", {
                 "not told": locret(units=48),
                 "told, heads that never saw a query": locret(units=48, focus=True),
                 "told, heads trained with it": locret("heads-query", units=48, focus=True)}),

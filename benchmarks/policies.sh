@@ -8,7 +8,8 @@
 # where it stopped, and several of them share the work, each with another PART: "short" (what the full cache can hold,
 # and tasks that ask once), "long", "trained" (the policies with heads), "shared" (those without, at an eighth, with the
 # shares that were learned for Locret), "far" (16,384 tokens), "far_others" (the same of all others, at an eighth),
-# "endless" (a million). The report is OUT/report.md.
+# "endless" (a million). Far and endless there is also Locret with even budgets, and at 16,384 tokens KeyDiff with
+# Locret's shares, so that what the policy does and what the shares do stay apart. The report is OUT/report.md.
 set -euo pipefail
 model=$1 out=$2
 locret-stream() { "${PYTHON:-python}" -m locret_stream "$@"; }
@@ -18,8 +19,9 @@ heads=(--heads "$model/heads" --heads "kvzap=$model/heads-hidden" --heads "trimk
 trained=(--policy locret --policy kvzap --policy trimkv "${heads[@]}" --allocation uniform --allocation adaptive)
 frame=(--policy oracle --policy oracle_per_head --policy random --policy streaming_llm)
 others=(--policy nacl --policy snapkv --policy h2o --policy tova --policy scissorhands --policy infllm --policy keydiff
-        --policy sirllm)
+        --policy sirllm --knob infllm.block=16)  # of the paper's 128 none fits an eighth
 best=(--policy locret --heads "$model/heads" --allocation adaptive)
+even=(--policy locret --heads "$model/heads" --allocation uniform)
 plain=(--policy streaming_llm --policy random)
 many=(--task recall --task last_write --task several_keys --task several_values --task decoys --task variables
       --task every_so_often --task text)
@@ -38,19 +40,23 @@ case "$PART" in
   long|all)
     locret-stream eval "${common[@]}" "${others[@]}" "${frame[@]}" "${many[@]}" --length 4096 ;;&
   trained|all)
-    locret-stream eval "${common[@]}" "${trained[@]}" "${many[@]}" --length 4096 ;;&
+    locret-stream eval "${common[@]}" "${trained[@]}" "${many[@]}" --length 4096 --plots ;;&
   shared|all)
     locret-stream eval "${eighth[@]}" "${others[@]}" "${frame[@]}" --heads "$model/heads" "${many[@]}" --length 4096 \
       --allocation adaptive ;;&
   far|all)
     locret-stream eval "${common[@]}" "${best[@]}" "${many[@]}" --length 16384
-    locret-stream eval "${common[@]}" "${plain[@]}" "${many[@]}" --length 16384 ;;&
+    locret-stream eval "${common[@]}" "${plain[@]}" "${many[@]}" --length 16384
+    locret-stream eval "${eighth[@]}" "${even[@]}" "${many[@]}" --length 16384
+    locret-stream eval "${eighth[@]}" --policy keydiff --heads "$model/heads" --allocation adaptive "${many[@]}" \
+      --length 16384 ;;&
   far_others|all)
     locret-stream eval "${eighth[@]}" "${others[@]}" "${many[@]}" --length 16384
     locret-stream eval "${eighth[@]}" --policy kvzap --policy trimkv "${heads[@]}" --allocation adaptive "${many[@]}" \
       --length 16384 ;;&
   endless|all)
     locret-stream eval "${common[@]}" "${best[@]}" --task recall --length 1000000 --questions 64
+    locret-stream eval "${eighth[@]}" "${even[@]}" --task recall --length 1000000 --questions 64
     locret-stream eval "${common[@]}" "${plain[@]}" --task recall --length 1000000 --questions 64 ;;
 esac
 locret-stream eval --out "$out" --report-only --plots >/dev/null

@@ -6,7 +6,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from locret_stream.config import Sampling
@@ -246,10 +245,3 @@ def test_a_file_that_changes_meanwhile_is_not_believed(small, data: Path, tmp_pa
     assert len(files.read_all(tmp_path / "out")) == 1, "what was done is there"
 
 
-def test_results_without_files_are_read_as_before():
-    """Fields for files came later: what has none is named and decoded as if they did not exist."""
-    cell = files.Cell(task="recall", policy="h2o", length=5, knobs={"a": 0.1, "b": 2}, allocation=(1.0, 2.5), units=3)
-    origin = files.Origin(weights="w", tokenizer="t", heads="h", text="x", tasks=1)
-    assert files.name_of(cell, origin) == "recall-h2o-3-5-368c2db9e3f0.json" and files.tag_of(origin) == "62fff893"
-    of_file = msgspec.structs.replace(origin, file="aa")
-    assert files.name_of(cell, of_file) != files.name_of(cell, msgspec.structs.replace(origin, file="bb"))

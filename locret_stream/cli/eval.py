@@ -46,7 +46,7 @@ Examples:
   locret-stream eval --out results
   # all tasks in marker form, three budgets, curves
   locret-stream eval --model ./recall --heads ./recall/heads --task markers --length 1024 --length 16384 \
---budget 128 --budget 256 --budget 512 --out results --plots
+--budget 128 --budget 256 --chunk-size 128 --out results --plots
   # several policies, and how the budget is divided among the layers
   locret-stream eval --policy locret --policy h2o --policy full --allocation uniform --allocation pyramid --out results
   # heads of another policy, and one knob at two values
@@ -365,10 +365,10 @@ def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
     chosen = [cell for cell in usable if (cell.length, -cell.units, cell.task) == place]
     origin = bench.origin("")
     path = to / f"maps-{files.tag_of(origin)}.json"
-    if path.is_file() and (old := maps.read(path)).cells == chosen and old.origin == origin:
+    origins = [bench.origin_of(cell) for cell in chosen]
+    if path.is_file() and (old := maps.read(path)).cells == chosen and old.origins == origins:
         return
     err.print(f"making maps of {len(chosen)} variants", soft_wrap=True)
-    origins = [bench.origin(cell.heads) for cell in chosen]
     names = labels(zip(chosen, origins, strict=True))
     named = {names[variant_of(cell, origin)]: cell for cell, origin in zip(chosen, origins, strict=True)}
     kept = [maps.retention(bench, cell, label) for label, cell in named.items()]
@@ -381,7 +381,7 @@ def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
     except ConfigError as error:  # too short a stream or window: no reason to lose the rest
         foreseen = None
         err.print(f"no map of how far scores foresee: {error}", soft_wrap=True)
-    maps.write(maps.Maps(origin=origin, cells=chosen, retention=kept, consistency=foreseen), path)
+    maps.write(maps.Maps(origin=origin, cells=chosen, origins=origins, retention=kept, consistency=foreseen), path)
 
 
 # -- reporting ----------------------------------------------------------------------------------------------------
@@ -414,6 +414,6 @@ def report_on(to: Path, plots: bool, found: dict[str, Any]) -> list[Path]:
         written += drawing.draw(to, report, maps.read(path) if path.is_file() else None,
                                 prefix=f"{tag}_" if len(reports) > 1 else "")
     if plots and len(written) == 2:
-        err.print("nothing to draw: curves need two budgets or two lengths, maps a policy with a budget",
-                  soft_wrap=True)
+        err.print("nothing to draw: curves need two budgets or two lengths, and maps are made where policies with a "
+                  "budget are run with --plots", soft_wrap=True)
     return written

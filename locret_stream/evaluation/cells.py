@@ -44,8 +44,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a result holds for, by content: digests of weights, tokenizer and heads, the text's name, the version of
-    the tasks; of a file its digest, and no text."""
+    """What a result holds for, by content: digests of weights, architecture, tokenizer, chat template and heads, the
+    text's name, the version of the tasks; of a file its digest, and no text; knobs: all of the policy's, defaults
+    included, as JSON. The code of a policy is not among them: what was measured before it changed is to be removed."""
 
     weights: str
     tokenizer: str
@@ -53,6 +54,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     tasks: int
     file: str = ""
+    architecture: str = ""
+    template: str = ""
+    knobs: str = ""
 
 
 class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,30 +107,19 @@ _NAME = re.compile(r".+-\w+-(\d+|all)-\d+-[0-9a-f]{12}\.json")  # what `name_of`
 
 def name_of(cell: Cell, origin: Origin) -> str:
     """Its file's name: readable, and another one for any other cell or origin."""
-    content = _content((msgspec.structs.replace(cell, heads="", file=""), origin))
-    digest = hashlib.blake2b(content, digest_size=6).hexdigest()
+    digest = _digest((msgspec.structs.replace(cell, heads="", file=""), origin), 6)
     task = re.sub(r"[^\w.-]+", "_", cell.task).strip("_")
     return f"{task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
 
 
 def tag_of(origin: Origin) -> str:
-    """Eight hexadecimal digits, others for any other origin; heads count for nothing."""
-    content = _content(msgspec.structs.replace(origin, heads=""))
-    return hashlib.blake2b(content, digest_size=4).hexdigest()
+    """Eight hexadecimal digits, others for any other origin; heads and knobs count for nothing."""
+    return _digest(msgspec.structs.replace(origin, heads="", knobs=""), 4)
 
 
-def _content(what: Any) -> bytes:
-    """Cells and origins as bytes. Without a file they say nothing of files, so that results from before there were any
-    keep their names."""
-    return msgspec.json.encode(_without_empty_files(msgspec.to_builtins(what)), order="sorted")
-
-
-def _without_empty_files(found: Any) -> Any:
-    if isinstance(found, list | tuple):
-        return [_without_empty_files(one) for one in found]
-    if isinstance(found, dict) and found.get("file") == "":
-        return {name: value for name, value in found.items() if name != "file"}
-    return found
+def _digest(what: Any, size: int) -> str:
+    """Of cells and origins: `size` bytes in hexadecimal digits."""
+    return hashlib.blake2b(msgspec.json.encode(what, order="sorted"), digest_size=size).hexdigest()
 
 
 def read(path: Path) -> CellResult:
@@ -156,12 +149,12 @@ def write(result: CellResult, path: Path) -> None:
 
 
 def by_origin(results: Iterable[CellResult]) -> Iterator[tuple[Origin, list[CellResult]]]:
-    """Results that may stand in one report: of the same weights, tokenizer, text and tasks. Those of files hold for any
+    """Results that may stand in one report: of the same model, tokenizer, text and tasks. Those of files hold for any
     text: they stand with every one there is, or alone."""
     groups: dict[Origin, list[CellResult]] = {}
     of_files: dict[Origin, list[CellResult]] = {}
     for result in results:
-        origin = msgspec.structs.replace(result.origin, heads="", file="")
+        origin = msgspec.structs.replace(result.origin, heads="", file="", knobs="")
         (of_files if result.origin.file else groups).setdefault(origin, []).append(result)
     for origin, found in of_files.items():
         beside = [one for one in groups if msgspec.structs.replace(one, text=origin.text) == origin]

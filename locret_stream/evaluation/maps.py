@@ -58,10 +58,12 @@ class Consistency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Maps(msgspec.Struct, frozen=True, kw_only=True):
-    """Both, of one origin (heads aside). cells: what they were made for."""
+    """Both, of one origin (heads and knobs aside). cells: what they were made for; origins: of each of them, its heads
+    included."""
 
     origin: Origin
     cells: list[Cell]
+    origins: list[Origin] = []
     retention: list[Retention] = []
     consistency: Consistency | None = None
 

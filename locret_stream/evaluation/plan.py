@@ -58,8 +58,7 @@ def with_heads(policy: str) -> bool:
 def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
     """All cells, those of one stream length and task together, then those of files, whose lengths are their own.
 
-    "full" has no budget, and so one cell for each of its lengths and tasks. The oracles know what is asked, and so have
-    none on text.
+    "full" has no budget, and so one cell for each of its lengths and tasks.
 
     Raises:
         ConfigError: an axis that is empty (instead of tasks, files will do), a task or policy that is not there, a
@@ -86,7 +85,7 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
         for policy in axes.policies:
             if policy == FULL:
                 found.append(Cell(policy=FULL, units=None, **common))
-            elif not (policy in ORACLES and task.kind == "bits"):
+            else:
                 found += [Cell(policy=policy, units=units, sinks=axes.sinks, stabilizers=axes.stabilizers, **common,
                                **variant) for units, variant in itertools.product(axes.budgets, variants[policy])]
     return list({msgspec.json.encode(cell): cell for cell in found}.values())
@@ -122,7 +121,7 @@ def _resolved(allocation: str | tuple[float, ...], heads: str) -> str | tuple[fl
 
 def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, int]]:
     """The cells that can run, and of the others how many for which reason: "full" on streams beyond the window, and
-    oracles on files.
+    oracles on text and on files.
 
     Raises:
         ConfigError, HeadsMismatch, WindowExceeded: another one cannot run, and why. Nothing has run yet.
@@ -142,6 +141,8 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
             reason = ""
             if cell.file and cell.policy in ORACLES:
                 reason = f"{cell.policy} on files, which do not say from which lines answers follow"
+            elif cell.policy in ORACLES and bench.task(cell).kind == "bits":
+                reason = f"{cell.policy} on {cell.task}, of which nothing is asked that it could know"
         else:
             reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)
         if not reason and bench.task(cell).kind == "bits" and key not in whole:

@@ -30,10 +30,10 @@ from locret_stream.evaluation.probes import Attention, Heard, Oracle, PerHeadOra
 from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
-from locret_stream.policies import Listening
+from locret_stream.policies import Listening, all_knobs
 from locret_stream.runtime import Runtime
 from locret_stream.runtime.loading import in_passing
-from locret_stream.snapshot.identity import digest_tensors, digest_text
+from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
 
 AT_ONCE = 8  # questions that are answered together
@@ -51,18 +51,25 @@ class Bench:
         self._measure = functools.lru_cache(1 << 16)(self.count_tokens)
 
     @functools.cached_property
-    def _base(self) -> tuple[str, str]:
-        """Digests of weights and tokenizer."""
+    def base(self) -> Origin:
+        """Of every cell of this bench: without heads, file and knobs."""
         definition = getattr(self.tokenizer, "backend_tokenizer", None)
         told = definition.to_str() if definition is not None else str(sorted(self.tokenizer.get_vocab().items()))
-        return digest_tensors(self.model.state_dict().items()), digest_text(told)
+        frame = ChatFrame(TextCodec(self.tokenizer, vocab=self.shape[0].vocab), self.tokenizer)
+        return Origin(weights=digest_tensors(self.model.state_dict().items()), tokenizer=digest_text(told), heads="",
+                      text=self.text.name, tasks=suite.VERSION, architecture=digest_text(self._attached[2]),
+                      template=digest_text(frame.literals))
 
-    @functools.cached_property
+    @property
     def shape(self) -> tuple[ModelShape, str]:
         """Of the model, and the fingerprint that heads are checked against. Raises UnsupportedModel."""
+        return self._attached[:2]
+
+    @functools.cached_property
+    def _attached(self) -> tuple[ModelShape, str, str]:
         attachment = in_passing(lambda: attach(self.model))
         detach(self.model)
-        return attachment.shape, attachment.fingerprint
+        return attachment.shape, attachment.fingerprint, attachment.architecture
 
     def task(self, cell: Cell) -> Task:
         """What a cell is measured on. Raises ConfigError: a task that is not there, or a file that was not given."""
@@ -77,20 +84,22 @@ class Bench:
     def origin_of(self, cell: Cell) -> Origin:
         """What its result holds for. Raises ConfigError and HeadsMismatch as `task` and `origin`."""
         origin, task = self.origin(cell.heads), self.task(cell)
+        if cell.policy not in ORACLES:
+            origin = msgspec.structs.replace(origin, knobs=canonical(all_knobs(cell.policy, cell.knobs)))
         if isinstance(task, FileTask):
             return msgspec.structs.replace(origin, text="", file=task.digest)
         return origin
 
     def origin(self, heads: str) -> Origin:
-        """What results with those heads hold for, on tasks that are no files. Raises HeadsMismatch as loading them."""
+        """What results with those heads hold for, on tasks that are no files, whatever the policy. Raises HeadsMismatch
+        as loading them."""
         if heads not in self._origins:
             digest = ""
             if heads:
                 loaded = RetainingHeads.load(heads)
                 digest = digest_text(digest_tensors(loaded.state_dict().items()),
                                      msgspec.json.encode(loaded.config, order="sorted").decode())
-            self._origins[heads] = Origin(weights=self._base[0], tokenizer=self._base[1], heads=digest,
-                                          text=self.text.name, tasks=suite.VERSION)
+            self._origins[heads] = msgspec.structs.replace(self.base, heads=digest)
         return self._origins[heads]
 
     def run(self, cells: Iterable[Cell], out: Path,

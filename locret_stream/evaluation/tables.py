@@ -29,8 +29,9 @@ def _header(report: Report) -> list[str]:
           f"{_span(*one.tokens)} tokens" for task, one in report.files.items()),
         f"- {_settings(report)}" if report.settings else "",
         f"- Questions in a cell: {asked}",
-        f"- A cell is {_measured(report)}, with its 95 % interval (bootstrap over streams; over the questions of the "
-        "only one, where there is no other). Where all are right, or all wrong, it has no width, however few they are.",
+        f"- A cell is {_measured(report)}, with its 95 % interval (bootstrap over streams, over the questions of the "
+        "only one where there is no other; wider the fewer they are, and for right and wrong answers at least Wilson's "
+        "of so many independent questions).",
         "- `text` is bits per byte: lower is better. Its ratio, full / own, stands in a column of its own."
         if report.bits else "",
         "- `full` evicts nothing. It exists only at lengths that the model's window holds.",

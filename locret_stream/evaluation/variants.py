@@ -18,7 +18,8 @@ FIRST, LAST = (FULL, *ORACLES), ("random", "streaming_llm")  # what frames every
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a cell is run with beside its task, length and budget. heads: their digest. everything: no budget."""
+    """All that a cell is run with beside its task, length and budget. knobs: the defaults too. heads: their digest.
+    everything: no budget."""
 
     policy: str
     knobs: tuple[tuple[str, float | int | str | bool], ...] = ()
@@ -36,7 +37,8 @@ def variant_of(cell: Cell, origin: Origin) -> Variant:
     everything = cell.units is None
     divided = {} if everything else {"allocation": cell.allocation, "sinks": cell.sinks,
                                      "stabilizers": cell.stabilizers}
-    return Variant(policy=cell.policy, knobs=tuple(sorted(cell.knobs.items())), heads=origin.heads,
+    knobs = msgspec.json.decode(origin.knobs) if origin.knobs else cell.knobs
+    return Variant(policy=cell.policy, knobs=tuple(sorted(knobs.items())), heads=origin.heads,
                    chunk_size=cell.chunk_size, focus=cell.focus, everything=everything, **divided)
 
 
@@ -50,7 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def words(self) -> tuple[str, str, str, str]:
         """In words: how the budget is divided, sinks, stabilizers, chunks."""
-        shares = self.allocation if isinstance(self.allocation, str) else ":".join(f"{s:g}" for s in self.allocation)
+        shares = self.allocation if isinstance(self.allocation, str) else ":".join(
+            f"{s:g}" if float(f"{s:g}") == s else repr(s) for s in self.allocation)
         return shares, f"{self.sinks} sinks", f"{self.stabilizers} stabilizers", f"chunks of {self.chunk_size}"
 
 
@@ -66,17 +69,22 @@ def settings_of(cells: Iterable[tuple[Cell, Origin]]) -> Settings | None:
 def labels(cells: Iterable[tuple[Cell, Origin]]) -> dict[Variant, str]:
     """Names that tell all variants apart: the policy, its knobs, what is not as in `settings_of`, and of the rest the
     fewest words that are needed."""
-    cells, kinds = list(cells), defaultdict[str, dict[Variant, str]](dict)
+    cells, kinds, given = list(cells), defaultdict[str, dict[Variant, str]](dict), defaultdict[str, set[str]](set)
     for cell, origin in cells:
         kinds[cell.policy].setdefault(variant_of(cell, origin), cell.heads)
+        given[cell.policy].update(cell.knobs)
     usual = settings_of(cells)
-    return {variant: label for folders in kinds.values() for variant, label in _within(folders, usual).items()}
+    return {variant: label for policy, folders in kinds.items()
+            for variant, label in _within(folders, usual, given[policy]).items()}
 
 
-def _within(folders: dict[Variant, str], usual: Settings | None) -> dict[Variant, str]:
-    """Names of the variants of one policy, given the folder of each one's heads."""
+def _within(folders: dict[Variant, str], usual: Settings | None, given: set[str]) -> dict[Variant, str]:
+    """Names of the variants of one policy, given the folder of each one's heads. Knobs are said that were given for
+    any of them, or that are not the same in all (as when a default changed)."""
     heads = path_ends({variant.heads: folder for variant, folder in folders.items() if variant.heads})
-    words = {variant: (" ".join(f"{name}={value}" for name, value in variant.knobs),
+    alike = set.intersection(*(set(variant.knobs) for variant in folders))
+    words = {variant: (" ".join(f"{name}={value}" for name, value in variant.knobs
+                                if name in given or (name, value) not in alike),
                        *_settings_in(variant), heads.get(variant.heads, "no heads"), "focus" if variant.focus else "")
              for variant in folders}
     odd = {0} | {at for at, word in enumerate(usual.words() if usual else (), 1)

@@ -2,6 +2,6 @@
 
 from locret_stream.policies.base import Chunk, ColumnSums, Policy
 from locret_stream.policies.listening import Listening
-from locret_stream.policies.registry import POLICIES, Knob, make_policy, typed_knobs
+from locret_stream.policies.registry import POLICIES, Knob, all_knobs, make_policy, typed_knobs
 
-__all__ = ["POLICIES", "Chunk", "ColumnSums", "Knob", "Listening", "Policy", "make_policy", "typed_knobs"]
+__all__ = ["POLICIES", "Chunk", "ColumnSums", "Knob", "Listening", "Policy", "all_knobs", "make_policy", "typed_knobs"]

@@ -20,7 +20,9 @@ class InfLLM(Policy):
     stream, so here what leaves is gone. This is a rule by which it chooses what stays on the device: how often a block
     is used. Its local window (4,096 tokens, whose attention to themselves counts for no block) is not kept apart: the
     newest block is scored by what its own tokens pay to it, so that recent blocks win where few fit the budget.
-    The units of a block are equal, and of those the newest stay: the last block that has room stays in part.
+    The units of a block are equal, and of those the newest stay: the last block that has room stays in part, and where
+    a budget has no room for a whole block beside what is protected, what stays is the end of the stream alone, as with
+    `streaming_llm`: take a smaller block there.
     """
 
     name = "infllm"

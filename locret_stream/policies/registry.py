@@ -30,6 +30,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 Knob = float | int | str
+MOST = 2**31 - 1  # of a knob that counts: what any index has room for
 
 
 def make_policy(name: str, knobs: dict[str, Knob] | None = None,
@@ -44,10 +45,15 @@ def make_policy(name: str, knobs: dict[str, Knob] | None = None,
         raise UnknownPolicy(name, POLICIES)
     kind = POLICIES[name]
     with_heads = {"heads": _fitting(kind, heads)} if "heads" in _parameters(kind) else {}
-    knobs = typed_knobs(name, knobs or {})
-    policy = kind(**with_heads, **knobs)
-    policy.knobs = {**_defaults(kind), **knobs}
+    policy = kind(**with_heads, **typed_knobs(name, knobs or {}))
+    policy.knobs = all_knobs(name, knobs or {})
     return policy
+
+
+def all_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
+    """Those of the policy of that name, with the defaults of those that are not given. Raises ConfigError as
+    `typed_knobs`."""
+    return {**_defaults(POLICIES[name]), **typed_knobs(name, knobs)}
 
 
 def typed_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
@@ -67,6 +73,8 @@ def typed_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
         if not fits:
             raise ConfigError(f"policy {name!r}: {knob} is {value!r}; expected {type(default).__name__}, "
                               f"such as {default!r}")
+        if isinstance(value, int) and abs(value) > MOST and knob != "seed":
+            raise ConfigError(f"policy {name!r}: {knob} is {value}; expected at most {MOST:,}")
         found[knob] = type(default)(value)
     return found
 

@@ -194,4 +194,29 @@ def test_intervals_hold_the_mean_and_count_streams_not_questions():
     alike = [[value[0]] * 16 for value in apart[:25]]
     wide = metrics.interval(alike)
     assert wide[1] - wide[0] > 2.5 * (high - low), "400 answers of 25 streams that are right or wrong together"
-    assert metrics.interval([[1.0, 1.0], [1.0]]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("streams,asked", [(1, 16), (2, 12), (4, 16), (6, 12), (16, 16)])
+def test_nineteen_intervals_of_twenty_hold_the_truth_however_few_the_streams(streams: int, asked: int):
+    rng, held, runs = random.Random(f"{streams} {asked}"), 0, 300
+    for run in range(runs):
+        groups = [[float(rng.random() < 0.6) for _ in range(asked)] for _ in range(streams)]
+        low, high = metrics.interval(groups, draws=500, seed=run)
+        assert 0 <= low < high <= 1
+        held += low <= 0.6 <= high
+    assert held / runs > 0.92
+
+
+def test_intervals_hold_the_truth_where_streams_are_hard_or_easy():
+    rng, held, runs = random.Random(0), 0, 300
+    for run in range(runs):
+        groups = [[float(rng.random() < ease) for _ in range(16)] for ease in rng.choices((0.3, 0.9), k=16)]
+        low, high = metrics.interval(groups, draws=500, seed=run)
+        held += low <= 0.6 <= high
+    assert held / runs > 0.92
+
+
+def test_where_all_are_right_a_doubt_is_left():
+    assert metrics.interval([[1.0] * 16] * 16) == (pytest.approx(0.985, abs=0.001), 1.0)
+    assert metrics.interval([[0.0, 0.0], [0.0]]) == (0.0, pytest.approx(0.56, abs=0.01))
+    assert metrics.interval([[1.7], [1.7], [1.7]]) == (pytest.approx(1.7), pytest.approx(1.7)), "bits are no shares"

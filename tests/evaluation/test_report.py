@@ -95,6 +95,29 @@ def test_full_at_another_length_is_the_longest_and_said():
     assert "recall 0.91 at 800" in markdown(report_of([*full, result("locret", [2, 2], length=16_000)]))
 
 
+def test_the_full_cache_is_that_of_the_same_length_where_there_is_one():
+    far = [result("full", [2, 2, 2, 2], length=2000), result("locret", [4, 4, 4, 4], length=1000),
+           result("locret", [2, 2, 2, 2], length=2000), result("locret", [2, 2, 2, 2], length=4000)]
+    tables = {table.length: table.references["recall"] for table in report_of([FULL[0], *far]).tables}
+    assert {length: (one.length, one.score) for length, one in tables.items()} == {
+        1000: (1000, 1.0), 2000: (2000, 0.5), 4000: (2000, 0.5)}
+
+
+def test_shares_that_differ_in_the_seventh_digit_have_labels_that_differ():
+    found = labels([result("locret", [4], allocation=shares) for shares in ((1.0, 1.0), (1.0000001, 1.0), (0.1, 2.0))])
+    assert sorted(found.values()) == ["locret, 0.1:2", "locret, 1.0000001:1", "locret, 1:1"]
+
+
+def test_knobs_are_said_that_were_given_or_whose_default_changed():
+    def of(knobs: str, **given) -> CellResult:
+        return result("infllm", [4], knobs=given, origin=msgspec.structs.replace(ORIGIN, knobs=knobs))
+
+    old, new = of('{"block":128,"decay":0.1}'), of('{"block":64,"decay":0.1}')
+    assert set(labels([old]).values()) == {"infllm"}
+    assert set(labels([old, new]).values()) == {"infllm, block=128", "infllm, block=64"}
+    assert set(labels([of('{"block":16,"decay":0.1}', block=16)]).values()) == {"infllm, block=16"}
+
+
 # -- intervals ----------------------------------------------------------------------------------------------------
 
 

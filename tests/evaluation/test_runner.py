@@ -15,6 +15,7 @@ from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import plan, runner, suite
 from locret_stream.evaluation.cells import Cell, CellResult, Origin
 from locret_stream.evaluation.runner import Bench
+from locret_stream.policies.infllm import InfLLM
 from locret_stream.runtime import Runtime
 from tests.context.support import model, tokenizer
 
@@ -65,8 +66,7 @@ def test_an_interrupted_run_keeps_what_is_done(tmp_path: Path):
 
 
 def test_a_damaged_result_is_named_and_not_believed(tmp_path: Path):
-    origin = bench().origin("")
-    path = tmp_path / files.name_of(cell(), origin)
+    path = tmp_path / files.name_of(cell(), bench().origin_of(cell()))
     path.write_text("{}")
     with pytest.raises(InputError, match=rf"{path.name} is no result .* remove it"):
         bench().run([cell()], tmp_path)
@@ -89,6 +89,23 @@ def test_another_model_has_another_origin():
         next(iter(other.parameters())).add_(1e-3)
     assert Bench(other, tokenizer(), PROSE).origin("") != bench().origin("")
     assert Bench(model(), tokenizer(), suite.STDLIB).origin("") != bench().origin("") == bench().origin("")
+
+
+def test_what_weights_and_tokens_do_not_tell_is_of_the_origin_too(monkeypatch):
+    """RoPE, chat template and the defaults of a policy: changed, all is run again."""
+    own = bench().origin_of(cell(policy="infllm"))
+    other = copy.deepcopy(model())
+    other.config.rope_parameters["rope_theta"] *= 2
+    assert Bench(other, tokenizer(), PROSE).base == msgspec.structs.replace(
+        bench().base, architecture=Bench(other, tokenizer(), PROSE).base.architecture) != bench().base
+    talking = copy.deepcopy(tokenizer())
+    talking.chat_template = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+                             "{% if add_generation_prompt %}[assistant]{% endif %}")
+    assert Bench(model(), talking, PROSE).base.template != bench().base.template
+    assert own != bench().origin_of(cell(policy="infllm", knobs={"block": 16}))
+    assert own == bench().origin_of(cell(policy="infllm", knobs={"block": 128})), "as the default is"
+    monkeypatch.setattr(InfLLM.__init__, "__defaults__", (64, 0.1))
+    assert own != bench().origin_of(cell(policy="infllm"))
 
 
 def test_answers_do_not_depend_on_which_cells_ran_before(tmp_path: Path):
@@ -118,6 +135,31 @@ def test_the_oracles_keep_what_answers_follow_from(policy: str, task: str, tmp_p
         for positions in layers:
             for head in positions:
                 assert torch.isin(committed, head).all()
+
+
+def test_the_oracle_by_head_keeps_in_each_what_is_worth_most_there(tmp_path: Path, monkeypatch):
+    """With less room than all that is wanted takes; what is protected aside."""
+    kept: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
+    real = runner.ask_all
+
+    async def look(ctx, questions):
+        store, policy = ctx._session.state.store, ctx._session.host.engine.policy
+        kept.append((policy.wanted, policy.worth,
+                     [store.positions(layer).clone() for layer in range(len(store.counts))]))
+        return await real(ctx, questions)
+
+    monkeypatch.setattr(runner, "ask_all", look)
+    bench().run([cell(task="last_write", policy="oracle_per_head", units=100, sinks=0, stabilizers=0, length=1500,
+                      chunk_size=1500)], tmp_path)
+    differ = 0
+    for wanted, worth, layers in kept:
+        assert len(wanted) > 100
+        for layer, heads in enumerate(layers):
+            best = [wanted[worth[layer, head].topk(100).indices] for head in range(len(heads))]
+            for found, expected in zip(heads, best, strict=True):
+                differ += not torch.equal(best[0].sort().values, expected.sort().values)
+                assert torch.isin(expected, found).float().mean() > 0.97, "ties and what was not committed aside"
+    assert differ, "heads want different tokens"
 
 
 async def test_the_oracle_by_head_measures_the_attention_that_answers_pay():

@@ -246,3 +246,9 @@ def test_unknown_policies_are_refused_with_suggestions(name, close):
 def test_knobs_are_checked(name: str, knobs: dict):
     with pytest.raises(ConfigError, match=name):
         make_policy(name, knobs)
+
+
+def test_a_count_that_no_index_holds_is_refused():
+    with pytest.raises(ConfigError, match="block is 1000000000000; expected at most 2,147,483,647"):
+        make_policy("infllm", {"block": 10**12})
+    assert make_policy("random", {"seed": 10**18}).knobs["seed"] == 10**18
