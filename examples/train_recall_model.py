@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret_stream.evaluation import tasks
+from locret_stream.snapshot.identity import digest_text
 from locret_stream.training import (
     AllocationConfig,
     Example,
@@ -58,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="English text; its last 5 %% is held out")
     parser.add_argument("--seeded", action="store_true", help="start from circuits made by hand")
-    parser.add_argument("--minutes", type=float, default=80, help="of training (default 80)")
+    parser.add_argument("--minutes", type=float, default=96, help="of training (default 96)")
     parser.add_argument("--advance", type=float, default=0.9, help="accuracy at which sequences grow (default 0.9)")
     parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW (default 3e-3)")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step (default 8192)")
@@ -73,6 +74,9 @@ def parse() -> argparse.Namespace:
                         help="of a second stage with eviction going on, at half that budget and behind a long text; "
                              "0: none (default 150)")
     arguments = parser.parse_args()
+    for name in ("minutes", "tokens", "threads"):
+        if getattr(arguments, name) <= 0:
+            parser.error(f"--{name} is {getattr(arguments, name)}; expected more than 0")
     arguments.vocab = arguments.vocab or (1664 if arguments.seeded else 2816)
     return arguments
 
@@ -128,10 +132,12 @@ def optimizers_of(model: LlamaForCausalLM, lr: float, seeded: bool) -> list[torc
 
 
 class Run:
-    """One training, resumable: model, optimisers, lessons, stage and clock."""
+    """One training, resumable: model, optimisers, lessons, stage and clock. `begun_with` is what may not change."""
 
-    def __init__(self, arguments: argparse.Namespace, tokenizer: Tokenizer):
+    def __init__(self, arguments: argparse.Namespace, tokenizer: Tokenizer, text: str):
         self.arguments = arguments
+        self.begun_with = {"seeded": arguments.seeded, "seed": arguments.seed, "vocab": tokenizer.get_vocab_size(),
+                           "text": digest_text(text)}
         self.model = build(tokenizer.get_vocab_size())
         initialise(self.model, seeded=arguments.seeded, seed=arguments.seed)
         self.optimizers = optimizers_of(self.model, arguments.lr, arguments.seeded)
@@ -142,6 +148,10 @@ class Run:
         self.file = arguments.out / "checkpoint.pt"
         if self.file.is_file():
             found = torch.load(self.file, weights_only=True)
+            for name, value in self.begun_with.items():
+                if found["begun_with"][name] != value:
+                    raise SystemExit(f"{self.file} is of a run with {name} {found['begun_with'][name]}; found {value}: "
+                                     "expected the same, or another --out")
             self.model.load_state_dict(found["model"])
             for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
@@ -151,8 +161,9 @@ class Run:
 
     def save(self) -> None:
         part = self.file.with_suffix(".part")
-        torch.save({"model": self.model.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]} | {
-            name: getattr(self, name) for name in STATE}, part)
+        torch.save({"begun_with": self.begun_with, "model": self.model.state_dict(),
+                    "optimizers": [each.state_dict() for each in self.optimizers]}
+                   | {name: getattr(self, name) for name in STATE}, part)
         part.replace(self.file)
 
     def update(self, batch: tuple[Tensor, Tensor, Tensor, Tensor], share: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,7 +284,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(own)) if own.is_file() else train_tokenizer(
         "\n".join(text.split("\n")[::5]), arguments.vocab, digits=1 if arguments.seeded else 3)
     save_tokenizer(tokenizer, arguments.out, WINDOW)
-    run = Run(arguments, tokenizer)
+    run = Run(arguments, tokenizer, text)
     writer = Writer(tokenizer, text, f"training {arguments.seed}, from step {run.step}")
     before = signal.signal(signal.SIGINT, lambda *_: setattr(run, "stopped", True))
     run.train(writer, Writer(tokenizer, unseen, "held out"))

@@ -185,23 +185,27 @@ def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data
     import train_recall_model as recipe
     monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--minutes", "60"])
     tokenizer = data.train_tokenizer(text, 1664)
-    run = recipe.Run(recipe.parse(), tokenizer)
+    run = recipe.Run(recipe.parse(), tokenizer, "text")
     assert run.lessons == lessons.FIRST and [type(each).__name__ for each in run.optimizers] == ["AdamW", "Muon"]
     made = lessons.Lessons(tokenizer, "6", (1, 676, 900))
     for _ in range(2):
         run.update(made.batch(128), 0.0)
     run.lessons = made.state
     run.save()
-    again = recipe.Run(recipe.parse(), tokenizer)
+    again = recipe.Run(recipe.parse(), tokenizer, "text")
     assert (again.step, again.seen, again.lessons) == (2, 256, (1, 676, 900))
     batch = made.batch(128)
     for each in run, again:
         each.update(batch, 0.0)
     for one, two in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, two)
+    with pytest.raises(SystemExit, match=r"run with text \w+; found \w+: expected the same, or another --out"):
+        recipe.Run(recipe.parse(), tokenizer, "another text")
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--seeded"])  # with circuits: AdamW alone, no lessons
+    with pytest.raises(SystemExit, match="run with seeded False; found True"):
+        recipe.Run(recipe.parse(), tokenizer, "text")
     (tmp_path / "checkpoint.pt").unlink()
-    seeded = recipe.Run(recipe.parse(), tokenizer)
+    seeded = recipe.Run(recipe.parse(), tokenizer, "text")
     assert seeded.lessons == lessons.DONE and len(seeded.optimizers) == 1
 
 
@@ -209,7 +213,7 @@ def test_sequences_grow_by_accuracy_or_else_by_time(data, writer, tmp_path, monk
     monkeypatch.syspath_prepend(EXAMPLES)
     import train_recall_model as recipe
     monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--tokens", "512"])
-    run = recipe.Run(recipe.parse(), writer.tokenizer)
+    run = recipe.Run(recipe.parse(), writer.tokenizer, "text")
     assert run.stage == 0 and run.accuracy is None
     run.learn(writer, 0.0)
     assert run.stage == 0
@@ -230,10 +234,10 @@ def test_only_a_training_without_circuits_needs_a_vocabulary_for_lessons(data, l
     import train_recall_model as recipe
     few = ["", "--out", str(tmp_path), "--text", "-", "--minutes", "0.001"]
     monkeypatch.setattr(sys, "argv", [*few, "--seeded"])
-    run = recipe.Run(recipe.parse(), writer.tokenizer)
+    run = recipe.Run(recipe.parse(), writer.tokenizer, "text")
     run.train(writer, writer)
     assert run.step == 1 and run.file.is_file() and run.lessons == lessons.DONE
     run.file.unlink()
     monkeypatch.setattr(sys, "argv", few)
     with pytest.raises(SystemExit, match="expected 1576, so a larger --vocab"):
-        recipe.Run(recipe.parse(), writer.tokenizer).train(writer, writer)
+        recipe.Run(recipe.parse(), writer.tokenizer, "text").train(writer, writer)
