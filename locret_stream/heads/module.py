@@ -160,7 +160,7 @@ class RetainingHeads(nn.Module):
             raise HeadsMismatch(f"no {CONFIG} in {path.parent}; expected a folder written by `train-heads`")
         try:
             return msgspec.json.decode(path.read_bytes(), type=HeadsConfig)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise HeadsMismatch(f"{path.parent} cannot be read as retaining heads: {error}") from error
 
     def load_strictly(self, tensors: dict[str, Tensor]) -> None:

@@ -42,7 +42,7 @@ from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
 from locret_stream.training.background import Background, context_behind
-from locret_stream.training.checkpoint import ALLOCATION, expect_same, write_json
+from locret_stream.training.checkpoint import ALLOCATION, expect_same, read_json, write_json
 from locret_stream.training.config import (
     DIVIDED,
     EVEN,
@@ -163,10 +163,7 @@ class _Run:
     def _read(self, restart: bool, fresh: Allocation) -> Allocation:
         if restart or not self.path.is_file():
             return fresh
-        try:
-            there = msgspec.json.decode(self.path.read_bytes(), type=Allocation)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error}; remove it to measure anew") from error
+        there = read_json(self.path, Allocation, "remove it to measure anew")
         if there.version == 1:
             there = _judged_anew(there)
         names = ("policy", "fingerprint", "heads", "data", "sinks", "stabilizers", "version")

@@ -139,7 +139,8 @@ def forget_tuning(folder: Path) -> None:
 def _forget_allocation(folder: Path) -> None:
     """That of the tuned heads, if there is one, gives way to that of the first."""
     first = RetainingHeads.load(folder, files.FIRST_WEIGHTS)
-    there, before = (msgspec.json.decode(path.read_bytes(), type=Allocation) if path.is_file() else None
+    there, before = (files.read_json(path, Allocation, "remove it; `allocate` then measures anew")
+                     if path.is_file() else None
                      for path in (folder / files.ALLOCATION, folder / files.FIRST_ALLOCATION))
     if there is not None and there.heads != digest_of(first):
         if there.shares is not None and there.shares == first.config.budget_shares:
@@ -364,10 +365,7 @@ def _first_stage(config: TuneConfig, heads: HeadsConfig, held_out_max: int) -> T
 
 
 def _read(path: Path) -> TuneResult:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=TuneResult)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} cannot be read: {error}; remove it, or restart=True, to tune anew") from error
+    return files.read_json(path, TuneResult, "remove it, or restart=True, to tune anew")
 
 
 def _resumed(path: Path | None, fresh: TuneResult) -> TuneResult:

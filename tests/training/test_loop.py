@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 
@@ -228,6 +229,19 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
     (tmp_path / CHECKPOINT).write_bytes(whole[:-100])
     with pytest.raises(HeadsMismatch, match=CHECKPOINT):
         train_heads(model, make_examples(7), tmp_path, QUICK)
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_a_damaged_state_file_is_named(model, tmp_path, name):
+    train_heads(model, make_examples(7), tmp_path, QUICK)
+    whole = (tmp_path / name).read_bytes()
+    for damaged in (whole[:-30], b"", b"[]", whole.replace(b'"', b'"\xff', 1), whole.replace(b': "', b': "\xff', 1)):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(ConfigError, match=rf"{re.escape(name)} cannot be read: .*restart=True"):
+            train_heads(model, make_examples(7), tmp_path, QUICK)
+    if name == "result.json":  # as the message says
+        (tmp_path / name).unlink()
+        assert train_heads(model, make_examples(7), tmp_path, QUICK).steps == 12
 
 
 def test_heads_made_elsewhere_are_not_overwritten(model, tmp_path):

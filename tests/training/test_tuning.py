@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -245,6 +246,23 @@ def test_forgetting_goes_on_where_it_was_stopped(stopped: int, model, examples, 
     assert same(weights(folder), heads) and not (folder / FIRST_WEIGHTS).exists()
     assert RetainingHeads.load(folder).config.budget_shares == first.shares
     assert allocate(model, folder, examples, division) == first
+
+
+@pytest.mark.parametrize("name", ["allocation.json", FIRST_ALLOCATION])
+@pytest.mark.parametrize("damage", [b'{"config": {}}', b"", b'{"policy": "\xff"}'])
+def test_a_damaged_allocation_is_named_before_anything_is_forgotten(name, damage, model, examples, tmp_path,
+                                                                    monkeypatch):
+    folder = saved_heads(model, tmp_path)
+    measured(monkeypatch, 2.0, 1.0)
+    tune(model, folder, examples, QUICK)
+    (folder / name).write_bytes(damage)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} cannot be read: .*; remove it"):
+        tune(model, folder, examples, QUICK, restart=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / name).unlink()
+    measured(monkeypatch, 2.0, 2.0)
+    assert not tune(model, folder, examples, QUICK, restart=True).better
 
 
 # -- resumed ------------------------------------------------------------------------------------------------------
