@@ -262,7 +262,8 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
               soft_wrap=True)
     if tuned is not None:
         behind = f", behind {tuned.behind:,} tokens of text" if tuned.behind else ""
-        kept = ("; the first heads are in heads.first.safetensors" if tuned.better else
+        there = (Path(result.out) / "heads.first.safetensors").is_file()
+        kept = ("; the first heads are " + ("in heads.first.safetensors" if there else "gone") if tuned.better else
                 "; no gain beyond noise, so the heads stay as they were")
         out.print(f"tuned for {tuned.config.units} units on average{behind}: answer loss {tuned.after.loss:.4f}, "
                   f"before {tuned.before.loss:.4f}{kept}", soft_wrap=True)

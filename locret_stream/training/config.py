@@ -285,6 +285,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     behind: tokens of a background that were read before each, 0 without one.
     before, after: answer loss of the heads as they were and tuned, measured by the engine, as at inference.
     kl: divergence from the full cache in the last tenth of the steps, nats per answer token.
+    tuned: digest of the tuned heads, if they took the others' place.
     better: whether the tuned heads are better by more than noise, so that they took the others' place.
     All of these None until they are known. seconds: of this process alone, measuring included.
     """
@@ -303,6 +304,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     before: Measurement | None = None
     after: Measurement | None = None
     kl: float | None = None
+    tuned: str | None = None
     better: bool | None = None
     resumed_from: int = 0
     seconds: float = 0.0
