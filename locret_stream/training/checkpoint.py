@@ -99,7 +99,17 @@ class RunFolder:
         """That of a finished run, else None. Raises ConfigError: it cannot be read."""
         if not all((self.path / name).is_file() for name in (RESULT, WEIGHTS, CONFIG)):
             return None
-        return read_json(self.path / RESULT, TrainResult, "remove it, or restart=True, to train these heads anew")
+        there = read_json(self.path / RESULT, TrainResult, "remove it, or restart=True, to train these heads anew")
+        return msgspec.structs.replace(there, out=str(self.path))  # it may have been moved since
+
+    def heads(self) -> RetainingHeads:
+        """Those of a finished run, tuned or not. Raises HeadsMismatch: they are damaged."""
+        try:
+            return RetainingHeads.load(self.path)
+        except (HeadsMismatch, ConfigError) as error:
+            raise HeadsMismatch(f"{error}; the run in {self.path} is finished and its heads are damaged: remove "
+                                f"{WEIGHTS} to train them anew, or the folder (restart=True, train-heads: --restart)"
+                                ) from error
 
     def finish(self, heads: RetainingHeads, result: TrainResult) -> None:
         heads.save(self.path)
