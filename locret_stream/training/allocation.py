@@ -56,7 +56,7 @@ from locret_stream.training.config import (
     TrainConfig,
 )
 from locret_stream.training.data import Example
-from locret_stream.training.division import CHANCE, by_curves, crossed, exceeds, halves, proportional
+from locret_stream.training.division import CROSSED, by_curves, crossed, exceeds, halves, proportional
 from locret_stream.training.measuring import Recording, answer_nll, digest_of, held_units, policy_for, usable
 from locret_stream.training.source import Source
 
@@ -208,7 +208,7 @@ class _Run:
         nll = crossed(self.halves, division, lambda side, units: self.measure(
             HALVES[side], self._budgets(self._of_all_layers(units)), self.halves[side]).nll)
         after = Measurement(budgets=self._budgets(own_units), nll=tuple(nll), loss=sum(nll) / sum(weights), seconds=0.0)
-        chosen = own_units if exceeds(before.nll, after.nll, weights, CHANCE) else even_units
+        chosen = own_units if exceeds(before.nll, after.nll, weights, CROSSED) else even_units
         self._keep(units=own_units, shares=tuple(units / self.config.units for units in chosen),
                    measured={**self.state.measured, DIVIDED: after})
         return self.state

@@ -4,9 +4,9 @@ A layer's curve is its answer loss by units. Units go where the next one gains m
 is no gain, and a division that is not better than even budgets beyond noise is not used.
 
 A division fits the noise of the examples that made it: the more layers, the more there is to choose from. So it is not
-judged by those (cross-fitting): each half of the examples makes a division, and the other half judges it. The
-differences of the two halves are then not quite independent, as each half both makes and judges: where the truth is
-that nothing helps, they say otherwise in 5 to 8 of 100 cases (10 with heavy tails) in place of CHANCE; see the tests.
+judged by those (cross-fitting): each half of the examples makes a division, and the other half judges it. As each half
+both makes and judges, what they say is not quite independent, and asked for CROSSED they are wrong about as often as
+CHANCE, see the tests.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from locret_stream.training.config import LEAST_EXAMPLES
 
 LEAST_GAIN = 1e-4  # nats per answer token; less is rounding of the forward, and nobody's loss
 CHANCE = 0.05  # that even budgets are left for a division that is no better
+CROSSED = 0.03  # what to ask of halves that judge each other: asked for 0.05, they err in 7 of 100 simulated cases
 ONE_ERROR = 0.16  # that noise alone shows a gain of one standard error. A step of a curve needs no more proof, as the
 # whole division has to prove itself; asked for more, the few examples of a user would show nothing.
 

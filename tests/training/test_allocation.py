@@ -34,6 +34,7 @@ from locret_stream.training import (
 from locret_stream.training.config import HALVES
 from locret_stream.training.division import (
     CHANCE,
+    CROSSED,
     ONE_ERROR,
     by_curves,
     crossed,
@@ -224,20 +225,20 @@ def judged(layers: int, count: int, needy: int = 0, seed: int = 0) -> tuple[bool
     everyone, sides = range(count), halves(range(count))
     even = cost([average] * layers, everyone)
     others = crossed(sides, division, lambda side, units: cost(units, sides[side]))
-    return exceeds(even, others, weights, CHANCE), exceeds(even, cost(division(everyone), everyone), weights, CHANCE)
+    return exceeds(even, others, weights, CROSSED), exceeds(even, cost(division(everyone), everyone), weights, CHANCE)
 
 
 def test_a_division_that_fits_noise_is_no_gain_though_there_are_many_layers():
     found = [judged(32, 32, seed=seed) for seed in range(150)]
     alarms, naive = (sum(each) / len(found) for each in zip(*found, strict=True))
-    assert 0.01 < alarms < 0.1, "5 % in the long run, and a little for halves that judge each other"
+    assert 0.01 < alarms < 0.1, "CHANCE in the long run"
     assert naive > 0.5, "by what made it, noise nearly always looks like a gain: else this shows nothing"
     assert sum(judged(32, 7, seed=seed)[0] for seed in range(100)) < 12  # 4 and 3
 
 
 def test_a_division_that_gains_is_found_by_examples_that_did_not_make_it():
     assert sum(judged(32, 32, needy=4, seed=seed)[0] for seed in range(20)) == 20
-    assert sum(judged(32, 7, needy=8, seed=seed)[0] for seed in range(20)) > 15
+    assert sum(judged(32, 7, needy=8, seed=seed)[0] for seed in range(20)) > 12
 
 
 def test_halves_are_every_other_one_and_equal_ones_lie_together():
