@@ -260,6 +260,17 @@ def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
     found = json.loads(out)
     assert found["steps"] == 3 and found["out"] == str(heads)
     assert json.loads(invoke(*train)[1]) == found  # finished runs are not run again
+    heads = heads.rename(tmp_path / "moved")
+    train[train.index("--out") + 1] = heads
+    assert json.loads(invoke(*train)[1]) == found | {"out": str(heads)}
+    whole = (heads / "heads.safetensors").read_bytes()
+    (heads / "heads.safetensors").write_bytes(whole[:-9])
+    assert "its heads are damaged: remove heads.safetensors" in mistake(*train)
+    (heads / "heads.safetensors").write_bytes(whole)
+    whole = (heads / "result.json").read_bytes()
+    (heads / "result.json").write_bytes(whole[:-9])
+    assert "result.json cannot be read" in mistake(*train)
+    (heads / "result.json").write_bytes(whole)
     assert "differs in lr" in mistake(*train, "--lr", 0.1)
     assert "label" in mistake(*train, "--label", "nonsense", "--restart")
     code, out, err = invoke("run", "--model", tiny, "--heads", heads, "--budget", 96, "--chunk-size", 32, "--ask",

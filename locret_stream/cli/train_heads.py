@@ -44,8 +44,9 @@ rendered with the model's own chat template. The same command on the same --out 
 stopped. What it writes is what --heads of the other verbs reads.
 
 --allocate then measures, on held-out examples, what it costs the answers when one layer alone keeps few units, and \
-divides the budget by it: layers that need more get more, and --heads brings that along. It is measured for the budget \
-and the chunk size that you will use.
+divides the budget by it: layers that need more get more, and --heads brings that along. It is kept if it is better \
+than the same for each layer, of examples that had no say in it. It is measured for the budget and the chunk size that \
+you will use.
 
 --tune then trains the heads on with eviction going on, so that answers with that budget come near those of the full \
 cache, and keeps what comes out only if held-out answers are better for it; the first heads stay beside them as \
@@ -221,12 +222,15 @@ def _expect_enough(attachment: Attachment, held_out: list[Example], division: Al
     """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of units, examples and, as
     far as even layers tell, the background."""
     from locret_stream.training.background import Background
+    from locret_stream.training.division import halves
     from locret_stream.training.measuring import usable
 
     for one, verb in (division, "allocate"), (tuning, "tune"):
         if one is not None:
-            usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples, verb=verb,
-                   full=background is not None)
+            found = usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples, verb=verb,
+                           full=background is not None)
+            if one is division:
+                halves([example.digest() for example in found])
         if one is not None and background is not None:
             Background(background, one.background_tokens, one.chunk_size, one.units, attachment.shape.vocab)
 
@@ -258,7 +262,8 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
               soft_wrap=True)
     if tuned is not None:
         behind = f", behind {tuned.behind:,} tokens of text" if tuned.behind else ""
-        kept = ("; the first heads are in heads.first.safetensors" if tuned.better else
+        there = (Path(result.out) / "heads.first.safetensors").is_file()
+        kept = ("; the first heads are " + ("in heads.first.safetensors" if there else "gone") if tuned.better else
                 "; no gain beyond noise, so the heads stay as they were")
         out.print(f"tuned for {tuned.config.units} units on average{behind}: answer loss {tuned.after.loss:.4f}, "
                   f"before {tuned.before.loss:.4f}{kept}", soft_wrap=True)
@@ -266,7 +271,7 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
         full, even, own = (divided.measured[name].loss for name in ("full", "even", "divided"))
         by_layer = " ".join(map(str, divided.units))
         room = "room for an example in every layer" if divided.behind else "everything"
-        out.print((f"budget by layer: {by_layer} of {divided.config.units} units on average; answer loss {own:.4f}, "
-                   f"with the same for each {even:.4f}" if divided.better else
-                   f"budget by layer: the same for each, answer loss {even:.4f}; {by_layer} was tried, {own:.4f}, no "
-                   "gain beyond noise") + f"; with {room} {full:.4f}", soft_wrap=True)
+        out.print((f"budget by layer: {by_layer} of {divided.config.units} units on average; answer loss {own:.4f} "
+                   f"where other examples divide it, with the same for each {even:.4f}" if divided.better else
+                   f"budget by layer: the same for each, answer loss {even:.4f}; {by_layer} was tried, {own:.4f} where "
+                   f"other examples divide it, no gain beyond noise") + f"; with {room} {full:.4f}", soft_wrap=True)

@@ -29,6 +29,7 @@ from locret_stream.kernels import score_units
 from locret_stream.kernels.reference import project
 
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
+MOST_SHARES = 1e100  # times units it is finite, whatever the budget
 
 
 class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,7 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     features: "qkv", or "hidden" of the size `hidden`. output: "score", or "retention", see the module.
     query_tokens: of the query in front of every example that they were trained on, 0 for none (Locret-Q).
+    budget_shares: what each layer is to get of a budget, in proportion to the others; None for the same each.
     trained_layers: layers that have a head, None for all; in the others every unit scores 0, so the newest stay.
     """
 
@@ -59,6 +61,13 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     output: Literal["score", "retention"] = "score"
     query_tokens: int = 0
     version: int = 1
+
+    def __post_init__(self) -> None:
+        shares = self.budget_shares
+        if shares is not None and not (len(shares) == self.layers and all(s > 0 for s in shares)
+                                       and sum(shares) < MOST_SHARES):
+            raise ConfigError(f"heads: found budget_shares {list(shares)}; expected {self.layers} numbers above 0, one "
+                              f"per layer, together below {MOST_SHARES:g}: leave them out for the same units in each")
 
     @property
     def in_features(self) -> int:
@@ -160,7 +169,7 @@ class RetainingHeads(nn.Module):
             raise HeadsMismatch(f"no {CONFIG} in {path.parent}; expected a folder written by `train-heads`")
         try:
             return msgspec.json.decode(path.read_bytes(), type=HeadsConfig)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise HeadsMismatch(f"{path.parent} cannot be read as retaining heads: {error}") from error
 
     def load_strictly(self, tensors: dict[str, Tensor]) -> None:

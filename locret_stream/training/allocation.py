@@ -9,13 +9,16 @@ layer, and counted (Ada-KV, arXiv:2407.11550, across layers in place of across h
 comparable: heads of label "logprob".
 
 Either way the division is then measured against even budgets, both as at inference, and is used only if it is better
-by more than noise. Layers with a sliding window get what a uniform budget gives them, their window at most.
+by more than noise. Examples would flatter what they made themselves: each half of them is measured with the division
+that the other half makes, and these losses decide and are reported; kept is the division that all of them make. Layers
+with a sliding window get what a uniform budget gives them, their window at most.
 
 Streams are longer than examples, and what fills a layer is also what heads mistake for an answer: with a `background`
 every measurement reads a long text first, see the module of that name.
 
-Cost: (layers * budgets + 3) * (examples * tokens + background) of forward, one example at a time. Memory: one slot in
-which all layers but one hold the longest example, as the training of the heads does too; with a background two.
+Cost: (layers * budgets + 3) * (examples * tokens + background) of forward and the background once more, one example at
+a time. Memory: one slot in which all layers but one hold the longest example, as the training of the heads does too;
+with a background two.
 """
 
 from __future__ import annotations
@@ -39,11 +42,12 @@ from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
 from locret_stream.training.background import Background, context_behind
-from locret_stream.training.checkpoint import ALLOCATION, expect_same, write_json
+from locret_stream.training.checkpoint import ALLOCATION, expect_same, read_json, write_json
 from locret_stream.training.config import (
     DIVIDED,
     EVEN,
     FULL,
+    HALVES,
     Allocation,
     AllocationConfig,
     Measurement,
@@ -52,11 +56,12 @@ from locret_stream.training.config import (
     TrainConfig,
 )
 from locret_stream.training.data import Example
-from locret_stream.training.division import CHANCE, ONE_ERROR, divide, envelope, exceeds, proportional
+from locret_stream.training.division import CROSSED, by_curves, crossed, exceeds, halves, proportional
 from locret_stream.training.measuring import Recording, answer_nll, digest_of, held_units, policy_for, usable
 from locret_stream.training.source import Source
 
-Measure = Callable[[str, tuple[int, ...]], Measurement]
+Divide = Callable[[Sequence[int]], list[int]]
+"""Units of the full-attention layers, by the examples of these indices."""
 
 
 def held_out_examples(attachment: Attachment, examples: Sequence[Example], config: TrainConfig) -> list[Example]:
@@ -84,7 +89,7 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         heads: a folder of retaining heads of any kind; they score by the policy that takes them.
         examples: ones that the heads were not trained on. Used are the first `config.examples` of those in which more
             than `config.units` units would be held when the last reply is given, with a background any; of the others
-            nothing is learnt.
+            nothing is learnt. At least four of them differ.
         background: token ids [N] of a text like most of what the memory will read, about which nothing is asked.
         progress: called after every example. restart: forget what was measured before.
 
@@ -124,6 +129,7 @@ class _Run:
         self._check(background is not None)
         self.budget(None).per_layer(shape)  # raises where not even equal layers hold what is protected
         held, chain = held_units(max(len(e.ids) for e in examples), config.chunk_size), [e.digest() for e in examples]
+        self.halves = halves(chain)
         self.before: Tensor | None = None
         if background is not None:
             slices = Background(background, config.background_tokens, config.chunk_size, held, shape.vocab)
@@ -157,10 +163,9 @@ class _Run:
     def _read(self, restart: bool, fresh: Allocation) -> Allocation:
         if restart or not self.path.is_file():
             return fresh
-        try:
-            there = msgspec.json.decode(self.path.read_bytes(), type=Allocation)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error}; remove it to measure anew") from error
+        there = read_json(self.path, Allocation, "remove it to measure anew")
+        if there.version == 1:
+            there = _judged_anew(there)
         names = ("policy", "fingerprint", "heads", "data", "sinks", "stabilizers", "version")
         expect_same(self.path, "allocation", there, fresh, names, "remove that file to measure anew")
         return there
@@ -180,27 +185,32 @@ class _Run:
         self.total = (3 + (len(points) * len(self.layers) if config.rule == "loss" else 0)) * len(self.examples)
         whole = self.measure(FULL, full)
         if config.rule == "scores":
-            own = proportional(self.state.top, total, least, most)
+            def division(among: Sequence[int]) -> list[int]:
+                tops = zip(*(self.state.tops[i] for i in among), strict=True)
+                return proportional([sum(each) / len(among) for each in tops], total, least, most)
         else:
-            curves = []
+            nll, top = [], [held] if held <= largest else []  # there nothing is evicted, and nothing to measure
             for layer in self.layers:
                 budgets = [(*full[:layer], units, *full[layer + 1:]) for units in points]
                 made = [self.measure(f"layer {layer}: {units} units", each)
                         for units, each in zip(points, budgets, strict=True)]
-                top = [held] if held <= largest else []  # there nothing is evicted, and nothing to measure
-                curves.append(envelope([*points, *top], [m.nll for m in made] + [whole.nll] * len(top),
-                                       self.state.answer_tokens, ONE_ERROR))
-            own = divide(curves, total, most)
-        return self._settle(own, proportional([0.0] * len(own), total, 0, most))
+                nll.append([m.nll for m in made] + [whole.nll] * len(top))
 
-    def _settle(self, own: list[int], even: list[int]) -> Allocation:
-        """Take the division over even budgets where it is better."""
-        even_units, own_units = (self._of_all_layers(units) for units in (even, own))
-        before, after = (self.measure(name, self.budget(units).per_layer(self.attachment.shape))
-                         for name, units in ((EVEN, even_units), (DIVIDED, own_units)))
-        better = exceeds(before.nll, after.nll, self.state.answer_tokens, CHANCE)
-        chosen = own_units if better else even_units
-        self._keep(units=own_units, shares=tuple(units / self.config.units for units in chosen))
+            def division(among: Sequence[int]) -> list[int]:
+                return by_curves([*points, *top], nll, self.state.answer_tokens, total, most, among)
+        return self._settle(division, proportional([0.0] * len(self.layers), total, 0, most))
+
+    def _settle(self, division: Divide, even: list[int]) -> Allocation:
+        """Take the division of all over even budgets, where those of each half are better for the other half."""
+        weights, everyone = self.state.answer_tokens, range(len(self.examples))
+        even_units, own_units = (self._of_all_layers(units) for units in (even, division(everyone)))
+        before = self.measure(EVEN, self._budgets(even_units))
+        nll = crossed(self.halves, division, lambda side, units: self.measure(
+            HALVES[side], self._budgets(self._of_all_layers(units)), self.halves[side]).nll)
+        after = Measurement(budgets=self._budgets(own_units), nll=tuple(nll), loss=sum(nll) / sum(weights), seconds=0.0)
+        chosen = own_units if exceeds(before.nll, after.nll, weights, CROSSED) else even_units
+        self._keep(units=own_units, shares=tuple(units / self.config.units for units in chosen),
+                   measured={**self.state.measured, DIVIDED: after})
         return self.state
 
     def _total(self) -> tuple[int, int]:
@@ -224,33 +234,39 @@ class _Run:
         return Budget(units=self.config.units, sinks=sinks, stabilizers=stabilizers,
                       allocation="uniform" if units is None else tuple(float(each) for each in units))
 
-    def measure(self, name: str, budgets: tuple[int, ...]) -> Measurement:
-        """Answer loss with these budgets; from the file if it is there."""
+    def _budgets(self, units: tuple[int, ...]) -> tuple[int, ...]:
+        """What the layers get at inference."""
+        return self.budget(units).per_layer(self.attachment.shape)
+
+    def measure(self, name: str, budgets: tuple[int, ...], among: Sequence[int] | None = None) -> Measurement:
+        """Answer loss with these budgets, of all examples or those `among` them; from the file if it is there."""
         if name not in self.state.measured:
-            self._keep(measured={**self.state.measured, name: self._measure(name, budgets)})
+            among = range(len(self.examples)) if among is None else among
+            self._keep(measured={**self.state.measured, name: self._measure(name, budgets, among)})
         return self.state.measured[name]
 
     def _keep(self, **more: object) -> None:
         self.state = msgspec.structs.replace(self.state, **more)
         write_json(self.path, self.state)
 
-    def _measure(self, name: str, budgets: tuple[int, ...]) -> Measurement:
+    def _measure(self, name: str, budgets: tuple[int, ...], among: Sequence[int]) -> Measurement:
         started, config = time.monotonic(), self.config
         policy = Recording(make_policy(self.state.policy, heads=self.heads))
         engine = self._engine(policy, budgets)
         behind = None if self.before is None else context_behind(engine, self.before)
-        done, nll, top = len(self.state.measured) * len(self.examples), [], []
-        for example in self.examples:
+        done, nll, tops = sum(len(each.nll) for each in self.state.measured.values()), [], []
+        weights = [self.state.answer_tokens[i] for i in among]
+        for example in (self.examples[i] for i in among):
             nll.append(answer_nll(engine, policy, example, behind))
             if name == FULL and config.rule == "scores":
                 scores = torch.stack([policy.scores[layer] for layer in self.layers])
-                top.append(_top_units(scores[..., :example.answer_spans[-1][0]], config))
+                tops.append(_top_units(scores[..., :example.answer_spans[-1][0]], config))
             self.progress(Progress(step=done + len(nll), steps=self.total,
-                                   note=f"{name}: loss {sum(nll) / sum(self.state.answer_tokens[:len(nll)]):.4f}"))
-        if top:
-            self._keep(top=tuple(torch.stack(top).mean(0).tolist()))
+                                   note=f"{name}: loss {sum(nll) / sum(weights[:len(nll)]):.4f}"))
+        if tops:
+            self._keep(tops=tuple(tuple(each.tolist()) for each in tops))
         return Measurement(budgets=engine.budgets, nll=tuple(nll), seconds=time.monotonic() - started,
-                           loss=sum(nll) / sum(self.state.answer_tokens))
+                           loss=sum(nll) / sum(weights))
 
     def _engine(self, policy: Policy, budgets: tuple[int, ...]) -> Engine:
         sinks, stabilizers = self.config.protected
@@ -263,6 +279,14 @@ class _Run:
             raise ConfigError(f"allocate: {self.attachment.device} has no room for {sum(budgets)} units per KV head, "
                               f"all layers together; expected examples of fewer than {max(self.state.tokens)} tokens"
                               ) from error
+
+
+def _judged_anew(there: Allocation) -> Allocation:
+    """One of version 1, which judged its division by the examples that made it: all else that it measured is good, but
+    that of rule "scores" it kept no counts of single examples, which come of what nothing is evicted in."""
+    stale = {DIVIDED, FULL} if there.config.rule == "scores" else {DIVIDED}
+    return msgspec.structs.replace(there, version=2, units=None, shares=None, measured={
+        name: each for name, each in there.measured.items() if name not in stale})
 
 
 class _Exactly(Budget, frozen=True, kw_only=True):

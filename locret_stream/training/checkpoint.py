@@ -18,7 +18,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -35,6 +35,8 @@ ALLOCATION = "allocation.json"
 TUNING, TUNING_METRICS, TUNING_CHECKPOINT = "tuning.json", "tuning.jsonl", "tuning.safetensors"
 FIRST_WEIGHTS, FIRST_ALLOCATION = "heads.first.safetensors", "allocation.first.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,11 +87,7 @@ class RunFolder:
             write_json(run, identity)
 
     def _compare(self, identity: RunIdentity) -> None:
-        try:
-            there = msgspec.json.decode((self.path / RUN).read_bytes(), type=RunIdentity)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{self.path / RUN} cannot be read: {error}; expected one written by train-heads, or "
-                              "restart=True") from error
+        there = read_json(self.path / RUN, RunIdentity, "expected one written by train-heads, or restart=True")
         old, new = msgspec.to_builtins(there), msgspec.to_builtins(identity)
         old, new = {**old.pop("config"), **old}, {**new.pop("config"), **new}
         wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
@@ -98,10 +96,20 @@ class RunFolder:
                               "another out folder, or restart=True")
 
     def result(self) -> TrainResult | None:
-        """That of a finished run, else None."""
+        """That of a finished run, else None. Raises ConfigError: it cannot be read."""
         if not all((self.path / name).is_file() for name in (RESULT, WEIGHTS, CONFIG)):
             return None
-        return msgspec.json.decode((self.path / RESULT).read_bytes(), type=TrainResult)
+        there = read_json(self.path / RESULT, TrainResult, "remove it, or restart=True, to train these heads anew")
+        return msgspec.structs.replace(there, out=str(self.path))  # it may have been moved since
+
+    def heads(self) -> RetainingHeads:
+        """Those of a finished run, tuned or not. Raises HeadsMismatch: they are damaged."""
+        try:
+            return RetainingHeads.load(self.path)
+        except (HeadsMismatch, ConfigError) as error:
+            raise HeadsMismatch(f"{error}; the run in {self.path} is finished and its heads are damaged: remove "
+                                f"{WEIGHTS} to train them anew, or the folder (restart=True, train-heads: --restart)"
+                                ) from error
 
     def finish(self, heads: RetainingHeads, result: TrainResult) -> None:
         heads.save(self.path)
@@ -191,6 +199,14 @@ def append_metric(path: Path, metric: Metric) -> None:
     """One more line."""
     with path.open("ab") as file:
         file.write(msgspec.json.encode(metric) + b"\n")
+
+
+def read_json(path: Path, kind: type[T], remedy: str) -> T:
+    """What `write_json` wrote. Raises ConfigError: it is damaged, and what to do is `remedy`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; {remedy}") from error
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:

@@ -13,7 +13,8 @@ LABELS = ("logprob", "zscore", "logit")
 FEATURES, OUTPUTS = ("qkv", "hidden"), ("score", "retention")
 RULES = ("loss", "scores")
 FULL, EVEN, DIVIDED = "full", "even", "divided"
-LEAST_EXAMPLES = 4
+HALVES = ("divided, half 1", "divided, half 2")
+LEAST_EXAMPLES = 4  # two in each half: of one alone nothing tells a gain from noise
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,10 +162,12 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     sliding: [L] windows of the layers that have one; these are not measured, they get what uniform budgets give them.
     behind: tokens of a background that were read before each, 0 without one.
     measured: by name: "full" (nothing of an example is evicted; behind a background, as many units in every layer),
-        "layer 2: 64 units" (in that layer alone), "even", "divided".
-    top: units of each layer among the best scores of all, [L]; of rule "scores" alone.
-    units: the division that was found, [L], its sum L * config.units. shares: [L], mean 1: those of `units`, or even
-        ones where the answers are no better for it. Both None until all is measured.
+        "layer 2: 64 units" (in that layer alone), "even", "divided, half 1" and "divided, half 2" (the examples of one
+        half alone, in their order, with the division that the other half makes), "divided" (these two together: its
+        `nll` and `loss` are of examples that had no say in their division; its `budgets` are `units`).
+    tops: of each example, units of each layer among the best scores of all, [E][L]; of rule "scores" alone.
+    units: the division that all examples make, [L], its sum L * config.units. shares: [L], mean 1: those of `units`,
+        or even ones where the answers are no better for it. Both None until all is measured.
     """
 
     config: AllocationConfig
@@ -179,10 +182,15 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     sliding: tuple[int | None, ...]
     behind: int = 0
     measured: dict[str, Measurement] = {}
-    top: tuple[float, ...] | None = None
+    tops: tuple[tuple[float, ...], ...] | None = None
     units: tuple[int, ...] | None = None
     shares: tuple[float, ...] | None = None
-    version: int = 1
+    version: int = 2  # 1 judged a division by the examples that made it
+
+    @property
+    def top(self) -> tuple[float, ...] | None:
+        """Of `tops` the mean over the examples, [L]."""
+        return None if self.tops is None else tuple(sum(each) / len(self.tops) for each in zip(*self.tops, strict=True))
 
     @property
     def curves(self) -> dict[int, dict[int, float]]:
@@ -277,6 +285,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     behind: tokens of a background that were read before each, 0 without one.
     before, after: answer loss of the heads as they were and tuned, measured by the engine, as at inference.
     kl: divergence from the full cache in the last tenth of the steps, nats per answer token.
+    tuned: digest of the tuned heads, if they took the others' place.
     better: whether the tuned heads are better by more than noise, so that they took the others' place.
     All of these None until they are known. seconds: of this process alone, measuring included.
     """
@@ -295,6 +304,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     before: Measurement | None = None
     after: Measurement | None = None
     kl: float | None = None
+    tuned: str | None = None
     better: bool | None = None
     resumed_from: int = 0
     seconds: float = 0.0

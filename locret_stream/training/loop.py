@@ -52,7 +52,8 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
     Raises:
         ConfigError: values that cannot work; or `out` holds another run (the message names what differs).
         InputError: a malformed line or example, by file and line. InvalidTokens: ids outside the vocabulary.
-        UnsupportedModel: from `attach`. ModelError: the loss is not finite.
+        UnsupportedModel: from `attach`. ModelError: the loss is not finite. HeadsMismatch: a checkpoint or the heads of
+            a finished run are damaged.
     """
     config = config or TrainConfig()
     with attached(model) as attachment:
@@ -99,7 +100,8 @@ class _Run:
 
     def run(self, limit: int) -> TrainResult:
         done = self.folder.result()
-        if done is not None:
+        if done is not None:  # what is vouched for is looked at
+            self.folder.heads().check_fits(self.attachment.shape, self.attachment.fingerprint)
             return done
         started = time.monotonic()
         restored = self.folder.restore(self.heads, self.optimizer)

@@ -12,7 +12,8 @@ heads alone. Gates harden from step to step.
 Before and after, what held-out answers cost is measured with the engine. The tuned heads replace the first only where
 that is less by more than noise. The first stay beside them as heads.first.safetensors, to be renamed by who wants them
 back, and allocation.json becomes allocation.first.json: its curves are of those. The shares stay until `allocate` finds
-others.
+others. Who put the first back is told so when `tune` is called again: it neither says that they are tuned nor puts the
+tuned ones, which are gone, in their place.
 
 Heads of output "retention" are trained as their paper has it: see `retention`. The second term is then the capacity
 loss, and nothing is evicted in a step, so that neither temperatures nor protection matter.
@@ -97,7 +98,8 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
 
     Raises:
         ConfigError: values that cannot work, too few held-out examples that evict anything, or a tuning.json of another
-            call (the message names what differs), or too little background. The heads stay as they were.
+            call (the message names what differs), or too little background; or the heads in the folder are not those
+            that this tuning, which is finished, left there. The heads stay as they were.
         WindowExceeded: units + chunk_size. InvalidTokens: ids outside the vocabulary.
         HeadsMismatch: no heads, or those of another model.
         ModelError: the loss is not finite.
@@ -105,8 +107,7 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
     config, folder = config or TuneConfig(), Path(heads)
     with attached(model) as attachment:
         def begin(fresh: bool) -> _Run:
-            tuned = (folder / files.FIRST_WEIGHTS).is_file()
-            first = RetainingHeads.load(folder, files.FIRST_WEIGHTS if tuned else WEIGHTS)
+            first = RetainingHeads.load(folder, _first_weights(folder))
             first.check_fits(attachment.shape, attachment.fingerprint)
             return _Run(attachment, first.to(attachment.device), examples, held_out, background, config, folder,
                         progress or (lambda at: None), fresh)
@@ -128,7 +129,7 @@ def is_tuned(heads: str | os.PathLike[str]) -> bool:
 def forget_tuning(folder: Path) -> None:
     """Put the first heads, what was measured with them and the shares that came of it back; stopped anywhere, the same
     call does the rest."""
-    if (folder / files.FIRST_WEIGHTS).is_file():
+    if (folder / files.FIRST_WEIGHTS).is_file() or (folder / files.FIRST_ALLOCATION).is_file():
         _forget_allocation(folder)
     for name in (files.TUNING, files.TUNING_METRICS, files.TUNING_CHECKPOINT):
         (folder / name).unlink(missing_ok=True)
@@ -136,12 +137,21 @@ def forget_tuning(folder: Path) -> None:
         (folder / files.FIRST_WEIGHTS).replace(folder / WEIGHTS)
 
 
+def _first_weights(folder: Path) -> str:
+    """The file that the first heads are in."""
+    return files.FIRST_WEIGHTS if (folder / files.FIRST_WEIGHTS).is_file() else WEIGHTS
+
+
 def _forget_allocation(folder: Path) -> None:
-    """That of the tuned heads, if there is one, gives way to that of the first."""
-    first = RetainingHeads.load(folder, files.FIRST_WEIGHTS)
-    there, before = (msgspec.json.decode(path.read_bytes(), type=Allocation) if path.is_file() else None
+    """That of the tuned heads, if there is one, gives way to that of the first, wherever they lie."""
+    first = RetainingHeads.load(folder, _first_weights(folder))
+    digest = digest_of(first)
+    there, before = (files.read_json(path, Allocation, "remove it; `allocate` then measures anew")
+                     if path.is_file() else None
                      for path in (folder / files.ALLOCATION, folder / files.FIRST_ALLOCATION))
-    if there is not None and there.heads != digest_of(first):
+    if before is not None and before.heads != digest:
+        before = None  # the heads that it is of are gone
+    if there is not None and there.heads != digest:
         if there.shares is not None and there.shares == first.config.budget_shares:
             shares = None if before is None else before.shares
             files.write_json(folder / CONFIG, msgspec.structs.replace(first.config, budget_shares=shares))
@@ -193,6 +203,7 @@ class _Run:
     def finish(self) -> TuneResult:
         """All that is left to do."""
         if self.state.better is not None:
+            self._expect_tuned()
             return self.state
         started = time.monotonic()
         if self.state.before is None:
@@ -230,9 +241,20 @@ class _Run:
             if (folder / files.ALLOCATION).is_file():
                 (folder / files.ALLOCATION).replace(folder / files.FIRST_ALLOCATION)
             self.heads.save(folder)
-        self._keep(better=better, seconds=seconds)
+        self._keep(better=better, tuned=digest_of(self.heads) if better else None, seconds=seconds)
         (folder / files.TUNING_CHECKPOINT).unlink(missing_ok=True)
         return self.state
+
+    def _expect_tuned(self) -> None:
+        """Raises ConfigError: the tuned heads were better, and others lie in their place now."""
+        found = digest_of(RetainingHeads.load(self.folder)) if self.state.better else None
+        first = found == self.state.heads
+        if first or (found and self.state.tuned not in (None, found)):  # None: kept before that was written down
+            raise ConfigError(
+                f"{self.folder / files.TUNING} says that tuned heads took the place of the first; found "
+                f"{'the first' if first else 'others'} in {WEIGHTS}, expected the tuned ones: leave out tune "
+                "(train-heads: --tune) to use them as they are, or restart=True (--restart-tuning) to tune the first "
+                "heads anew")
 
     def _keep(self, **more: object) -> None:
         self.state = msgspec.structs.replace(self.state, **more)
@@ -364,10 +386,7 @@ def _first_stage(config: TuneConfig, heads: HeadsConfig, held_out_max: int) -> T
 
 
 def _read(path: Path) -> TuneResult:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=TuneResult)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} cannot be read: {error}; remove it, or restart=True, to tune anew") from error
+    return files.read_json(path, TuneResult, "remove it, or restart=True, to tune anew")
 
 
 def _resumed(path: Path | None, fresh: TuneResult) -> TuneResult:
@@ -376,6 +395,8 @@ def _resumed(path: Path | None, fresh: TuneResult) -> TuneResult:
         return fresh
     there = _read(path)
     names = ["policy", "fingerprint", "heads", "data", "version"]
+    if there.better and there.tuned == fresh.heads:  # the first were removed, which nothing is made of any more
+        names.remove("heads")
     if there.better is None:  # behind a finished one the shares may be others
         names += ["budgets", "sinks", "stabilizers"]
     files.expect_same(path, "tuning", there, fresh, names,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locret_stream.config import ModelShape
+from locret_stream.config import Budget, ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
 from locret_stream.heads import HeadsConfig, RetainingHeads
 
@@ -196,6 +197,28 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         RetainingHeads.load(tmp_path / "one")
     with pytest.raises(HeadsMismatch, match=r"no heads\.safetensors in"):
         RetainingHeads.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("shares", [
+    [1e308] * 3, [1e100, 1, 1], [-1, 1, 1], [0, 1, 1], [0.0] * 3, [], [1, 1], [1, 1, 1, 1],
+])
+def test_shares_that_divide_nothing_are_refused(tmp_path, shares):
+    RetainingHeads(config(budget_shares=(1.0, 2.0, 3.0))).save(tmp_path)
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"budget_shares": shares}))
+    for read in RetainingHeads.read_config, RetainingHeads.load:
+        with pytest.raises(HeadsMismatch, match=r"found budget_shares \[.*\]; expected 3 numbers above 0, one per"):
+            read(tmp_path)
+    with pytest.raises(ConfigError, match="expected 3 numbers above 0"):
+        config(budget_shares=tuple(map(float, shares)))
+
+
+@pytest.mark.parametrize("shares", [[1e99] * 3, [5e-324] * 3, [5e-324, 1, 9e99], None])
+def test_shares_that_are_read_are_served(tmp_path, shares):
+    RetainingHeads(config(budget_shares=shares and tuple(shares))).save(tmp_path)
+    read = RetainingHeads.read_config(tmp_path).budget_shares
+    budget = Budget(units=10**9, sinks=1, stabilizers=1, allocation="auto" if shares is None else "adaptive")
+    assert sum(budget.per_layer(SHAPE, read, most=10**10)) == 3 * 10**9
 
 
 @pytest.mark.parametrize("change, message", [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 
@@ -30,7 +31,20 @@ from locret_stream.training import (
     held_out_examples,
     train_heads,
 )
-from locret_stream.training.division import CHANCE, ONE_ERROR, divide, envelope, exceeds, proportional, t_tail
+from locret_stream.training.config import HALVES
+from locret_stream.training.division import (
+    CHANCE,
+    CROSSED,
+    ONE_ERROR,
+    by_curves,
+    crossed,
+    divide,
+    envelope,
+    exceeds,
+    halves,
+    proportional,
+    t_tail,
+)
 from tests.architectures import make
 from tests.kit import WITH_HEADS, random_heads, saved_heads
 from tests.training.tiny import make_examples, make_tokenizer
@@ -190,6 +204,57 @@ def test_an_envelope_is_the_convex_hull_and_of_noise_its_first_point():
     assert len(envelope([1, 2, 4, 8, 16, 32], noise, [1] * 16, CHANCE / 60)) == 1
 
 
+def judged(layers: int, count: int, needy: int = 0, seed: int = 0) -> tuple[bool, bool]:
+    """Whether a division is found better (as `allocate` does it, by the very examples that made it).
+
+    Every example prefers some layers at random; that the first `needy` of them need units is all that is true.
+    """
+    rng, points, average = random.Random(seed), (8, 16, 32, 64, 128, 256), 64
+    falls = [[rng.gauss(2 * (layer < needy), 1) for _ in range(count)] for layer in range(layers)]
+    weights = [rng.randint(1, 9) for _ in range(count)]
+    nll = [[[w * fall * (5 - p) / 5 for w, fall in zip(weights, layer, strict=True)] for p in range(6)]
+           for layer in falls]
+
+    def cost(units, among):
+        return [sum(read_off([(u, each[i]) for u, each in zip(points, layer, strict=True)], own)
+                    for own, layer in zip(units, nll, strict=True)) for i in among]
+
+    def division(among):
+        return by_curves(points, nll, weights, average * layers, 4096, among)
+
+    everyone, sides = range(count), halves(range(count))
+    even = cost([average] * layers, everyone)
+    others = crossed(sides, division, lambda side, units: cost(units, sides[side]))
+    return exceeds(even, others, weights, CROSSED), exceeds(even, cost(division(everyone), everyone), weights, CHANCE)
+
+
+def test_a_division_that_fits_noise_is_no_gain_though_there_are_many_layers():
+    found = [judged(32, 32, seed=seed) for seed in range(150)]
+    alarms, naive = (sum(each) / len(found) for each in zip(*found, strict=True))
+    assert 0.01 < alarms < 0.1, "CHANCE in the long run"
+    assert naive > 0.5, "by what made it, noise nearly always looks like a gain: else this shows nothing"
+    assert sum(judged(32, 7, seed=seed)[0] for seed in range(100)) < 12  # 4 and 3
+
+
+def test_a_division_that_gains_is_found_by_examples_that_did_not_make_it():
+    assert sum(judged(32, 32, needy=4, seed=seed)[0] for seed in range(20)) == 20
+    assert sum(judged(32, 7, needy=8, seed=seed)[0] for seed in range(20)) > 12
+
+
+def test_halves_are_every_other_one_and_equal_ones_lie_together():
+    assert halves("abcd") == ([0, 2], [1, 3]) and halves("abcde") == ([0, 2, 4], [1, 3])
+    assert halves("aabcad") == ([0, 1, 3, 4], [2, 5])
+    for few, different in ("abc", 3), ("aabb", 2), ("", 0):
+        with pytest.raises(ConfigError, match=f"found {len(few)} examples, {different} of them different; expected at "
+                                              "least 4 different ones"):
+            halves(few)
+
+
+def test_every_example_is_charged_for_what_the_other_half_divides():
+    found = crossed(([0, 2, 4], [1, 3]), lambda among: list(among), lambda side, units: [sum(units)] * (3 - side))
+    assert found == [4, 6, 4, 6, 4]
+
+
 # -- measured -----------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +302,7 @@ def test_the_only_layer_that_matters_gets_all(tmp_path, policy, layer):
     assert max(made.curves[quiet].values()) == pytest.approx(made.measured["full"].loss, abs=1e-5)
     assert made.curves[layer][3] > made.curves[layer][12] > made.curves[layer][30] > made.measured["full"].loss
     assert made.measured[f"layer {quiet}: 3 units"].budgets == tuple(3 if n == quiet else 60 for n in range(3))
-    assert seen[-1].step == seen[-1].steps == 10 * (9 + 3) and "divided: loss" in seen[-1].note
+    assert seen[-1].step == seen[-1].steps == 10 * (9 + 3) and "divided, half 2: loss" in seen[-1].note
     assert RetainingHeads.load(heads).config.budget_shares == made.shares
     assert (heads / "heads.safetensors").read_bytes() == weights
     assert msgspec.json.decode((heads / "allocation.json").read_bytes(), type=Allocation) == made
@@ -274,8 +339,42 @@ def test_a_division_that_is_no_better_in_the_end_is_not_used(model, examples, tm
     made = allocate(model, saved_heads(model, tmp_path), examples, SMALL)
     assert made.units == (30, 3, 3) and not made.better and made.shares == (1.0, 1.0, 1.0)
     assert made.measured["divided"].loss > made.measured["even"].loss
-    assert asked[-1] == (30, 3, 3) and asked[-11] == (12, 12, 12)
+    assert asked[-10:] == [(30, 3, 3)] * 10 and asked[-20:-10] == [(12, 12, 12)] * 10
     assert RetainingHeads.load(tmp_path).config.budget_shares == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("count", [4, 7, 10])
+def test_a_division_is_judged_by_examples_that_had_no_say_in_it(count, tmp_path, model, examples, monkeypatch):
+    """Every other example needs layer 0, the others layer 2: what gains for those who made it costs the rest."""
+    examples, asked = examples[:count], []
+    needs = {example.digest(): 2 * (n % 2) for n, example in enumerate(examples)}
+
+    def answer_nll(engine, policy, example, behind=None):
+        asked.append((needs[example.digest()], engine.budgets))
+        return sum(end - start for start, end in example.answer_spans) * 10 / engine.budgets[needs[example.digest()]]
+
+    monkeypatch.setattr(allocation, "answer_nll", answer_nll)
+    made = allocate(model, saved_heads(model, tmp_path), examples, SMALL)
+    of_all = [10 / made.units[need] for need in needs.values()]
+    assert sum(of_all) / count < 10 / 12 - 0.1, "by those who made it, it is far better than even"
+    assert made.measured["even"].loss == pytest.approx(10 / 12)
+    assert made.measured["divided"].loss == pytest.approx(10 / 3)
+    assert not made.better and made.shares == (1.0, 1.0, 1.0)
+    first, second = (made.measured[name] for name in HALVES)
+    assert first.budgets == (3, 3, 30) and second.budgets == (30, 3, 3)  # each as the other half would have it
+    assert asked[-count:] == [(0, (3, 3, 30))] * (count - count // 2) + [(2, (30, 3, 3))] * (count // 2)
+    assert made.measured["divided"].nll[::2] == first.nll and made.measured["divided"].nll[1::2] == second.nll
+
+
+def test_equal_examples_do_not_judge_each_other(tmp_path, model, examples, monkeypatch):
+    faked(monkeypatch)
+    heads = saved_heads(model, tmp_path)
+    doubled = [example for example in examples[:4] for _ in range(2)]
+    made = allocate(model, heads, doubled, SMALL)
+    first, second = (made.measured[name].nll for name in HALVES)
+    assert made.measured["divided"].nll == first[:2] + second[:2] + first[2:] + second[2:] and made.better
+    with pytest.raises(ConfigError, match="found 8 examples, 2 of them different; expected at least 4"):
+        allocate(model, heads, examples[:2] * 4, SMALL, restart=True)
 
 
 def test_noise_alone_divides_nothing(model, examples, tmp_path, monkeypatch):
@@ -346,7 +445,7 @@ def test_scores_count_what_is_best_of_all_layers(tmp_path):
     models.detach(model)
     assert made.top == pytest.approx(counts.tolist(), abs=1e-4) and sum(made.top) == pytest.approx(36)
     assert all(abs(a - b) < 2 for a, b in zip(made.units, made.top, strict=True)) and sum(made.units) == 36
-    assert set(made.measured) == {"full", "even", "divided"}
+    assert set(made.measured) == {"full", "even", "divided", *HALVES}
 
 
 def test_scores_of_trimkv_and_refusals(tmp_path, model, examples):
@@ -393,10 +492,32 @@ def test_an_interrupted_one_goes_on_and_measures_nothing_twice(model, examples, 
     assert len(calls) == 3 + 9 + 1
     calls.clear()
     assert without_seconds(allocate(model, heads, examples, config)) == without_seconds(straight)
-    assert len(calls) == 4 * (len(straight.measured) - 2)
+    left = len(calls)
+    assert left == 4 * (len(straight.measured) - 2 - 2)  # two were there; each half is half, and both are the last
     assert allocate(model, heads, examples, config) == msgspec.json.decode(
         (heads / "allocation.json").read_bytes(), type=Allocation)
-    assert len(calls) == 4 * (len(straight.measured) - 2)  # a finished one is not measured again
+    assert len(calls) == left  # a finished one is not measured again
+    for to_come, there in (3, ()), (1, HALVES[:1]):  # within the first half, within the second
+        (heads / "allocation.json").unlink()
+        stop_at(4 * 2 + left - to_come)
+        found = msgspec.json.decode((heads / "allocation.json").read_bytes(), type=Allocation)
+        assert tuple(name for name in HALVES if name in found.measured) == there and found.shares is None
+        assert without_seconds(allocate(model, heads, examples, config)) == without_seconds(straight)
+
+
+@pytest.mark.parametrize("rule", ["loss", "scores"])
+def test_what_an_earlier_version_measured_is_judged_anew(model, examples, tmp_path, monkeypatch, rule):
+    config = msgspec.structs.replace(SMALL, rule=rule, examples=4)
+    heads = saved_heads(model, tmp_path)
+    made = allocate(model, heads, examples, config)
+    old = json.loads((heads / "allocation.json").read_bytes())
+    old |= {"version": 1, "top": made.top, "shares": [2.0, 0.5, 0.5]}
+    del old["tops"], old["measured"][HALVES[0]], old["measured"][HALVES[1]]
+    (heads / "allocation.json").write_text(json.dumps(old))
+    real, calls = allocation.answer_nll, []
+    monkeypatch.setattr(allocation, "answer_nll", lambda *args: calls.append(1) or real(*args))
+    assert without_seconds(allocate(model, heads, examples, config)) == without_seconds(made)
+    assert len(calls) == (4 if rule == "loss" else 8)
 
 
 def test_shares_that_were_not_stored_yet_are(model, examples, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 
@@ -207,6 +208,41 @@ def test_a_finished_run_is_returned_and_another_one_is_refused_by_name(model, tm
     assert not torch.equal(before["fc1.0.weight"], weights(tmp_path)["fc1.0.weight"])
 
 
+@pytest.mark.parametrize("name, damage", [
+    ("heads.safetensors", lambda b: b[:-40]), ("heads.safetensors", lambda b: b""), ("heads.json", lambda b: b""),
+    ("heads.json", lambda b: b.replace(b'"width": 16', b'"width": 17')),
+    ("heads.json", lambda b: b.replace(b'"silu"', b'"none"')),
+    ("heads.json", lambda b: b.replace(b'"budget_shares": null', b'"budget_shares": [0, 1, 1]')),
+])
+def test_a_finished_run_does_not_vouch_for_damaged_heads(model, tmp_path, name, damage):
+    done = train_heads(model, make_examples(7), tmp_path, QUICK)
+    whole = {key: tensor.clone() for key, tensor in weights(tmp_path).items()}  # the file is mapped, and is cut below
+    damaged = damage((tmp_path / name).read_bytes())
+    assert damaged != (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(damaged)
+    with pytest.raises(HeadsMismatch, match=r"its heads are damaged: remove heads\.safetensors to train them anew"):
+        train_heads(model, make_examples(7), tmp_path, QUICK)
+    (tmp_path / "heads.safetensors").unlink()
+    assert msgspec.structs.replace(train_heads(model, make_examples(7), tmp_path, QUICK), seconds=done.seconds) == done
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in weights(tmp_path).items())
+
+
+def test_a_finished_run_does_not_vouch_for_heads_of_another_model(model, tmp_path):
+    train_heads(model, make_examples(7), tmp_path / "own", QUICK)
+    train_heads(make("llama", seed=8), make_examples(7), tmp_path / "other", QUICK)
+    for name in ("heads.json", "heads.safetensors"):
+        (tmp_path / "other" / name).replace(tmp_path / "own" / name)
+    with pytest.raises(HeadsMismatch, match="another model of the same shape"):
+        train_heads(model, make_examples(7), tmp_path / "own", QUICK)
+
+
+def test_a_finished_run_that_was_moved_names_where_it_is(model, tmp_path):
+    done = train_heads(model, make_examples(7), tmp_path / "old", QUICK)
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = train_heads(model, make_examples(7), tmp_path / "new", QUICK)
+    assert moved == msgspec.structs.replace(done, out=str(tmp_path / "new"))
+
+
 def test_another_stream_is_refused_on_resume(model, tmp_path):
     with pytest.raises(Stop):
         train_heads(model, iter(make_examples(60)), tmp_path, QUICK, progress=stop_at(2, Stop()))
@@ -228,6 +264,19 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
     (tmp_path / CHECKPOINT).write_bytes(whole[:-100])
     with pytest.raises(HeadsMismatch, match=CHECKPOINT):
         train_heads(model, make_examples(7), tmp_path, QUICK)
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_a_damaged_state_file_is_named(model, tmp_path, name):
+    train_heads(model, make_examples(7), tmp_path, QUICK)
+    whole = (tmp_path / name).read_bytes()
+    for damaged in (whole[:-30], b"", b"[]", whole.replace(b'"', b'"\xff', 1), whole.replace(b': "', b': "\xff', 1)):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(ConfigError, match=rf"{re.escape(name)} cannot be read: .*restart=True"):
+            train_heads(model, make_examples(7), tmp_path, QUICK)
+    if name == "result.json":  # as the message says
+        (tmp_path / name).unlink()
+        assert train_heads(model, make_examples(7), tmp_path, QUICK).steps == 12
 
 
 def test_heads_made_elsewhere_are_not_overwritten(model, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -191,6 +192,54 @@ def test_a_finished_one_is_returned_and_another_starts_from_the_first_heads(mode
     assert same(weights(folder), first) and not (folder / FIRST_WEIGHTS).exists()
 
 
+@pytest.mark.parametrize("written_down", [True, False])
+@pytest.mark.parametrize("how", ["renamed", "trained anew"])
+def test_first_heads_that_were_put_back_by_hand_are_not_called_tuned(written_down, how, model, examples, tmp_path,
+                                                                     monkeypatch):
+    division = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1))
+    folder = saved_heads(model, tmp_path)
+    first, divided = weights(folder), allocate(model, folder, examples, division)
+    measured(monkeypatch, 2.0, 1.0)
+    made = tune(model, folder, examples, QUICK)
+    allocate(model, folder, examples, division)
+    if not written_down:  # by an earlier version
+        made = msgspec.structs.replace(made, tuned=None)
+        (folder / "tuning.json").write_bytes(msgspec.json.encode(made))
+    assert tune(model, folder, examples, QUICK) == made
+    if how == "renamed":
+        (folder / FIRST_WEIGHTS).replace(folder / "heads.safetensors")
+    else:  # what training gives again
+        (folder / "heads.safetensors").write_bytes((folder / FIRST_WEIGHTS).read_bytes())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match=r"tuning\.json says that tuned heads took the place of the first; found the "
+                                          r"first in heads\.safetensors, expected the tuned ones: .*restart=True"):
+        tune(model, folder, examples, QUICK)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    measured(monkeypatch, 1.0, 1.0)
+    again = tune(model, folder, examples, QUICK, restart=True)
+    assert again.heads == made.heads and not again.better and same(weights(folder), first)
+    assert RetainingHeads.load(folder).config.budget_shares == divided.shares
+    assert allocate(model, folder, examples, division) == divided, "that of the first heads is back, too"
+
+
+def test_heads_of_another_origin_are_not_called_tuned(model, examples, tmp_path, monkeypatch):
+    folder = saved_heads(model, tmp_path)
+    measured(monkeypatch, 2.0, 1.0)
+    made = tune(model, folder, examples, QUICK)
+    tuned = (folder / "heads.safetensors").read_bytes()
+    other = RetainingHeads.load(folder)
+    other.fc2[0].weight.data[0, 0] += 1
+    other.save(folder)
+    with pytest.raises(ConfigError, match=r"found others in heads\.safetensors, expected the tuned ones"):
+        tune(model, folder, examples, QUICK)
+    (folder / "heads.safetensors").write_bytes(tuned[:-10])
+    with pytest.raises(HeadsMismatch, match="cannot be read as retaining heads"):
+        tune(model, folder, examples, QUICK)
+    (folder / "heads.safetensors").write_bytes(tuned)
+    (folder / FIRST_WEIGHTS).unlink()  # who keeps the tuned ones alone is told nothing else
+    assert tune(model, folder, examples, QUICK) == made
+
+
 def test_training_anew_forgets_it(model, examples, tmp_path, monkeypatch):
     config = TrainConfig(steps=1, width=8, held_out=0.4)
     train_heads(model, examples, tmp_path, config)
@@ -245,6 +294,23 @@ def test_forgetting_goes_on_where_it_was_stopped(stopped: int, model, examples, 
     assert same(weights(folder), heads) and not (folder / FIRST_WEIGHTS).exists()
     assert RetainingHeads.load(folder).config.budget_shares == first.shares
     assert allocate(model, folder, examples, division) == first
+
+
+@pytest.mark.parametrize("name", ["allocation.json", FIRST_ALLOCATION])
+@pytest.mark.parametrize("damage", [b'{"config": {}}', b"", b'{"policy": "\xff"}'])
+def test_a_damaged_allocation_is_named_before_anything_is_forgotten(name, damage, model, examples, tmp_path,
+                                                                    monkeypatch):
+    folder = saved_heads(model, tmp_path)
+    measured(monkeypatch, 2.0, 1.0)
+    tune(model, folder, examples, QUICK)
+    (folder / name).write_bytes(damage)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} cannot be read: .*; remove it"):
+        tune(model, folder, examples, QUICK, restart=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / name).unlink()
+    measured(monkeypatch, 2.0, 2.0)
+    assert not tune(model, folder, examples, QUICK, restart=True).better
 
 
 # -- resumed ------------------------------------------------------------------------------------------------------
