@@ -14,6 +14,7 @@ import msgspec
 from locret_stream.errors import ConfigError, WindowExceeded
 
 ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
+MOST_SHARES = 1e100  # of all layers together: times any number of units it is finite
 PYRAMID_BETA = 20
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
@@ -78,9 +79,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"budget: allocation is {self.allocation!r}; expected one of "
                                   f"{', '.join(map(repr, ALLOCATIONS))}, or one share per layer")
         elif not (isinstance(self.allocation, tuple) and self.allocation
-                  and all(_is_number(share) and share > 0 for share in self.allocation)):
-            raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected a tuple of positive finite "
-                              "numbers")
+                  and all(_is_number(share) and share > 0 for share in self.allocation)
+                  and sum(self.allocation) < MOST_SHARES):
+            raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected a tuple of positive "
+                              f"numbers, together below {MOST_SHARES:g}")
 
     def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None,
                   most: int | None = None) -> tuple[int, ...]:

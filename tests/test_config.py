@@ -64,6 +64,13 @@ def test_wrong_number_of_shares():
         Budget(units=50, allocation=(1.0, 2.0)).per_layer(shape_of())
 
 
+@pytest.mark.parametrize("shares", [(1e308, 1e308), (1e308, 1.0), (1e100, 1.0)])
+def test_shares_that_no_sum_holds_are_refused(shares: tuple[float, ...]):
+    with pytest.raises(ConfigError, match=r"positive numbers, together below 1e\+100"):
+        Budget(units=50, allocation=shares)
+    assert Budget(units=50, allocation=(4e99, 4e99)).per_layer(shape_of(2)) == (50, 50)
+
+
 @given(st.integers(1, 5_000), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
 def test_shares_sum_to_the_total_exactly(units: int, shares: list[float]):
     budget = Budget(units=units, sinks=0, stabilizers=0, allocation=tuple(shares))

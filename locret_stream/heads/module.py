@@ -22,14 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from locret_stream.config import ModelShape
+from locret_stream.config import MOST_SHARES, ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
 from locret_stream.heads.published import infer_sizes, read_published
 from locret_stream.kernels import score_units
 from locret_stream.kernels.reference import project
 
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
-MOST_SHARES = 1e100  # times units it is finite, whatever the budget
 
 
 class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
