@@ -135,9 +135,10 @@ def test_findings_train_what_they_need_and_go_on_where_they_stopped(tmp_path):
     assert len(list((tmp_path / "out").glob("recall-*.json"))) == 3
 
 
-def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch):
+def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import keep_report
+    import side_by_side
     out, kept = tmp_path / "out", make_dir(tmp_path / "results")
     code, _, err = invoke("eval", "--out", str(out), "--policy", "streaming_llm", "--policy", "random", "--task",
                           "sentences", "--length", "512", "--questions", "1", "--budget", "128", "--chunk-size", "128")
@@ -158,6 +159,16 @@ def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch):
     for name in "report.md", "report.json":
         assert (tmp_path / "again" / name).read_text() == (out / name).read_text()
     whole = json.loads((kept / "some.json").read_text())["result"]
+    monkeypatch.setattr("side_by_side.RESULTS", kept)
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py", "some", "--length", "512", "--units", "128"])
+    capsys.readouterr()
+    side_by_side.main()
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| policy | mean of score / full | sentences |"
+    assert sorted(row.split(" | ")[0] for row in rows) == ["| random", "| streaming_llm"]
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py", "some", "--length", "1", "--units", "128"])
+    with pytest.raises(SystemExit, match="no table of 1 tokens and 128 units; expected one of 512 and 128"):
+        side_by_side.main()
     assert whole["by"] == "a command" and set(whole["tables"][0]["means"]) == {"streaming_llm", "random"}
 
 
