@@ -15,7 +15,8 @@ class Scissorhands(Policy):
         window: queries that are counted (the paper: 400).
         recent: last units that always stay (the paper: 10).
 
-    Deviations: the window ends with the chunk and is never longer than it; heads that share keys are counted together.
+    Deviations: the window ends with the chunk and is never longer than it, and a unit that came inside it is counted by
+    the fewer queries that saw it; heads that share keys are counted together.
     """
 
     name = "scissorhands"
