@@ -46,7 +46,7 @@ from locret_stream.training import (
 
 STAGES = (64, 128, 256, 512, 1024)
 WINDOW = 1280
-ALLOCATE_EXAMPLES = 12
+ALLOCATE_EXAMPLES, ALLOCATE_ANSWERS = 24, 8  # examples that ask so much: of others any division forgets nothing
 MUON_LR = 0.01
 STATE = ("step", "stage", "spent", "seen", "accuracy", "lessons")  # of a run, beside weights and optimisers
 LESSON_TOKENS = 1024  # of a step
@@ -262,7 +262,8 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
         if arguments.allocate_units:
             division = AllocationConfig(units=arguments.allocate_units, chunk_size=128, sinks=4, stabilizers=4,
                                         examples=ALLOCATE_EXAMPLES)
-            fresh = Writer(tokenizer, unseen, f"allocation {arguments.seed}").examples(STAGES[-1])
+            fresh = (example for example in Writer(tokenizer, unseen, f"allocation {arguments.seed}").examples(
+                STAGES[-1]) if len(example.answer_spans) >= ALLOCATE_ANSWERS)
             fresh = list(itertools.islice(fresh, ALLOCATE_EXAMPLES))
             tokens = 2 * division.background_tokens
             filled = Writer(tokenizer, unseen, f"allocation {arguments.seed}").background(tokens)
