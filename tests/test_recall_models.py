@@ -44,6 +44,15 @@ def test_recall_at_an_eighth(name: str, tmp_path: Path):
         assert learned.score > even.score + 0.1
 
 
+@pytest.mark.parametrize(("policy", "folder"), [("kvzap", "heads-hidden"), ("trimkv", "heads-retention")])
+def test_heads_of_the_others(policy: str, folder: str, tmp_path: Path):
+    bench, heads = bench_of(MODELS / "recall"), str(MODELS / "recall" / folder)
+    base = {"task": "recall", "length": 1024, "units": 128, "stabilizers": 4, "streams": 2}
+    [learned, recent] = bench.run([Cell(**base, policy=policy, heads=heads, allocation="adaptive"),
+                                   Cell(**base, policy="streaming_llm")], tmp_path)
+    assert learned.score > recent.score + 0.5 and len(set(learned.budgets)) > 1
+
+
 @pytest.mark.parametrize("kept", sorted((ROOT / "benchmarks" / "results").glob("policies*.json")),
                          ids=lambda path: path.stem)
 def test_kept_tables_are_of_a_model_that_is_kept(kept: Path):
