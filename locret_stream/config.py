@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,6 +17,7 @@ from locret_stream.errors import ConfigError, WindowExceeded
 
 ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
 MOST_SHARES = 1e100  # of all layers together: times any number of units it is finite
+MOST_UNITS = 2**31 - 1  # in a layer: what any index has room for
 PYRAMID_BETA = 20
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
@@ -25,8 +28,9 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> bool:
+    """Whether it is one, finite, and a float can hold it."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +78,14 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             if not _is_whole(value) or value < (1 if name == "units" else 0):
                 raise ConfigError(f"budget: {name} is {value!r}; expected a whole number of units, "
                                   f"at least {1 if name == 'units' else 0}")
+            if value > MOST_UNITS:
+                raise ConfigError(f"budget: {name} is more than any layer can hold; expected at most {MOST_UNITS:,}")
         if isinstance(self.allocation, str):
             if self.allocation not in ALLOCATIONS:
                 raise ConfigError(f"budget: allocation is {self.allocation!r}; expected one of "
                                   f"{', '.join(map(repr, ALLOCATIONS))}, or one share per layer")
         elif not (isinstance(self.allocation, tuple) and self.allocation
-                  and all(_is_number(share) and share > 0 for share in self.allocation)
+                  and all(is_number(share) and share > 0 for share in self.allocation)
                   and sum(self.allocation) < MOST_SHARES):
             raise ConfigError(f"budget: allocation shares are {self.allocation!r}; expected a tuple of positive "
                               f"numbers, together below {MOST_SHARES:g}")
@@ -90,8 +96,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
         Such shares are advice, found for some budget: where a layer would get more than `most` units (what the window
         holds), the others get the rest; where it would get no more than is protected, they give it one unit more.
-        Sliding-window layers never hold more than their window, and are given nothing. Rounds by largest remainder, so
-        that the sum is exactly L * units before that cap.
+        Sliding-window layers hold the last units alone, and never more than their window; what is over is given to no
+        other layer. Rounds by largest remainder, so that the sum is exactly L * units before that cap.
+
+        Raises:
+            ConfigError: a layer would hold nothing, or no more than is protected.
         """
         allocation = self._shares(shape, shares)
         if len(allocation) != shape.layers:
@@ -103,19 +112,23 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         if advice and most is not None:
             exact = _capped(exact, most)
         if advice:
-            exact = _raised(exact, [0 if window else protected + 1 for window in shape.sliding])
+            exact = _raised(exact, [1 if window else protected + 1 for window in shape.sliding])
         units = [math.floor(x + 1e-9) for x in exact]  # a whole number that lost its last bit is one
         by_remainder = sorted(range(shape.layers), key=lambda i: (units[i] - exact[i], i))
         for i in by_remainder[: total - sum(units)]:
             units[i] += 1
         capped = tuple(min(u, w) if w else u for u, w in zip(units, shape.sliding, strict=True))
         least = (protected + 1 if advice else protected + PYRAMID_BETA if self.allocation == "pyramid" else
-                 math.ceil((protected + 1) * weight / (min(allocation) * shape.layers)))
-        full = [u for u, w in zip(capped, shape.sliding, strict=True) if not w] or list(capped)
-        if protected >= min(full):
-            raise ConfigError(f"budget: of {self.units} units the smallest layer gets {min(full)}, and {self.sinks} "
-                              f"sinks + {self.stabilizers} stabilizers always stay; expected at least {least} units at "
-                              "these settings")
+                 (protected + 1) * weight / (min(allocation) * shape.layers))
+        expected = f"at least {math.ceil(least)} units" if least <= MOST_UNITS else "shares closer to each other"
+        smallest = min((u for u, w in zip(capped, shape.sliding, strict=True) if not w), default=None)
+        if smallest is not None and smallest <= protected:
+            raise ConfigError(f"budget: of {self.units} units the smallest layer gets {smallest}, and {self.sinks} "
+                              f"sinks + {self.stabilizers} stabilizers always stay; expected {expected} at these "
+                              "settings")
+        if not min(capped):
+            raise ConfigError(f"budget: of {self.units} units layer {capped.index(0)}, which has a sliding window, "
+                              f"gets none; expected {expected} at these settings")
         return capped
 
     def _shares(self, shape: ModelShape, shares: tuple[float, ...] | None) -> tuple[float, ...]:
@@ -198,13 +211,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
         check("max_new_tokens", _is_whole(self.max_new_tokens) and self.max_new_tokens >= 1, "at least 1")
-        check("temperature", _is_number(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
+        check("temperature", is_number(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
         check("top_k", self.top_k is None or (_is_whole(self.top_k) and self.top_k >= 1), "at least 1")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
-            check(name, value is None or (_is_number(value) and 0 < value <= 1), "a number in (0, 1]")
+            check(name, value is None or (is_number(value) and 0 < value <= 1), "a number in (0, 1]")
         check("repetition_penalty", self.repetition_penalty is None
-              or (_is_number(self.repetition_penalty) and self.repetition_penalty > 0), "a number above 0")
+              or (is_number(self.repetition_penalty) and self.repetition_penalty > 0), "a number above 0")
         check("stop", isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
               "a tuple of non-empty strings")
         check("seed", _is_whole(self.seed), "a whole number")
@@ -220,34 +233,63 @@ def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2) -> in
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
                 stabilizers: int | None = None, shares: tuple[float, ...] | None = None,
-                key_copies: int = 2) -> Budget:
+                per_unit: tuple[int, ...] | None = None) -> Budget:
     """A Budget from what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
 
     Without explicit values 4 sinks and 32 stabilizers are protected; small budgets protect an eighth of each instead,
-    and never more than a part of the smallest layer that the heads' `shares` leave.
+    and never more than a part of the smallest layer that the heads' `shares` leave. `per_unit` [L]: bytes of a unit in
+    each layer (see `unit_bytes`), those of a layer with rotary embeddings by default.
 
     Raises:
-        ConfigError: neither of these, or a size too small for a single unit per head.
+        ConfigError: neither of these, or a size too small for a single unit per head, or too large for any.
     """
     if isinstance(value, Budget):
         if sinks is not None or stabilizers is not None:
             raise ConfigError("sinks and stabilizers were given beside a Budget; expected them inside it")
         return value
+
+    def budget_of(units: int) -> Budget:
+        least = min(shares) * len(shares) / sum(shares) if shares else 1.0
+        smallest = math.floor(min(units, MOST_UNITS) * least)
+        return Budget(units=units, sinks=min(4, units // 8, smallest // 4) if sinks is None else sinks,
+                      stabilizers=min(32, units // 8, smallest // 3) if stabilizers is None else stabilizers)
+
     if isinstance(value, str):
         match = _SIZE.match(value)
         if not match:
             raise ConfigError(f"budget is {value!r}; expected units per KV head (6000) or a size such as '512MiB'")
         size = float(match[1]) * _FACTORS[match[2].upper()]
-        capacity = int(size // (unit_bytes(shape, key_copies=key_copies) * shape.layers * shape.kv_heads))
-        value = capacity - chunk_size
+        per_unit = per_unit or (unit_bytes(shape),) * shape.layers
+        if size >= MOST_UNITS * shape.kv_heads * sum(per_unit):
+            raise ConfigError(f"budget {match[0].strip()!r} is more than {MOST_UNITS:,} units per KV head take; "
+                              "expected a smaller size")
+
+        def takes(units: int) -> int:
+            """Bytes of one slot."""
+            try:
+                held = budget_of(units).per_layer(shape, shares, most=shape.window - chunk_size)
+            except ConfigError:  # too few for what is protected: refused, with its reason, where they are used
+                held = (units,) * shape.layers
+            return shape.kv_heads * sum((count + chunk_size) * one for count, one in zip(held, per_unit, strict=True))
+
+        most = max(shape.sliding) if all(shape.sliding) else MOST_UNITS  # what is over a window is given to no one
+        value = _largest(lambda units: takes(units) <= size, most)
         if value < 1:
+            capacity = int(size // (shape.kv_heads * sum(per_unit)))
             raise ConfigError(f"budget {match[0].strip()!r} holds {capacity} units per KV head, chunk_size alone takes "
                               f"{chunk_size}; expected a larger size or a smaller chunk_size")
     if not _is_whole(value):
         raise ConfigError(f"budget is {value!r}; expected units per KV head (6000), a size ('512MiB') or a Budget")
-    smallest = math.floor(value * min(shares) * len(shares) / sum(shares)) if shares else value
-    return Budget(units=value, sinks=min(4, value // 8, smallest // 4) if sinks is None else sinks,
-                  stabilizers=min(32, value // 8, smallest // 3) if stabilizers is None else stabilizers)
+    return budget_of(value)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, 0 if none does: as if all below one that fits did too."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -> None:

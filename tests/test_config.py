@@ -25,7 +25,8 @@ def shape_of(layers: int = 3, window: int = 4096, sliding: tuple[int | None, ...
     dict(units=10, allocation="pyramids"), dict(units=10, allocation=()), dict(units=10, allocation=(1.0, 0.0)),
     dict(units=10, allocation=(1.0, -1.0)), dict(units=10, allocation=(math.inf, 1.0)),
     dict(units=10, allocation=(math.nan,)), dict(units=10, allocation=("a",)), dict(units=10, allocation=3),
-    dict(units=10, allocation=None),
+    dict(units=10, allocation=None), dict(units=10**400), dict(units=2**31), dict(units=10, stabilizers=10**400),
+    dict(units=10, allocation=(10**400, 1)),
 ])
 def test_budget_refuses(knobs):
     with pytest.raises(ConfigError, match="expected"):
@@ -189,6 +190,18 @@ def test_sliding_layers_never_hold_more_than_their_window():
     shape = shape_of(sliding=(24, None, None))
     assert Budget(units=100).per_layer(shape) == (24, 100, 100)
     assert Budget(units=40).per_layer(shape) == (24, 40, 40)  # protection is that of the full layers
+    every = shape_of(sliding=(24, 24, 24))
+    assert Budget(units=30).per_layer(every) == (24, 24, 24), "they protect nothing"
+
+
+def test_a_layer_that_would_hold_nothing_is_refused():
+    shape = shape_of(sliding=(24, None, None))
+    with pytest.raises(ConfigError, match=r"layer 0, which has a sliding window, gets none; expected at least 1000001"):
+        Budget(units=30, sinks=0, stabilizers=0, allocation=(1e-6, 1.5, 1.5)).per_layer(shape)
+    assert Budget(units=30, sinks=2, stabilizers=2).per_layer(shape, (1e-9, 1.0, 1.0)) == (1, 45, 44), "advice"
+    for allocation in ((5e-324, 1.0, 1.0), (1.0, 5e-324, 1.0)):
+        with pytest.raises(ConfigError, match="expected shares closer to each other"):
+            Budget(units=30, allocation=allocation).per_layer(shape)
 
 
 def test_window_exceeded_names_what_would_fit():
@@ -228,6 +241,31 @@ def test_budget_from_sizes(size: str, number: float):
     assert (units + 64) * per_row <= number < (units + 65) * per_row
 
 
+@given(st.integers(60_000, 3_000_000), st.lists(st.sampled_from([None, 24, 200]), min_size=3, max_size=3).map(tuple),
+       st.lists(st.sampled_from([140, 204]), min_size=3, max_size=3).map(tuple),
+       st.none() | st.lists(st.floats(0.05, 20), min_size=3, max_size=3).map(tuple))
+def test_a_size_is_that_of_a_slot(size: int, sliding: tuple, per_unit: tuple, shares: tuple | None):
+    """Whatever its layers hold: as many units as fit, and not one more where a layer can take one."""
+    shape = shape_of(sliding=sliding, window=10**6)
+
+    def takes(budget: Budget) -> int:
+        held = budget.per_layer(shape, shares)
+        return shape.kv_heads * sum((units + 16) * one for units, one in zip(held, per_unit, strict=True))
+
+    budget = budget_from(f"{size}B", shape, 16, sinks=0, stabilizers=0, shares=shares, per_unit=per_unit)
+    assert takes(budget) <= size
+    if None in sliding:
+        assert takes(msgspec.structs.replace(budget, units=budget.units + 2)) > size
+
+
+def test_a_size_beyond_any_memory_is_refused():
+    for size in ("9" * 400 + "GB", "999999999999999GB"):
+        with pytest.raises(ConfigError, match="expected a smaller size"):
+            budget_from(size, shape_of(), 64)
+    with pytest.raises(ConfigError, match="expected at most 2,147,483,647"):
+        budget_from(10**400, shape_of(), 64)
+
+
 def test_unit_bytes_is_that_of_a_pool():
     import torch
 
@@ -251,7 +289,8 @@ def test_budget_from_refuses_no_units(value):
 
 @pytest.mark.parametrize("knobs", [
     dict(max_new_tokens=0), dict(max_new_tokens=1.5), dict(max_new_tokens=True), dict(temperature=-0.1),
-    dict(temperature=math.nan), dict(temperature=math.inf), dict(temperature="hot"), dict(temperature=None),
+    dict(temperature=math.nan), dict(temperature=math.inf), dict(temperature=10**400),
+    dict(temperature="hot"), dict(temperature=None),
     dict(top_k=0), dict(top_k=2.5), dict(top_k=True), dict(top_p=0), dict(top_p=1.01), dict(top_p=math.nan),
     dict(top_p=True), dict(min_p=0.0), dict(min_p=2), dict(repetition_penalty=0), dict(repetition_penalty=-1),
     dict(repetition_penalty=math.inf), dict(stop="END"), dict(stop=("",)), dict(stop=(1,)), dict(stop=["END"]),

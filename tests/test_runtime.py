@@ -44,6 +44,7 @@ from tests.context.support import (
     unstarted,
 )
 from tests.kit import assert_same, random_heads
+from tests.kit import model as random_model
 
 
 def our_threads() -> list[str]:
@@ -128,6 +129,22 @@ async def test_slots_that_no_memory_holds_are_refused(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"no room for 2001 slots \(max_live 2000 \+ scratch 1\) of about \d+ MiB"):
         await unstarted(max_live=2000).__aenter__()
     assert not our_threads() and detach(model()) == 0
+
+
+@pytest.mark.parametrize(("name", "policy"), [("llama", "streaming_llm"), ("llama", "infllm"), ("gemma2", "random"),
+                                               ("gemma3", "random"), ("smollm3", "keydiff"), ("gpt-oss", "full")])
+async def test_a_size_is_that_of_one_context(name: str, policy: str):
+    """Score planes, layers without rotation and layers that hold their window alone are counted as they are."""
+    async with tiny(on=random_model(name), policy=policy, budget="512KiB") as runtime:
+        assert 0.98 * 2**19 < runtime.engine.pool.slot_bytes <= 2**19
+
+
+async def test_a_model_that_sees_only_what_is_near_is_told(caplog: pytest.LogCaptureFixture):
+    async with tiny(on=random_model("mistral-sliding"), policy="random", units=40):
+        assert "every layer of this model attends to its last 24 tokens alone" in caplog.text
+    caplog.clear()
+    async with tiny(on=random_model("gemma3"), policy="random", units=40):
+        assert not caplog.text
 
 
 @pytest.mark.parametrize(("options", "says"), [

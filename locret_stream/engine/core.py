@@ -41,6 +41,7 @@ class Engine:
 
     Attributes:
         triton: whether operations run in Triton.
+        capacity: how many tokens a policy that never evicts can hold; None: no end.
         on_load: for every layer, whether its keys are rotated as they are loaded, so that no rotated ones are held.
 
     Raises:
@@ -60,11 +61,14 @@ class Engine:
                         for layer, pair in enumerate(self.tables.layers)]
         self.pool = Pool(shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
                          device=attachment.device,
-                         rope=tuple(pair is not None and not on_load
-                                    for pair, on_load in zip(self.tables.layers, self.on_load, strict=True)))
+                         rope=tuple(copies == 2 for copies in attachment.key_copies))
+        policy.expect_declared()
+        # Layers that hold their whole window evict nothing that they could still see.
+        self.capacity = None if policy.bounded else min((units for units, window in zip(
+            self.budgets, shape.sliding, strict=True) if not window or units < window), default=None)
         self.protection = [self.protection_of(layer) for layer in range(shape.layers)]
-        for units, (sinks, stabilizers) in zip(self.budgets, self.protection, strict=True):
-            if sinks + stabilizers > units:
+        for units, window, (sinks, stabilizers) in zip(self.budgets, shape.sliding, self.protection, strict=True):
+            if not window and sinks + stabilizers >= units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
                                   "expected fewer than the budget")
         self.decoder = Decoder(self)
@@ -170,16 +174,17 @@ class Engine:
 
     def room(self, state: EngineState) -> int | None:
         """How many more tokens can be accepted; None: no end. Only policies that never evict have one."""
-        return None if self.policy.bounded else min(self.budgets) - state.position - max(
-            len(state.focus), len(state.next_focus or ()))  # until it is replaced, the old one needs its room
+        return None if self.capacity is None else self.capacity - state.position - _room_of_focus(state)
 
     def expect_room(self, state: EngineState, count: int) -> None:
         """Raises BudgetExceeded unless `count` more tokens can be accepted."""
         room = self.room(state)
         if room is not None and count > room:
+            focus = _room_of_focus(state)
             raise BudgetExceeded(
-                f"policy {self.policy.name!r} never evicts: {state.position} tokens are held, {count} more were "
-                f"given, the smallest layer holds {min(self.budgets)}; expected a larger budget or an evicting policy")
+                f"policy {self.policy.name!r} never evicts: {state.position} tokens are held"
+                + (f" behind a focus of {focus}" if focus else "") + f", {count} more were given, the smallest layer "
+                f"holds {self.capacity}; expected a larger budget or an evicting policy")
 
     def accept(self, state: EngineState, ids: Iterable[int]) -> None:
         """Take ids over as pending. Runs nothing; `commit` as long as `ready` is true.
@@ -243,8 +248,7 @@ class Engine:
         self._check(state)
         ids = list(ids)
         expect_focus(self, ids)
-        room = self.room(state)
-        if room is not None and len(ids) > room + len(state.focus if state.next_focus is None else state.next_focus):
+        if self.capacity is not None and max(len(ids), len(state.focus)) > self.capacity - state.position:
             raise BudgetExceeded(f"policy {self.policy.name!r} never evicts, and has no room for a focus of {len(ids)} "
                                  "tokens; expected a larger budget or an evicting policy")
         units = None if state.pending else units_of(self, ids)
@@ -423,3 +427,8 @@ class Engine:
         sinks, stabilizers = self.protection_of(layer, focus)
         rank_by = torch.zeros_like(scores[0]) if self.shape.sliding[layer] else scores[0]
         return select_units(rank_by, self.budgets[layer], sinks, stabilizers)
+
+
+def _room_of_focus(state: EngineState) -> int:
+    """Units of the longer focus: until the next grid point the old one needs its room, and from there on the new."""
+    return max(len(state.focus), len(state.next_focus or ()))

@@ -81,4 +81,5 @@ def put_in_front(engine: Engine, state: EngineState, ids: Sequence[int], units: 
             sinks, stabilizers = engine.protection_of(layer, new)
             keep = select_units(store.scores(layer)[0, :, old:], room, sinks - new, stabilizers) + old
         store.put_in_front(layer, found, keep, engine.rotate_keys)
+        state.peaks[layer] = max(state.peaks[layer], store.counts[layer])
     state.focus, state.next_focus, state.had_focus = list(ids), None, True

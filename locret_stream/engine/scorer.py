@@ -71,11 +71,10 @@ class Scorer:
     def _all_units(self, chunk: Chunk) -> Tensor:
         planes, heads, held = chunk.scores.shape
         new = chunk.k.shape[1]
-        found = self.engine.policy.score(chunk).float()
-        found = found if found.dim() == 3 else found[None]
-        count = held + new if self.engine.policy.stateful else new
-        found = found.expand(planes, heads, count)
-        return found if self.engine.policy.stateful else torch.cat([chunk.scores, found], dim=-1)
+        policy = self.engine.policy
+        count = held + new if policy.stateful else new
+        found = policy.expect_scores(policy.score(chunk).float(), heads, count).expand(planes, heads, count)
+        return found if policy.stateful else torch.cat([chunk.scores, found], dim=-1)
 
     def _logprobs(self, ids: list[int], hidden: Tensor, block: int = 128) -> Tensor:
         """log p(id | everything before it), [T]; nan for the first token of a stream. Blockwise over the vocabulary."""

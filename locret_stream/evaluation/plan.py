@@ -188,9 +188,6 @@ def _beyond_window(cell: Cell, bench: Bench) -> str:
         return _document_beyond(cell, bench)
     told = (f"full at {cell.length:,} tokens with chunks of {cell.chunk_size:,} does not fit the model's window of "
             f"{shape.window:,}")
-    sliding = min((window for window in shape.sliding if window), default=None)
-    if sliding is not None and cell.length > sliding:
-        return f"full at {cell.length:,} tokens does not fit its sliding windows of {sliding:,}"
     if cell.length + cell.chunk_size > shape.window:
         return told
     try:
@@ -203,12 +200,9 @@ def _beyond_window(cell: Cell, bench: Bench) -> str:
 def _document_beyond(cell: Cell, bench: Bench) -> str:
     """The same for the documents of a file, which are counted only up to the first that does not fit."""
     shape = bench.shape[0]
-    sliding = min((window for window in shape.sliding if window), default=None)
     for number in range(cell.first_seed, cell.first_seed + cell.streams):
         room = bench.room(cell, number)
         told = f"full on {cell.task}: document {number}, of {room:,} tokens with question and answer, does not fit"
-        if sliding is not None and room > sliding:
-            return f"{told} its sliding windows of {sliding:,}"
         if room + cell.chunk_size > shape.window:
             return f"{told} the model's window of {shape.window:,}"
     return ""

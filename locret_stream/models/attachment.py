@@ -188,10 +188,11 @@ class Attachment:
         return next(self._attentions[0].parameters()).dtype
 
     @property
-    def key_copies(self) -> int:
-        """How often a key is held: 1 where every layer's kernels rotate it on load, else 2."""
-        rotated = [layer for layer, uses in enumerate(self._rotary.uses) if uses]
-        return 2 if any(not self.rotates_on_load(layer) for layer in rotated) else 1
+    def key_copies(self) -> tuple[int, ...]:
+        """How often a key of each layer is held, [L]: 2, with a rotated one, or 1 where there is none or kernels rotate
+        it on load."""
+        return tuple(2 if uses and not self.rotates_on_load(layer) else 1
+                     for layer, uses in enumerate(self._rotary.uses))
 
     def rotates_on_load(self, layer: int) -> bool:
         """Whether kernels rotate the layer's keys as they load them: Triton's, where RoPE is the rotation by halves."""

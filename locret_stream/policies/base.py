@@ -13,6 +13,9 @@ from typing import ClassVar, Literal, Protocol
 from torch import Tensor
 
 from locret_stream.config import ModelShape
+from locret_stream.errors import ConfigError
+
+NEEDS = frozenset({"qkv", "hidden", "keys", "positions", "column_sums", "token_logprob"})
 
 
 class ColumnSums(Protocol):
@@ -59,8 +62,9 @@ class Policy:
 
     Class attributes:
         name: in the registry and in snapshots.
-        needs: of "qkv", "hidden", "keys", "positions", "column_sums", "token_logprob".
-        scope: "head" scores [H, ...], "layer" [1, ...] for all heads of a layer, "model" [1, ...] for all layers.
+        needs: of `NEEDS`.
+        scope: "head" scores [H, ...] (or [1, ...]), "layer" [1, ...] for all heads of a layer, "model" [1, ...] too,
+            the same in every layer.
         stateful: returns scores of held units too.
         bounded: False never serves an endless stream.
         planes: fp32 numbers per unit, the score first; more than one returns [P, H, ...].
@@ -77,7 +81,27 @@ class Policy:
     features: ClassVar[str | None] = None
     output: ClassVar[str] = "score"
 
-    knobs: Mapping[str, float | int | str | bool] = {}  # all of them, defaults included; `make_policy` sets it
+    knobs: Mapping[str, float | int | str] = {}  # all of them, defaults included; `make_policy` sets it
+
+    def expect_declared(self) -> None:
+        """Raises ConfigError: it declares a need or a scope that does not exist."""
+        if unknown := self.needs - NEEDS:
+            raise ConfigError(f"policy {self.name!r} needs {', '.join(map(repr, sorted(unknown)))}; expected of "
+                              f"{', '.join(map(repr, sorted(NEEDS)))}")
+        if self.scope not in ("head", "layer", "model"):
+            raise ConfigError(f"policy {self.name!r} has scope {self.scope!r}; expected 'head', 'layer' or 'model'")
+
+    def expect_scores(self, scores: Tensor, heads: int, units: int) -> Tensor:
+        """Scores of `units` units as [planes, H or 1, units]. Raises ConfigError: their shape is not what it
+        declares."""
+        found = scores[None] if scores.dim() == 2 and self.planes == 1 else scores
+        rows = {heads, 1} if self.scope == "head" else {1}
+        if found.dim() != 3 or found.shape[0] != self.planes or found.shape[1] not in rows or found.shape[2] != units:
+            planes = f"{self.planes}, " if self.planes > 1 else ""
+            raise ConfigError(f"policy {self.name!r} gave scores of shape {list(scores.shape)}; expected [{planes}"
+                              f"{' or '.join(map(str, sorted(rows, reverse=True)))}, {units}], as it has scope "
+                              f"{self.scope!r} and is {'stateful' if self.stateful else 'static'}")
+        return found
 
     def begin(self, shape: ModelShape) -> dict[str, Tensor]:
         """Tensors of a new context; they fork and snapshot with it."""

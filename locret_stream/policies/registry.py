@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 
+from locret_stream.config import is_number
 from locret_stream.errors import ConfigError, UnknownPolicy
 from locret_stream.heads import RetainingHeads
 from locret_stream.policies.base import Policy
@@ -67,13 +67,12 @@ def typed_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
         if knob not in defaults:
             raise ConfigError(f"policy {name!r} has no knob {knob!r}; expected {sorted(defaults) or 'none'}")
         default = defaults[knob]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         fits = isinstance(value, str) if isinstance(default, str) else (
-            number and not (isinstance(default, int) and not isinstance(value, int)))
+            is_number(value) and not (isinstance(default, int) and not isinstance(value, int)))
         if not fits:
             raise ConfigError(f"policy {name!r}: {knob} is {value!r}; expected {type(default).__name__}, "
                               f"such as {default!r}")
-        if isinstance(value, int) and abs(value) > MOST and knob != "seed":
+        if isinstance(default, int) and knob != "seed" and value > MOST:
             raise ConfigError(f"policy {name!r}: {knob} is {value}; expected at most {MOST:,}")
         found[knob] = type(default)(value)
     return found

@@ -28,6 +28,6 @@ class SirLLM(Policy):
 
     def score(self, chunk: Chunk) -> Tensor:
         surprise = -chunk.logprobs.float()
-        surprise = surprise.masked_fill(surprise.isnan(), torch.finfo(torch.float32).max)
-        heads = chunk.scores.shape[1]
-        return torch.cat([chunk.scores[0] * self.decay, surprise[None].expand(heads, -1)], dim=-1)
+        if chunk.start == 0:  # any other that is not a number is a fault of the model, and ranks last
+            surprise[0] = torch.finfo(torch.float32).max
+        return torch.cat([chunk.scores[0, :1] * self.decay, surprise[None]], dim=-1)

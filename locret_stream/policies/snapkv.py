@@ -14,11 +14,13 @@ class SnapKV(Policy):
     """Score = softmax attention of the last `window` queries, summed, then averaged over `kernel` neighbours.
 
     Args:
-        window: queries at the end of the chunk that observe; their own units always stay.
+        window: queries at the end of the chunk that observe, at most all of it. As many of the last units always stay,
+            as far as the budget has one more beside them and the sinks.
         kernel: odd width of the average over neighbouring units; 1 is none.
 
     Deviations: the end of the prompt is the end of each chunk, so what later chunks will ask is not known (the reason
-    why it does worse here than on whole prompts); neighbours are those that are held.
+    why it does worse here than on whole prompts); neighbours are those that are held; heads that share keys share their
+    score (the sum).
     """
 
     name = "snapkv"

@@ -212,6 +212,9 @@ class Runtime:
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
         self.storing = ThreadPoolExecutor(2, thread_name_prefix="locret-store")
         shape = attachment.shape
+        if all(shape.sliding):
+            _log.warning("every layer of this model attends to its last %s tokens alone, and whatever the policy holds "
+                         "no others; expected a model with a layer of full attention", f"{max(shape.sliding):,}")
         self.geometry = Geometry(shape.layers, shape.kv_heads, shape.head_dim, attachment.dtype)
         numbers = list(range(self.max_live + self.scratch))
         self._live_slots, self._scratch_slots = Slots(numbers[:self.max_live]), Slots(numbers[self.max_live:])
@@ -237,16 +240,16 @@ class Runtime:
         # What never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         chunk_size = DEFAULT_CHUNK if self._chunk_size is None else self._chunk_size
-        copies = attachment.key_copies
+        per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies)
+                         for copies in attachment.key_copies)
         budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
-                             sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, key_copies=copies)
+                             sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, per_unit=per_unit)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self._knobs)
         slots = self.max_live + self.scratch
         try:
             return Engine(attachment, config, policy, slots, shares=shares)
         except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
-            size = slots * (budget.units + chunk_size) * attachment.shape.layers * attachment.shape.kv_heads * (
-                unit_bytes(attachment.shape, policy.planes, key_copies=copies))
+            size = slots * (budget.units + chunk_size) * attachment.shape.kv_heads * sum(per_unit)
             raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self.max_live} + scratch "
                               f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
                               "smaller budget") from error

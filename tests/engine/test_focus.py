@@ -231,7 +231,7 @@ def test_a_policy_that_never_evicts_counts_it():
         engine.focus(state, LONG)
     engine.focus(state, OTHER)
     assert engine.room(state) == 1, "the longer one is in force until the next grid point"
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetExceeded, match="14 tokens are held behind a focus of 5, 2 more were given"):
         engine.accept(state, ids_of(2))
 
 
@@ -302,6 +302,21 @@ def test_full_keeps_everything_while_a_shorter_focus_waits():
     state = run(engine, 0, ids_of(CHUNK), {0: LONG, CHUNK: []}, 5)
     assert engine.room(state) == UNITS - CHUNK
     assert engine.receipts(state).kept.all()
+
+
+def test_full_takes_a_focus_as_long_as_there_is_room_whatever_waits():
+    engine = engine_of("full")
+    state = run(engine, 0, ids_of(3), {0: LONG}, 5)
+    engine.focus(state, QUERY[:2])
+    engine.focus(state, ids_of(12))
+    assert len(state.next_focus) == 12 and engine.room(state) == UNITS - 3 - 12
+
+
+def test_what_was_held_at_most_counts_the_focus():
+    engine = engine_of()
+    state = engine.open(0)
+    engine.focus(state, QUERY)
+    assert state.peaks == state.store.counts == [len(QUERY)] * engine.shape.layers
 
 
 def test_receipts_tell_of_the_stream_alone():

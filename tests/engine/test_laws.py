@@ -593,6 +593,18 @@ def test_full_refuses_rather_than_grows():
     assert (engine.logits(state) - stock_logits(model(), ids[:16])[-1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mistral-sliding"])
+def test_full_is_full_of_what_its_layers_can_see(name: str):
+    """Layers with a sliding window need room for no more than that, and only where they have less is there an end."""
+    engine, ids = build("full", on=model(name), units=100, chunk_size=CHUNK, sinks=0, stabilizers=0), ids_of(100)
+    state = engine.open(0)
+    assert min(engine.budgets) == 24 and engine.room(state) == (100 if None in engine.shape.sliding else None)
+    logits = logits_at_each(engine, state, ids)
+    assert (logits - stock_logits(model(name), ids)).abs().max() <= 1e-5
+    less = build("full", on=model(name), units=20, chunk_size=CHUNK, sinks=0, stabilizers=0)
+    assert less.room(less.open(0)) == 20
+
+
 def test_history_is_a_function_of_the_tokens(monkeypatch):
     """A window of ids for repetition penalties: what truncation takes back uncovers what stood before it."""
     monkeypatch.setattr(engine_module, "HISTORY", 10)

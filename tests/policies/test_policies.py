@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
+from locret_stream.config import Budget, StreamConfig
+from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, UnknownPolicy
 from locret_stream.kernels import select_units
-from locret_stream.policies import POLICIES, Chunk, make_policy
+from locret_stream.models import attach
+from locret_stream.policies import POLICIES, Chunk, Policy, make_policy
 from tests.kit import build, feed, ids_of, model
 
 # -- locret -----------------------------------------------------------------------------------------------------------
@@ -210,6 +213,69 @@ def test_sirllm_keeps_the_same_tokens_everywhere_and_decays_them():
         assert torch.equal(state.store.scores(layer)[0, 0], state.store.scores(0)[0, 0])
 
 
+def test_sirllm_holds_what_is_no_number_for_no_surprise():
+    """A fault of the model's, such as an overflow in half precision, ranks last and not first."""
+    policy, empty = make_policy("sirllm"), torch.zeros(2, 4, 4)
+
+    def scores(start: int) -> torch.Tensor:
+        return policy.score(Chunk(layer=0, start=start, q=empty, k=empty, v=empty, keys=empty,
+                                  scores=torch.zeros(1, 2, 0), budget=4, sinks=0, stabilizers=0,
+                                  logprobs=torch.tensor([math.nan, -1.0, math.nan, -2.0])))
+
+    assert torch.allclose(scores(0)[0], torch.tensor([torch.finfo(torch.float32).max, 1.0, math.nan, 2.0]),
+                          equal_nan=True)
+    assert select_units(scores(8), 2).tolist() == [[1, 3]]
+
+
+# -- what a policy of one's own declares -------------------------------------------------------------------------------
+
+
+class Own(Policy):
+    name = "own"
+
+    def __init__(self, shape: tuple[int, ...], **declared: object):
+        self.gives = shape
+        for name, value in declared.items():
+            setattr(self, name, value)
+
+    def score(self, chunk: Chunk) -> torch.Tensor:
+        return torch.zeros(self.gives)
+
+
+def engine_with(policy: Policy) -> Engine:
+    config = StreamConfig(budget=Budget(units=20, sinks=2, stabilizers=3, allocation="uniform"), chunk_size=8)
+    return Engine(attach(model()), config, policy, 1)
+
+
+@pytest.mark.parametrize(("shape", "declared", "expected"), [
+    ((2, 8), {}, None), ((1, 8), {}, None), ((2, 2, 8), {"planes": 2}, None), ((1, 8), {"scope": "layer"}, None),
+    ((1, 8), {"scope": "model", "stateful": True}, None), ((2, 8), {"scope": "layer"}, r"\[1, 8\], as it has scope 'l"),
+    ((8,), {}, r"\[2 or 1, 8\]"), ((1,), {}, r"\[2 or 1, 8\]"), ((2, 7), {}, "is static"), ((3, 8), {}, r"\[2 or 1, "),
+    ((2, 16), {}, "is static"), ((2, 8), {"planes": 2}, r"\[2, 2 or 1, 8\]"), ((1, 2, 8), {"planes": 2}, r"\[2, 2 or"),
+])
+def test_scores_have_the_shape_that_was_declared(shape: tuple[int, ...], declared: dict, expected: str | None):
+    engine = engine_with(Own(shape, **declared))
+    state = engine.open(0)
+    engine.accept(state, ids_of(8))
+    if expected is None:
+        engine.commit(state)
+        assert state.seen == 8
+        return
+    with pytest.raises(ConfigError, match=expected):
+        engine.commit(state)
+    assert state.seen == 0 and not state.broken, "nothing happened"
+
+
+@pytest.mark.parametrize(("declared", "says"), [
+    ({"needs": frozenset({"logprobs"})}, "needs 'logprobs'; expected of .*'token_logprob'"),
+    ({"scope": "heads"}, "scope 'heads'; expected 'head'"),
+    ({"protection": lambda budget, sinks, stabilizers: (sinks, budget - sinks)}, r"protects 2 \+ 18 units of 20"),
+])
+def test_declarations_that_mean_nothing_are_refused(declared: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        engine_with(Own((2, 8), **declared))
+
+
 # -- registry ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +302,8 @@ def test_unknown_policies_are_refused_with_suggestions(name, close):
 @pytest.mark.parametrize(("name", "knobs"), [
     ("h2o", {"recnt": 0.5}), ("h2o", {"recent": "half"}), ("h2o", {"recent": math.nan}), ("h2o", {"recent": -0.1}),
     ("h2o", {"recent": 1.5}), ("h2o", {"recent": True}), ("random", {"seed": 1.5}), ("random", {"seed": "a"}),
-    ("sirllm", {"decay": math.inf}), ("sirllm", {"decay": 0}), ("sirllm", {"decay": 1.5}), ("keydiff", {"seed": 1}),
+    ("sirllm", {"decay": math.inf}), ("sirllm", {"decay": 0}), ("random", {"seed": 10**400}),
+    ("h2o", {"recent": 10**400}), ("h2o", {"recent": -2**40}), ("sirllm", {"decay": 1.5}), ("keydiff", {"seed": 1}),
     ("streaming_llm", {"sinks": 4}), ("full", {"x": 1}), ("locret", {"alpha": 1}), ("locret", {}), ("kvzap", {}),
     ("trimkv", {}), ("nacl", {"proxies": 0}), ("nacl", {"random": 1.1}), ("nacl", {"where": "middle"}),
     ("nacl", {"where": 1}), ("nacl", {"draw": ""}), ("nacl", {"seed": 0.5}), ("snapkv", {"window": 0}),
