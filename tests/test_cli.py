@@ -287,6 +287,15 @@ def pairs(folder: Path) -> Path:
     return data
 
 
+def test_examples_that_do_not_fit_are_told(tiny: Path, tmp_path: Path):
+    data = pairs(tmp_path)
+    with data.open("a") as file:
+        file.write(json.dumps({"prompt": "Say it all.", "answer": "all of it " * 99}) + "\n")
+    code, out, err = invoke("train-heads", "--model", tiny, "--data", data, "--out", tmp_path / "heads", "--steps", 1,
+                            "--width", 16, "--max-tokens", 40)
+    assert code == 0 and "; 1 more did not fit, as a reply alone takes too much; " in out and " were cut" in out, err
+
+
 def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
     data, heads = pairs(tmp_path), tmp_path / "heads"
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 3, "--width", 16,
@@ -297,6 +306,15 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
     assert "of 1 held-out examples" in mistake(*train, *units, "--allocate", "--held-out", 0.01)
     assert not heads.exists(), "told before anything is trained"
     assert "rule is 'size'" in mistake(*train, "--allocate", "--allocate-by", "size")
+    scores = [*train, *units, "--allocate", "--allocate-by", "scores"]
+    assert "found heads of label 'zscore'" in mistake(*scores, "--label", "zscore")
+    log = tmp_path / "service.log"
+    log.write_text("a line of a log\n" * 200)
+    assert "rule 'scores' counts the units of examples alone" in mistake(*scores, "--background", log)
+    log.write_text("a line of a log\n" * 3)
+    assert "expected a longer text" in mistake(*train, *units, "--allocate", "--background", log)
+    assert "seed is 99999999999999; expected a whole number, 0 to" in mistake(*train, "--seed", 99999999999999)
+    assert not heads.exists(), "told before anything is trained"
     code, out, err = invoke(*train, *units, "--allocate", "--allocate-examples", 4, "--json")
     assert code == 0, err
     found = json.loads(out)

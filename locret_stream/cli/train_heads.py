@@ -126,7 +126,10 @@ def train_heads(
     _expect_together(allocate, (allocate_units, allocate_chunk), tune, (tune_units, tune_chunk), restart_tuning,
                      background is not None, query_aware, output)
     divided = tuned = None
-    with interruptible(Held(f"the state of the run is in {to}; the same command goes on from there")):
+    begun_anew = " and ".join(f"--{name}" for name, given in (("restart", restart), ("restart-tuning", restart_tuning))
+                              if given)
+    with interruptible(Held(f"the state of the run is in {to}; the same command"
+                            + (f", without {begun_anew}," if begun_anew else "") + " goes on from there")):
         from locret_stream import models, training
 
         config = training.TrainConfig(
@@ -141,7 +144,7 @@ def train_heads(
         examples = training.load_examples(data, tokenizer) if allocate or tune else []
         held_out_ones = training.held_out_examples(attachment, examples, config) if examples else []
         read = None if background is None else _ids_of(background, attachment, tokenizer, division, tuning)
-        _expect_enough(attachment, held_out_ones, division if allocate else None, tuning, read)
+        _expect_enough(attachment, held_out_ones, config, division if allocate else None, tuning, read)
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
                                           restart=restart)
@@ -217,22 +220,31 @@ def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBa
     return ids[:most]
 
 
-def _expect_enough(attachment: Attachment, held_out: list[Example], division: AllocationConfig | None,
-                   tuning: TuneConfig | None, background: list[int] | None) -> None:
-    """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of units, examples and, as
-    far as even layers tell, the background."""
+def _expect_enough(attachment: Attachment, held_out: list[Example], config: TrainConfig,
+                   division: AllocationConfig | None, tuning: TuneConfig | None, background: list[int] | None) -> None:
+    """Raises, before anything is trained, what `allocate` and `tune` would raise behind it of heads, units, examples
+    and, as far as even layers tell, the background."""
+    from locret_stream.training.allocation import expect_divisible
     from locret_stream.training.background import Background
     from locret_stream.training.division import halves
-    from locret_stream.training.measuring import usable
+    from locret_stream.training.measuring import held_units, usable
+    from locret_stream.training.tuning import expect_tunable
 
+    shape, behind = attachment.shape, background is not None
+    if division is not None:
+        expect_divisible(shape, config, division.rule, behind)
+    if tuning is not None:
+        expect_tunable(shape, config, behind)
     for one, verb in (division, "allocate"), (tuning, "tune"):
-        if one is not None:
-            found = usable(attachment.shape, held_out, one.units, one.chunk_size, one.examples, verb=verb,
-                           full=background is not None)
-            if one is division:
-                halves([example.digest() for example in found])
-        if one is not None and background is not None:
-            Background(background, one.background_tokens, one.chunk_size, one.units, attachment.shape.vocab)
+        if one is None:
+            continue
+        found = usable(shape, held_out, one.units, one.chunk_size, one.examples, verb=verb, full=behind)
+        least = one.units
+        if one is division:
+            halves([example.digest() for example in found])
+            least = held_units(max(len(example.ids) for example in found), one.chunk_size)
+        if behind:
+            Background(background, one.background_tokens, one.chunk_size, least, shape.vocab)
 
 
 def _divide(attachment: Attachment, to: Path, held_out: list[Example], division: AllocationConfig,
@@ -258,8 +270,9 @@ def _tell(result: TrainResult, divided: Allocation | None, tuned: TuneResult | N
         print_json(found)
         return
     out.print(f"{result.out}: {result.steps:,} steps on {result.examples:,} examples, top-10 % overlap "
-              f"{result.overlap_before:.1%} before and {result.overlap:.1%} after on {result.held_out} held out",
-              soft_wrap=True)
+              f"{result.overlap_before:.1%} before and {result.overlap:.1%} after on {result.held_out} held out"
+              + (f"; {result.skipped:,} more did not fit, as a reply alone takes too much" if result.skipped else "")
+              + (f"; {result.cut:,} were cut" if result.cut else ""), soft_wrap=True)
     if tuned is not None:
         behind = f", behind {tuned.behind:,} tokens of text" if tuned.behind else ""
         there = (Path(result.out) / "heads.first.safetensors").is_file()

@@ -11,7 +11,6 @@ what comes out for the log odds of beta, the factor by which a unit's worth fall
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -24,11 +23,13 @@ from transformers.activations import ACT2FN
 
 from locret_stream.config import MOST_SHARES, ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
+from locret_stream.heads.files import replace
 from locret_stream.heads.published import infer_sizes, read_published
 from locret_stream.kernels import score_units
 from locret_stream.kernels.reference import project
 
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
+VERSION = 1
 
 
 class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,9 +60,17 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int = 0
     output: Literal["score", "retention"] = "score"
     query_tokens: int = 0
-    version: int = 1
+    version: int = VERSION
 
     def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ConfigError(f"heads: found version {self.version}; expected {VERSION}: heads of a later one need a "
+                              "newer locret-stream")
+        for name in ("layers", "query_heads", "kv_heads", "head_dim", "width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"heads: {name} is {getattr(self, name)}; expected at least 1")
+        if self.features == "hidden" and self.hidden < 1:
+            raise ConfigError(f"heads: hidden is {self.hidden}; expected the size of the hidden states that they read")
         shares = self.budget_shares
         if shares is not None and not (len(shares) == self.layers and all(s > 0 for s in shares)
                                        and sum(shares) < MOST_SHARES):
@@ -124,23 +133,14 @@ class RetainingHeads(nn.Module):
         return project(self.act(self.fc1[layer](x)), self.fc2[layer].weight, self.fc2[layer].bias)
 
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write heads.safetensors and heads.json; each file is replaced whole or not at all."""
+        """Write heads.safetensors and heads.json; each is replaced whole or not at all. Raises OSError."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: (t.to(dtype) if dtype else t).detach().cpu().contiguous()
                    for name, t in self.state_dict().items()}
-        for name, write in ((WEIGHTS, lambda p: save_file(tensors, p, metadata={"format": "pt"})),
-                            (CONFIG, lambda p: Path(p).write_bytes(
-                                msgspec.json.format(msgspec.json.encode(self.config), indent=2)))):
-            handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-            os.close(handle)
-            try:
-                write(temporary)
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, folder / name)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+        described = msgspec.json.format(msgspec.json.encode(self.config), indent=2)
+        replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        replace(folder / CONFIG, lambda path: path.write_bytes(described))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], weights: str = WEIGHTS) -> RetainingHeads:

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError
-from locret_stream.heads import RetainingHeads
+from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
@@ -115,6 +115,24 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         return made
 
 
+def expect_divisible(shape: ModelShape, heads: HeadsConfig | TrainConfig, rule: str, background: bool) -> None:
+    """Raises ConfigError: that rule cannot divide a budget for heads that are made so, or not behind a background."""
+    if all(shape.sliding):
+        raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it holds; "
+                          "expected a layer with full attention")
+    if heads.query_tokens and background:
+        raise ConfigError("allocate: found a background, and query-aware heads, whose question stands in front of all "
+                          "that is read; expected none")
+    if rule == "scores" and background:
+        raise ConfigError("allocate: rule 'scores' counts the units of examples alone; expected no background, or rule "
+                          "'loss'")
+    some = getattr(heads, "trained_layers", None) is not None  # training makes heads for every layer
+    if rule == "scores" and (heads.label != "logprob" or some):
+        raise ConfigError(f"allocate: rule 'scores' compares scores of all layers; found heads of label "
+                          f"{heads.label!r}{' in some layers alone' if some else ''}; expected 'logprob' in all "
+                          "layers, or rule 'loss'")
+
+
 class _Run:
     """One allocation in its file: what is measured already, and what is still to be."""
 
@@ -126,7 +144,7 @@ class _Run:
         shape = attachment.shape
         self.layers = [layer for layer, window in enumerate(shape.sliding) if window is None]
         sinks, stabilizers = config.protected
-        self._check(background is not None)
+        expect_divisible(shape, heads.config, config.rule, background is not None)
         self.budget(None).per_layer(shape)  # raises where not even equal layers hold what is protected
         held, chain = held_units(max(len(e.ids) for e in examples), config.chunk_size), [e.digest() for e in examples]
         self.halves = halves(chain)
@@ -143,22 +161,6 @@ class _Run:
             answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in examples),
             sliding=shape.sliding))
         self.total = 0
-
-    def _check(self, background: bool) -> None:
-        found = self.heads.config
-        if not self.layers:
-            raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it holds; "
-                              "expected a layer with full attention")
-        if found.query_tokens and background:
-            raise ConfigError("allocate: found a background, and query-aware heads, whose question stands in front of "
-                              "all that is read; expected none")
-        if self.config.rule == "scores" and background:
-            raise ConfigError("allocate: rule 'scores' counts the units of examples alone; expected no background, or "
-                              "rule 'loss'")
-        if self.config.rule == "scores" and (found.label != "logprob" or found.trained_layers is not None):
-            raise ConfigError(f"allocate: rule 'scores' compares scores of all layers; found heads of label "
-                              f"{found.label!r}{' in some layers alone' if found.trained_layers is not None else ''}; "
-                              "expected 'logprob' in all layers, or rule 'loss'")
 
     def _read(self, restart: bool, fresh: Allocation) -> Allocation:
         if restart or not self.path.is_file():

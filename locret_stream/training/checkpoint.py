@@ -1,7 +1,8 @@
 """The out folder of a run: what it is a run of, its checkpoint, its metrics. Each file is replaced whole or not at all.
 
     run.json                 the TrainConfig, the model's fingerprint and the data's identity, written at the start
-    checkpoint.safetensors   heads.*, exp_avg.*, exp_avg_sq.* (fp32); metadata: version, step, used, loss
+    checkpoint.safetensors   heads.*, exp_avg.*, exp_avg_sq.* (fp32); metadata: version, step, used, run (a digest of
+                             what it is a checkpoint of), crc32 of the tensors
     metrics.jsonl            one object per step, one per evaluation
     heads.safetensors, heads.json, result.json     at the end; the checkpoint is then removed
     allocation.json          what `allocate` measured, as it is measured
@@ -14,9 +15,9 @@ No random state is stored: initial weights and the order of examples are functio
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterable
+import hashlib
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from safetensors.torch import save_file
 
 from locret_stream.errors import ConfigError, HeadsMismatch
 from locret_stream.heads import RetainingHeads
+from locret_stream.heads.files import TEMPORARY, flush, replace
 from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.training.config import TrainConfig, TrainResult
 
@@ -72,7 +74,12 @@ class RunFolder:
 
     def __init__(self, path: Path, identity: RunIdentity, restart: bool = False):
         self.path, self.metrics = path, []
+        self.digest = digest_of_run(identity)
         path.mkdir(parents=True, exist_ok=True)
+        for name in (RUN, CHECKPOINT, METRICS, RESULT, ALLOCATION, TUNING, TUNING_METRICS, TUNING_CHECKPOINT,
+                     FIRST_ALLOCATION, FIRST_WEIGHTS, WEIGHTS, CONFIG):
+            for left in path.glob(f"{name}*{TEMPORARY}"):  # by a run that was killed while it wrote
+                left.unlink(missing_ok=True)
         run = path / RUN
         if restart:  # run.json goes last: until then the folder is still recognised
             for name in (CHECKPOINT, METRICS, RESULT, ALLOCATION, TUNING, TUNING_METRICS, TUNING_CHECKPOINT,
@@ -99,6 +106,7 @@ class RunFolder:
         """That of a finished run, else None. Raises ConfigError: it cannot be read."""
         if not all((self.path / name).is_file() for name in (RESULT, WEIGHTS, CONFIG)):
             return None
+        (self.path / CHECKPOINT).unlink(missing_ok=True)  # a kill may have left it
         there = read_json(self.path / RESULT, TrainResult, "remove it, or restart=True, to train these heads anew")
         return msgspec.structs.replace(there, out=str(self.path))  # it may have been moved since
 
@@ -117,12 +125,16 @@ class RunFolder:
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
     def save(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
-        save_state(self.path / CHECKPOINT, heads, optimizer, step, used)
+        if (self.path / METRICS).is_file():
+            flush(self.path / METRICS)  # the checkpoint counts on its lines
+        save_state(self.path / CHECKPOINT, heads, optimizer, step, used, self.digest)
 
     def restore(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
         """`restore_state` from the checkpoint, and the metrics are cut to it; None if there is none."""
-        found = restore_state(self.path / CHECKPOINT, heads, optimizer)
+        found = restore_state(self.path / CHECKPOINT, heads, optimizer, self.digest)
         self.metrics = cut_metrics(self.path / METRICS, found[0] if found else 0)
+        if found and not any(metric.held_out_loss is not None and not metric.step for metric in self.metrics):
+            raise _lost(self.path / METRICS, "the evaluation before the first step")
         return found
 
     def log(self, metric: Metric) -> None:
@@ -130,23 +142,39 @@ class RunFolder:
         append_metric(self.path / METRICS, metric)
 
 
-def save_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
-    """Write weights and AdamW's moments, after `step` steps on the examples whose digest is `used`."""
+def digest_of_run(*identity: object) -> str:
+    """What tells the checkpoints of one run from those of another."""
+    return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=16).hexdigest()
+
+
+def save_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str,
+               run: str) -> None:
+    """Write weights and AdamW's moments, after `step` steps on the examples whose digest is `used`; `run` as of
+    `digest_of_run`. Raises OSError."""
     tensors = {}
     for name, parameter in heads.named_parameters():
         tensors[f"heads.{name}"] = parameter.detach()
         for moment in _MOMENTS:
             tensors[f"{moment}.{name}"] = optimizer.state.get(parameter, {}).get(moment, torch.zeros_like(parameter))
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {"version": "1", "step": str(step), "used": used}
+    metadata = {"version": "2", "step": str(step), "used": used, "run": run, "crc32": str(_checksum(tensors))}
     replace(path, lambda p: save_file(tensors, p, metadata=metadata))
 
 
-def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
+def _checksum(tensors: dict[str, torch.Tensor]) -> int:
+    """Of fp32 tensors on the CPU, by name."""
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), found))
+    return found
+
+
+def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer,
+                  run: str) -> tuple[int, str] | None:
     """Fill both from what `save_state` wrote: (steps done, digest of the examples used), None if there is no file.
 
     Raises:
-        HeadsMismatch: the file is damaged or not one of these heads.
+        HeadsMismatch: the file is damaged, or of another run than `run`.
     """
     if not path.is_file():
         return None
@@ -154,9 +182,14 @@ def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Opti
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        step, used = int(metadata["step"]), metadata["used"]
-    except (SafetensorError, KeyError, ValueError) as error:
+        step, used, there = int(metadata["step"]), metadata["used"], metadata["run"]
+        if int(metadata["crc32"]) != _checksum(tensors):
+            raise ValueError("its tensors are not those that were written")
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise HeadsMismatch(f"{path} cannot be read as a checkpoint: {error!r}; remove it to start anew") from error
+    if there != run:
+        raise HeadsMismatch(f"{path} is a checkpoint of other settings, data, heads or another model; remove it to "
+                            "start anew")
     parts: dict[str, dict[str, torch.Tensor]] = {"heads": {}, **{moment: {} for moment in _MOMENTS}}
     for name, tensor in tensors.items():
         part, _, name = name.partition(".")
@@ -172,17 +205,28 @@ def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Opti
 
 
 def cut_metrics(path: Path, step: int) -> list[Metric]:
-    """Those of the file up to `step`; what is behind them is dropped from it."""
+    """Those of the file up to `step`; what is behind them is dropped from it.
+
+    Raises:
+        ConfigError: it has not a line for each of these steps.
+    """
     found: list[Metric] = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             metric = msgspec.json.decode(line, type=Metric)
         except msgspec.MsgspecError:
-            break  # torn by the interruption: it and what follows is written again
+            break  # torn by the interruption: behind `step` it is written again
         if metric.step <= step:
             found.append(metric)
+    if [metric.step for metric in found if metric.loss is not None] != list(range(1, step + 1)):
+        raise _lost(path, f"lines of the {step} steps that are done")
     replace(path, lambda p: p.write_bytes(b"".join(msgspec.json.encode(m) + b"\n" for m in found)))
     return found
+
+
+def _lost(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path} has lost {what}, which the result is made of; expected it as it was written: start "
+                       "anew with restart=True (train-heads: --restart, or --restart-tuning for tuning.jsonl)")
 
 
 def expect_same(path: Path, what: str, there: Any, fresh: Any, names: Iterable[str], remedy: str) -> None:
@@ -212,19 +256,3 @@ def read_json(path: Path, kind: type[T], remedy: str) -> T:
 def write_json(path: Path, value: msgspec.Struct) -> None:
     """Write it, readable, whole or not at all."""
     replace(path, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2)))
-
-
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a temporary file beside `path`, flush it to the disk, and put it in place."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

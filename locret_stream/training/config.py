@@ -14,6 +14,7 @@ FEATURES, OUTPUTS = ("qkv", "hidden"), ("score", "retention")
 RULES = ("loss", "scores")
 FULL, EVEN, DIVIDED = "full", "even", "divided"
 HALVES = ("divided, half 1", "divided, half 2")
+MOST_SEED = 2**40  # with the number of an epoch below it, torch's generators take it
 LEAST_EXAMPLES = 4  # two in each half: of one alone nothing tells a gain from noise
 
 
@@ -22,7 +23,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         label: "logprob" (log of the largest softmax probability + eps), "zscore" (the largest pre-softmax logit,
-            standardised per layer and head) or "logit" (that, as it is: the paper's).
+            standardised per layer and head) or "logit" (that, as it is: the paper's, but for two things, see `labels`).
         steps: optimiser steps; batch: examples per step, of any lengths (equal lengths share one forward).
         lr, betas, weight_decay: of AdamW. warmup: share of the steps with rising lr, then linear to 0.
         clip: largest magnitude of one gradient element; alpha: weight of the smoothing loss.
@@ -368,7 +369,7 @@ def _check_optimiser(config: TrainConfig | TuneConfig, check: Callable[[str, boo
         check(name, _number(getattr(config, name)) and 0 <= getattr(config, name) < 1, "a share in [0, 1)")
     check("weight_decay", _number(config.weight_decay) and config.weight_decay >= 0, "0 or more")
     check("max_tokens", _whole(config.max_tokens, 2), "a whole number of tokens, at least 2")
-    check("seed", _whole(config.seed, 0), "a whole number, 0 or more")
+    check("seed", _whole(config.seed, 0) and config.seed <= MOST_SEED, f"a whole number, 0 to {MOST_SEED:,}")
     check("betas", len(config.betas) == 2 and all(_number(b) and 0 <= b < 1 for b in config.betas), "two in [0, 1)")
 
 

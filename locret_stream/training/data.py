@@ -11,6 +11,7 @@ Knows tokenizers and templates; knows neither the model nor the labels.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import re
@@ -144,10 +145,12 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, list[Message
         InputError: a malformed line, or no line at all.
     """
     path, empty = Path(path), True
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise ConfigError(f"no such file: {path}; expected a JSONL of {FORMATS}")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 empty = False
                 yield f"{path}:{number}", parse_line(line, f"{path}:{number}")
@@ -166,7 +169,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
 
     Raises:
         ConfigError: no chat template, or a tokenizer without character offsets.
-        InputError: the template refuses the conversation, or a reply cannot be found in its rendering.
+        InputError: the template refuses the conversation, a reply cannot be found in its rendering, or a text spells a
+            control token, which it never does where a runtime reads it.
     """
     if not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; expected one (set tokenizer.chat_template), or Examples "
@@ -180,13 +184,22 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
         text, with_marks = (tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in (messages, marked))
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise InputError(f"{where}: the chat template refuses this conversation: {error}") from error
-    spans = _locate(text, re.split(f"{nonce}(\\d+)w", with_marks), messages, where)
+    texts = _locate(text, re.split(f"{nonce}(\\d+)w", with_marks), messages, where)
+    spans = [span for index, *span in texts if messages[index]["role"] == "assistant"]
     if spans[-1][1] == len(text):
         if not tokenizer.eos_token:
             raise InputError(f"{where}: the chat template puts nothing behind the last reply and the tokenizer has no "
                              "EOS; expected a token that ends a reply")
         text += tokenizer.eos_token
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special -= {tokenizer.unk_token_id}
+    for number, (begun, _) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if number not in special:
+            continue
+        for index in (index for index, start, end in texts if start <= begun < end):
+            raise InputError(f"{where}: the text of turn {index} spells {tokenizer.convert_ids_to_tokens(number)!r}, a "
+                             "control token of this tokenizer, which no text is for a runtime; expected texts without")
     ends = torch.tensor([end for _, end in encoded["offset_mapping"]])
     tokens = []
     for start, end in spans:  # the first tokens that reach past the character in front, and past the reply
@@ -194,8 +207,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
     return Example(torch.tensor(encoded["input_ids"]), tuple(tokens), where)
 
 
-def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str) -> list[tuple[int, int]]:
-    """Character spans of the replies; parts = literal, index, literal, index, …, literal of the marked rendering."""
+def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str) -> list[tuple[int, int, int]]:
+    """(turn, start, end) in characters of every text that the template shows; parts = literal, index, literal, index,
+    …, literal of the marked rendering."""
     shown = [int(index) for index in parts[1::2]]
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if [index for index in shown if index in replies] != replies:
@@ -213,8 +227,7 @@ def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str
         else:
             raise InputError(f"{where}: the chat template rewrites the text of turn {index} or what follows it, so "
                              "replies cannot be located; expected a template that keeps or trims texts")
-        if index in replies:
-            spans.append((position, position + len(form)))
+        spans.append((index, position, position + len(form)))
         position += len(form) + len(literal)
     if position != len(text):
         raise InputError(f"{where}: the chat template writes more than its frame shows, so replies cannot be located")

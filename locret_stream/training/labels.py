@@ -3,9 +3,12 @@
 The importance of token k at KV head j is the largest value, over the rows that predict the tokens of any later reply
 (its end-of-turn token included) and over the G query heads of the group, of
 
-    logit     q_p · k_k · scale, both rotated, after the model's softcap        (Locret, arXiv:2410.01805, eq. 2)
+    logit     q_p · k_k · scale, both rotated, after the model's softcap  (Locret, arXiv:2410.01805, section 3.2)
     zscore    the same, then standardised per layer and head over the labelled tokens of the example
     logprob   log(softmax probability + eps), the softmax being the whole causal row of the model
+
+The paper takes the rows of the replies' own tokens and leaves out the scale; the rows here, one earlier each, are those
+that decide what a reply says, and the scale is the model's.
 
 A reply labels all tokens before it, earlier replies included, never its own. Tokens that no reply follows, or
 that a sliding window hides from all of them, have no label.

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -38,22 +38,24 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
                 progress: ProgressCallback | None = None, restart: bool = False) -> TrainResult:
     """Train retaining heads for `model` and write them to the folder `out`.
 
-    The same call on the same folder goes on where an interrupted one stopped, bit for bit as if it had not been
-    (same build, device and thread count), and returns at once when the run is finished. State is written every
+    The same call on the same folder, without `restart`, goes on where an interrupted one stopped, bit for bit as if it
+    had not been (same build, device and thread count), and returns at once when the run is finished: of data that is
+    read once it is then taken on trust that it is the same, but for what is held out. State is written every
     `checkpoint_every` steps and when anything ends the run early, Ctrl-C included; an update is never torn.
 
     Args:
         model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
         data: a JSONL file (see `data`; needs `tokenizer`), a sequence of Examples, or any other iterable of them,
             read once (see `Source`).
-        held_out: examples to evaluate on; by default a share of `data`.
+        held_out: examples to evaluate on, the first `held_out_max`, and none of them to train on; by default a share of
+            `data`.
         progress: called after every step and evaluation. restart: forget an earlier run in `out`.
 
     Raises:
         ConfigError: values that cannot work; or `out` holds another run (the message names what differs).
         InputError: a malformed line or example, by file and line. InvalidTokens: ids outside the vocabulary.
         UnsupportedModel: from `attach`. ModelError: the loss is not finite. HeadsMismatch: a checkpoint or the heads of
-            a finished run are damaged.
+            a finished run are damaged. OSError: a file of `out` cannot be written.
     """
     config = config or TrainConfig()
     with attached(model) as attachment:
@@ -69,7 +71,15 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
 @torch.no_grad()
 def evaluate_heads(attachment: Attachment, heads: RetainingHeads, examples: Sequence[Example], config: TrainConfig,
                    tables: RopeTables | None = None) -> tuple[float, float, tuple[float, ...]]:
-    """(loss, top-10 % overlap, overlap per layer): means over `examples`, labels as `config` says."""
+    """(loss, top-10 % overlap, overlap per layer): means over `examples`, labels as `config` says.
+
+    Raises:
+        ConfigError: no examples, or one that is longer than `config.max_tokens` or the model's window.
+    """
+    longest = max((len(example.ids) for example in examples), default=0)
+    if not 0 < longest <= min(config.max_tokens, attachment.shape.window):
+        raise ConfigError(f"evaluate: found {len(examples)} examples, the longest of {longest} tokens; expected at "
+                          f"least one, and at most {min(config.max_tokens, attachment.shape.window)} tokens in each")
     tables = tables or attachment.tables(min(config.max_tokens, attachment.shape.window))
     layers = attachment.shape.layers
     losses, overlaps = [0.0] * layers, [0.0] * layers
@@ -110,8 +120,8 @@ class _Run:
             self.source.read_past(self.step, used)
         resumed_from = self.step
         self.tables = self.attachment.tables(limit)
-        self.used, whole = self.source.used(), False
-        try:
+        self.used = self.source.used()
+        with saved_if_stopped(self._save):
             while True:
                 self._evaluate_if_due()
                 if self.step == self.config.steps:
@@ -121,11 +131,7 @@ class _Run:
                 self._train_step()
             result = self._result(resumed_from, time.monotonic() - started)
             self.folder.finish(self.heads, result)
-            whole = True
             return result
-        finally:
-            if not whole:
-                self._save()
 
     def _save(self) -> None:
         self.folder.save(self.heads, self.optimizer, self.step, self.used)
@@ -249,6 +255,22 @@ def groups_of(examples: Sequence[Example], most: int) -> Iterator[list[Example]]
         run = list(run)
         for start in range(0, len(run), most):
             yield run[start:start + most]
+
+
+@contextmanager
+def saved_if_stopped(save: Callable[[], None]) -> Iterator[None]:
+    """`save` when anything ends what is inside early. If that fails too, an error stays the one that is told; Ctrl-C
+    gives way, as who pressed it expects the state to be saved."""
+    try:
+        yield
+    except BaseException as stopped:
+        try:
+            save()
+        except OSError as failed:
+            if not isinstance(stopped, Exception):
+                raise
+            stopped.add_note(f"and the state could not be saved: {failed}")
+        raise
 
 
 @contextmanager

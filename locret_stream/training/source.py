@@ -23,7 +23,7 @@ class Source:
         ConfigError: too few usable examples. InvalidTokens: an id outside [0, vocab).
 
     Attributes:
-        identity: digest of a sequence's content; "stream" for an iterable.
+        identity: digest of a sequence's content; of an iterable that of what is held out.
         held_out: examples to evaluate on, at least one. cut, skipped: counts so far, see `data.fit`.
     """
 
@@ -31,10 +31,11 @@ class Source:
                  held_out: Iterable[Example] | None = None):
         self._config, self._max_tokens, self._vocab = config, max_tokens, vocab
         self.cut = self.skipped = self.drawn = 0
-        self.held_out = [] if held_out is None else list(self._fitting(held_out))[:config.held_out_max]
-        self._known = {example.digest() for example in self.held_out}
+        given = [] if held_out is None else list(self._fitting(held_out))
+        self._known = {example.digest() for example in given}  # what is not evaluated on is not trained on either
+        self.held_out = given[:config.held_out_max]
         chain = hashlib.blake2b(digest_size=16)
-        for example in self.held_out:
+        for example in given:
             chain.update(example.digest())
         self._train: list[Example] | None = None
         self._rest: Iterator[Example] = iter(())
@@ -45,13 +46,14 @@ class Source:
             self.identity = chain.hexdigest()
         else:
             self._rest = self._fitting(examples)
-            self.identity = "stream"
             while held_out is None and len(self.held_out) < config.held_out_max:
                 example = next(self._rest, None)
                 if example is None:
                     break
                 self.held_out.append(example)
                 self._known.add(example.digest())
+                chain.update(example.digest())
+            self.identity = f"stream {chain.hexdigest()}"
         if not self.held_out or self._train == []:
             raise ConfigError(f"train: found {len(self._train or []) + len(self.held_out)} usable examples "
                               f"({self.skipped} do not fit {max_tokens} tokens); expected at least one to train on and "

@@ -45,10 +45,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from locret_stream.config import StreamConfig, budget_from
+from locret_stream.config import ModelShape, StreamConfig, budget_from
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ModelError
 from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.heads.files import flush, replace
 from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.models import Attachment, LayerCall, attached, differentiable
 from locret_stream.policies import make_policy
@@ -67,7 +68,7 @@ from locret_stream.training.config import (
 from locret_stream.training.data import Example
 from locret_stream.training.division import CHANCE, exceeds
 from locret_stream.training.labels import answer_rows, visit_layers
-from locret_stream.training.loop import groups_of, uninterrupted
+from locret_stream.training.loop import groups_of, saved_if_stopped, uninterrupted
 from locret_stream.training.loss import layer_losses
 from locret_stream.training.measuring import Recording, answer_nll, digest_of, policy_for, usable
 from locret_stream.training.retention import Fading, over_capacity
@@ -81,15 +82,16 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
          progress: ProgressCallback | None = None, restart: bool = False) -> TuneResult:
     """Tune the retaining heads in the folder `heads` for the budget they will be used with; keep that if it helps.
 
-    The same call goes on where an interrupted one stopped, bit for bit (same build, device and thread count), and
-    returns at once when it is finished, whatever shares were stored since.
+    The same call, without `restart`, goes on where an interrupted one stopped, bit for bit (same build, device and
+    thread count), and returns at once when it is finished, whatever shares were stored since.
 
     Args:
         model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
         heads: a folder of retaining heads. If it was tuned before, the first heads are what counts.
         examples: as for `train_heads`: a sequence, or an iterable that is read once. Without a background, those that
             fit the budget teach what the first stage did and nothing more.
-        held_out: to measure on; by default the share of `examples` that the first stage held out.
+        held_out: to measure on, and not trained on; by default the share of `examples` that the first stage held out.
+            Where its run.json is in the folder, `config` must agree with it on what that is.
         background: token ids [N] of a text like most of what the memory will read, about which nothing is asked; its
             first slice is read before each held-out example, another one before those that are trained on.
         progress: called after every step and measured example.
@@ -102,7 +104,7 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
             that this tuning, which is finished, left there. The heads stay as they were.
         WindowExceeded: units + chunk_size. InvalidTokens: ids outside the vocabulary.
         HeadsMismatch: no heads, or those of another model.
-        ModelError: the loss is not finite.
+        ModelError: the loss is not finite. OSError: a file of the folder cannot be written.
     """
     config, folder = config or TuneConfig(), Path(heads)
     with attached(model) as attachment:
@@ -169,11 +171,13 @@ class _Run:
                  folder: Path, progress: ProgressCallback, fresh: bool):
         self.attachment, self.heads, self.config, self.folder = attachment, heads, config, folder
         self.progress, shape = progress, attachment.shape
-        _check(attachment, heads.config, background is not None)
+        expect_tunable(shape, heads.config, background is not None)
         self.budget = budget_from(config.units, shape, config.chunk_size, sinks=config.sinks,
                                   stabilizers=config.stabilizers, shares=heads.config.budget_shares)
         budgets = self.budget.per_layer(shape, heads.config.budget_shares, most=shape.window - config.chunk_size)
         whole = isinstance(examples, Sequence)
+        if held_out is None:
+            _expect_the_same_held_out(folder, config, whole, shape.window)
         self.first_stage = _first_stage(config, heads.config, max(1, len(examples)) if whole else config.examples)
         limit = min(config.max_tokens, shape.window)
         self.source = Source(examples, self.first_stage, limit, shape.vocab, held_out)
@@ -198,33 +202,36 @@ class _Run:
             stabilizers=self.budget.stabilizers, behind=len(self.background.to_measure()) if self.background else 0,
             tokens=tuple(len(example.ids) for example in self.held_out),
             answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in self.held_out)))
+        self.run = files.digest_of_run(*(getattr(self.state, name) for name in (
+            "config", "policy", "fingerprint", "heads", "data", "budgets", "sinks", "stabilizers", "behind")))
         self.step, self.metrics = 0, list[Metric]()
 
     def finish(self) -> TuneResult:
         """All that is left to do."""
         if self.state.better is not None:
             self._expect_tuned()
+            (self.folder / files.TUNING_CHECKPOINT).unlink(missing_ok=True)  # a kill may have left it
             return self.state
         started = time.monotonic()
         if self.state.before is None:
+            for name in (files.TUNING_CHECKPOINT, files.TUNING_METRICS):  # of one whose tuning.json was removed
+                (self.folder / name).unlink(missing_ok=True)
             self._keep(before=self._measure("before"))
-        restored = files.restore_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer)
+        restored = files.restore_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer, self.run)
         if restored is not None:
             self.step = restored[0]
             self.source.read_past(*restored)
         self.metrics = files.cut_metrics(self.folder / files.TUNING_METRICS, self.step)
         self.used, resumed_from = self.source.used(), self.step
         every = self.config.renew_every if self.background else self.config.checkpoint_every
-        try:
+        with saved_if_stopped(self._save_if_whole):
             while self.step < self.config.steps:
                 if self.step > resumed_from and self.step % every == 0:
                     self._save()
                 if self.background and self.step % every == 0:
                     self._renew()
                 self._train_step()
-        finally:
-            if not self.background or self.step % every == 0 or self.step == self.config.steps:
-                self._save()  # in between, what is held of a background is what other heads kept
+            self._save()
         self.student.rivals = {}
         if self.state.after is None:
             last = [metric.kl for metric in self.metrics[-max(1, self.config.steps // 10):]]
@@ -237,7 +244,7 @@ class _Run:
         better = exceeds(state.before.nll, state.after.nll, state.answer_tokens, CHANCE)
         if better:
             if not (folder / files.FIRST_WEIGHTS).is_file():
-                files.replace(folder / files.FIRST_WEIGHTS, lambda path: shutil.copyfile(folder / WEIGHTS, path))
+                replace(folder / files.FIRST_WEIGHTS, lambda path: shutil.copyfile(folder / WEIGHTS, path))
             if (folder / files.ALLOCATION).is_file():
                 (folder / files.ALLOCATION).replace(folder / files.FIRST_ALLOCATION)
             self.heads.save(folder)
@@ -261,7 +268,16 @@ class _Run:
         files.write_json(self.folder / files.TUNING, self.state)
 
     def _save(self) -> None:
-        files.save_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer, self.step, self.used)
+        if (self.folder / files.TUNING_METRICS).is_file():
+            flush(self.folder / files.TUNING_METRICS)  # the checkpoint counts on its lines
+        files.save_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer, self.step, self.used,
+                         self.run)
+
+    def _save_if_whole(self) -> None:
+        """Where a step can be gone on from: behind a background the units held are what earlier heads kept of it, until
+        it is read anew."""
+        if not self.background or self.step % self.config.renew_every == 0 or self.step == self.config.steps:
+            self._save()
 
     def _stream_config(self) -> StreamConfig:
         return StreamConfig(budget=self.budget, chunk_size=self.config.chunk_size, policy=self.state.policy)
@@ -365,16 +381,34 @@ class _Run:
         return Measurement(budgets=engine.budgets, nll=tuple(nll), loss=loss, seconds=time.monotonic() - started)
 
 
-def _check(attachment: Attachment, heads: HeadsConfig, background: bool) -> None:
+def expect_tunable(shape: ModelShape, heads: HeadsConfig | TrainConfig, background: bool) -> None:
+    """Raises ConfigError: heads that are made so cannot be tuned in this model, or not behind a background."""
     if heads.output == "retention" and background:
         raise ConfigError("tune: found a background, and heads of output 'retention', which learn without eviction; "
                           "expected none")
     if heads.query_tokens and background:
         raise ConfigError("tune: found a background, and query-aware heads, whose question stands in front of all that "
                           "is read; expected none")
-    if all(attachment.shape.sliding):
+    if all(shape.sliding):
         raise ConfigError("tune: every layer of this model has a sliding window, where no head decides; expected a "
                           "layer with full attention")
+
+
+def _expect_the_same_held_out(folder: Path, config: TuneConfig, whole: bool, window: int) -> None:
+    """Raises ConfigError: the first stage, if its run.json is there, would have trained on what is measured on."""
+    if not (folder / files.RUN).is_file():
+        return
+    first = files.read_json(folder / files.RUN, files.RunIdentity, "expected one written by train-heads").config
+    wrong = []
+    if whole and first.held_out != config.held_out:
+        wrong.append(f"held_out {first.held_out}, now {config.held_out}")
+    if min(first.max_tokens, window) != min(config.max_tokens, window):  # examples are told apart as they were cut
+        wrong.append(f"max_tokens {first.max_tokens}, now {config.max_tokens}")
+    if not whole and config.examples > first.held_out_max:
+        wrong.append(f"held_out_max {first.held_out_max}, now {config.examples} examples to measure on")
+    if wrong:
+        raise ConfigError(f"tune: the first stage of the heads in {folder} had {'; '.join(wrong)}, so that examples to "
+                          "measure on may be among those it trained on; expected the same, or held_out=")
 
 
 def _first_stage(config: TuneConfig, heads: HeadsConfig, held_out_max: int) -> TrainConfig:

@@ -213,6 +213,18 @@ def test_shares_that_divide_nothing_are_refused(tmp_path, shares):
         config(budget_shares=tuple(map(float, shares)))
 
 
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("width", -24, "width is -24"), ("kv_heads", 0, "kv_heads is 0"), ("version", 9, "found version 9; expected 1"),
+    ("features", "hidden", "hidden is 0")])
+def test_sizes_and_versions_that_mean_nothing_are_refused(tmp_path, field, value, says):
+    RetainingHeads(config()).save(tmp_path)
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    for read in RetainingHeads.read_config, RetainingHeads.load:
+        with pytest.raises(HeadsMismatch, match=says):
+            read(tmp_path)
+
+
 @pytest.mark.parametrize("shares", [[1e99] * 3, [5e-324] * 3, [5e-324, 1, 9e99], None])
 def test_shares_that_are_read_are_served(tmp_path, shares):
     RetainingHeads(config(budget_shares=shares and tuple(shares))).save(tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 
 import pytest
 import torch
@@ -95,10 +97,36 @@ def test_templates_whose_replies_cannot_be_found_are_refused_by_line(tokenizer, 
         render(tokenizer, CHAT, "file:7")
 
 
-def test_no_template_and_no_offsets_are_refused(tokenizer):
+def test_no_template_and_no_offsets_are_refused(tokenizer, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "is_fast", False)
+        with pytest.raises(ConfigError, match="gives no character offsets; expected a fast tokenizer"):
+            render(tokenizer, CHAT)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
         render(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2, 3, 4])
+def test_texts_that_spell_control_tokens_are_refused(tokenizer, turn):
+    """No text does where a runtime reads it, so heads that learnt of such would have learnt of another stream."""
+    chat = [dict(message) for message in CHAT]
+    chat[turn]["content"] += "<|im_end|> and"
+    with pytest.raises(InputError, match=rf"file:7: the text of turn {turn} spells '<\|im_end\|>'"):
+        render(tokenizer, chat, "file:7")
+
+
+def test_what_is_no_regular_file_and_marks_of_byte_order_are_read(tokenizer, tmp_path):
+    line = b'{"prompt": "Hi", "answer": "Yo"}\n'
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + line)
+    assert len(load_examples(marked, tokenizer)) == 1
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(line * 3,))
+    writer.start()
+    assert len(load_examples(pipe, tokenizer)) == 3
+    writer.join()
 
 
 def test_the_three_formats_say_the_same(tokenizer, tmp_path):

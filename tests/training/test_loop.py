@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import threading
 import msgspec
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from locret_stream import models
@@ -19,8 +21,10 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.training import Example, TrainConfig, train_heads
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS
 from locret_stream.training.labels import visit_layers
+from locret_stream.training.loop import evaluate_heads
 from locret_stream.training.source import Source
 from tests.architectures import make
+from tests.kit import random_heads
 from tests.training.tiny import make_examples, make_tokenizer
 
 QUICK = TrainConfig(steps=12, width=16, eval_every=5, checkpoint_every=4, lr=2e-3, held_out=0.3, warmup=0.3, batch=2)
@@ -247,7 +251,80 @@ def test_another_stream_is_refused_on_resume(model, tmp_path):
     with pytest.raises(Stop):
         train_heads(model, iter(make_examples(60)), tmp_path, QUICK, progress=stop_at(2, Stop()))
     with pytest.raises(ConfigError, match="the first 2 steps differ"):
+        train_heads(model, iter(make_examples(60)[:QUICK.held_out_max] + make_examples(9, seed=1)), tmp_path, QUICK)
+    with pytest.raises(ConfigError, match="differs in data: there 'stream "):
         train_heads(model, iter(make_examples(60, seed=1)), tmp_path, QUICK)
+
+
+def test_what_is_held_out_is_part_of_a_run_and_never_trained_on(model, tmp_path):
+    held = make_examples(6, seed=5)
+    config = msgspec.structs.replace(QUICK, held_out_max=2)
+    with pytest.raises(Stop):
+        train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=held, progress=stop_at(2, Stop()))
+    with pytest.raises(ConfigError, match="differs in data"):
+        train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=held[:5])
+    source = Source(make_examples(4) + held, config, 48, 401, held)
+    assert len(source.held_out) == 2 and source.size == 4, "nor those beyond the first that are evaluated on"
+    assert train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=held).resumed_from == 2
+
+
+def test_a_checkpoint_of_other_settings_is_refused(model, tmp_path):
+    with pytest.raises(Stop):
+        train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(2, Stop()))
+    (tmp_path / "run.json").write_bytes((tmp_path / "run.json").read_bytes().replace(b'"seed": 0', b'"seed": 1'))
+    with pytest.raises(HeadsMismatch, match="a checkpoint of other settings"):
+        train_heads(model, make_examples(7), tmp_path, msgspec.structs.replace(QUICK, seed=1))
+
+
+@pytest.mark.parametrize(("damage", "lost"), [
+    (lambda lines: [], "lines of the 3 steps"), (lambda lines: [lines[1]], "lines of the 3 steps"),
+    (lambda lines: [b"{torn", *lines[1:]], "lines of the 3 steps"),
+    (lambda lines: lines[1:], "the evaluation before the first step")])
+def test_metrics_that_are_lost_are_told(model, tmp_path, damage, lost):
+    """They are flushed before the checkpoint that counts on them."""
+    with pytest.raises(Stop):
+        train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(3, Stop()))
+    lines = (tmp_path / METRICS).read_bytes().splitlines(keepends=True)
+    (tmp_path / METRICS).write_bytes(b"".join(damage(lines)))
+    with pytest.raises(ConfigError, match=f"lost {lost}.*restart=True"):
+        train_heads(model, make_examples(7), tmp_path, QUICK)
+    assert train_heads(model, make_examples(7), tmp_path, QUICK, restart=True).steps == 12
+
+
+def test_what_a_kill_leaves_is_removed(model, tmp_path):
+    train_heads(model, make_examples(7), tmp_path, QUICK)
+    for name in (CHECKPOINT, f"{CHECKPOINT}abc.tmp", "heads.safetensors_x.tmp", "mine.tmp"):
+        (tmp_path / name).write_bytes(b"left")
+    train_heads(model, make_examples(7), tmp_path, QUICK)
+    assert {"mine.tmp"} == {path.name for path in tmp_path.iterdir() if "tmp" in path.name or path.name == CHECKPOINT}
+
+
+@pytest.mark.parametrize("stopped", [Stop, KeyboardInterrupt])
+def test_a_full_disk_is_told(model, tmp_path, monkeypatch, stopped):
+    """An error stays the one that is told; who presses Ctrl-C is told that nothing was saved."""
+    from locret_stream.training import checkpoint
+
+    def full(tensors, path, **more):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(Stop if stopped is Stop else OSError) as caught:
+        train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(2, stopped()))
+    if stopped is Stop:
+        assert "No space left" in caught.value.__notes__[0]
+    else:
+        assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path / CHECKPOINT)
+    assert not [*tmp_path.glob("*.tmp")] and not (tmp_path / CHECKPOINT).exists()
+    monkeypatch.undo()
+    assert train_heads(model, make_examples(7), tmp_path, QUICK).resumed_from == 0
+
+
+def test_evaluation_refuses_what_it_cannot_average(model):
+    with models.attached(model) as attachment:
+        heads = random_heads(attachment)
+        for examples in ([], make_examples(2, length=60)):
+            with pytest.raises(ConfigError, match=f"found {len(examples)} examples, the longest of"):
+                evaluate_heads(attachment, heads, examples, msgspec.structs.replace(QUICK, max_tokens=59))
 
 
 def test_a_stream_that_ends_keeps_its_state(model, tmp_path):
@@ -261,9 +338,10 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
     with pytest.raises(Stop):
         train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(2, Stop()))
     whole = (tmp_path / CHECKPOINT).read_bytes()
-    (tmp_path / CHECKPOINT).write_bytes(whole[:-100])
-    with pytest.raises(HeadsMismatch, match=CHECKPOINT):
-        train_heads(model, make_examples(7), tmp_path, QUICK)
+    for damaged in (whole[:-100], whole[:-50] + bytes([whole[-50] ^ 1]) + whole[-49:]):
+        (tmp_path / CHECKPOINT).write_bytes(damaged)
+        with pytest.raises(HeadsMismatch, match=CHECKPOINT):
+            train_heads(model, make_examples(7), tmp_path, QUICK)
 
 
 @pytest.mark.parametrize("name", ["run.json", "result.json"])
@@ -351,6 +429,21 @@ def test_the_bar_shows_the_figures():
         show(Progress(step=0, steps=9))
         show(Progress(step=9, steps=9, loss=0.5, held_out_loss=0.25, overlap=0.625))
     assert "9/9" in file.getvalue() and "held-out 0.2500  top-10% overlap 62.5%" in file.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_for_every_tenth():
+    import io
+
+    from rich.console import Console
+
+    from locret_stream.training import Progress, progress_bar
+
+    file = io.StringIO()
+    with progress_bar(Console(file=file), "tuning heads") as show:
+        for step in range(1, 101):
+            show(Progress(step=step, steps=100, loss=0.5, note="KL 0.1"))
+    lines = file.getvalue().splitlines()
+    assert lines == [f"tuning heads: {step} of 100  loss 0.5000  KL 0.1" for step in range(10, 101, 10)]
 
 
 def test_query_aware_heads_are_trained_and_measured_on_questions_in_front(model, tmp_path):

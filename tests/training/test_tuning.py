@@ -380,6 +380,72 @@ def test_another_call_does_not_go_on_with_what_was_interrupted(model, examples, 
         tune(model, folder, examples, QUICK)
 
 
+def stopped_at(model, folder: Path, examples, step: int, **more) -> None:
+    def stop(at):
+        if at.loss is not None and at.step == step:
+            raise Stop
+
+    with pytest.raises(Stop):
+        tune(model, folder, examples, msgspec.structs.replace(QUICK, **more), progress=stop)
+
+
+def test_a_tuning_whose_file_was_removed_begins_anew(model, examples, tmp_path):
+    """As the message says that it does: what is left of it is of settings that nobody knows any more."""
+    folder = saved_heads(model, tmp_path)
+    stopped_at(model, folder, examples, 4)
+    (folder / "tuning.json").unlink()
+    other = msgspec.structs.replace(QUICK, lr=0.05, weight=0.0)
+    made = tune(model, folder, examples, other)
+    assert made.resumed_from == 0 and [line["step"] for line in metrics(folder)] == list(range(1, 7))
+
+
+def test_a_checkpoint_of_another_tuning_is_refused(model, examples, tmp_path):
+    folder = saved_heads(model, tmp_path)
+    stopped_at(model, folder, examples, 4)
+    there = (folder / TUNING_CHECKPOINT).read_bytes()
+    tuning.forget_tuning(folder)
+    stopped_at(model, folder, examples, 2, lr=0.05)
+    (folder / TUNING_CHECKPOINT).write_bytes(there)
+    with pytest.raises(HeadsMismatch, match="a checkpoint of other settings"):
+        tune(model, folder, examples, msgspec.structs.replace(QUICK, lr=0.05))
+
+
+def test_lost_metrics_are_told_and_what_a_kill_leaves_is_removed(model, examples, tmp_path):
+    folder = saved_heads(model, tmp_path)
+    stopped_at(model, folder, examples, 6)
+    whole = (folder / TUNING_METRICS).read_bytes()
+    (folder / TUNING_METRICS).unlink()
+    with pytest.raises(ConfigError, match=r"lost lines of the 6 steps.*--restart-tuning for tuning\.jsonl"):
+        tune(model, folder, examples, QUICK)
+    (folder / TUNING_METRICS).write_bytes(whole)
+    assert tune(model, folder, examples, QUICK).resumed_from == 6
+    (folder / TUNING_CHECKPOINT).write_bytes(b"left")
+    tune(model, folder, examples, QUICK)
+    assert not (folder / TUNING_CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize(("first", "differs"), [
+    ({"held_out": 0.3}, r"held_out 0\.3, now 0\.4"), ({"max_tokens": 59}, "max_tokens 59, now 10240"),
+    ({"max_tokens": 4096}, None), ({"held_out_max": 5}, None), ({}, None)])
+def test_what_the_first_stage_trained_on_is_not_measured_on(model, examples, tmp_path, first, differs):
+    made = TrainConfig(**{"steps": 1, "width": 24, "held_out": 0.4} | first)
+    train_heads(model, examples, tmp_path, made)
+    if differs is None:
+        assert tune(model, tmp_path, examples, QUICK).after is not None
+        return
+    with pytest.raises(ConfigError, match=f"the first stage of the heads in .* had {differs}, so that"):
+        tune(model, tmp_path, examples, QUICK)
+    assert tune(model, tmp_path, examples, QUICK, held_out=make_examples(6, LENGTH, seed=9)).after is not None
+
+
+def test_nor_what_it_trained_on_of_a_stream(model, tmp_path):
+    train_heads(model, iter(make_examples(40, LENGTH)), tmp_path, TrainConfig(steps=1, width=24, held_out_max=5))
+    with pytest.raises(ConfigError, match="held_out_max 5, now 6 examples to measure on"):
+        tune(model, tmp_path, iter(make_examples(40, LENGTH)), QUICK)
+    fewer = msgspec.structs.replace(QUICK, examples=5)
+    assert tune(model, tmp_path, iter(make_examples(40, LENGTH)), fewer).after is not None
+
+
 def test_killed_while_the_heads_are_replaced(model, examples, tmp_path, monkeypatch):
     folder = saved_heads(model, tmp_path)
     first = weights(folder)
