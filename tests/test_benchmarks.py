@@ -172,6 +172,13 @@ def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch, capsys):
     assert whole["by"] == "a command" and set(whole["tables"][0]["means"]) == {"streaming_llm", "random"}
 
 
+def test_readme_shows_what_was_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import side_by_side
+    [report] = json.loads((side_by_side.RESULTS / "policies" / "report.json").read_bytes())["reports"]
+    assert f"\n\n{side_by_side.table(report, 4096, 128)}\n\n" in (ROOT / "README.md").read_text()
+
+
 def make_dir(path: Path) -> Path:
     path.mkdir()
     return path
