@@ -144,6 +144,8 @@ def test_plots_are_drawn_and_drawn_again(small: list[str], tmp_path: Path, monke
     code, out, err = invoke(*here, "--report-only", "--json")
     assert code == 0 and {path.name for path in tmp_path.glob("*.png")} == pictures
     assert {Path(name).name for name in json.loads(out)["files"]} == {*pictures, "report.md", "report.json"}
+    report = (tmp_path / "report.md").read_text()
+    assert all(report.count(f"- Picture [{name}]({name}): ") == 1 for name in pictures)
     monkeypatch.setattr(plots, "draw", lambda *args, **more: [])
     assert "making maps" not in invoke(*here, *asked)[2], "maps are kept"
     assert "making maps of 1 variants" in invoke(*here, *asked, "--budget", 40)[2], "of the smallest budget"

@@ -97,8 +97,9 @@ def evaluate(
     sinks: Annotated[int, typer.Option(min=0, help="First units that always stay.")] = 4,
     stabilizers: Annotated[int, typer.Option(min=0, help="Last units that always stay.")] = 32,
     allocation: Annotated[list[str] | None, typer.Option(show_default="auto", help=(
-        "auto (the shares that come with the heads of locret, else the same for each layer), adaptive (those, or an "
-        "error), uniform, pyramid, or shares such as 1,4,1,1; may be given more than once."))] = None,
+        "auto (the shares that come with the policy's heads, of a policy without heads those of locret, else the same "
+        "for each layer), adaptive (those, or an error), uniform, pyramid, or shares such as 1,4,1,1; may be given "
+        "more than once."))] = None,
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
     focus: Annotated[bool, typer.Option("--focus", help=(
@@ -405,14 +406,19 @@ def report_on(to: Path, plots: bool, found: dict[str, Any]) -> list[Path]:
         raise InputError(f"{to} holds no results of an evaluation; expected a folder that `locret-stream eval` wrote "
                          "results into")
     written = [to / "report.md", to / "report.json"]
-    written[0].write_text("\n".join(map(markdown, reports)), encoding="utf-8")
     found["reports"] = msgspec.to_builtins(reports)
     written[1].write_bytes(msgspec.json.format(msgspec.json.encode({"reports": reports}), indent=1))
-    for report in reports if plots else ():
-        tag = files.tag_of(report.origin)
-        path = to / f"maps-{tag}.json"
-        written += drawing.draw(to, report, maps.read(path) if path.is_file() else None,
-                                prefix=f"{tag}_" if len(reports) > 1 else "")
+    told = []
+    for report in reports:
+        drawn = list[Path]()
+        if plots:
+            tag = files.tag_of(report.origin)
+            path = to / f"maps-{tag}.json"
+            drawn = drawing.draw(to, report, maps.read(path) if path.is_file() else None,
+                                 prefix=f"{tag}_" if len(reports) > 1 else "")
+        told.append(markdown(report, [path.name for path in drawn]))
+        written += drawn
+    written[0].write_text("\n".join(told), encoding="utf-8")
     if plots and len(written) == 2:
         err.print("nothing to draw: curves need two budgets or two lengths, and maps are made where policies with a "
                   "budget are run with --plots", soft_wrap=True)

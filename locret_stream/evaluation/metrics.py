@@ -69,6 +69,12 @@ def ratio_interval(pairs: Sequence[tuple[Groups, Groups, bool]], share: float = 
             above 0; a draw in which it is not says nothing of the ratio, and does not count. The ends are those of
             `ends`, for the fewest streams of a cell.
     """
+    means = np.sort(ratio_draws(pairs, draws, seed))  # those that do not count come last
+    return ends(means[~np.isnan(means)].tolist(), min(len(drawn_from(above)) for above, _, _ in pairs), share)
+
+
+def ratio_draws(pairs: Sequence[tuple[Groups, Groups, bool]], draws: int = 2000, seed: int = 0) -> np.ndarray:
+    """What `ratio_interval` draws, [draws], nan where it does not count: of pairs of as many streams the same ones."""
     total, counts = np.zeros(draws), np.ones(draws, dtype=bool)
     for number, (above, below, together) in enumerate(pairs):
         rng, above, below = np.random.default_rng((seed, number)), drawn_from(above), drawn_from(below)
@@ -76,8 +82,19 @@ def ratio_interval(pairs: Sequence[tuple[Groups, Groups, bool]], share: float = 
         divisor = _means(below, chosen if together else _drawn(rng, len(below), draws))
         counts &= divisor > 0
         total += np.divide(_means(above, chosen), divisor, out=np.zeros(draws), where=divisor > 0)
-    means = np.sort(total[counts] / len(pairs)).tolist()
-    return ends(means, min(len(drawn_from(above)) for above, _, _ in pairs), share)
+    return np.where(counts, total / len(pairs), np.nan)
+
+
+def mean_draws(groups: Groups, draws: int = 2000, seed: int = 0) -> np.ndarray:
+    """Bootstrap means of all values, [draws]: of as many groups the same ones."""
+    groups = drawn_from(groups)
+    return _means(groups, _drawn(np.random.default_rng(seed), len(groups), draws))
+
+
+def reaches(own: np.ndarray, best: np.ndarray, groups: int, share: float = 0.95) -> bool:
+    """Whether the interval of own - best, drawn from the same so many groups, holds 0 or more."""
+    above = np.sort(own - best)
+    return ends(above[~np.isnan(above)].tolist(), groups, share)[1] >= 0
 
 
 def _drawn(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI, WIDTH = 150, 8.4  # 1,260 pixels wide
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b4fa3", "#8c6d31")
+OWN = {  # of each policy a colour and a mark, the same in all figures; others get those of OTHERS
+    "locret": ("#0072b2", "o"), "kvzap": ("#d55e00", "s"), "trimkv": ("#cc79a7", "^"), "keydiff": ("#7b4fa3", "X"),
+    "sirllm": ("#8c6d31", "*"), "h2o": ("#009e73", "D"), "snapkv": ("#e69f00", "v"), "tova": ("#56b4e9", "P"),
+    "nacl": ("#882255", "h"), "infllm": ("#44aa99", "<"), "scissorhands": ("#999933", ">"),
+}
+OTHERS = tuple(OWN.values())
+LINES = "-", "--", ":", "-."  # of a policy's variants, in the order of their labels; the first has filled marks
 FRAME: dict[str, dict[str, Any]] = {  # what every comparison is seen against
     FULL: {"color": "black", "linestyle": "-"},
     ORACLES[0]: {"color": "#555555", "linestyle": "--"}, ORACLES[1]: {"color": "#555555", "linestyle": ":"},
     "streaming_llm": {"color": "#999999", "linestyle": "-."}, "random": {"color": "#bbbbbb", "linestyle": "-"},
 }
-MARKS = "osD^vPX*"
 
 
 def expect_matplotlib() -> None:
@@ -128,8 +133,10 @@ def _panel(ax: Axes, panel: Panel, points: list[tuple[int, Table]], styles: dict
                  and (one := panel.of(row)) is not None]
         if found:
             xs = [x for x, _ in found]
-            alone = {"marker": "o", "markersize": 5} if len(xs) == 1 else {}  # a line of one point is none
+            alone = {"marker": "o"} if len(xs) == 1 and not style["marker"] else {}  # a line of one point is none
             ax.plot(xs, [one.value for _, one in found], label=label, **{**style, **alone})
+            if "bits" in panel.y_label:  # these are of different texts, and say nothing of who is better
+                continue
             ax.fill_between(xs, [one.low for _, one in found], [one.high for _, one in found],
                             color=style["color"], alpha=0.15, linewidth=0)
     ax.set_title(panel.title, fontsize=9)
@@ -145,16 +152,23 @@ def _panel(ax: Axes, panel: Panel, points: list[tuple[int, Table]], styles: dict
 
 
 def _styles(policies: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """For each label (and its policy) a line, the same in all panels. What frames the comparison is grey."""
+    """For each label (and its policy) a line, the same in all figures. What frames the comparison is grey."""
     styles: dict[str, dict[str, Any]] = {}
+    strange = sorted({policy for label, policy in policies.items() if policy not in {*OWN, *FRAME}})
     for label, policy in policies.items():
-        number = sum(style["marker"] != "" for style in styles.values())
-        frame = FRAME.get(policy)
-        if frame is not None and label == policy:
-            styles[label] = {**frame, "marker": "", "linewidth": 1.4, "zorder": 1.5}
+        alike = sorted(other for other, name in policies.items() if name == policy)
+        nth = alike.index(label)
+        if policy in FRAME and label == policy:
+            styles[label] = {**FRAME[policy], "marker": "", "linewidth": 1.4, "zorder": 1.5}
+            continue
+        if policy in FRAME:
+            colour, mark = FRAME[policy]["color"], "o"
         else:
-            styles[label] = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)],
-                             "linestyle": ("-", "--")[number // len(COLOURS) % 2], "linewidth": 1.6, "markersize": 4}
+            round_, number = (0, 0) if policy in OWN else divmod(strange.index(policy), len(OTHERS))
+            colour, mark = OWN.get(policy, OTHERS[number])
+            nth += round_
+        styles[label] = {"color": colour, "marker": mark, "linestyle": LINES[nth % len(LINES)], "linewidth": 1.6,
+                         "markersize": 4.5, "markerfacecolor": "white" if nth else colour}
     return styles
 
 
@@ -189,7 +203,7 @@ def retention(maps: list[Retention]) -> Figure:
         ax.tick_params(labelsize=8)
     axes[-1].set_xlabel("position in the stream, tokens", fontsize=8)
     bar = figure.colorbar(image, ax=list(axes), fraction=0.025, pad=0.015)
-    bar.set_label("held for this share of the rest of the stream", fontsize=8)
+    bar.set_label("held for this share of the rest of the stream (square-root scale)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", frameon=False, fontsize=8)
@@ -202,17 +216,18 @@ def consistency(found: Consistency) -> Figure:
     figure = _figure(4.6)
     ax = figure.subplots()
     labels = sorted(found.overlaps, key=lambda label: (-sum(found.overlaps[label]), label))
-    for number, label in enumerate(labels):
-        ax.plot(found.prefixes, found.overlaps[label], label=label, color=COLOURS[number % len(COLOURS)],
-                linestyle=("-", "--")[number // len(COLOURS) % 2], marker=MARKS[number % len(MARKS)],
-                markersize=max(4, 9 - 2 * number), linewidth=max(1.5, 4.5 - 1.5 * number))  # those of 1.0 all seen
+    styles = _styles({label: label.partition(",")[0] for label in labels})
+    for number, label in enumerate(labels):  # those of 1.0, which score once and for all, are all seen
+        ax.plot(found.prefixes, found.overlaps[label], label=label, **styles[label] | {
+            "markersize": max(4, 11 - 2 * number), "linewidth": max(1.5, 5.5 - 1.2 * number)})
     ax.set_xlabel("tokens of the prefix")
     ax.set_ylabel(f"top {found.share:.0%} tokens that stay on top")
     ax.set_ylim(-0.03, 1.04)
     ax.set_xlim(0, found.tokens * 1.01)
     _plain(ax)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    figure.suptitle(f"Scores of a prefix against those after {found.tokens:,} tokens", fontsize=11, fontweight="bold")
+    figure.suptitle(f"What is on top after a prefix, and still after {found.tokens:,} tokens", fontsize=11,
+                    fontweight="bold")
     return figure
 
 

@@ -10,7 +10,7 @@ a mean is a bootstrap over streams within each cell. Runs nothing and writes not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -32,6 +32,7 @@ from locret_stream.evaluation.variants import (
 )
 
 LEAST_FULL = 0.9
+LEAST_STREAMS = 5  # of fewer nothing tells a difference from chance
 VERSION = 2
 
 
@@ -62,7 +63,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A variant. best: the columns, tasks or "mean", in which nothing is better beyond the intervals.
+    """A variant. best: the columns, tasks or "mean", in which nothing is better beyond chance (see `_with_best`).
 
     tok_per_s: of feeding. peak_bytes: of one context. units_held: mean over the layers, for every token fed
     (KV footprint / tokens).
@@ -196,14 +197,15 @@ def _table(length: int, units: int | None, focus: bool, here: list[CellResult], 
     groups: dict[Variant, dict[str, CellResult]] = {}
     for one in here:
         groups.setdefault(variant_of(one.cell, one.origin), {})[one.cell.task] = one
-    rows = [_row(names[variant], variant, {task: own[task] for task in tasks if task in own}, full, references)
-            for variant, own in groups.items()]
+    groups = {variant: {task: own[task] for task in tasks if task in own} for variant, own in groups.items()}
+    rows = [_row(names[variant], variant, own, full, references) for variant, own in groups.items()]
     rows.sort(key=lambda row: (*_place(row.variant.policy), -(row.mean.value if row.mean else 0.0), row.label))
     bits = {one.cell.task for one in here if _in_bits(one)}
     counted = sum(reference.counted for reference in references.values())
     read = [stream.tokens for one in here for stream in one.streams]
     return Table(length=length, units=units, focus=focus, tokens=(min(read), max(read)), references=references,
-                 rows=_with_best(rows, tasks, bits, counted))
+                 rows=_with_best(rows, {names[variant]: own for variant, own in groups.items()}, tasks, bits,
+                                 counted, lambda own: _counted_pairs(own, full, references)))
 
 
 def _counted(full: CellResult) -> bool:
@@ -230,10 +232,11 @@ def _row(label: str, variant: Variant, own: dict[str, CellResult], full: dict[st
          references: dict[str, Reference]) -> Row:
     entries = {}
     for task, one in own.items():
-        judged = task in full and (references[task].counted or _in_bits(one))
+        judged = task in full and (references[task].counted or (  # another text has other bits
+            _in_bits(one) and references[task].length == one.cell.length))
         entries[task] = Entry(score=Estimate(value=one.score, low=one.low, high=one.high), questions=one.questions,
                               streams=len(one.streams), ratio=_ratio([_pair(one, full[task])]) if judged else None)
-    counted = [_pair(one, full[task]) for task, one in own.items() if task in full and references[task].counted]
+    counted = _counted_pairs(own, full, references)
     streams = [stream for one in own.values() for stream in one.streams]
     tokens = max(1, sum(stream.tokens for stream in streams))
     return Row(label=label, variant=variant, heads=next(one.cell.heads for one in own.values()), cells=entries,
@@ -254,6 +257,12 @@ def _pair(own: CellResult, full: CellResult) -> Pair:
     return above, below, same
 
 
+def _counted_pairs(own: dict[str, CellResult], full: dict[str, CellResult],
+                   references: dict[str, Reference]) -> list[Pair]:
+    """Those that the mean of a row is made of."""
+    return [_pair(one, full[task]) for task, one in own.items() if task in full and references[task].counted]
+
+
 def _ratio(pairs: list[Pair]) -> Estimate | None:
     """None where the full cache has nothing right."""
     means = [[sum(map(sum, groups)) / max(1, sum(map(len, groups))) for groups in pair[:2]] for pair in pairs]
@@ -264,9 +273,12 @@ def _ratio(pairs: list[Pair]) -> Estimate | None:
     return Estimate(value=value, low=min(low, value), high=max(high, value), tasks=len(pairs))
 
 
-def _with_best(rows: list[Row], tasks: tuple[str, ...], bits: set[str], counted: int) -> tuple[Row, ...]:
+def _with_best(rows: list[Row], results: dict[str, dict[str, CellResult]], tasks: tuple[str, ...], bits: set[str],
+               counted: int, pairs: Callable[[dict[str, CellResult]], list[Pair]]) -> tuple[Row, ...]:
     """Rows that know where they are best, among those that have a budget and do not know what will be asked; in the
-    mean, among those that have all `counted` tasks."""
+    mean, among those that have all `counted` tasks. Beside the best itself these are all from which it differs by no
+    more than chance: by the interval of the differences on the same streams, or, where streams are few or others, as
+    their intervals meet."""
     rivals = [row for row in rows if not row.variant.everything and row.variant.policy not in ORACLES]
     best: dict[str, list[str]] = {row.label: [] for row in rows}
     for column in (*tasks, "mean"):
@@ -275,8 +287,24 @@ def _with_best(rows: list[Row], tasks: tuple[str, ...], bits: set[str], counted:
         if len(found) < 2:
             continue
         sign = -1 if column in bits else 1
-        first = max(found.values(), key=lambda one, sign=sign: sign * one.value)
+        first = max(found, key=lambda label, found=found, sign=sign: sign * found[label].value)
+        used = {label: results[label] if column == "mean" else {column: results[label][column]} for label in found}
+        draws = {label: metrics.ratio_draws(pairs(own)) if column == "mean" else
+                 sign * metrics.mean_draws([files.values(stream) for stream in own[column].streams])
+                 for label, own in used.items()}
         for label, one in found.items():
-            if one.value and (one.low <= first.high if column in bits else one.high >= first.low):
+            count = _same_streams(used[label], used[first])
+            if one.value and (metrics.reaches(draws[label], draws[first], count) if count >= LEAST_STREAMS else
+                              _meet(one, found[first])):
                 best[label].append(column)
     return tuple(msgspec.structs.replace(row, best=tuple(best[row.label])) for row in rows)
+
+
+def _same_streams(one: dict[str, CellResult], other: dict[str, CellResult]) -> int:
+    """How many streams both saw, the fewest of a task; 0: not the same ones."""
+    seeds = [[[stream.seed for stream in found[task].streams] for found in (one, other)] for task in one]
+    return min(len(ours) for ours, _ in seeds) if all(ours == theirs for ours, theirs in seeds) else 0
+
+
+def _meet(one: Estimate, other: Estimate) -> bool:
+    return one.low <= other.high and other.low <= one.high

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.report import LEAST_FULL, Entry, Estimate, Report, Row, Table
 from locret_stream.evaluation.variants import FULL, ORACLES
@@ -9,9 +11,20 @@ from locret_stream.evaluation.variants import FULL, ORACLES
 BELOW, MISSING = "†", "‡"
 
 
-def markdown(report: Report) -> str:
-    """The whole report, ending in a newline."""
+CAPTIONS = {
+    "by_budget": "quality against the budget", "by_length": "quality against the length of the stream",
+    "retention": "what stays of a stream, dark where it stayed for most of what came after it; what is dark without a "
+                 "mark above it are mostly facts that nobody asks about",
+    "consistency": "of the highest scores after a prefix, how many are among the highest at the end; where scores are "
+                   "given once, at arrival, that is always 1",
+}
+
+
+def markdown(report: Report, pictures: Sequence[str] = ()) -> str:
+    """The whole report, ending in a newline; `pictures` are the names of PNGs beside it."""
     return "\n".join(["# What the memory remembers", "", *_header(report),
+                      *(f"- Picture [{name}]({name}): {next(CAPTIONS[kind] for kind in CAPTIONS if kind in name)}"
+                        for name in pictures),
                       *(line for table in report.tables for line in _section(report, table))]) + "\n"
 
 
@@ -32,17 +45,21 @@ def _header(report: Report) -> list[str]:
         f"- A cell is {_measured(report)}, with its 95 % interval (bootstrap over streams, over the questions of the "
         "only one where there is no other; wider the fewer they are, and for right and wrong answers at least Wilson's "
         "of so many independent questions).",
-        "- `text` is bits per byte: lower is better. Its ratio, full / own, stands in a column of its own."
+        "- `text` is bits per byte: lower is better. Its ratio, full / own, stands in a column of its own where the "
+        "full cache read the same streams."
         if report.bits else "",
         "- `full` evicts nothing. It exists only at lengths that the model's window holds.",
         "- mean: of score / score of `full`, over the tasks with answers. Tasks on which `full` scores "
         f"{_below(report)} ({BELOW}) or was not run ({MISSING}) are shown and left out of it.",
-        "- `oracle` and `oracle_per_head` know which lines will be asked about: what a policy could reach with the "
-        "same division of the budget, not rivals."
+        "- `oracle` and `oracle_per_head` know which lines will be asked about, and are no rivals. `oracle` keeps "
+        "these lines whole, the same in every head and layer, and so runs out of room where the budget is small; "
+        "`oracle_per_head` goes by the attention that the answers pay in each head. Neither is an upper bound: what is "
+        "held beside the lines, or in place of parts of them, can help a policy or disturb an oracle."
         if policies & set(ORACLES) else "",
-        "- **Bold**: the best of a column, and what its interval does not tell from it.",
+        "- **Bold**: the best of a column, and all that are not worse than it beyond the 95 % interval of their "
+        "differences on the same streams (of fewer than five: all whose intervals meet).",
         "- units held: mean over the layers of units per KV head, for every token fed (KV footprint / tokens). held: "
-        "bytes of one context. tok/s: of feeding.",
+        "bytes of one context. tok/s: of feeding, beside whatever else the machine did: no comparison.",
         f"- {report.superseded} results of cells of which there is another one, with more questions, are left out."
         if report.superseded else "",
     ]
@@ -81,7 +98,8 @@ def _plural(count: int, word: str) -> str:
 
 def _section(report: Report, table: Table) -> list[str]:
     tasks = [task for task in report.tasks if any(task in row.cells for row in table.rows)]
-    bits = [task for task in tasks if task in report.bits]
+    bits = [task for task in tasks if task in report.bits
+            and any(task in row.cells and row.cells[task].ratio for row in table.rows)]
     heads = ["variant", *(f"{task}{_mark(task, report, table)}" for task in tasks), "mean",
              *(f"{task}: full / own" for task in bits), "tok/s", "held", "units held"]
     title = "all units" if table.units is None else f"{table.units:,} units"

@@ -81,7 +81,7 @@ def test_bits_per_byte_have_a_ratio_of_their_own_and_the_lower_is_the_better():
 
 def test_without_a_full_row_there_are_no_ratios():
     text = markdown(report_of(LOCRET + RECENT))
-    assert "recall ‡" in text and "text ‡" in text and line(text, "locret")[4:6] == ["–", "–"]
+    assert "recall ‡" in text and "text ‡" in text and line(text, "locret")[4] == "–" and "full / own |" not in text
     assert rows(only(LOCRET + RECENT))["locret"].mean is None
 
 
@@ -181,6 +181,25 @@ def test_bold_is_the_best_and_what_overlaps_it_but_never_who_knows_the_questions
                      "random": ()}
     text = markdown(report_of(results))
     assert line(text, "locret")[0].startswith("**0.91 [") and "**" not in "".join(line(text, "oracle"))
+
+
+def test_who_is_worse_on_every_stream_is_not_bold_however_wide_the_intervals():
+    """What makes a stream hard for all says nothing of who is better."""
+    best, worse = [4, 3, 1, 0, 4, 2, 1, 3], [3, 2, 0, 0, 3, 1, 0, 2]
+    both = [result("full", [4] * 8), result("locret", best), result("keydiff", worse)]
+    found = rows(only(both))
+    assert found["keydiff"].cells["recall"].score.high > found["locret"].cells["recall"].score.low, "they overlap"
+    assert found["keydiff"].best == () and found["locret"].best == ("recall", "mean")
+    few = rows(only([result("full", [4] * 4), result("locret", best[:4]), result("keydiff", worse[:4])]))
+    assert few["keydiff"].best == ("recall", "mean"), "four streams tell nothing"
+
+
+def test_bits_of_other_texts_have_no_ratio():
+    longer = [msgspec.structs.replace(one, cell=msgspec.structs.replace(one.cell, length=4096))
+              for one in (*LOCRET, *RECENT)]
+    [table] = [table for table in report_of([*FULL, *longer]).tables if table.length == 4096]
+    assert rows(table)["locret"].cells["text"].ratio is None and rows(table)["locret"].mean.tasks == 2
+    assert "text: full / own" not in markdown(report_of([*FULL, *longer])).partition("of 4,096 tokens")[2]
 
 
 def test_a_single_rival_and_nothing_right_are_not_bold():
