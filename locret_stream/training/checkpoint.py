@@ -47,6 +47,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     config: TrainConfig
     fingerprint: str
     data: str
+    dtype: str = "float32"
     version: int = 1
 
 

@@ -104,7 +104,8 @@ class _Run:
         self.heads = _new_heads(attachment, config)
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), lr=config.lr, betas=config.betas,
                                            weight_decay=config.weight_decay)
-        identity = RunIdentity(config=config, fingerprint=attachment.fingerprint, data=source.identity)
+        identity = RunIdentity(config=config, fingerprint=attachment.fingerprint, data=source.identity,
+                               dtype=str(attachment.dtype).removeprefix("torch."))
         self.folder = RunFolder(out, identity, restart)
         self.step = 0
 

@@ -276,6 +276,13 @@ def test_a_checkpoint_of_other_settings_is_refused(model, tmp_path):
         train_heads(model, make_examples(7), tmp_path, msgspec.structs.replace(QUICK, seed=1))
 
 
+def test_another_precision_of_the_model_is_another_run(model, tmp_path):
+    with pytest.raises(Stop):
+        train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(2, Stop()))
+    with pytest.raises(ConfigError, match=r"differs in (.*; )?dtype: there 'float32', now 'bfloat16'"):
+        train_heads(make("llama", dtype=torch.bfloat16), make_examples(7), tmp_path, QUICK)
+
+
 @pytest.mark.parametrize(("damage", "lost"), [
     (lambda lines: [], "lines of the 3 steps"), (lambda lines: [lines[1]], "lines of the 3 steps"),
     (lambda lines: [b"{torn", *lines[1:]], "lines of the 3 steps"),
