@@ -161,8 +161,7 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
                 print(f"tuning {name}", file=sys.stderr, flush=True)
                 config = TuneConfig(units=UNITS // 2, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025)
                 examples = Writer(tokenizer, text_for("all", options.text), "tuning").examples(1024)
-                if not tune(model, copy, examples, config).better:
-                    sys.exit(f"{name}: tuning made the heads no better, so that there is nothing to compare")
+                tune(model, copy, examples, config)  # that keeps the first where there is no gain beyond noise
             copy.rename(options.out / name)
     for name in sorted(wanted & set(TRAINED)):
         more, which = TRAINED[name]
@@ -173,6 +172,14 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
         print(f"training {name} on {which}", file=sys.stderr, flush=True)
         examples = Writer(tokenizer, text_for(which, options.text), "findings").examples(1024)
         train_heads(model, examples, options.out / name, config)
+
+
+def dropped(name: str, out: Path) -> dict[str, float]:
+    """What held-out answers cost before and after a tuning that was not kept, so that heads are as their first stage
+    left them; empty for all others."""
+    path = out / name / "tuning.json"
+    made = json.loads(path.read_bytes()) if name == ALONE and path.is_file() else {"better": True}
+    return {} if made["better"] else {when: round(made[when]["loss"], 4) for when in ("before", "after")}
 
 
 def tuned_as_promised(folder: Path, behind: bool) -> bool:
@@ -193,7 +200,7 @@ def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Ce
         divided = Budget(units=given["units"], sinks=SINKS, stabilizers=STABILIZERS + FOCUS, allocation="adaptive")
         given["allocation"] = divided.per_layer(shape, shares, most=shape.window - given["chunk_size"])
     if given.get("heads"):
-        name = given["heads"]
+        name = UNTUNED if dropped(given["heads"], options.out) else given["heads"]
         given["heads"] = str(options.model / OWN[name] if name in OWN else options.out / name)
     streams = suite.task_named(given["task"]).streams(options.questions, given.get("focus", False))
     return Cell(streams=streams, **given)
@@ -222,8 +229,12 @@ def main() -> None:
             [result] = bench.run([cell_of(variant, options, bench.shape[0])], options.out)
             found[label] = {"score": round(result.score, 4), "low": round(result.low, 4), "high": round(result.high, 4),
                             "questions": result.questions, "units": result.budgets}
-            print(f"{one.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]", file=sys.stderr,
-                  flush=True)
+            loss = dropped(variant.get("heads", ""), options.out)
+            if loss:
+                found[label]["dropped"] = loss
+            print(f"{one.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]"
+                  + (", as the first stage: loss {before} before and {after} after, not kept".format(**loss) if loss
+                     else ""), file=sys.stderr, flush=True)
         rows.append({"finding": one.name, "claim": one.claim, "variants": found})
     origin = msgspec.to_builtins(bench.origin(""))
     record(options.keep or "findings", {"origin": origin, "findings": rows}, keep=options.keep is not None)

@@ -1,14 +1,20 @@
-"""Files that are replaced whole or not at all, and then lie on the disk. Knows nothing of what is in them."""
+"""Files that are replaced whole or not at all, and then lie on the disk, in folders that one run at a time writes.
+
+Knows nothing of what is in them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+from locret_stream.errors import ConfigError
 
 TEMPORARY = ".tmp"
 
@@ -45,5 +51,35 @@ def flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """For the block the only one, of those who ask here, that changes what lies in `folder`.
+
+    The lock is the kernel's, on the folder itself: nothing is left behind by who is killed. A file system that knows no
+    locks on folders (some network ones) gives none. Where there is no folder, the block is to say so.
+
+    Raises:
+        ConfigError: another process, or another call in this one, is at work there.
+    """
+    import fcntl
+
+    if not folder.is_dir():
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another run trains, tunes or divides there; expected one at a time: wait for "
+                              "it, or name another folder") from None
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP):
+                raise
+        yield
     finally:
         os.close(handle)

@@ -38,6 +38,7 @@ from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError
 from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.heads.files import alone_in
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
@@ -95,11 +96,12 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
 
     Raises:
         ConfigError: values that cannot work, too few examples that evict anything, or an allocation.json of another
-            call (the message names what differs). The heads stay as they were. WindowExceeded: units + chunk_size.
+            call (the message names what differs), or another run is at work there. The heads stay as they were.
+        WindowExceeded: units + chunk_size.
         HeadsMismatch: no heads, or those of another model. InvalidTokens: ids outside the vocabulary.
     """
     config, folder = config or AllocationConfig(), Path(heads)
-    with attached(model) as attachment:
+    with attached(model) as attachment, alone_in(folder):
         loaded = RetainingHeads.load(folder)
         loaded.check_fits(attachment.shape, attachment.fingerprint)
         digest = digest_of(loaded)

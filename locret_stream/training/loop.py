@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_stream.errors import ConfigError, ModelError
 from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.heads.files import alone_in
 from locret_stream.models import Attachment, LayerCall, RopeTables, attached
 from locret_stream.training.checkpoint import Metric, RunFolder, RunIdentity
 from locret_stream.training.config import Progress, ProgressCallback, TrainConfig, TrainResult
@@ -52,7 +53,8 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
         progress: called after every step and evaluation. restart: forget an earlier run in `out`.
 
     Raises:
-        ConfigError: values that cannot work; or `out` holds another run (the message names what differs).
+        ConfigError: values that cannot work; or `out` holds another run (the message names what differs), or
+            another run is at work there.
         InputError: a malformed line or example, by file and line. InvalidTokens: ids outside the vocabulary.
         UnsupportedModel: from `attach`. ModelError: the loss is not finite. HeadsMismatch: a checkpoint or the heads of
             a finished run are damaged. OSError: a file of `out` cannot be written.
@@ -65,7 +67,9 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
                 raise ConfigError(f"train: {data} is text, found no tokenizer; expected the model's own")
             data = load_examples(data, tokenizer)
         source = Source(data, config, limit, attachment.shape.vocab, held_out)
-        return _Run(attachment, source, config, Path(out), progress, restart).run(limit)
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with alone_in(Path(out)):
+            return _Run(attachment, source, config, Path(out), progress, restart).run(limit)
 
 
 @torch.no_grad()

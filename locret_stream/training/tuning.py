@@ -49,7 +49,7 @@ from locret_stream.config import ModelShape, StreamConfig, budget_from
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ModelError
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.heads.files import flush, replace
+from locret_stream.heads.files import alone_in, flush, replace
 from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.models import Attachment, LayerCall, attached, differentiable
 from locret_stream.policies import make_policy
@@ -101,7 +101,8 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
     Raises:
         ConfigError: values that cannot work, too few held-out examples that evict anything, or a tuning.json of another
             call (the message names what differs), or too little background; or the heads in the folder are not those
-            that this tuning, which is finished, left there. The heads stay as they were.
+            that this tuning, which is finished, left there; or another run is at work there. The heads stay as they
+            were.
         WindowExceeded: units + chunk_size. InvalidTokens: ids outside the vocabulary.
         HeadsMismatch: no heads, or those of another model.
         ModelError: the loss is not finite. OSError: a file of the folder cannot be written.
@@ -114,11 +115,12 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
             return _Run(attachment, first.to(attachment.device), examples, held_out, background, config, folder,
                         progress or (lambda at: None), fresh)
 
-        if restart:
-            if isinstance(examples, Sequence):  # others can be read but once
-                begin(fresh=True)  # raises what would be raised after there is nothing left to go back to
-            forget_tuning(folder)
-        return begin(fresh=restart).finish()
+        with alone_in(folder):
+            if restart:
+                if isinstance(examples, Sequence):  # others can be read but once
+                    begin(fresh=True)  # raises what would be raised after there is nothing left to go back to
+                forget_tuning(folder)
+            return begin(fresh=restart).finish()
 
 
 def is_tuned(heads: str | os.PathLike[str]) -> bool:

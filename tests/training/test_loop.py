@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from locret_stream import models
 from locret_stream.errors import ConfigError, HeadsMismatch, InputError, InvalidTokens, ModelError
 from locret_stream.heads import RetainingHeads
-from locret_stream.training import Example, TrainConfig, train_heads
+from locret_stream.training import Example, TrainConfig, allocate, train_heads, tune
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS
 from locret_stream.training.labels import visit_layers
 from locret_stream.training.loop import evaluate_heads
@@ -362,6 +362,24 @@ def test_a_damaged_state_file_is_named(model, tmp_path, name):
     if name == "result.json":  # as the message says
         (tmp_path / name).unlink()
         assert train_heads(model, make_examples(7), tmp_path, QUICK).steps == 12
+
+
+def test_two_runs_in_one_folder_do_not_write_into_each_other(model, tmp_path):
+    examples, refusals = make_examples(12), []
+
+    def again(at):
+        for call in (lambda: train_heads(model, examples, tmp_path, QUICK),
+                     lambda: tune(model, tmp_path, examples), lambda: allocate(model, tmp_path, examples)):
+            with pytest.raises(ConfigError, match=r"another run trains, tunes or divides there.*name another folder"):
+                call()
+            refusals.append(at)
+
+    train_heads(model, examples, tmp_path, QUICK, progress=lambda at: refusals or again(at))
+    assert len(refusals) == 3
+    train_heads(model, examples, tmp_path / "apart", QUICK)
+    assert same(tmp_path, tmp_path / "apart")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [path.name for path in (tmp_path / "apart").iterdir()] + ["apart"])  # the lock leaves nothing behind
 
 
 def test_heads_made_elsewhere_are_not_overwritten(model, tmp_path):
