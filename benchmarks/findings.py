@@ -3,17 +3,22 @@
     python benchmarks/findings.py --model recall-model --text books/*.txt --out findings --keep findings
 
 One table of variants for each finding: 48 facts in marker form (task "recall", 256 questions a cell) unless it says
-otherwise. Heads that a finding needs are trained into --out, all of them alike but for what the finding is about, and
-every cell is a file there: the same command goes on where it stopped. Budgets are small on purpose: where all is
-remembered nothing can differ.
+otherwise. Where a paper has the question at the end of its prompt, what is read ends with it, too (task
+"recall_question_last", one question a stream), at the end of a chunk, so that its tokens are among those that score.
+
+Heads that a finding needs are trained into --out, all of them alike but for what the finding is about, and every cell
+is a file there: the same command goes on where it stopped. Budgets are small on purpose: where all is remembered
+nothing can differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,9 +27,10 @@ from record import record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_stream.config import Budget, ModelShape
-from locret_stream.evaluation import suite
+from locret_stream.evaluation import markers, suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.runner import Bench
+from locret_stream.evaluation.suite import Item, Lines, Measure, Task
 from locret_stream.heads import RetainingHeads
 from locret_stream.training import TrainConfig, TuneConfig, is_tuned, train_heads, tune
 from locret_stream.training.tuning import forget_tuning
@@ -70,9 +76,34 @@ def locret(heads: str = "heads", **more: object) -> dict:
     return {"policy": "locret", "heads": heads, "allocation": "main", **more}
 
 
-def nacl(**knobs: float | str) -> dict:
-    """Streams of 896 tokens, 512 units: of longer ones nothing is left to compare."""
-    return {"policy": "nacl", "knobs": knobs, "length": 896, "units": 512}
+SHORT = {"length": 896, "units": 256}  # that fits the window in one chunk
+ROOMY = SHORT | {"units": 512}  # with fewer nothing is left to compare where nobody is told a question
+LAST = SHORT | {"task": "recall_question_last"}
+
+
+def nacl(where: dict, **knobs: float | str) -> dict:
+    """Proxies that leave room for others in 128 units."""
+    return {"policy": "nacl", "knobs": {"proxies": 0.05} | knobs, **where}
+
+
+def question_last(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
+    """Exactly `length` tokens: 48 facts among lines of text, and then a question but for its last token, which is asked
+    once all that is evicted. Empty lines in front make up for what lines are too long."""
+    case = markers.recall(random.Random(f"recall_question_last {seed}"), 48, asked=1)
+    [question] = case.questions
+    ask, end = question.ask[:-1], question.ask[-1]
+    room = size = length - measure(ask)
+    while sum(map(measure, text := list(markers.planted(case, lines(seed), size, measure)))) > room:
+        size -= 1
+    for _ in range(room - sum(map(measure, text))):
+        yield Item("\n")
+    for line in text:
+        yield Item(line)
+    yield Item(ask)
+    yield Item(end, question.answer)
+
+
+suite.TASKS["recall_question_last"] = Task("recall_question_last", "48 facts, and then one question", 1, question_last)
 
 
 FINDINGS = (
@@ -97,8 +128,13 @@ FINDINGS = (
         "books, code and figures": locret(), "books and code": locret("heads-plain-text"),
         "books": locret("heads-books"), "code": locret("heads-code")}),
     Finding("chunked prefill", "H2O and SnapKV fail under chunked prefill, whose scores see no later tokens (Locret, "
-            "Figure 1); streams of 896 tokens, evicted once at their end or every 64 tokens", {
-                f"{policy}, {words}": {"policy": policy, "length": 896, "chunk_size": chunk, "units": 256}
+            "Figure 1); streams of 896 tokens that end with the question, evicted once behind it or every 64 tokens; "
+            "256 units", {
+                f"{policy}, {words}": {"policy": policy, "chunk_size": chunk, **LAST, **more}
+                for policy, more in (("h2o", {}), ("snapkv", {}), ("locret", {"heads": "heads"}))
+                for words, chunk in (("once", 896), ("every 64", 64))}),
+    Finding("chunked prefill, not told", "the same, and no question in what is read", {
+                f"{policy}, {words}": {"policy": policy, "chunk_size": chunk, **SHORT}
                 for policy in ("h2o", "snapkv") for words, chunk in (("once", 896), ("every 64", 64))}),
     Finding("pyramid", "PyramidKV's budgets on top of Locret gain (47.57 to 48.38, Locret, revision)", {
         "uniform": locret(allocation="uniform"), "pyramid": locret(allocation="pyramid"),
@@ -112,12 +148,20 @@ FINDINGS = (
             "(TRIM-KV, section 4)", {
                 words: {"policy": "trimkv", "heads": heads, "allocation": "main"} for heads, words in (
                     (UNFADED, "what labels leave after 4,096 tokens"), (FADING, "end to end, from there"))}),
-    Finding("random share of NaCl", "a random share of the budget helps (arXiv:2408.03675, table 3)", {
-        **{f"{share:.0%}": nacl(random=share) for share in (0.0, 0.37, 0.7, 1.0)},
-        "37%, one lot per unit": nacl(draw="reservoir")}),
-    Finding("head-wise draws of NaCl", "drawing for every head loses no token in all of them (arXiv:2408.03675, 6.3)", {
-        f"{words}, {share:.0%} random": nacl(lots=lots, draw="reservoir", random=share)
-        for lots, words in (("head", "every head"), ("layer", "one lot a layer")) for share in (0.37, 1.0)}),
+    Finding("random share of NaCl", "a random share of the budget helps (arXiv:2408.03675, table 3); streams of 896 "
+            "tokens that end with the question, evicted once behind it; 128 units", {
+                f"{share:.0%}": nacl(LAST | {"chunk_size": 896, "units": 128}, random=share)
+                for share in (0.0, 0.1, 0.37, 0.7, 1.0)}),
+    Finding("random share of NaCl in a stream", "the same where every 128 tokens are evicted and no question is told; "
+            "streams of 896 tokens, 512 units", {
+                f"{share:.0%}, {words}": nacl(ROOMY, random=share, draw=draw)
+                for share in (0.0, 0.37, 0.7, 1.0) for draw, words in (
+                    ("fresh", "drawn anew"), ("reservoir", "one lot per unit")) if share or draw == "fresh"}),
+    Finding("head-wise draws of NaCl", "drawing for every head loses no token in all of them (arXiv:2408.03675, 6.3); "
+            "streams of 896 tokens that end with the question, evicted once behind it; 128 units", {
+                f"{words}, {share:.0%} random": nacl(LAST | {"chunk_size": 896, "units": 128}, lots=lots, random=share)
+                for lots, words in (("head", "every head"), ("layer", "one lot a layer"))
+                for share in (0.37, 0.7, 1.0)}),
     Finding("chunk size", "Locret is stable over chunk sizes (Locret, appendix)", {
         str(chunk): locret(chunk_size=chunk) for chunk in (32, 64, 128, 256, 512)}),
     Finding("Locret-Q", "a query in front makes query-driven tasks survive budgets that fail without (RULER: 34.33 to "
