@@ -103,9 +103,6 @@ def question_last(seed: int, length: int, measure: Measure, lines: Lines) -> Ite
     yield Item(end, question.answer)
 
 
-suite.TASKS["recall_question_last"] = Task("recall_question_last", "48 facts, and then one question", 1, question_last)
-
-
 FINDINGS = (
     Finding("label scaling", "Locret regresses unscaled attention logits (arXiv:2410.01805, section 3.2)", {
         "log-probabilities": locret(), "standardised logits": locret("heads-zscore"),
@@ -265,6 +262,7 @@ def main() -> None:
                      "leaves it, with tuned heads that are better")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     train_missing(options, model, wanted)
+    suite.TASKS[LAST["task"]] = Task(LAST["task"], "48 facts, and then one question", 1, question_last)
     bench = Bench(model, AutoTokenizer.from_pretrained(options.model))
     rows = []
     for one in chosen:

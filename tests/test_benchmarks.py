@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from locret_stream.cli import eval as cli_eval
 from locret_stream.evaluation import plan, plots, suite
@@ -98,6 +98,26 @@ def test_the_table_has_every_policy_on_every_task_and_its_parts_are_all_of_it(tm
     parts = [cell for part in ("short", "long", "trained", "shared", "far", "far_others", "endless")
              for cell in cells_of(part, tmp_path, monkeypatch)]
     assert sorted(map(repr, parts)) == sorted(map(repr, found)) and len(set(map(repr, found))) == len(found)
+
+
+def test_a_question_that_comes_last_ends_with_the_chunk(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import findings
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "benchmarks" / "models" / "recall")
+
+    def measure(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    asked = set()
+    for seed in range(8):
+        *lines, begun, end = findings.question_last(seed, 896, measure, suite.STDLIB.lines)
+        assert sum(measure(item.text) for item in (*lines, begun)) == 896 and begun.answer is None
+        question = begun.text + end.text
+        mark = f"{question.removeprefix('?')}{end.answer}>\n"
+        assert [item.text for item in lines].count(mark) == 1 and measure(end.text) == 1
+        assert sum(item.text.startswith(question.removeprefix("?")) for item in lines) == 1
+        asked.add(question)
+    assert len(asked) == 8
 
 
 @pytest.mark.slow
