@@ -70,7 +70,9 @@ def attached(model: PreTrainedModel | Attachment) -> Iterator[Attachment]:
         detach(model, number=number)
 
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""Of root mean squares, which rounding moves far less than it moves the largest difference: that of the bundled model
+is 0.34 in bf16, where the mean is 0.04; a norm after RoPE makes that 0.12."""
 
 
 @torch.no_grad()
@@ -78,10 +80,10 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     """Compare logits with the stock model's at full budget: 24 tokens in pieces of 9, 1 and 14.
 
     Returns:
-        The largest difference, in units of the stock logits' standard deviation.
+        The root mean square of the differences, in units of the stock logits' standard deviation.
 
     Raises:
-        UnsupportedModel: it is above the dtype's tolerance (fp32 1e-4, fp16 2e-2, bf16 1e-1); says how much.
+        UnsupportedModel: it is above the dtype's tolerance (fp32 2e-5, fp16 2e-2, bf16 8e-2); says how much.
     """
     shape, device = attachment.shape, attachment.device
     total, pieces = 24, (9, 1, 14)
@@ -107,11 +109,12 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     except Exception as error:
         raise UnsupportedModel(f"{type(model).__name__}: the self-test failed with {type(error).__name__}: "
                                f"{error}") from error
-    gap = ((found - expected).abs().max() / expected.std().clamp(min=1e-6)).item()
-    tolerance = _TOLERANCE.get(attachment.dtype, 1e-1)
+    gap = ((found - expected).square().mean().sqrt() / expected.std().clamp(min=1e-6)).item()
+    tolerance = _TOLERANCE.get(attachment.dtype, _TOLERANCE[torch.bfloat16])
     if not gap <= tolerance:
         raise UnsupportedModel(
             f"{type(model).__name__}: with a full budget its logits differ from the stock model's by {gap:.3g} "
-            f"standard deviations; expected at most {tolerance:g} in {attachment.dtype}. Its attention does something "
-            "that this library does not reproduce (for example a norm after RoPE), so it is refused")
+            f"standard deviations (root mean square); expected at most {tolerance:g} in {attachment.dtype}. Its "
+            "attention does something that this library does not reproduce (for example a norm after RoPE), so it is "
+            "refused" + ("" if attachment.dtype.itemsize > 2 else "; in float32 rounding plays no part"))
     return gap
