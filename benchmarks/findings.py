@@ -14,6 +14,7 @@ nothing can differ.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shutil
@@ -59,9 +60,10 @@ TRAINED = {  # heads by folder: what differs from the others, and which text the
 
 RECIPE, FADING = "recipe", "recipe-retention"  # the recipe's own heads, of locret and of trimkv
 OWN = {RECIPE: "heads", FADING: "heads-retention"}
-UNTUNED, ALONE, UNFADED = "recipe-untuned", "recipe-alone", "recipe-retention-untuned"
-COPIES = {UNTUNED: RECIPE, ALONE: RECIPE, UNFADED: FADING}
-"""As they were before their second stage; alone: tuned on examples that begin in an empty memory."""
+UNTUNED, ALONE, MORE, UNFADED = "recipe-untuned", "recipe-alone", "recipe-more", "recipe-retention-untuned"
+COPIES = {UNTUNED: RECIPE, ALONE: RECIPE, MORE: RECIPE, UNFADED: FADING}
+"""As they were before their second stage; alone: tuned on examples that begin in an empty memory; more: given as many
+steps behind a text, in which what eviction does to answers counts for nothing."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -111,17 +113,19 @@ FINDINGS = (
     Finding("smoothing", "without the smoothing loss R.Number falls from 97.46 to 79.15 (Locret, revision)", {
         "none": locret("heads-rough"), "2.5e-3 (the paper's)": locret(), "2.5e-2": locret("heads-smooth")}),
     Finding("stabilizers", "the last n_s units of a chunk must stay; with n_s = 0 the released code protects, and so "
-            "ties, every unit; 256 units in every layer", {
+            "ties, every unit, so that whatever sorting puts first stays; 256 units in every layer", {
                 **{f"n_s = {n}": locret(stabilizers=n, units=256, allocation="uniform") for n in (0, 4, 16, 32, 64)},
-                "n_s = 0 as released: the newest of all that tie": {"policy": "streaming_llm", "stabilizers": 0,
-                                                                    "units": 256}}),
+                **{f"n_s = 0 as released, if of all that tie {words} stay": {
+                    "policy": policy, "stabilizers": 0, "units": 256}
+                   for policy, words in (("streaming_llm", "the newest"), ("random", "any"))}}),
     Finding("stabilizers and text", "recent units keep the text itself predictable: bits per byte, lower is better; "
             "256 units in every layer", {
                 f"n_s = {n}": locret(task="text", stabilizers=n, units=256, allocation="uniform")
                 for n in (0, 4, 16, 32, 64)}),
     Finding("head width", "the width of the heads hardly matters (Locret, appendix)", {
         "32": locret("heads-32"), "128": locret(), "512": locret("heads-512")}),
-    Finding("training data", "the training data of the heads hardly matters (Locret, appendix)", {
+    Finding("training data", "the training data of the heads hardly matters (Locret, appendix); here the text "
+            "around facts whose form is the same", {
         "books, code and figures": locret(), "books and code": locret("heads-plain-text"),
         "books": locret("heads-books"), "code": locret("heads-code")}),
     Finding("chunked prefill", "H2O and SnapKV fail under chunked prefill, whose scores see no later tokens (Locret, "
@@ -135,16 +139,18 @@ FINDINGS = (
                 for policy in ("h2o", "snapkv") for words, chunk in (("once", 896), ("every 64", 64))}),
     Finding("pyramid", "PyramidKV's budgets on top of Locret gain (47.57 to 48.38, Locret, revision)", {
         "uniform": locret(allocation="uniform"), "pyramid": locret(allocation="pyramid"),
-        "learned with the heads": locret()}),
+        "learned with the recipe's heads": locret()}),
     Finding("eviction in the loop", "heads that decide what is evicted while they learn from the full cache's answers "
-            "need less memory (TRIM-KV, arXiv:2512.03324, section 4); here also where a text has filled it; 64 units", {
+            "keep more in the same memory (TRIM-KV, arXiv:2512.03324, section 4); here also where a text has filled "
+            "it; 64 units", {
                 f"{words}, {length:,} tokens": locret(heads, units=64, length=length)
                 for length in (4096, 65_536) for heads, words in (
-                    (UNTUNED, "first stage"), (ALONE, "tuned on examples"), (RECIPE, "tuned behind a text"))}),
+                    (UNTUNED, "first stage"), (MORE, "as many more steps of it behind a text"),
+                    (ALONE, "tuned on examples"), (RECIPE, "tuned behind a text"))}),
     Finding("retention learnt end to end", "gates learn what is to last from attention that fades and a capacity loss "
             "(TRIM-KV, section 4)", {
                 words: {"policy": "trimkv", "heads": heads, "allocation": "main"} for heads, words in (
-                    (UNFADED, "what labels leave after 4,096 tokens"), (FADING, "end to end, from there"))}),
+                    (UNFADED, "what labels leave after 4,096 tokens"), (FADING, "end to end, 150 steps from there"))}),
     Finding("random share of NaCl", "a random share of the budget helps (arXiv:2408.03675, table 3); streams of 896 "
             "tokens that end with the question, evicted once behind it; 128 units", {
                 f"{share:.0%}": nacl(LAST | {"chunk_size": 896, "units": 128}, random=share)
@@ -189,6 +195,23 @@ def text_for(which: str, books: list[Path]) -> str:
     return split_text(books if "books" in which else [], code="code" in which)[0]
 
 
+TUNED_HERE = {ALONE: {}, MORE: {"weight": 1e4, "clip": 0.5e4}}  # so much that nothing but the first stage's loss counts
+
+
+def tune_here(name: str, model: torch.nn.Module, folder: Path, tokenizer: Tokenizer, books: list[Path]) -> None:
+    """As the recipe tunes, but for what the name says. Kept are the first where there is no gain beyond noise."""
+    config = TuneConfig(units=UNITS // 2, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025, **TUNED_HERE[name])
+    writer = Writer(tokenizer, text_for("all", books), "tuning")
+    if name == ALONE:
+        tune(model, folder, writer.examples(1024), config)
+        return
+    unseen = Writer(tokenizer, with_figures(split_text(books)[1], "findings, held out"), "tuning")
+    count, times = config.background_tokens, -(-config.steps // config.renew_every)
+    background = torch.cat([unseen.background(count), writer.background(times * count)])
+    tune(model, folder, writer.examples(1024), config, background=background,
+         held_out=list(itertools.islice(unseen.examples(1024), config.examples)))
+
+
 def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: set[str]) -> None:
     """Heads that are not in --out yet."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
@@ -198,11 +221,9 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(options.model / OWN[COPIES[name]], copy)
             forget_tuning(copy)
-            if name == ALONE:
+            if name in TUNED_HERE:
                 print(f"tuning {name}", file=sys.stderr, flush=True)
-                config = TuneConfig(units=UNITS // 2, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025)
-                examples = Writer(tokenizer, text_for("all", options.text), "tuning").examples(1024)
-                tune(model, copy, examples, config)  # that keeps the first where there is no gain beyond noise
+                tune_here(name, model, copy, tokenizer, options.text)
             copy.rename(options.out / name)
     for name in sorted(wanted & set(TRAINED)):
         more, which = TRAINED[name]
@@ -219,7 +240,7 @@ def dropped(name: str, out: Path) -> dict[str, float]:
     """What held-out answers cost before and after a tuning that was not kept, so that heads are as their first stage
     left them; empty for all others."""
     path = out / name / "tuning.json"
-    made = json.loads(path.read_bytes()) if name == ALONE and path.is_file() else {"better": True}
+    made = json.loads(path.read_bytes()) if name in TUNED_HERE and path.is_file() else {"better": True}
     return {} if made["better"] else {when: round(made[when]["loss"], 4) for when in ("before", "after")}
 
 

@@ -348,7 +348,11 @@ def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
     code, out, err = invoke(*both)  # tuned before it was divided: what is done is not done again
     assert code == 0 and json.loads(out)["tuning"] == found["tuning"] and "allocation" in json.loads(out), err
     assert "differs in steps: there 2, now 3" in mistake(*train, *units, "--tune", 3)
-    assert "expected --tune STEPS with it" in mistake(*train, "--restart-tuning")
+    for alone, needed in (("--restart-tuning",), "--tune STEPS"), (("--allocate-by", "scores"), "--allocate"), (
+            ("--allocate-examples", 4), "--allocate"), (("--query-tokens", 5), "--query-aware"), (
+            ("--horizon", 9), "--output retention"):
+        assert f"found {alone[0]} and no {needed}; expected {needed} with it" in mistake(*train, *alone)
+    assert "--query-tokens is 0; expected at least 1" in mistake(*train, "--query-aware", "--query-tokens", 0)
     before = (heads / "metrics.jsonl").read_bytes()
     code, out, err = invoke(*train, *units, "--tune", 3, "--restart-tuning", "--json")
     assert code == 0 and json.loads(out)["tuning"]["steps"] == 3, err
@@ -361,7 +365,7 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
              "--held-out", 0.4, "--background", log]
     tune = ["--tune", 2, "--tune-units", 16, "--tune-chunk", 16]
-    assert "found --background and neither --tune nor --allocate; expected one of them with it" in mistake(*train)
+    assert "found --background and no --tune or --allocate; expected --tune or --allocate with it" in mistake(*train)
     code, out, err = invoke(*train, *tune, "--json")
     assert code == 0, err
     assert json.loads(out)["tuning"]["steps"] == 2

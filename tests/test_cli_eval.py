@@ -17,7 +17,7 @@ from locret_stream.cli.eval import Board, allocation_of, axes_of, duration, knob
 from locret_stream.config import Budget, ModelShape
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
-from locret_stream.evaluation import plan, plots, suite
+from locret_stream.evaluation import maps, plan, plots, suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from tests import tiny_tokenizers
@@ -98,7 +98,7 @@ def test_full_beyond_the_window_is_skipped_and_said(small: list[str], tmp_path: 
     skipped = json.loads(out)["skipped"]
     assert skipped == {"full at 1,100 tokens with chunks of 32 does not fit the model's window of 1,024": 1}
     assert "skipped: full at 1,100 tokens with chunks of 32 does not fit the model's window of 1,024 (1 cell)" in err
-    assert "Not all of `full` was run at 1,100 tokens" in (tmp_path / "out" / "report.md").read_text()
+    assert "`full` was not run at 1,100 tokens; there" in (tmp_path / "out" / "report.md").read_text()
     assert "no cell can run: full at 1,100" in mistake("eval", *small[:4], "--length", 1100, "--out", tmp_path / "no",
                                                        "--task", "passkey", "--policy", "full")
 
@@ -136,7 +136,7 @@ def test_plots_are_drawn_and_drawn_again(small: list[str], tmp_path: Path, monke
     here = ["eval", "--out", tmp_path, "--plots"]
     asked = [*small, "--budget", 48, "--task", "passkey", "--questions", 1, "--policy", "streaming_llm"]
     code, _, err = invoke(*here, *asked)
-    assert code == 0 and "making maps of 1 variants" in err, err
+    assert code == 0 and "making maps of 1 variant" in err, err
     pictures = {"by_budget_300.png", "retention.png", "consistency.png"}
     assert {path.name for path in tmp_path.glob("*.png")} == pictures
     for name in pictures:
@@ -148,7 +148,22 @@ def test_plots_are_drawn_and_drawn_again(small: list[str], tmp_path: Path, monke
     assert all(report.count(f"- Picture [{name}]({name}): ") == 1 for name in pictures)
     monkeypatch.setattr(plots, "draw", lambda *args, **more: [])
     assert "making maps" not in invoke(*here, *asked)[2], "maps are kept"
-    assert "making maps of 1 variants" in invoke(*here, *asked, "--budget", 40)[2], "of the smallest budget"
+    assert "making maps of 1 variant" in invoke(*here, *asked, "--budget", 40)[2], "of the smallest budget"
+
+
+@PLOTS
+def test_another_run_adds_to_the_maps(small: list[str], tmp_path: Path):
+    here = ["eval", *small, "--out", tmp_path, "--plots", "--questions", 1]
+    assert "making maps of 1 variant" in invoke(*here, "--task", "passkey", "--policy", "streaming_llm")[2]
+    assert "making maps of 2 variants" in invoke(*here, "--task", "passkey", "--policy", "random")[2]
+    [path] = tmp_path.glob("maps-*.json")
+    assert [one.label for one in maps.read(path).retention] == ["streaming_llm", "random"]
+    err = invoke(*here, "--task", "decoys", "--policy", "h2o")[2]
+    assert f"maps are of passkey, 300 tokens and 64 units, as before; remove {path} to have others" in err
+    assert "making maps" not in err
+    report = (tmp_path / "report.md").read_text()
+    assert "nobody asks about (passkey, 300 tokens, 64 units)" in report
+    assert "that is always 1 (passkey, 300 tokens, all units held)" in report
 
 
 @PLOTS
@@ -158,12 +173,12 @@ def test_maps_are_made_again_of_heads_that_were_trained_again(model: Path, small
     here = ["eval", *small, "--out", tmp_path / "out", "--plots", "--task", "passkey", "--questions", 1, "--policy",
             "locret", "--heads", heads]
     for expected in (True, False):
-        assert ("making maps of 1 variants" in invoke(*here)[2]) == expected
+        assert ("making maps of 1 variant" in invoke(*here)[2]) == expected
     loaded = RetainingHeads.load(heads)
     with torch.no_grad():
         next(loaded.parameters()).mul_(-1)
     loaded.save(heads)
-    assert "making maps of 1 variants" in invoke(*here)[2]
+    assert "making maps of 1 variant" in invoke(*here)[2]
 
 
 def test_ctrl_c_keeps_what_is_done(small: list[str], tmp_path: Path):

@@ -119,7 +119,7 @@ def test_what_is_there_is_not_run_again_and_another_content_is(small, data: Path
     assert code == 0 and json.loads(again)["read"] == 1, "by content, wherever it lies"
     write(data, SCORED["longbench/qasper"], longbench(dataset="qasper", context=BOOK + "."))
     code, out, err = invoke(*small, *given(data, "longbench/qasper"), "--policy", "random")
-    assert code == 0 and "1 cells, of which 0 are there already" in err
+    assert code == 0 and "1 cell, of which 0 are there already" in err
     [head] = [line for line in out.splitlines() if line.startswith("| variant")]
     columns = [word for word in head.split("|") if "qasper, content " in word]
     assert len(columns) == 2 and columns[0] != columns[1], "both are shown, and told apart"

@@ -75,6 +75,7 @@ def folder(tmp_path_factory) -> str:
         ("ingest_rate", 0), ("ingest_rate", -1), ("ingest_rate", float("nan")), ("ingest_rate", float("inf")),
         ("ingest_rate", "fast"), ("ingest_rate", True), ("slot_timeout_s", 0), ("slot_timeout_s", "1"),
         ("max_live", 0), ("max_live", 1.5), ("max_live", True), ("scratch", 0))],
+    *[({"knobs": value}, ConfigError, f"knobs are {value!r}; expected a dict") for value in ([1], "x", 5)],
     *[({"store": value}, ConfigError, f"store is {value!r}; expected a folder or a URL") for value in (5, "", b"x")],
 ])
 def test_values_that_cannot_work_are_refused_before_anything_is_loaded(options: dict, error: type, says: str):

@@ -261,7 +261,8 @@ class Board:
         if self._live:
             self._live.start()
         else:
-            err.print(f"{len(self._cells)} cells, of which {self._there} are there already", soft_wrap=True)
+            err.print(f"{counted(len(self._cells), 'cell')}, of which {self._there} "
+                      f"{'is' if self._there == 1 else 'are'} there already", soft_wrap=True)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -298,7 +299,7 @@ class Board:
 def name_of(cell: Cell) -> str:
     """A cell in words."""
     of = (counted(cell.streams, "document") if cell.file
-          else f"{counted(cell.streams, 'stream')} of {cell.length:,} tokens")
+          else f"{counted(cell.streams, 'stream')} of {counted(cell.length, 'token')}")
     ways = [f"{name}={value}" for name, value in cell.knobs.items()] + [Path(cell.heads).name] * bool(cell.heads)
     if cell.units is None:
         return f"{cell.task}, {cell.policy}, all units, {of}"
@@ -352,7 +353,9 @@ def told_of(one: FileTask) -> dict[str, Any]:
 
 def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
     """Maps for the variants of one task, at the longest stream that can be looked at and the smallest budget: of what
-    stays, and, with the policies of the paper's figure, of how far scores foresee. Kept in a file of their own."""
+    stays, and, with the policies of the paper's figure, of how far scores foresee. Kept in a file of their own, to
+    which another run adds its variants."""
+    from locret_stream.errors import HeadsMismatch
     from locret_stream.evaluation import cells as files
     from locret_stream.evaluation import maps
     from locret_stream.evaluation.runner import ORACLES
@@ -362,14 +365,28 @@ def make_maps(bench: Bench, cells: list[Cell], to: Path) -> None:
               and cell.length <= MAP_TOKENS and bench.task(cell).kind == "answers"]
     if not usable:
         return
-    place = max(cell.length for cell in usable), -min(cell.units for cell in usable), usable[0].task
-    chosen = [cell for cell in usable if (cell.length, -cell.units, cell.task) == place]
     origin = bench.origin("")
     path = to / f"maps-{files.tag_of(origin)}.json"
+    old = maps.read(path) if path.is_file() else maps.Maps(origin=origin, cells=[])
+    there = []
+    for cell in old.cells:
+        try:
+            bench.origin_of(cell)
+            there.append(cell)
+        except (ConfigError, HeadsMismatch) as error:  # its heads are gone
+            err.print(f"the map of {name_of(cell)} is left out: {error}", soft_wrap=True)
+    usable = there + [cell for cell in usable if cell not in there]
+    length = max(cell.length for cell in usable)
+    units = min(cell.units for cell in usable if cell.length == length)
+    chosen = [cell for cell in usable if (cell.length, cell.units) == (length, units)]
+    chosen = [cell for cell in chosen if cell.task == chosen[0].task]
+    if chosen == there and len(usable) > len(there):
+        err.print(f"maps are of {chosen[0].task}, {counted(length, 'token')} and {units} units, as before; remove "
+                  f"{path} to have others", soft_wrap=True)
     origins = [bench.origin_of(cell) for cell in chosen]
-    if path.is_file() and (old := maps.read(path)).cells == chosen and old.origins == origins:
+    if (old.cells, old.origins) == (chosen, origins):
         return
-    err.print(f"making maps of {len(chosen)} variants", soft_wrap=True)
+    err.print(f"making maps of {counted(len(chosen), 'variant')}", soft_wrap=True)
     names = labels(zip(chosen, origins, strict=True))
     named = {names[variant_of(cell, origin)]: cell for cell, origin in zip(chosen, origins, strict=True)}
     kept = [maps.retention(bench, cell, label) for label, cell in named.items()]
@@ -400,6 +417,7 @@ def report_on(to: Path, plots: bool, found: dict[str, Any]) -> list[Path]:
     from locret_stream.evaluation import plots as drawing
     from locret_stream.evaluation.report import report_of
     from locret_stream.evaluation.tables import markdown
+    from locret_stream.heads.files import replace
 
     reports = [report_of(results) for _, results in files.by_origin(files.read_all(to))]
     if not reports:
@@ -407,18 +425,20 @@ def report_on(to: Path, plots: bool, found: dict[str, Any]) -> list[Path]:
                          "results into")
     written = [to / "report.md", to / "report.json"]
     found["reports"] = msgspec.to_builtins(reports)
-    written[1].write_bytes(msgspec.json.format(msgspec.json.encode({"reports": reports}), indent=1))
+    replace(written[1], lambda part: part.write_bytes(
+        msgspec.json.format(msgspec.json.encode({"reports": reports}), indent=1)))
     told = []
     for report in reports:
-        drawn = list[Path]()
+        drawn, looked_at = list[Path](), None
         if plots:
             tag = files.tag_of(report.origin)
             path = to / f"maps-{tag}.json"
-            drawn = drawing.draw(to, report, maps.read(path) if path.is_file() else None,
-                                 prefix=f"{tag}_" if len(reports) > 1 else "")
-        told.append(markdown(report, [path.name for path in drawn]))
+            looks = maps.read(path) if path.is_file() else None
+            drawn = drawing.draw(to, report, looks, prefix=f"{tag}_" if len(reports) > 1 else "")
+            looked_at = looks.cells[0] if looks and looks.cells else None
+        told.append(markdown(report, [path.name for path in drawn], looked_at))
         written += drawn
-    written[0].write_text("\n".join(told), encoding="utf-8")
+    replace(written[0], lambda part: part.write_text("\n".join(told), encoding="utf-8"))
     if plots and len(written) == 2:
         err.print("nothing to draw: curves need two budgets or two lengths, and maps are made where policies with a "
                   "budget are run with --plots", soft_wrap=True)

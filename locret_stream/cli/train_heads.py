@@ -88,14 +88,16 @@ def train_heads(
     width: Annotated[int, typer.Option(help="Of the heads' hidden layer.")] = 1024,
     features: Annotated[str, typer.Option(help="What the heads read: qkv (Locret) or hidden (KVzap).")] = "qkv",
     output: Annotated[str, typer.Option(help="What they give: score, or retention (TRIM-KV).")] = "score",
-    horizon: Annotated[int, typer.Option(help="Tokens after which a unit is worth its label (retention).")] = 4096,
+    horizon: Annotated[int | None, typer.Option(show_default="4096", help=(
+        "Tokens after which a unit is worth its label (retention)."))] = None,
     query_aware: Annotated[bool, typer.Option("--query-aware", help=(
         "Locret-Q: for a memory that is told with --focus what it will be asked about."))] = False,
-    query_tokens: Annotated[int, typer.Option(help="The most tokens of a question, with --query-aware.")] = 64,
+    query_tokens: Annotated[int | None, typer.Option(show_default="64", help=(
+        "The most tokens of a question, with --query-aware."))] = None,
     input_norm: Annotated[bool, typer.Option("--input-norm", help="LayerNorm before the heads.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="Biases in the heads.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longer examples are cut.")] = 10_240,
-    held_out: Annotated[float, typer.Option(help="Share of the examples kept for evaluation.")] = 0.05,
+    held_out: Annotated[float, typer.Option(help="Share of the examples kept for evaluation, at least one.")] = 0.05,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the weights and the order of the examples.")] = 0,
     allocate: Annotated[bool, typer.Option("--allocate", help="Also divide the budget among the layers.")] = False,
@@ -103,9 +105,10 @@ def train_heads(
         "Units per KV head (mean over the layers) to divide."))] = None,
     allocate_chunk: Annotated[int | None, typer.Option(show_default="256 for the bundled model, else 1024", help=(
         "Tokens read between two evictions."))] = None,
-    allocate_examples: Annotated[int, typer.Option(help="The most held-out examples to measure on.")] = 32,
-    allocate_by: Annotated[str, typer.Option(help=(
-        "By loss (of the answers when a layer evicts) or scores (the best of all layers; quick)."))] = "loss",
+    allocate_examples: Annotated[int | None, typer.Option(show_default="32", help=(
+        "The most held-out examples to measure on."))] = None,
+    allocate_by: Annotated[str | None, typer.Option(show_default="loss", help=(
+        "By loss (of the answers when a layer evicts) or scores (the best of all layers; quick)."))] = None,
     tune: Annotated[int, typer.Option(metavar="STEPS", min=0, show_default=False, help=(
         "Also tune the heads with eviction going on, for so many steps; kept only if it helps."))] = 0,
     tune_units: Annotated[int | None, typer.Option(show_default="as --allocate-units", help=(
@@ -123,8 +126,16 @@ def train_heads(
     check_readable(data)
     if background is not None:
         check_readable(background)
-    _expect_together(allocate, (allocate_units, allocate_chunk), tune, (tune_units, tune_chunk), restart_tuning,
-                     background is not None, query_aware, output)
+    _expect_together(background is not None, query_aware, tune, output, {
+        "--allocate": (allocate, {"--allocate-units": allocate_units, "--allocate-chunk": allocate_chunk,
+                                  "--allocate-examples": allocate_examples, "--allocate-by": allocate_by}),
+        "--tune STEPS": (tune > 0, {"--tune-units": tune_units, "--tune-chunk": tune_chunk,
+                                    "--restart-tuning": restart_tuning or None}),
+        "--query-aware": (query_aware, {"--query-tokens": query_tokens}),
+        "--output retention": (output == "retention", {"--horizon": horizon}),
+        "--tune or --allocate": (tune > 0 or allocate, {"--background": background})})
+    if query_aware and query_tokens is not None and query_tokens < 1:
+        raise ConfigError(f"--query-tokens is {query_tokens}; expected at least 1 with --query-aware")
     divided = tuned = None
     begun_anew = " and ".join(f"--{name}" for name, given in (("restart", restart), ("restart-tuning", restart_tuning))
                               if given)
@@ -134,9 +145,12 @@ def train_heads(
 
         config = training.TrainConfig(
             label=label, steps=steps, batch=batch, lr=lr, width=width, features=features, output=output,
-            horizon=horizon, query_tokens=query_tokens if query_aware else 0, input_norm=input_norm, bias=bias,
+            horizon=4096 if horizon is None else horizon, input_norm=input_norm, bias=bias,
+            query_tokens=(query_tokens or 64) if query_aware else 0,
             max_tokens=max_tokens, held_out=held_out, eval_every=eval_every, seed=seed)
-        division = _allocation(model, allocate_units, allocate_chunk, allocate_examples, allocate_by)
+        division = _allocation(model, allocate_units, allocate_chunk,
+                               32 if allocate_examples is None else allocate_examples,
+                               "loss" if allocate_by is None else allocate_by)
         tuning = _tuning(config, tune, division.units if tune_units is None else tune_units,
                          division.chunk_size if tune_chunk is None else tune_chunk)
         loaded, tokenizer = load(model)
@@ -166,18 +180,16 @@ def train_heads(
                   soft_wrap=True)
 
 
-def _expect_together(allocate: bool, allocate_given: tuple[int | None, ...], tune: int,
-                     tune_given: tuple[int | None, ...], restart_tuning: bool, background: bool, query_aware: bool,
-                     output: str) -> None:
-    """Raises ConfigError: options without the ones that they are about, or with others that they cannot go with."""
-    if not allocate and any(given is not None for given in allocate_given):
-        raise ConfigError("found --allocate-units or --allocate-chunk and no --allocate; expected --allocate with them")
-    if not tune and any(given is not None for given in tune_given):
-        raise ConfigError("found --tune-units or --tune-chunk and no --tune; expected --tune STEPS with them")
-    if restart_tuning and not tune:
-        raise ConfigError("found --restart-tuning and no --tune; expected --tune STEPS with it")
-    if background and not (tune or allocate):
-        raise ConfigError("found --background and neither --tune nor --allocate; expected one of them with it")
+def _expect_together(background: bool, query_aware: bool, tune: int, output: str,
+                     given: dict[str, tuple[bool, dict[str, object]]]) -> None:
+    """Raises ConfigError: options without the ones that they are about, or with others that they cannot go with.
+
+    given: an option, whether it was given, and what those that need it were given, None for nothing.
+    """
+    for needed, (there, others) in given.items():
+        for name, value in others.items():
+            if value is not None and not there:
+                raise ConfigError(f"found {name} and no {needed}; expected {needed} with it")
     if background and query_aware:
         raise ConfigError("found --background and --query-aware, whose question stands in front of all that is read; "
                           "expected one of them")

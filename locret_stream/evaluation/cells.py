@@ -12,6 +12,7 @@ import msgspec
 
 from locret_stream.errors import ConfigError, InputError
 from locret_stream.evaluation import metrics
+from locret_stream.heads.files import replace
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,8 +126,11 @@ def _digest(what: Any, size: int) -> str:
 def read(path: Path) -> CellResult:
     """Raises InputError: not a cell's file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=CellResult)
-    except msgspec.MsgspecError as error:
+        result = msgspec.json.decode(path.read_bytes(), type=CellResult)
+        if result.origin.knobs:
+            msgspec.json.decode(result.origin.knobs, type=dict[str, float | int | str | bool])
+        return result
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(f"{path} is no result of an evaluation: {error}; expected a file that `locret-stream eval` "
                          "wrote; remove it to run that cell again") from error
 
@@ -142,10 +146,8 @@ def read_all(folder: Path) -> list[CellResult]:
 
 
 def write(result: CellResult, path: Path) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    part.replace(path)
+    """Whole or not at all, whoever else writes it. Raises OSError, which names it."""
+    replace(path, lambda part: part.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1)))
 
 
 def by_origin(results: Iterable[CellResult]) -> Iterator[tuple[Origin, list[CellResult]]]:

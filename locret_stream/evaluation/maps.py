@@ -20,6 +20,7 @@ from locret_stream.errors import ConfigError, InputError
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell, Origin
 from locret_stream.evaluation.runner import ORACLES, Bench
+from locret_stream.heads.files import replace
 from locret_stream.runtime import Runtime
 
 LOOKS, COLUMNS, PREFIXES = 48, 1000, 12
@@ -69,17 +70,15 @@ class Maps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(maps: Maps, path: Path) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(maps))
-    part.replace(path)
+    """Whole or not at all, whoever else writes it. Raises OSError, which names it."""
+    replace(path, lambda part: part.write_bytes(msgspec.json.encode(maps)))
 
 
 def read(path: Path) -> Maps:
     """Raises InputError: not what `write` wrote."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Maps)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(f"{path} holds no maps of an evaluation: {error}; remove it to make them again") from error
 
 

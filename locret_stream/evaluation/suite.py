@@ -13,7 +13,7 @@ import platform
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from locret_stream.errors import ConfigError
@@ -125,8 +125,10 @@ def _plain(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[I
 
 
 def _sentences(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
-    """12 facts, and a decoy for every 256 tokens."""
+    """12 facts, and a decoy for every 256 tokens, all counted."""
     planted = tasks.planted_stream(seed, length, decoys=length // 256, measure=measure, lines=lambda: lines(seed))
+    sentences = sum(measure(fact.sentence + "\n") for fact in (*planted.facts, *planted.decoys))
+    planted = replace(planted, size=max(0, length - sentences))
     needed = {fact.sentence + "\n" for fact in planted.facts}
     for piece in planted:
         yield Item(piece, needed=piece.lstrip("\n") in needed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from locret_stream.evaluation import suite
+from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.report import LEAST_FULL, Entry, Estimate, Report, Row, Table
 from locret_stream.evaluation.variants import FULL, ORACLES
 
@@ -20,12 +21,20 @@ CAPTIONS = {
 }
 
 
-def markdown(report: Report, pictures: Sequence[str] = ()) -> str:
-    """The whole report, ending in a newline; `pictures` are the names of PNGs beside it."""
+def markdown(report: Report, pictures: Sequence[str] = (), looked_at: Cell | None = None) -> str:
+    """The whole report, ending in a newline; `pictures` are the names of PNGs beside it, maps those of a stream of
+    cells like `looked_at`."""
     return "\n".join(["# What the memory remembers", "", *_header(report),
-                      *(f"- Picture [{name}]({name}): {next(CAPTIONS[kind] for kind in CAPTIONS if kind in name)}"
-                        for name in pictures),
+                      *(_picture(name, looked_at) for name in pictures),
                       *(line for table in report.tables for line in _section(report, table))]) + "\n"
+
+
+def _picture(name: str, looked_at: Cell | None) -> str:
+    kind = next(kind for kind in CAPTIONS if kind in name)
+    place = "" if looked_at is None or kind.startswith("by_") else (
+        f" ({looked_at.task}, {looked_at.length:,} tokens"
+        + (f", {looked_at.units} units)" if kind == "retention" else ", all units held)"))
+    return f"- Picture [{name}]({name}): {CAPTIONS[kind]}{place}"
 
 
 def _header(report: Report) -> list[str]:
@@ -120,8 +129,10 @@ def _notes(table: Table) -> list[str]:
     read = ["", f"Read of a stream: {_span(*table.tokens)} tokens."] if table.length else []
     if not elsewhere:
         return read
-    return [*read, "", f"Not all of `full` was run at {table.length:,} tokens; there the ratios are against its scores "
-                       f"on other streams, the longest there are: {', '.join(elsewhere)}."]
+    none = len(elsewhere) == len(table.references)
+    return [*read, "", f"`full` was not run at {table.length:,} tokens{'' if none else ' on all tasks'}; there the "
+                       "ratios are against its scores on other streams, the longest there are: "
+                       f"{', '.join(elsewhere)}."]
 
 
 def _mark(task: str, report: Report, table: Table) -> str:

@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -110,6 +110,8 @@ class Runtime:
             if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)
                                       or not math.isfinite(value) or value <= 0):
                 raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
+        if knobs is not None and not isinstance(knobs, Mapping):
+            raise ConfigError(f"knobs are {knobs!r}; expected a dict of the policy's settings")
         if isinstance(policy, Policy):
             if knobs:
                 raise ConfigError(f"knobs {sorted(knobs)} were given beside a policy that is made; expected them in it")

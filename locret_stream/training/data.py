@@ -122,7 +122,7 @@ def parse_line(line: bytes, where: str) -> list[Message]:
                 turns.insert(0, ("system", pair.system, "system"))
         else:
             raise InputError(f"{where}: found keys {sorted(found)}; expected {FORMATS}")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where}: {error}; expected {FORMATS}") from error
     for number, (role, content, name) in enumerate(turns):
         if role is None:

@@ -57,7 +57,7 @@ class Source:
         if not self.held_out or self._train == []:
             raise ConfigError(f"train: found {len(self._train or []) + len(self.held_out)} usable examples "
                               f"({self.skipped} do not fit {max_tokens} tokens); expected at least one to train on and "
-                              "one to evaluate on")
+                              "one to evaluate on; equal ones are all on one side")
         self._chain = hashlib.blake2b(digest_size=16)
 
     def _fitting(self, examples: Iterable[Example]) -> Iterator[Example]:

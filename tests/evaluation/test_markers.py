@@ -149,6 +149,13 @@ def test_only_what_an_answer_follows_from_is_needed():
             assert len(needed) == len(asked) < len(marks)
 
 
+def test_sentences_are_as_long_as_asked_for():
+    for length in (256, 1000, 3000):
+        items = suite.TASKS["sentences"].items(1, length, words, prose)
+        read = sum(words(item.text) for item in items if item.answer is None)
+        assert length <= read <= max(length, 140) + 20, "12 facts take some 100"
+
+
 def test_sentences_ask_for_what_was_planted():
     items = list(suite.TASKS["sentences"].items(0, 3000, words, prose))
     assert items == list(suite.TASKS["sentences"].items(0, 3000, words, prose))

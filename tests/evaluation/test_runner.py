@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,29 @@ def test_a_damaged_result_is_named_and_not_believed(tmp_path: Path):
     path.write_text("{}")
     with pytest.raises(InputError, match=rf"{path.name} is no result .* remove it"):
         bench().run([cell()], tmp_path)
+
+
+def test_a_result_with_damaged_knobs_or_too_much_nesting_is_named(tmp_path: Path):
+    path = tmp_path / "a-b-1-2-0123456789ab.json"
+    [result] = bench().run([cell()], tmp_path)
+    damaged = msgspec.structs.replace(result, origin=msgspec.structs.replace(result.origin, knobs="zz"))
+    for data in (msgspec.json.encode(damaged), b'{"cell": ' + b"[" * 100_000):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=rf"{path.name} is no result .* remove it"):
+            files.read_all(tmp_path)
+
+
+def test_many_may_write_one_result_at_once(tmp_path: Path):
+    [result] = bench().run([cell()], tmp_path)
+    [path] = files.paths(tmp_path)
+
+    def write(_: int) -> bool:
+        files.write(result, path)
+        return files.read(path) == result
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(write, range(60)))
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
 def test_cells_and_origins_that_differ_have_files_that_differ():

@@ -83,6 +83,8 @@ def _answers(record: Record, facts: records.TaskFacts) -> tuple[str, ...]:
     if not given:
         raise ConfigError("`answer` is empty; expected one reference at least")
     answers = tuple(map(str, given))
+    if facts.metric == "named" and not all(map(str.strip, answers)):
+        raise ConfigError("one of `answer` is empty, which any answer would hold; expected names")
     if facts.metric in OF_NUMBERS:
         try:
             list(map(OF_NUMBERS[facts.metric], answers))

@@ -113,7 +113,7 @@ def fields_of(line: bytes) -> list[str]:
     """The names of the fields of an object of JSON. Raises ConfigError for anything else."""
     try:
         return list(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not an object of JSON: {error}") from error
 
 
@@ -122,7 +122,7 @@ def decode(line: bytes, benchmark: Benchmark) -> Any:
     found = fields_of(line)
     try:
         return msgspec.json.decode(line, type=benchmark.record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{error}; found the fields {listed(found)}, expected those of {benchmark.title}, "
                           f"at least {listed(benchmark.required)}") from error
 

@@ -58,8 +58,8 @@ def question_at(text: str, task: str) -> int:
 
 def document(record: Record, task: str) -> Document:
     """One record, one question."""
-    if not record.outputs:
-        raise ConfigError("`outputs` is empty; expected one reference at least")
+    if not record.outputs or not all(map(str.strip, record.outputs)):
+        raise ConfigError("`outputs` is empty, or one of them, which any answer would hold; expected references")
     kind, at = family(task), question_at(record.input, task)
     metric = "string_match_part" if kind == "qa" else "string_match_all"
     question = Question(record.input[at:] + record.answer_prefix, tuple(record.outputs), f"{NAME}/{metric}",
