@@ -228,6 +228,7 @@ class StreamingContext:
         """Tell the memory what it will be asked about: the text stands in front of the stream from the next grid point
         on, inside the budget, seen by all that is read behind it (Locret-Q, arXiv:2410.01805). It takes the place of
         the one before; None: no focus. It is no part of the conversation, and what was scored before keeps its score.
+        One that another replaces before the next grid point never was: a rebuild, whatever its chunks, has the last.
 
         With heads that were trained for it (`train-heads --query-aware`) units stay that matter for the query; other
         policies gain as far as the model's attention reads what it was told to look for.

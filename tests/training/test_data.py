@@ -147,6 +147,7 @@ def test_the_three_formats_say_the_same(tokenizer, tmp_path):
 @pytest.mark.parametrize("line, message", [
     (b"{", "truncated"),
     (b"[1]", "found a JSON list; expected one object"),
+    (b'{"prompt": ' + b"[" * 100_000, "depth|recursion"),
     (b'{"text": "x"}', r"found keys \['text'\]; expected"),
     (b'{"prompt": "x"}', "missing required field `answer`"),
     (b'{"prompt": 3, "answer": "x"}', "Expected `str`, got `int`"),
