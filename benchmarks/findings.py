@@ -2,9 +2,10 @@
 
     python benchmarks/findings.py --model recall-model --text books/*.txt --out findings --keep findings
 
-One table of variants for each finding: 48 facts in marker form (task "recall", 256 questions a cell) unless it says
-otherwise. Where a paper has the question at the end of its prompt, what is read ends with it, too (task
-"recall_question_last", one question a stream), at the end of a chunk, so that its tokens are among those that score.
+One table of variants for each finding: 48 facts in marker form (task "recall", 256 questions a cell) in streams of
+4,096 tokens, 48 units on the mean over the layers, unless it says otherwise. Where a paper has the question at the end
+of its prompt, what is read ends with it, too (task "recall_question_last", one question a stream), at the end of a
+chunk, so that its tokens are among those that score.
 
 Heads that a finding needs are trained into --out, all of them alike but for what the finding is about, and every cell
 is a file there: the same command goes on where it stopped. Budgets are small on purpose: where all is remembered
@@ -41,7 +42,8 @@ from recall_model.data import Writer
 from tokenizers import Tokenizer
 from train_recall_model import split_text, with_figures
 
-UNITS, LENGTH, CHUNK, SINKS, STABILIZERS, FOCUS = 128, 4096, 128, 4, 4, 6  # FOCUS: at least what a question takes
+UNITS, LENGTH, CHUNK, SINKS, STABILIZERS, FOCUS = 48, 4096, 128, 4, 4, 6  # FOCUS: at least what a question takes
+TUNED_FOR = 64  # units, by the recipe
 TRAINED = {  # heads by folder: what differs from the others, and which text they read
     "heads": ({}, "all"),
     "heads-zscore": ({"label": "zscore"}, "all"),
@@ -113,14 +115,14 @@ FINDINGS = (
     Finding("smoothing", "without the smoothing loss R.Number falls from 97.46 to 79.15 (Locret, revision)", {
         "none": locret("heads-rough"), "2.5e-3 (the paper's)": locret(), "2.5e-2": locret("heads-smooth")}),
     Finding("stabilizers", "the last n_s units of a chunk must stay; with n_s = 0 the released code protects, and so "
-            "ties, every unit, so that whatever sorting puts first stays; 256 units in every layer", {
-                **{f"n_s = {n}": locret(stabilizers=n, units=256, allocation="uniform") for n in (0, 4, 16, 32, 64)},
+            "ties, every unit, so that whatever sorting puts first stays; 96 units in every layer", {
+                **{f"n_s = {n}": locret(stabilizers=n, units=96, allocation="uniform") for n in (0, 4, 16, 32, 64)},
                 **{f"n_s = 0 as released, if of all that tie {words} stay": {
-                    "policy": policy, "stabilizers": 0, "units": 256}
+                    "policy": policy, "stabilizers": 0, "units": 96}
                    for policy, words in (("streaming_llm", "the newest"), ("random", "any"))}}),
     Finding("stabilizers and text", "recent units keep the text itself predictable: bits per byte, lower is better; "
-            "256 units in every layer", {
-                f"n_s = {n}": locret(task="text", stabilizers=n, units=256, allocation="uniform")
+            "96 units in every layer", {
+                f"n_s = {n}": locret(task="text", stabilizers=n, units=96, allocation="uniform")
                 for n in (0, 4, 16, 32, 64)}),
     Finding("head width", "the width of the heads hardly matters (Locret, appendix)", {
         "32": locret("heads-32"), "128": locret(), "512": locret("heads-512")}),
@@ -168,10 +170,10 @@ FINDINGS = (
     Finding("chunk size", "Locret is stable over chunk sizes (Locret, appendix)", {
         str(chunk): locret(chunk_size=chunk) for chunk in (32, 64, 128, 256, 512)}),
     Finding("Locret-Q", "a query in front makes query-driven tasks survive budgets that fail without (RULER: 34.33 to "
-            "75.54); 48 units; one question a stream where it is told, 16 where it is not", {
-                "not told": locret(units=48),
-                "told, heads that never saw a query": locret(units=48, focus=True),
-                "told, heads trained with it": locret("heads-query", units=48, focus=True)}),
+            "75.54); one question a stream where it is told, 16 where it is not", {
+                "not told": locret(),
+                "told, heads that never saw a query": locret(focus=True),
+                "told, heads trained with it": locret("heads-query", focus=True)}),
 )
 
 
@@ -200,7 +202,7 @@ TUNED_HERE = {ALONE: {}, MORE: {"weight": 1e4, "clip": 0.5e4}}  # so much that n
 
 def tune_here(name: str, model: torch.nn.Module, folder: Path, tokenizer: Tokenizer, books: list[Path]) -> None:
     """As the recipe tunes, but for what the name says. Kept are the first where there is no gain beyond noise."""
-    config = TuneConfig(units=UNITS // 2, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025, **TUNED_HERE[name])
+    config = TuneConfig(units=TUNED_FOR, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025, **TUNED_HERE[name])
     writer = Writer(tokenizer, text_for("all", books), "tuning")
     if name == ALONE:
         tune(model, folder, writer.examples(1024), config)

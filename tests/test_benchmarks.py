@@ -151,7 +151,8 @@ def test_findings_train_what_they_need_and_go_on_where_they_stopped(tmp_path):
         assert ("training heads on all" in done.stderr) == (run == 0)
     [row] = json.loads(done.stdout)["result"]["findings"]
     assert {label: one["units"] for label, one in row["variants"].items()} == {
-        "uniform": [128, 128], "pyramid": row["variants"]["pyramid"]["units"], "learned with the heads": [64, 192]}
+        "uniform": [48, 48], "pyramid": row["variants"]["pyramid"]["units"],
+        "learned with the recipe's heads": [24, 72]}
     assert len(list((tmp_path / "out").glob("recall-*.json"))) == 3
 
 
