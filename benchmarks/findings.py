@@ -24,13 +24,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from record import record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_stream.config import Budget, ModelShape
-from locret_stream.evaluation import markers, suite
-from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation import markers, metrics, suite
+from locret_stream.evaluation.cells import Cell, CellResult, values
 from locret_stream.evaluation.runner import Bench
 from locret_stream.evaluation.suite import Item, Lines, Measure, Task
 from locret_stream.heads import RetainingHeads
@@ -270,6 +271,24 @@ def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Ce
     return Cell(streams=streams, **given)
 
 
+def best(results: dict[str, CellResult]) -> set[str]:
+    """Of those that read the same streams the best, and all that are not worse beyond the 95 % interval of their
+    differences on these; of none that has nothing beside it."""
+    alike: dict[tuple, dict[str, np.ndarray]] = {}
+    streams = {}
+    for label, result in results.items():
+        sign = -1 if result.cell.task == "text" else 1  # bits: less is better
+        place = (result.cell.task, result.cell.length, result.cell.streams, result.cell.focus)
+        groups = [values(stream) for stream in result.streams]
+        alike.setdefault(place, {})[label], streams[place] = sign * metrics.mean_draws(groups), len(groups)
+    found = set()
+    for place, draws in alike.items():
+        first = max(draws, key=lambda label: draws[label][0])  # the first draw is the streams as they are
+        if len(draws) > 1:
+            found |= {label for label in draws if metrics.reaches(draws[label], draws[first], streams[place])}
+    return found
+
+
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
@@ -289,7 +308,7 @@ def main() -> None:
     bench = Bench(model, AutoTokenizer.from_pretrained(options.model))
     rows = []
     for one in chosen:
-        found = {}
+        found, results = {}, {}
         for label, variant in one.variants.items():
             [result] = bench.run([cell_of(variant, options, bench.shape[0])], options.out)
             found[label] = {"score": round(result.score, 4), "low": round(result.low, 4), "high": round(result.high, 4),
@@ -300,6 +319,9 @@ def main() -> None:
             print(f"{one.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]"
                   + (", as the first stage: loss {before} before and {after} after, not kept".format(**loss) if loss
                      else ""), file=sys.stderr, flush=True)
+            results[label] = result
+        for label in best(results):
+            found[label]["best"] = True
         rows.append({"finding": one.name, "claim": one.claim, "variants": found})
     origin = msgspec.to_builtins(bench.origin(""))
     record(options.keep or "findings", {"origin": origin, "findings": rows}, keep=options.keep is not None)

@@ -18,8 +18,10 @@ def parse() -> argparse.Namespace:
 
 
 def score(found: dict) -> str:
-    """With its 95 % interval; what came of a tuning that was not kept."""
+    """With its 95 % interval, bold where `findings.best` says so; what came of a tuning that was not kept."""
     text = "{score:.2f} [{low:.2f}, {high:.2f}]".format(**found)
+    if found.get("best"):
+        text = f"**{text}**"
     if "dropped" in found:
         text += " (loss {before:.3f} before, {after:.3f} after: not kept, so the same heads)".format(**found["dropped"])
     return text
