@@ -145,8 +145,8 @@ FINDINGS = (
         "learned with the recipe's heads": locret()}),
     Finding("eviction in the loop", "heads that decide what is evicted while they learn from the full cache's answers "
             "keep more in the same memory (TRIM-KV, arXiv:2512.03324, section 4); here also where a text has filled "
-            "it; 64 units", {
-                f"{words}, {length:,} tokens": locret(heads, units=64, length=length)
+            "it; 40 units", {
+                f"{words}, {length:,} tokens": locret(heads, units=40, length=length)
                 for length in (4096, 65_536) for heads, words in (
                     (UNTUNED, "first stage"), (MORE, "as many more steps of it behind a text"),
                     (ALONE, "tuned on examples"), (RECIPE, "tuned behind a text"))}),
