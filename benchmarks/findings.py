@@ -50,6 +50,8 @@ TRAINED = {  # heads by folder: what differs from the others, and which text the
     "heads-zscore": ({"label": "zscore"}, "all"),
     "heads-logit": ({"label": "logit"}, "all"),
     "heads-logit-plain": ({"label": "logit", "input_norm": False, "bias": False}, "all"),
+    **{f"heads{label}-{seed}": ({"seed": seed} | more, "all") for seed in (1, 2) for label, more in (
+        ("", {}), ("-zscore", {"label": "zscore"}), ("-logit", {"label": "logit"}))},  # how far heads differ by chance
     "heads-rough": ({"alpha": 0.0}, "all"),
     "heads-smooth": ({"alpha": 2.5e-2}, "all"),
     "heads-32": ({"width": 32}, "all"),
@@ -109,10 +111,12 @@ def question_last(seed: int, length: int, measure: Measure, lines: Lines) -> Ite
 
 
 FINDINGS = (
-    Finding("label scaling", "Locret regresses unscaled attention logits (arXiv:2410.01805, section 3.2)", {
-        "log-probabilities": locret(), "standardised logits": locret("heads-zscore"),
-        "raw logits": locret("heads-logit"),
-        "raw logits, heads without LayerNorm and biases (the paper's)": locret("heads-logit-plain")}),
+    Finding("label scaling", "Locret regresses unscaled attention logits (arXiv:2410.01805, section 3.2); each of three "
+            "seeds of the heads", {
+                **{f"{words}{f', seed {seed[1:]}' * bool(seed)}": locret(f"heads{label}{seed}")
+                   for label, words in (("", "log-probabilities"), ("-zscore", "standardised logits"),
+                                        ("-logit", "raw logits")) for seed in ("", "-1", "-2")},
+                "raw logits, heads without LayerNorm and biases (the paper's)": locret("heads-logit-plain")}),
     Finding("smoothing", "without the smoothing loss R.Number falls from 97.46 to 79.15 (Locret, revision)", {
         "none": locret("heads-rough"), "2.5e-3 (the paper's)": locret(), "2.5e-2": locret("heads-smooth")}),
     Finding("stabilizers", "the last n_s units of a chunk must stay; with n_s = 0 the released code protects, and so "
