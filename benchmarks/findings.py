@@ -111,8 +111,8 @@ def question_last(seed: int, length: int, measure: Measure, lines: Lines) -> Ite
 
 
 FINDINGS = (
-    Finding("label scaling", "Locret regresses unscaled attention logits (arXiv:2410.01805, section 3.2); each of three "
-            "seeds of the heads", {
+    Finding("label scaling", "Locret regresses unscaled attention logits (arXiv:2410.01805, section 3.2); each "
+            "with three seeds of the heads", {
                 **{f"{words}{f', seed {seed[1:]}' * bool(seed)}": locret(f"heads{label}{seed}")
                    for label, words in (("", "log-probabilities"), ("-zscore", "standardised logits"),
                                         ("-logit", "raw logits")) for seed in ("", "-1", "-2")},
