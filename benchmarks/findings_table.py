@@ -1,4 +1,4 @@
-"""README's table of the kept findings but for its last column, the verdicts, which are written by hand:
+"""Kept findings as tables, in benchmarks/results/NAME.md:
 
     python benchmarks/findings_table.py findings
 """
@@ -17,26 +17,43 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def score(found: dict) -> str:
-    """With its 95 % interval, bold where `findings.best` says so; what came of a tuning that was not kept."""
-    text = "{score:.2f} [{low:.2f}, {high:.2f}]".format(**found)
-    if found.get("best"):
-        text = f"**{text}**"
-    if "dropped" in found:
-        text += " (loss {before:.3f} before, {after:.3f} after: not kept, so the same heads)".format(**found["dropped"])
-    return text
+def section(one: dict) -> list[str]:
+    """What a paper says, and a row for each variant; bold what `findings.best` names."""
+    lines = [f"## {one['finding'].capitalize()}", "", f"{one['claim']}.", "", "| variant | score | units |",
+             "|---|---|---|"]
+    for label, found in one["variants"].items():
+        text = "{score:.3f} [{low:.3f}, {high:.3f}]".format(**found)
+        if found.get("best"):
+            text = f"**{text}**"
+        if "dropped" in found:
+            label += " (loss {before:.3f} before, {after:.3f} after: not kept, so the same heads)".format(
+                **found["dropped"])
+        lines.append(f"| {label} | {text} | {' '.join(map(str, found['units']))} |")
+    if "scored_above" in one:
+        lines += ["", "Share of a stream's units that score above the value of the fact that is asked about, layer by "
+                  "layer (median; 0: it is on top): "
+                  + "; ".join(f"{words} {' '.join(f'{share:.2f}' for share in shares)}" for words, shares in
+                              one["scored_above"].items())
+                  + ". \"told\" and \"not told\": by heads trained with a query in front, with and without it there; "
+                  "\"attention\": by what the answer attends to."]
+    return [*lines, ""]
 
 
-def rows(kept: dict) -> list[str]:
-    """In Markdown, a row for each finding: its name, what the paper says, and the variants."""
-    return [f"| {one['finding']} | {one['claim']} | "
-            + "; ".join(f"{label}: {score(found)}" for label, found in one["variants"].items()) + " |"
-            for one in kept["result"]["findings"]]
+def markdown(kept: dict) -> str:
+    """The whole, ending in a newline."""
+    head = [
+        "# What the papers found, tried here", "",
+        f"`{kept['command']}`, commit {kept['commit']}, {kept['hardware']}, {kept['date']}.", "",
+        "Scores are shares of questions answered exactly right, with 95 % intervals (bootstrap over streams, at least "
+        "Wilson's); of text bits per byte, where less is better. Bold: the best of a finding, and all that are not "
+        "worse beyond the 95 % interval of their differences on the same streams. Units: per KV head, layer by layer. "
+        "What intervals do not cover is the chance in training heads: see the seeds under the first finding.", ""]
+    return "\n".join(head + [line for one in kept["result"]["findings"] for line in section(one)]).rstrip() + "\n"
 
 
 def main() -> None:
-    options = parse()
-    print("\n".join(rows(json.loads((RESULTS / f"{options.name}.json").read_bytes()))))
+    name = parse().name
+    (RESULTS / f"{name}.md").write_text(markdown(json.loads((RESULTS / f"{name}.json").read_bytes())))
 
 
 if __name__ == "__main__":
