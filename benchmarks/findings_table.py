@@ -19,7 +19,8 @@ def parse() -> argparse.Namespace:
 
 def section(one: dict) -> list[str]:
     """What a paper says, and a row for each variant; bold what `findings.best` names."""
-    lines = [f"## {one['finding'].capitalize()}", "", f"{one['claim']}.", "", "| variant | score | units |",
+    name, claim = (words[0].upper() + words[1:] for words in (one["finding"], one["claim"]))
+    lines = [f"## {name}", "", f"{claim}.", "", "| variant | score | units |",
              "|---|---|---|"]
     for label, found in one["variants"].items():
         text = "{score:.3f} [{low:.3f}, {high:.3f}]".format(**found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -198,6 +199,25 @@ def test_readme_shows_what_was_kept(monkeypatch):
     import side_by_side
     [report] = json.loads((side_by_side.RESULTS / "policies" / "report.json").read_bytes())["reports"]
     assert f"\n\n{side_by_side.table(report, 4096, 128)}\n\n" in (ROOT / "README.md").read_text()
+
+
+def test_readme_has_a_line_for_every_finding_that_was_kept(monkeypatch):
+    """With its figures: what stands behind its name are scores of that finding."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import findings
+    import findings_table
+    kept = json.loads((findings_table.RESULTS / "findings.json").read_bytes())
+    assert [one["finding"] for one in kept["result"]["findings"]] == [one.name for one in findings.FINDINGS]
+    assert (findings_table.RESULTS / "findings.md").read_text() == findings_table.markdown(kept)
+    text = (ROOT / "README.md").read_text().partition("## What the papers found")[2].partition("\n## ")[0]
+    text = " ".join(text.split())
+    for one, formal in zip(kept["result"]["findings"], findings.FINDINGS, strict=True):
+        assert list(one["variants"]) == list(formal.variants)
+        _, name, behind = text.partition(f"**{one['finding']}**")
+        assert name, f"no line on {one['finding']}"
+        told = set(re.findall(r"\d\.\d\d", behind.partition("**")[0]))
+        there = {f"{found['score']:.2f}" for found in one["variants"].values()}
+        assert told and told <= there, (one["finding"], told - there)
 
 
 def make_dir(path: Path) -> Path:
