@@ -2,11 +2,11 @@
 
     python benchmarks/keep_report.py results-of-eval --name policies --model recall-model --by "benchmarks/policies.sh"
 
-The report, its plots and the cells with every answer (cells.tar.xz: unpacked, `locret-stream eval --out FOLDER
---report-only` makes the report again, and the command that ran them goes on with what is missing) go to
-benchmarks/results/NAME/; NAME.json holds the means of every table, the digests that the cells are bound to, how the
-model was trained, and the circumstances in which it is kept: cells do not know their own, so keep it where they ran,
-and say at which commit.
+The report, its plots and the cells with every answer (cells.tar.xz: unpacked into a folder of its own, `locret-stream
+eval --out FOLDER --report-only --plots` makes the report again, and the command that ran them goes on with what is
+missing) go to benchmarks/results/NAME/, in the place of what was kept under that name; NAME.json holds the means of
+every table, the digests that the cells are bound to, how the model was trained, and the circumstances in which it is
+kept: cells do not know their own, so keep it where they ran, and say at which commit.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def means(report: dict) -> list[dict]:
                        for row in table["rows"]}} for table in report["tables"]]
 
 
-def pack(out: Path, archive: Path) -> None:
-    """The cells of `out` under their names alone: the same bytes for the same cells."""
+def pack(paths: list[Path], archive: Path) -> None:
+    """The files under their names alone: the same bytes for the same files."""
     with tarfile.open(archive, "w:xz", preset=9) as packed:
-        for path in cells.paths(out):
+        for path in paths:
             told = tarfile.TarInfo(path.name)
             told.size = path.stat().st_size
             with path.open("rb") as read:
@@ -53,15 +53,24 @@ def main() -> None:
     options = parse()
     if not options.name.isidentifier():
         raise SystemExit(f"--name is {options.name!r}; expected letters, digits and _")
+    for needed in [options.out / "report.json", options.out / "report.md",
+                   *([options.model / "training.json"] if options.model else [])]:
+        if not needed.is_file():
+            raise SystemExit(f"there is no {needed}; expected what `locret-stream eval --out` and the recipe write")
+    folder = RESULTS / options.name
+    if options.out.resolve() == folder.resolve():
+        raise SystemExit(f"{options.out} is what is kept already; expected another folder")
     trained = json.loads((options.model / "training.json").read_bytes()) if options.model else None
     reports = json.loads((options.out / "report.json").read_bytes())["reports"]
-    folder = RESULTS / options.name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    made = RESULTS / f"{options.name}.part"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
     for path in [options.out / "report.md", *sorted(options.out.glob("*.png"))]:
-        shutil.copy(path, folder)
-    pack(options.out, folder / "cells.tar.xz")
-    (folder / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
+        shutil.copy(path, made)
+    pack([*cells.paths(options.out), *sorted(options.out.glob("maps-*.json"))], made / "cells.tar.xz")
+    (made / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)  # once there is another one
+    made.rename(folder)
     record(options.name, {"by": options.by, "cells_at": options.cells_at, "model": trained,
                           "origins": [one["origin"] for one in reports],
                           "tables": [table for one in reports for table in means(one)]}, keep=True)

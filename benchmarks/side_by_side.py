@@ -1,5 +1,5 @@
 """README's table of a kept evaluation: one length and budget, scores alone, best mean first, and of a policy that was
-run in several ways the one with the best mean.
+run in several ways the one with the best mean. Means over some of the tasks alone say so, and stand behind the others.
 
     python benchmarks/side_by_side.py policies --length 4096 --units 128
 """
@@ -37,11 +37,15 @@ def table(report: dict, length: int, units: int) -> str:
                      + " | ".join(full) + " |")
     bounded = [row for row in found["rows"] if not row["variant"]["everything"]]
     there = set[str]()
-    for row in sorted(bounded, key=lambda row: -(row["mean"]["value"] if row["mean"] else 0.0)):
+    ranks = [((row["mean"] or {"tasks": 0})["tasks"], (row["mean"] or {"value": 0.0})["value"]) for row in bounded]
+    most = max((tasks for tasks, _ in ranks), default=0)
+    for row, _ in sorted(zip(bounded, ranks, strict=True), key=lambda ranked: ranked[1], reverse=True):
         if row["variant"]["policy"] in there:
             continue
         there.add(row["variant"]["policy"])
         mean = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**row["mean"]) if row["mean"] else "–"
+        if row["mean"] and row["mean"]["tasks"] < most:
+            mean += f" ({row['mean']['tasks']} of {most} tasks)"
         scores = [f"{row['cells'][task]['score']['value']:.2f}" if task in row["cells"] else "–" for task in tasks]
         lines.append(f"| {row['label']} | {mean} | " + " | ".join(scores) + " |")
     return "\n".join(lines)
@@ -49,8 +53,13 @@ def table(report: dict, length: int, units: int) -> str:
 
 def main() -> None:
     options = parse()
-    [report] = json.loads((RESULTS / options.name / "report.json").read_bytes())["reports"]
-    print(table(report, options.length, options.units))
+    path = RESULTS / options.name / "report.json"
+    if not path.is_file():
+        raise SystemExit(f"there is no {path}; expected a name that keep_report.py was given")
+    reports = json.loads(path.read_bytes())["reports"]
+    if len(reports) != 1:
+        raise SystemExit(f"{path} holds {len(reports)} reports; expected that of one model and text")
+    print(table(reports[0], options.length, options.units))
 
 
 if __name__ == "__main__":

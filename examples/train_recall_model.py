@@ -221,6 +221,7 @@ class Run:
 
 HEADS = {"heads": {}, "heads-hidden": {"features": "hidden"},
          "heads-retention": {"output": "retention", "features": "hidden"}}  # of locret, kvzap and trimkv
+LABEL = "logprob"  # of the heads that are kept in benchmarks/models; "zscore", the default, has proved better since
 
 
 def divide(model: LlamaForCausalLM, heads: Path, examples: list[Example], division: AllocationConfig,
@@ -253,8 +254,9 @@ def train_all_heads(arguments: argparse.Namespace, tokenizer: Tokenizer, text: s
     text, unseen = with_figures(text, f"heads {arguments.seed}"), with_figures(unseen, f"held out {arguments.seed}")
     model = LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
     for name, more in HEADS.items():
-        config = TrainConfig(**{"steps": arguments.heads_steps, "width": 128, "input_norm": True, "bias": True,
-                                "batch": 4, "lr": 2e-3, "warmup": 0.1, "max_tokens": STAGES[-1] + 1} | more)
+        config = TrainConfig(**{"label": LABEL, "steps": arguments.heads_steps, "width": 128,
+                                "input_norm": True, "bias": True, "batch": 4, "lr": 2e-3, "warmup": 0.1,
+                                "max_tokens": STAGES[-1] + 1} | more)
         examples = Writer(tokenizer, text, f"heads {arguments.seed}").examples(STAGES[-1])
         result = train_heads(model, examples, arguments.out / name, config)
         print(f"{name}: top-10 % overlap {result.overlap_before:.3f} before, {result.overlap:.3f} after", flush=True)

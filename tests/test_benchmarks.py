@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -19,9 +20,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from locret_stream.cli import eval as cli_eval
 from locret_stream.evaluation import plan, plots, suite
 from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation.report import report_of
 from locret_stream.evaluation.runner import ORACLES
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.policies import POLICIES
+from tests.evaluation.results import result
 from tests.test_cli import invoke
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,6 +183,13 @@ def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch, capsys):
     assert code == 0, err
     for name in "report.md", "report.json":
         assert (tmp_path / "again" / name).read_text() == (out / name).read_text()
+    (make_dir(tmp_path / "half") / "report.json").write_text("{}")
+    for wrong, why in ((kept / "some", "is what is kept already"), (tmp_path / "half", r"there is no .*report\.md")):
+        monkeypatch.setattr(sys, "argv", ["keep_report.py", str(wrong), "--name", "some", "--by", "another"])
+        with pytest.raises(SystemExit, match=why):
+            keep_report.main()
+        assert (kept / "some" / "cells.tar.xz").read_bytes() == packed[0], "nothing is lost by a mistake"
+    assert not (kept / "some.part").exists()
     whole = json.loads((kept / "some.json").read_text())["result"]
     monkeypatch.setattr("side_by_side.RESULTS", kept)
     monkeypatch.setattr(sys, "argv", ["side_by_side.py", "some", "--length", "512", "--units", "128"])
@@ -191,7 +201,21 @@ def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["side_by_side.py", "some", "--length", "1", "--units", "128"])
     with pytest.raises(SystemExit, match="no table of 1 tokens and 128 units; expected one of 512 and 128"):
         side_by_side.main()
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py", "other", "--length", "512", "--units", "128"])
+    with pytest.raises(SystemExit, match=r"there is no .*other"):
+        side_by_side.main()
     assert whole["by"] == "a command" and set(whole["tables"][0]["means"]) == {"streaming_llm", "random"}
+
+
+def test_a_mean_over_fewer_tasks_says_so_and_stands_behind(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import side_by_side
+    found = [result("full", [4, 4]), result("full", [4, 4], task="decoys"), result("locret", [3, 3]),
+             result("locret", [3, 3], task="decoys"), result("random", [4, 4]), result("random", [2, 2], sinks=1)]
+    report = json.loads(msgspec.json.encode(report_of(found)))
+    *_, first, second = side_by_side.table(report, 1000, 64).splitlines()
+    assert first.startswith("| locret | 0.75 [") and "tasks" not in first
+    assert second.startswith("| random") and "] (1 of 2 tasks) | " in second and second.count("1.00") == 4
 
 
 def test_readme_shows_what_was_kept(monkeypatch):

@@ -315,6 +315,8 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
     assert "expected a longer text" in mistake(*train, *units, "--allocate", "--background", log)
     assert "seed is 99999999999999; expected a whole number, 0 to" in mistake(*train, "--seed", 99999999999999)
     assert not heads.exists(), "told before anything is trained"
+    code, out, err = invoke(*scores, "--out", tmp_path / "comparable", "--json")
+    assert code == 0 and json.loads((tmp_path / "comparable" / "heads.json").read_text())["label"] == "logprob", err
     code, out, err = invoke(*train, *units, "--allocate", "--allocate-examples", 4, "--json")
     assert code == 0, err
     found = json.loads(out)

@@ -44,7 +44,7 @@ Examples:
 
 \b
   locret-stream eval --out results
-  # all tasks in marker form, three budgets, curves
+  # all tasks in marker form, two budgets, curves
   locret-stream eval --model ./recall --heads ./recall/heads --task markers --length 1024 --length 16384 \
 --budget 128 --budget 256 --chunk-size 128 --out results --plots
   # several policies, and how the budget is divided among the layers
@@ -329,8 +329,8 @@ def run_all(axes: Axes, documents: list[FileTask], model: str, options: dict[str
     bench = Bench(*load(model, **options), text, documents)
     cells, found["skipped"] = plan.checked(cells, bench)
     if not cells:
-        raise ConfigError(f"no cell can run: {'; '.join(found['skipped'])}; expected shorter streams, or a policy with "
-                          "a budget")
+        raise ConfigError(f"no cell can run: {'; '.join(found['skipped'])}; expected another policy or "
+                          "task, or, for full, shorter streams")
     found["documents"] = {one.path: told_of(one) for one in documents}
     for reason, count in found["skipped"].items():
         err.print(f"skipped: {reason} ({counted(count, 'cell')})", soft_wrap=True)

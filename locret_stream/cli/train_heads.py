@@ -81,7 +81,10 @@ def train_heads(
     model: Model,
     data: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSONL of prompts and answers.")],
     to: Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for the heads and the state of the run.")],
-    label: Annotated[str, typer.Option(help="What the heads learn: logprob, zscore or logit.")] = "logprob",
+    label: Annotated[str | None, typer.Option(
+        show_default="zscore, or logprob for retention and --allocate-by scores", help=(
+            "What the heads learn: attention logits, standardised (zscore) or as they are (logit), or "
+            "log-probabilities (logprob)."))] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 3000,
     batch: Annotated[int, typer.Option(help="Examples per step.")] = 1,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-4,
@@ -143,6 +146,8 @@ def train_heads(
                             + (f", without {begun_anew}," if begun_anew else "") + " goes on from there")):
         from locret_stream import models, training
 
+        if label is None and allocate_by == "scores":
+            label = "logprob"  # what it compares
         config = training.TrainConfig(
             label=label, steps=steps, batch=batch, lr=lr, width=width, features=features, output=output,
             horizon=4096 if horizon is None else horizon, input_norm=input_norm, bias=bias,

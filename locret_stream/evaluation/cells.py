@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -124,15 +125,30 @@ def _digest(what: Any, size: int) -> str:
 
 
 def read(path: Path) -> CellResult:
-    """Raises InputError: not a cell's file."""
+    """Raises InputError: not a cell's file, or that of another cell, or its score is not that of its streams."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=CellResult)
         if result.origin.knobs:
             msgspec.json.decode(result.origin.knobs, type=dict[str, float | int | str | bool])
+        _expect_whole(result, path.name)
         return result
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InputError(f"{path} is no result of an evaluation: {error}; expected a file that `locret-stream eval` "
-                         "wrote; remove it to run that cell again") from error
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise InputError(f"{path} is no result of an evaluation: {error}; expected a file as `locret-stream eval` "
+                         "wrote it; remove it to run that cell again") from error
+
+
+def _expect_whole(result: CellResult, name: str) -> None:
+    """Raises ValueError: a copy under another cell's name, or what does not add up."""
+    known, seeds = name_of(result.cell, result.origin), [stream.seed for stream in result.streams]
+    if name != known:
+        raise ValueError(f"what it holds belongs into {known}")
+    first = result.cell.first_seed
+    if not seeds or seeds != list(range(first, first + result.cell.streams)):
+        raise ValueError(f"its cell has {result.cell.streams} streams from {first} on, and it holds {seeds}")
+    found = [value for stream in result.streams for value in values(stream)]
+    if len(found) != result.questions or not math.isclose(result.score, sum(found) / max(1, len(found)), abs_tol=1e-9):
+        raise ValueError(f"its score is {result.score:g} of {result.questions} questions, and its streams have "
+                         f"{sum(found) / max(1, len(found)):g} of {len(found)}")
 
 
 def paths(folder: Path) -> list[Path]:

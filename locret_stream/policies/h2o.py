@@ -15,7 +15,8 @@ class H2O(Policy):
     Args:
         recent: share of every layer's budget that always goes to the last units (the paper: one half).
 
-    Deviations: rows are the queries of committed chunks only, so that the state depends on the tokens alone.
+    Deviations: one eviction per chunk in place of one per token; rows are the queries of committed chunks only, so that
+    the state depends on the tokens alone.
     """
 
     name = "h2o"

@@ -12,7 +12,7 @@ class Locret(Policy):
     """Score = the head's output on [q; k; v] before RoPE; static, per KV head.
 
     Deviations from the released code: sinks; stabilizers at every eviction, the last one included; eviction goes on
-    during decoding.
+    during decoding. Heads that `train-heads` makes learn standardised logits, the paper's raw ones (`--label logit`).
     """
 
     name = "locret"

@@ -32,7 +32,8 @@ class NaCl(Policy):
     Deviations: an input is a chunk, so there is one eviction per grid point, answers included, in place of one for a
     prompt; heads that share keys share their score (the mean); the proxies take places of the C_p, where the paper's
     algorithm 1 has them beside these, as the budget is fixed: when there are as many, no other unit stays by score, and
-    when there are more, the newest of them stay. So keep proxies * chunk_size well below the budget.
+    when there are more, the newest of them stay. So keep proxies * chunk_size well below C_p, which is
+    1 - random of what competes.
     With "fresh" a unit that the proxies do not see survives each grid point by luck alone, so its chance falls
     geometrically with the length of the stream: "reservoir" is meant for streams.
     """

@@ -9,7 +9,7 @@ import msgspec
 
 from locret_stream.errors import ConfigError
 
-LABELS = ("logprob", "zscore", "logit")
+LABELS = ("zscore", "logit", "logprob")
 FEATURES, OUTPUTS = ("qkv", "hidden"), ("score", "retention")
 RULES = ("loss", "scores")
 FULL, EVEN, DIVIDED = "full", "even", "divided"
@@ -22,8 +22,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How retaining heads are trained; the defaults are the paper's (arXiv:2410.01805), but for the label.
 
     Args:
-        label: "logprob" (log of the largest softmax probability + eps), "zscore" (the largest pre-softmax logit,
-            standardised per layer and head) or "logit" (that, as it is: the paper's, but for two things, see `labels`).
+        label: "zscore" (the largest pre-softmax logit, standardised per layer and head), "logit" (that, as it is: the
+            paper's, but for two things, see `labels`) or "logprob" (log of the largest softmax probability + eps).
+            None: "zscore", with which heads keep most (benchmarks/findings.py), and "logprob" for output "retention".
         steps: optimiser steps; batch: examples per step, of any lengths (equal lengths share one forward).
         lr, betas, weight_decay: of AdamW. warmup: share of the steps with rising lr, then linear to 0.
         clip: largest magnitude of one gradient element; alpha: weight of the smoothing loss.
@@ -47,7 +48,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         ConfigError: naming the value and what was expected.
     """
 
-    label: str = "logprob"
+    label: str | None = None
     steps: int = 3000
     batch: int = 1
     lr: float = 5e-4
@@ -76,6 +77,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check = _checking(self, "train")
+        if self.label is None:  # what is written down names it
+            msgspec.structs.force_setattr(self, "label", "logprob" if self.output == "retention" else "zscore")
         check("label", self.label in LABELS, f"one of {', '.join(LABELS)}")
         check("features", self.features in FEATURES, f"one of {', '.join(FEATURES)}")
         check("output", self.output in OUTPUTS, f"one of {', '.join(OUTPUTS)}")

@@ -322,7 +322,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, name: str, line: byte
 def test_a_file_that_tells_too_little_is_refused_at_once(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"there is no file .*nowhere\.jsonl"):
         load(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match="is a folder; expected one of its files"):
         load(tmp_path, "longbench")
     with pytest.raises(ConfigError, match="holds no record"):
         load(write(tmp_path, "empty.jsonl", b"", b" "))

@@ -74,13 +74,32 @@ def test_a_damaged_result_is_named_and_not_believed(tmp_path: Path):
 
 
 def test_a_result_with_damaged_knobs_or_too_much_nesting_is_named(tmp_path: Path):
-    path = tmp_path / "a-b-1-2-0123456789ab.json"
     [result] = bench().run([cell()], tmp_path)
+    [path] = files.paths(tmp_path)
     damaged = msgspec.structs.replace(result, origin=msgspec.structs.replace(result.origin, knobs="zz"))
-    for data in (msgspec.json.encode(damaged), b'{"cell": ' + b"[" * 100_000):
+    for data, why in ((msgspec.json.encode(damaged), "malformed"), (b'{"else": ' + b"[" * 100_000, "recursion")):
         path.write_bytes(data)
-        with pytest.raises(InputError, match=rf"{path.name} is no result .* remove it"):
+        with pytest.raises(InputError, match=rf"{path.name} is no result .*{why}.* remove it"):
             files.read_all(tmp_path)
+
+
+def test_a_result_that_is_not_its_cells_is_not_believed(tmp_path: Path):
+    one, other = bench().run([cell(), cell(units=48)], tmp_path)
+    path = tmp_path / files.name_of(one.cell, one.origin)
+    wrong = {
+        f"belongs into {files.name_of(other.cell, other.origin)}": other,
+        "its cell has 2 streams from 0 on, and it holds \\[\\]": msgspec.structs.replace(one, streams=[]),
+        "its cell has 2 streams from 0 on, and it holds \\[0\\]": msgspec.structs.replace(one, streams=one.streams[:1]),
+        "its score is 0.99 of": msgspec.structs.replace(one, score=0.99),
+        "of 1 questions, and its streams have": msgspec.structs.replace(one, questions=1),
+    }
+    for why, result in wrong.items():
+        files.write(result, path)
+        for read in (lambda: files.read_all(tmp_path), lambda: bench().run([cell()], tmp_path)):
+            with pytest.raises(InputError, match=rf"{path.name} is no result .*{why}.* remove it"):
+                read()
+    files.write(one, path)
+    assert one in files.read_all(tmp_path) and bench().run([cell()], tmp_path) == [one]
 
 
 def test_many_may_write_one_result_at_once(tmp_path: Path):

@@ -19,7 +19,7 @@ from locret_stream import models
 from locret_stream.errors import ConfigError, HeadsMismatch, InputError, InvalidTokens, ModelError
 from locret_stream.heads import RetainingHeads
 from locret_stream.training import Example, TrainConfig, allocate, train_heads, tune
-from locret_stream.training.checkpoint import CHECKPOINT, METRICS
+from locret_stream.training.checkpoint import CHECKPOINT, METRICS, RUN
 from locret_stream.training.labels import visit_layers
 from locret_stream.training.loop import evaluate_heads
 from locret_stream.training.source import Source
@@ -91,11 +91,11 @@ def test_alpha_smooths_and_clip_bounds_every_gradient(model, tmp_path, monkeypat
 @pytest.mark.parametrize("more", [dict(bias=True), dict(output="retention", horizon=50)])
 def test_bias_starts_at_the_mean_label(model, tmp_path, more):
     examples = make_examples(2)
-    config = msgspec.structs.replace(QUICK, steps=1, lr=1e-9, **more)
+    config = msgspec.structs.replace(QUICK, steps=1, lr=1e-9, label="logprob", **more)
     train_heads(model, examples[:1], tmp_path, config, held_out=examples[1:])
     attachment, means = models.attach(model), {}
     visit_layers(attachment, attachment.tables(64), examples[:1], lambda call, labels, valid: means.update(
-        {call.layer: labels[0].mean(1)}), kind="logprob")
+        {call.layer: labels[0].mean(1)}), kind=config.label)
     models.detach(model)
     heads = RetainingHeads.load(tmp_path)
     for layer, mean in means.items():
@@ -433,6 +433,15 @@ def test_what_cannot_work_is_refused(model, tmp_path):
 def test_configs_check_themselves(name, value):
     with pytest.raises(ConfigError, match=f"train: {name} is .*; expected "):
         TrainConfig(**{name: value})
+
+
+def test_labels_are_standardised_unless_a_rate_is_what_is_learnt(model, tmp_path):
+    assert TrainConfig().label == "zscore" and TrainConfig(output="retention").label == "logprob"
+    with pytest.raises(ConfigError, match="label is 'zscore'; expected 'logprob' for heads of output 'retention'"):
+        TrainConfig(output="retention", label="zscore")
+    train_heads(model, make_examples(8), tmp_path, msgspec.structs.replace(QUICK, steps=1))
+    assert RetainingHeads.load(tmp_path).config.label == "zscore"
+    assert json.loads((tmp_path / RUN).read_bytes())["config"]["label"] == "zscore"
 
 
 def test_the_rate_rises_for_two_thirds_and_falls_to_zero():

@@ -90,7 +90,9 @@ def score(question: Question, found: str) -> float:
 
 def _check(path: Path) -> None:
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}; expected one of {listed(o.title for o in BENCHMARKS.values())}")
+        raise ConfigError(f"{path} is a folder; expected one of its files" if path.is_dir() else
+                          f"there is no file {path}; expected one of the benchmarks "
+                          f"{listed(o.title for o in BENCHMARKS.values())}")
 
 
 def _task_of(path: Path, kind: Benchmark) -> str:
