@@ -108,8 +108,10 @@ _NAME = re.compile(r".+-\w+-(\d+|all)-\d+-[0-9a-f]{12}\.json")  # what `name_of`
 
 
 def name_of(cell: Cell, origin: Origin) -> str:
-    """Its file's name: readable, and another one for any other cell or origin."""
-    digest = _digest((msgspec.structs.replace(cell, heads="", file=""), origin), 6)
+    """Its file's name: readable, and another one for any other cell or origin. Shares are taken as they come back from
+    a file, whole numbers as floats."""
+    shares = cell.allocation if isinstance(cell.allocation, str) else tuple(map(float, cell.allocation))
+    digest = _digest((msgspec.structs.replace(cell, heads="", file="", allocation=shares), origin), 6)
     task = re.sub(r"[^\w.-]+", "_", cell.task).strip("_")
     return f"{task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
 

@@ -102,6 +102,12 @@ def test_a_result_that_is_not_its_cells_is_not_believed(tmp_path: Path):
     assert one in files.read_all(tmp_path) and bench().run([cell()], tmp_path) == [one]
 
 
+def test_shares_in_whole_numbers_are_those_in_floats(tmp_path: Path):
+    [result] = bench().run([cell(allocation=(1, 3))], tmp_path)
+    assert result.budgets == (32, 96) and bench().run([cell(allocation=(1.0, 3.0))], tmp_path) == [result]
+    assert files.read_all(tmp_path) == [result] and bench().run([cell(allocation=(1, 3))], tmp_path) == [result]
+
+
 def test_many_may_write_one_result_at_once(tmp_path: Path):
     [result] = bench().run([cell()], tmp_path)
     [path] = files.paths(tmp_path)
