@@ -26,13 +26,36 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from record import record
+from keep_report import pack
+from papers import (
+    ALONE,
+    CHUNK,
+    COPIES,
+    FINDINGS,
+    FIRST,
+    FOCUS,
+    HEEDING,
+    LAST,
+    LENGTH,
+    MORE,
+    OWN,
+    RECIPE,
+    SHORT,
+    SINKS,
+    STABILIZERS,
+    STANDARDISED,
+    TRAINED,
+    TUNED_FOR,
+    UNITS,
+)
+from record import RESULTS, record
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_stream.config import Budget, ModelShape
+from locret_stream.errors import LocretError
 from locret_stream.evaluation import markers, metrics, suite
-from locret_stream.evaluation.cells import Cell, CellResult, values
+from locret_stream.evaluation.cells import Cell, CellResult, name_of, values
 from locret_stream.evaluation.runner import Bench
 from locret_stream.evaluation.suite import Item, Lines, Measure, Task
 from locret_stream.heads import RetainingHeads
@@ -44,56 +67,7 @@ from locret_stream.training.tuning import forget_tuning
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from recall_model.data import Writer
 from tokenizers import Tokenizer
-from train_recall_model import split_text, with_figures
-
-UNITS, LENGTH, CHUNK, SINKS, STABILIZERS, FOCUS = 48, 4096, 128, 4, 4, 6  # FOCUS: at least what a question takes
-TUNED_FOR = 64  # units, by the recipe
-TRAINED = {  # heads by folder: what differs from the others, and which text they read
-    "heads": ({}, "all"),
-    "heads-zscore": ({"label": "zscore"}, "all"),
-    "heads-logit": ({"label": "logit"}, "all"),
-    "heads-logit-plain": ({"label": "logit", "input_norm": False, "bias": False}, "all"),
-    **{f"heads{label}-{seed}": ({"seed": seed} | more, "all") for seed in (1, 2) for label, more in (
-        ("", {}), ("-zscore", {"label": "zscore"}), ("-logit", {"label": "logit"}))},  # how far heads differ by chance
-    "heads-rough": ({"alpha": 0.0}, "all"),
-    "heads-smooth": ({"alpha": 2.5e-2}, "all"),
-    "heads-32": ({"width": 32}, "all"),
-    "heads-512": ({"width": 512}, "all"),
-    "heads-books": ({}, "books"),
-    "heads-code": ({}, "code"),
-    "heads-plain-text": ({}, "books and code"),
-    "heads-query": ({"query_tokens": 4}, "all"),
-}
-
-
-RECIPE, FADING = "recipe", "recipe-retention"  # the recipe's own heads, of locret and of trimkv
-OWN = {RECIPE: "heads", FADING: "heads-retention"}
-UNTUNED, ALONE, MORE, UNFADED = "recipe-untuned", "recipe-alone", "recipe-more", "recipe-retention-untuned"
-COPIES = {UNTUNED: RECIPE, ALONE: RECIPE, MORE: RECIPE, UNFADED: FADING}
-"""As they were before their second stage; alone: tuned on examples that begin in an empty memory; more: given as many
-steps behind a text, in which what eviction does to answers counts for nothing."""
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """What a paper says, and the variants that show it: label -> settings of a `Cell`."""
-
-    name: str
-    claim: str
-    variants: dict[str, dict]
-
-
-def locret(heads: str = "heads", **more: object) -> dict:
-    return {"policy": "locret", "heads": heads, "allocation": "main", **more}
-
-
-SHORT = {"length": 896, "units": 256}  # that fits the window in one chunk
-ROOMY = SHORT | {"units": 512}  # with fewer nothing is left to compare where nobody is told a question
-LAST = SHORT | {"task": "recall_question_last"}
-
-
-def nacl(where: dict, **knobs: float | str) -> dict:
-    """Proxies that leave room for others in 128 units."""
-    return {"policy": "nacl", "knobs": {"proxies": 0.05} | knobs, **where}
+from train_recall_model import LABEL, split_text, with_figures
 
 
 def question_last(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
@@ -113,78 +87,6 @@ def question_last(seed: int, length: int, measure: Measure, lines: Lines) -> Ite
     yield Item(end, question.answer)
 
 
-FINDINGS = (
-    Finding("label scaling", "Locret regresses unscaled attention logits (arXiv:2410.01805, section 3.2); each "
-            "with three seeds of the heads", {
-                **{f"{words}{f', seed {seed[1:]}' * bool(seed)}": locret(f"heads{label}{seed}")
-                   for label, words in (("", "log-probabilities"), ("-zscore", "standardised logits"),
-                                        ("-logit", "raw logits")) for seed in ("", "-1", "-2")},
-                "raw logits, heads without LayerNorm and biases (the paper's)": locret("heads-logit-plain")}),
-    Finding("smoothing", "without the smoothing loss R.Number falls from 97.46 to 79.15 (Locret, revision)", {
-        "none": locret("heads-rough"), "2.5e-3 (the paper's)": locret(), "2.5e-2": locret("heads-smooth")}),
-    Finding("stabilizers", "the last n_s units of a chunk must stay; with n_s = 0 the released code protects, and so "
-            "ties, every unit, so that whatever sorting puts first stays; 96 units in every layer", {
-                **{f"n_s = {n}": locret(stabilizers=n, units=96, allocation="uniform") for n in (0, 4, 16, 32, 64)},
-                **{f"n_s = 0 as released, if of all that tie {words} stay": {
-                    "policy": policy, "stabilizers": 0, "units": 96}
-                   for policy, words in (("streaming_llm", "the newest"), ("random", "any"))}}),
-    Finding("stabilizers and text", "recent units keep the text itself predictable: bits per byte, lower is better; "
-            "96 units in every layer", {
-                f"n_s = {n}": locret(task="text", stabilizers=n, units=96, allocation="uniform")
-                for n in (0, 4, 16, 32, 64)}),
-    Finding("head width", "the width of the heads hardly matters (Locret, appendix)", {
-        "32": locret("heads-32"), "128": locret(), "512": locret("heads-512")}),
-    Finding("training data", "the training data of the heads hardly matters (Locret, appendix); here the text "
-            "around facts whose form is the same", {
-        "books, code and figures": locret(), "books and code": locret("heads-plain-text"),
-        "books": locret("heads-books"), "code": locret("heads-code")}),
-    Finding("chunked prefill", "H2O and SnapKV fail under chunked prefill, whose scores see no later tokens (Locret, "
-            "Figure 1); streams of 896 tokens that end with the question, evicted once behind it or every 64 tokens; "
-            "256 units", {
-                f"{policy}, {words}": {"policy": policy, "chunk_size": chunk, **LAST, **more}
-                for policy, more in (("h2o", {}), ("snapkv", {}), ("locret", {"heads": "heads"}))
-                for words, chunk in (("once", 896), ("every 64", 64))}),
-    Finding("chunked prefill, not told", "the same, and no question in what is read", {
-                f"{policy}, {words}": {"policy": policy, "chunk_size": chunk, **SHORT}
-                for policy in ("h2o", "snapkv") for words, chunk in (("once", 896), ("every 64", 64))}),
-    Finding("pyramid", "PyramidKV's budgets on top of Locret gain (47.57 to 48.38, Locret, revision)", {
-        "uniform": locret(allocation="uniform"), "pyramid": locret(allocation="pyramid"),
-        "learned with the recipe's heads": locret()}),
-    Finding("eviction in the loop", "heads that decide what is evicted while they learn from the full cache's answers "
-            "keep more in the same memory (TRIM-KV, arXiv:2512.03324, section 4); here also where a text has filled "
-            "it; 40 units", {
-                f"{words}, {length:,} tokens": locret(heads, units=40, length=length)
-                for length in (4096, 65_536) for heads, words in (
-                    (UNTUNED, "first stage"), (MORE, "as many more steps of it behind a text"),
-                    (ALONE, "tuned on examples"), (RECIPE, "tuned behind a text"))}),
-    Finding("retention learnt end to end", "gates learn what is to last from attention that fades and a capacity loss "
-            "(TRIM-KV, section 4)", {
-                words: {"policy": "trimkv", "heads": heads, "allocation": "main"} for heads, words in (
-                    (UNFADED, "what labels leave after 4,096 tokens"), (FADING, "end to end, 150 steps from there"))}),
-    Finding("random share of NaCl", "a random share of the budget helps (arXiv:2408.03675, table 3); streams of 896 "
-            "tokens that end with the question, evicted once behind it; 128 units", {
-                f"{share:.0%}": nacl(LAST | {"chunk_size": 896, "units": 128}, random=share)
-                for share in (0.0, 0.1, 0.37, 0.7, 1.0)}),
-    Finding("random share of NaCl in a stream", "the same where every 128 tokens are evicted and no question is told; "
-            "streams of 896 tokens, 512 units", {
-                f"{share:.0%}, {words}": nacl(ROOMY, random=share, draw=draw)
-                for share in (0.0, 0.37, 0.7, 1.0) for draw, words in (
-                    ("fresh", "drawn anew"), ("reservoir", "one lot per unit")) if share or draw == "fresh"}),
-    Finding("head-wise draws of NaCl", "drawing for every head loses no token in all of them (arXiv:2408.03675, 6.3); "
-            "streams of 896 tokens that end with the question, evicted once behind it; 128 units", {
-                f"{words}, {share:.0%} random": nacl(LAST | {"chunk_size": 896, "units": 128}, lots=lots, random=share)
-                for lots, words in (("head", "every head"), ("layer", "one lot a layer"))
-                for share in (0.37, 0.7, 1.0)}),
-    Finding("chunk size", "Locret is stable over chunk sizes (Locret, appendix)", {
-        str(chunk): locret(chunk_size=chunk) for chunk in (32, 64, 128, 256, 512)}),
-    Finding("Locret-Q", "a query in front makes query-driven tasks survive budgets that fail without (RULER: 34.33 to "
-            "75.54); one question a stream where it is told, 16 where it is not", {
-                "not told": locret(),
-                "told, heads that never saw a query": locret(focus=True),
-                "told, heads trained with it": locret("heads-query", focus=True)}),
-)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder that examples/train_recall_model.py wrote")
@@ -194,8 +96,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=256, help="of a cell (default 256)")
     parser.add_argument("--steps", type=int, default=300, help="of each set of heads that is missing (default 300)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
-    return parser.parse_args()
+    parser.add_argument("--keep", metavar="NAME", help=(
+        "write the result to benchmarks/results/NAME.json, its cells beside it; not with --finding, as all findings "
+        "are kept together"))
+    options = parser.parse_args()
+    if options.keep and options.finding:
+        parser.error("--keep keeps all findings together; expected it without --finding")
+    for path in [options.model / "config.json", *options.text]:
+        if not path.is_file():
+            parser.error(f"there is no {path}; expected the recall model's folder and the books it was trained on, see "
+                         "benchmarks/models/README.md")
+    return options
 
 
 def text_for(which: str, books: list[Path]) -> str:
@@ -205,7 +116,8 @@ def text_for(which: str, books: list[Path]) -> str:
     return split_text(books if "books" in which else [], code="code" in which)[0]
 
 
-TUNED_HERE = {ALONE: {}, MORE: {"weight": 1e4, "clip": 0.5e4}}  # so much that nothing but the first stage's loss counts
+TUNED_HERE = {ALONE: {}, STANDARDISED: {},
+              MORE: {"weight": 1e4, "clip": 0.5e4}}  # so much that nothing but the first stage's loss counts
 
 
 def tune_here(name: str, model: torch.nn.Module, folder: Path, tokenizer: Tokenizer, books: list[Path]) -> None:
@@ -222,28 +134,35 @@ def tune_here(name: str, model: torch.nn.Module, folder: Path, tokenizer: Tokeni
          held_out=list(itertools.islice(unseen.examples(1024), config.examples)))
 
 
+def copy_tuned(heads: Path, to: Path, model: torch.nn.Module, tokenizer: Tokenizer, books: list[Path]) -> None:
+    """Heads as their first stage left them, or tuned as the copy's name says; nothing where it is there already."""
+    if (to / "heads.json").is_file():
+        return
+    copy = to.with_name(f"{to.name}.part")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(heads, copy)
+    forget_tuning(copy)
+    if to.name in TUNED_HERE:
+        print(f"tuning {to.name}", file=sys.stderr, flush=True)
+        tune_here(to.name, model, copy, tokenizer, books)
+    copy.rename(to)
+
+
 def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: set[str]) -> None:
-    """Heads that are not in --out yet."""
+    """Heads that are not in --out yet. Raises LocretError: those there were trained otherwise."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     for name in sorted(wanted & set(COPIES)):
-        if not (options.out / name / "heads.json").is_file():
-            copy = options.out / f"{name}.part"
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(options.model / OWN[COPIES[name]], copy)
-            forget_tuning(copy)
-            if name in TUNED_HERE:
-                print(f"tuning {name}", file=sys.stderr, flush=True)
-                tune_here(name, model, copy, tokenizer, options.text)
-            copy.rename(options.out / name)
-    for name in sorted(wanted & set(TRAINED)):
+        copy_tuned(options.model / OWN[COPIES[name]], options.out / name, model, tokenizer, options.text)
+    for name in sorted((wanted | {"heads-zscore"} if STANDARDISED in wanted else wanted) & set(TRAINED)):
         more, which = TRAINED[name]
-        if (options.out / name / "heads.json").is_file():
-            continue
-        config = TrainConfig(**{"steps": options.steps, "width": 128, "input_norm": True, "bias": True, "batch": 4,
-                                "lr": 2e-3, "warmup": 0.1, "max_tokens": 1025} | more)
-        print(f"training {name} on {which}", file=sys.stderr, flush=True)
+        config = TrainConfig(**{"label": LABEL, "steps": options.steps, "width": 128, "input_norm": True, "bias": True,
+                                "batch": 4, "lr": 2e-3, "warmup": 0.1, "max_tokens": 1025} | more)
+        if not (options.out / name / "heads.json").is_file():
+            print(f"training {name} on {which}", file=sys.stderr, flush=True)
         examples = Writer(tokenizer, text_for(which, options.text), "findings").examples(1024)
-        train_heads(model, examples, options.out / name, config)
+        train_heads(model, examples, options.out / name, config)  # those that are there, if they were made like this
+    if STANDARDISED in wanted:
+        copy_tuned(options.out / "heads-zscore", options.out / STANDARDISED, model, tokenizer, options.text)
 
 
 def dropped(name: str, out: Path) -> dict[str, float]:
@@ -272,7 +191,7 @@ def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Ce
         divided = Budget(units=given["units"], sinks=SINKS, stabilizers=STABILIZERS + FOCUS, allocation="adaptive")
         given["allocation"] = divided.per_layer(shape, shares, most=shape.window - given["chunk_size"])
     if given.get("heads"):
-        name = UNTUNED if dropped(given["heads"], options.out) else given["heads"]
+        name = FIRST[given["heads"]] if dropped(given["heads"], options.out) else given["heads"]
         given["heads"] = str(options.model / OWN[name] if name in OWN else options.out / name)
     streams = suite.task_named(given["task"]).streams(options.questions, given.get("focus", False))
     return Cell(streams=streams, **given)
@@ -296,26 +215,28 @@ def best(results: dict[str, CellResult]) -> set[str]:
     return found
 
 
-def scored_above(bench: Bench, heads: Path, streams: int = 32) -> dict[str, list[float]]:
+def scored_above(bench: Bench, folders: dict[str, Path], streams: int = 32) -> dict[str, list[float]]:
     """What share of a stream's units, layer by layer, scores higher than the value of the fact that is asked about: by
-    heads where the question stands in front and where it does not, and by the attention that its answer pays. Median
-    over streams and KV heads of 896 tokens; about a half where nothing is known, 0 where it is found."""
-    loaded, found = RetainingHeads.load(heads), {}
+    each of the heads, where the question stands in front and where it does not, and by the attention that its answer
+    pays. Median over streams and KV heads of 896 tokens; about a half where nothing is known, 0 where it is found."""
+    loaded = {words: RetainingHeads.load(folder) for words, folder in folders.items()}
+    found: dict[str, dict[int, list[Tensor]]] = {}
     with attached(bench.model) as attachment:
-        for seed, told in itertools.product(range(streams), (True, False)):
+        for seed, told in itertools.product(range(streams), ("told", "not told")):
             *lines, question, end = question_last(seed, SHORT["length"], bench.count_tokens, bench.text.lines)
             ask, mark = question.text + end.text, f"{(question.text + end.text)[1:]}{end.answer}>\n"
-            pieces = [bench.tokenizer.encode(text, add_special_tokens=False) for text in (
-                *[ask] * told, *(item.text for item in lines), ask, end.answer + "\n")]
+            texts = [*[ask] * (told == "told"), *(item.text for item in lines), ask, end.answer + "\n"]
+            pieces = [bench.tokenizer.encode(text, add_special_tokens=False) for text in texts]
             before = list(itertools.accumulate(map(len, pieces), initial=0))
-            at = before[told + [item.text for item in lines].index(mark)] + bench.count_tokens(ask) - 1
+            at = before[texts.index(mark)] + bench.count_tokens(ask) - 1
             ids, text, reply = torch.tensor(list(itertools.chain(*pieces))), before[-3], before[-2]
 
-            def visit(call: LayerCall, labels: Tensor, valid: Tensor, told: bool = told, at: int = at,
+            def visit(call: LayerCall, labels: Tensor, valid: Tensor, told: str = told, at: int = at,
                       text: int = text) -> None:
-                scores = loaded.score(call.layer, call.q[:, :, :text], call.k[:, :, :text], call.v[:, :, :text],
-                                      call.hidden[:, :text])
-                for words, these in (("told" if told else "not told", scores), *[("attention", labels)] * (not told)):
+                scores = {f"{told}, {words}": heads.score(
+                    call.layer, call.q[:, :, :text], call.k[:, :, :text], call.v[:, :, :text], call.hidden[:, :text])
+                    for words, heads in loaded.items()}
+                for words, these in (scores | {"attention": labels} if told == "not told" else scores).items():
                     above = these[0, :, :text] > these[0, :, at:at + 1]
                     found.setdefault(words, {}).setdefault(call.layer, []).append(above.float().mean(1))
 
@@ -339,10 +260,13 @@ def main() -> None:
             sys.exit(f"{options.model}/{folder} are not tuned, or not behind a text; expected the folder as the recipe "
                      "leaves it, with tuned heads that are better")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    train_missing(options, model, wanted)
+    try:
+        train_missing(options, model, wanted)
+    except LocretError as error:
+        sys.exit(f"{error}")
     suite.TASKS[LAST["task"]] = Task(LAST["task"], "48 facts, and then one question", 1, question_last)
     bench = Bench(model, AutoTokenizer.from_pretrained(options.model))
-    rows = []
+    rows, ran = [], set()
     for one in chosen:
         found, results = {}, {}
         for label, variant in one.variants.items():
@@ -356,12 +280,16 @@ def main() -> None:
                   + (", as the first stage: loss {before} before and {after} after, not kept".format(**loss) if loss
                      else ""), file=sys.stderr, flush=True)
             results[label] = result
+            ran.add(options.out / name_of(result.cell, result.origin))
         for label in best(results):
             found[label]["best"] = True
         rows.append({"finding": one.name, "claim": one.claim, "variants": found})
         if one.name == "Locret-Q":
-            rows[-1]["scored_above"] = scored_above(bench, options.out / "heads-query")
+            rows[-1]["scored_above"] = scored_above(bench, {words: options.out / folder
+                                                            for words, folder in HEEDING.items()})
     origin = msgspec.to_builtins(bench.origin(""))
+    if options.keep:
+        pack(sorted(ran), RESULTS / f"{options.keep}.tar.xz")
     record(options.keep or "findings", {"origin": origin, "findings": rows}, keep=options.keep is not None)
 
 

@@ -7,9 +7,10 @@
 # MODEL is the folder that examples/train_recall_model.py wrote. Every cell is a file in OUT: the same command goes on
 # where it stopped, and several of them share the work, each with another PART: "short" (what the full cache can hold,
 # and tasks that ask once), "long", "trained" (the policies with heads), "shared" (those without, at an eighth, with the
-# shares that were learned for Locret), "far" (16,384 tokens), "far_others" (the same of all others, at an eighth),
-# "endless" (a million). Far and endless there is also Locret with even budgets, and at 16,384 tokens KeyDiff with
-# Locret's shares, so that what the policy does and what the shares do stay apart. The report is OUT/report.md.
+# shares that were learned for Locret), "far" (16,384 tokens), "far_others" (the same of all others; of those that go by
+# attention, which keep no fact that long, at an eighth), "endless" (a million).
+# Far and endless there is also Locret with even budgets, and at 16,384 tokens KeyDiff with Locret's shares, so that what
+# the policy does and what the shares do stay apart. The report is OUT/report.md.
 set -euo pipefail
 model=$1 out=$2
 locret-stream() { "${PYTHON:-python}" -m locret_stream "$@"; }
@@ -18,8 +19,9 @@ common=("${eighth[@]}" --budget 256 --budget 64)
 heads=(--heads "$model/heads" --heads "kvzap=$model/heads-hidden" --heads "trimkv=$model/heads-retention")
 trained=(--policy locret --policy kvzap --policy trimkv "${heads[@]}" --allocation uniform --allocation adaptive)
 frame=(--policy oracle --policy oracle_per_head --policy random --policy streaming_llm)
-others=(--policy nacl --policy snapkv --policy h2o --policy tova --policy scissorhands --policy infllm --policy keydiff
-        --policy sirllm --knob infllm.block=16)  # of the paper's 128 none fits an eighth
+watching=(--policy nacl --policy snapkv --policy h2o --policy tova --policy scissorhands --policy infllm
+          --knob infllm.block=16)  # go by attention; of the paper's blocks of 128 none fits an eighth
+others=("${watching[@]}" --policy keydiff --policy sirllm)
 best=(--policy locret --heads "$model/heads" --allocation adaptive)
 even=(--policy locret --heads "$model/heads" --allocation uniform)
 plain=(--policy streaming_llm --policy random)
@@ -47,12 +49,13 @@ case "$PART" in
   far|all)
     locret-stream eval "${common[@]}" "${best[@]}" "${many[@]}" --length 16384
     locret-stream eval "${common[@]}" "${plain[@]}" "${many[@]}" --length 16384
-    locret-stream eval "${eighth[@]}" "${even[@]}" "${many[@]}" --length 16384
-    locret-stream eval "${eighth[@]}" --policy keydiff --heads "$model/heads" --allocation adaptive "${many[@]}" \
+    locret-stream eval "${common[@]}" "${even[@]}" "${many[@]}" --length 16384
+    locret-stream eval "${common[@]}" --policy keydiff --heads "$model/heads" --allocation adaptive "${many[@]}" \
       --length 16384 ;;&
   far_others|all)
-    locret-stream eval "${eighth[@]}" "${others[@]}" "${many[@]}" --length 16384
-    locret-stream eval "${eighth[@]}" --policy kvzap --policy trimkv "${heads[@]}" --allocation adaptive "${many[@]}" \
+    locret-stream eval "${common[@]}" --policy keydiff --policy sirllm "${many[@]}" --length 16384
+    locret-stream eval "${eighth[@]}" "${watching[@]}" "${many[@]}" --length 16384
+    locret-stream eval "${common[@]}" --policy kvzap --policy trimkv "${heads[@]}" --allocation adaptive "${many[@]}" \
       --length 16384 ;;&
   endless|all)
     locret-stream eval "${common[@]}" "${best[@]}" --task recall --length 1000000 --questions 64

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from locret_stream.cli import eval as cli_eval
-from locret_stream.evaluation import plan, plots, suite
+from locret_stream.evaluation import cells, plan, plots, suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.report import report_of
 from locret_stream.evaluation.runner import ORACLES
@@ -207,6 +208,17 @@ def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch, capsys):
     assert whole["by"] == "a command" and set(whole["tables"][0]["means"]) == {"streaming_llm", "random"}
 
 
+def test_readme_tells_of_longer_streams_what_was_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import side_by_side
+    [report] = json.loads((side_by_side.RESULTS / "policies" / "report.json").read_bytes())["reports"]
+    there = {f"{row['mean']['value']:.2f}" for table in report["tables"] if table["length"] >= 16_384
+             for row in table["rows"] if row["mean"]}
+    _, found, behind = (ROOT / "README.md").read_text().partition("- **Longer streams.**")
+    told = set(re.findall(r"\d\.\d\d", behind.partition("\n- ")[0]))
+    assert found and len(told) >= 6 and told <= there, told - there
+
+
 def test_a_mean_over_fewer_tasks_says_so_and_stands_behind(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import side_by_side
@@ -225,14 +237,18 @@ def test_readme_shows_what_was_kept(monkeypatch):
     assert f"\n\n{side_by_side.table(report, 4096, 128)}\n\n" in (ROOT / "README.md").read_text()
 
 
-def test_readme_has_a_line_for_every_finding_that_was_kept(monkeypatch):
+def test_readme_has_a_line_for_every_finding_that_was_kept(tmp_path, monkeypatch):
     """With its figures: what stands behind its name are scores of that finding."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import findings
     import findings_table
     kept = json.loads((findings_table.RESULTS / "findings.json").read_bytes())
     assert [one["finding"] for one in kept["result"]["findings"]] == [one.name for one in findings.FINDINGS]
-    assert (findings_table.RESULTS / "findings.md").read_text() == findings_table.markdown(kept)
+    assert (findings_table.RESULTS / "findings.md").read_text() == findings_table.markdown(kept, "findings")
+    with tarfile.open(findings_table.RESULTS / "findings.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    assert {round(cell.score, 4) for cell in cells.read_all(tmp_path)} == {
+        found["score"] for one in kept["result"]["findings"] for found in one["variants"].values()}
     text = (ROOT / "README.md").read_text().partition("## What the papers found")[2].partition("\n## ")[0]
     text = " ".join(text.split())
     for one, formal in zip(kept["result"]["findings"], findings.FINDINGS, strict=True):
