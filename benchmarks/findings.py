@@ -155,7 +155,8 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
         copy_tuned(options.model / OWN[COPIES[name]], options.out / name, model, tokenizer, options.text)
     for name in sorted((wanted | {"heads-zscore"} if STANDARDISED in wanted else wanted) & set(TRAINED)):
         more, which = TRAINED[name]
-        config = TrainConfig(**{"label": LABEL, "steps": options.steps, "width": 128, "input_norm": True, "bias": True,
+        more = {"steps": options.steps * more.get("times", 1)} | {key: more[key] for key in more if key != "times"}
+        config = TrainConfig(**{"label": LABEL, "width": 128, "input_norm": True, "bias": True,
                                 "batch": 4, "lr": 2e-3, "warmup": 0.1, "max_tokens": 1025} | more)
         if not (options.out / name / "heads.json").is_file():
             print(f"training {name} on {which}", file=sys.stderr, flush=True)

@@ -53,21 +53,24 @@ def main() -> None:
     options = parse()
     if not options.name.isidentifier():
         raise SystemExit(f"--name is {options.name!r}; expected letters, digits and _")
+    folder = RESULTS / options.name
+    made = RESULTS / f"{options.name}.part"
+    if any(options.out.resolve().is_relative_to(kept.resolve()) for kept in (folder, made)):
+        raise SystemExit(f"{options.out} is what is kept already; expected another folder")
     for needed in [options.out / "report.json", options.out / "report.md",
                    *([options.model / "training.json"] if options.model else [])]:
         if not needed.is_file():
             raise SystemExit(f"there is no {needed}; expected what `locret-stream eval --out` and the recipe write")
-    folder = RESULTS / options.name
-    if options.out.resolve() == folder.resolve():
-        raise SystemExit(f"{options.out} is what is kept already; expected another folder")
+    found = cells.paths(options.out)
+    if not found:
+        raise SystemExit(f"{options.out} holds a report and no cells; expected the folder that eval wrote")
     trained = json.loads((options.model / "training.json").read_bytes()) if options.model else None
     reports = json.loads((options.out / "report.json").read_bytes())["reports"]
-    made = RESULTS / f"{options.name}.part"
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
     for path in [options.out / "report.md", *sorted(options.out.glob("*.png"))]:
         shutil.copy(path, made)
-    pack([*cells.paths(options.out), *sorted(options.out.glob("maps-*.json"))], made / "cells.tar.xz")
+    pack([*found, *sorted(options.out.glob("maps-*.json"))], made / "cells.tar.xz")
     (made / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
     shutil.rmtree(folder, ignore_errors=True)  # once there is another one
     made.rename(folder)

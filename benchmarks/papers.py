@@ -7,7 +7,7 @@ import msgspec
 UNITS, LENGTH, CHUNK, SINKS, STABILIZERS, FOCUS = 48, 4096, 128, 4, 4, 6  # FOCUS: at least what a question takes
 TUNED_FOR = 64  # units, by the recipe
 LABELS = {"": {}, "-zscore": {"label": "zscore"}, "-logit": {"label": "logit"}}
-TRAINED = {  # heads by folder: what differs from the others, and which text they read
+TRAINED = {  # heads by folder: what differs from the others (times: as many steps), and which text they read
     "heads": ({}, "all"),
     "heads-zscore": ({"label": "zscore"}, "all"),
     "heads-logit": ({"label": "logit"}, "all"),
@@ -23,7 +23,7 @@ TRAINED = {  # heads by folder: what differs from the others, and which text the
     "heads-plain-text": ({}, "books and code"),
     "heads-query": ({"query_tokens": 4}, "all"),
     "heads-query-zscore": ({"query_tokens": 4, "label": "zscore"}, "all"),
-    "heads-query-long": ({"query_tokens": 4, "label": "zscore", "steps": 1200}, "all"),
+    "heads-query-long": ({"query_tokens": 4, "label": "zscore", "times": 4}, "all"),
 }
 
 RECIPE, FADING = "recipe", "recipe-retention"  # the recipe's own heads, of locret and of trimkv

@@ -185,7 +185,9 @@ def test_a_report_is_kept_with_its_cells(tmp_path, monkeypatch, capsys):
     for name in "report.md", "report.json":
         assert (tmp_path / "again" / name).read_text() == (out / name).read_text()
     (make_dir(tmp_path / "half") / "report.json").write_text("{}")
-    for wrong, why in ((kept / "some", "is what is kept already"), (tmp_path / "half", r"there is no .*report\.md")):
+    shutil.copytree(kept / "some", tmp_path / "copy")  # with its cells packed
+    for wrong, why in ((kept / "some", "is what is kept already"), (tmp_path / "half", r"there is no .*report\.md"),
+                       (tmp_path / "copy", "a report and no cells")):
         monkeypatch.setattr(sys, "argv", ["keep_report.py", str(wrong), "--name", "some", "--by", "another"])
         with pytest.raises(SystemExit, match=why):
             keep_report.main()

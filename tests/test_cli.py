@@ -307,7 +307,7 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
     assert not heads.exists(), "told before anything is trained"
     assert "rule is 'size'" in mistake(*train, "--allocate", "--allocate-by", "size")
     scores = [*train, *units, "--allocate", "--allocate-by", "scores"]
-    assert "found heads of label 'zscore'" in mistake(*scores, "--label", "zscore")
+    assert "found heads of label 'zscore'; expected 'logprob' in all layers" in mistake(*scores)
     log = tmp_path / "service.log"
     log.write_text("a line of a log\n" * 200)
     assert "rule 'scores' counts the units of examples alone" in mistake(*scores, "--background", log)
@@ -315,7 +315,7 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
     assert "expected a longer text" in mistake(*train, *units, "--allocate", "--background", log)
     assert "seed is 99999999999999; expected a whole number, 0 to" in mistake(*train, "--seed", 99999999999999)
     assert not heads.exists(), "told before anything is trained"
-    code, out, err = invoke(*scores, "--out", tmp_path / "comparable", "--json")
+    code, out, err = invoke(*scores, "--label", "logprob", "--out", tmp_path / "comparable", "--json")
     assert code == 0 and json.loads((tmp_path / "comparable" / "heads.json").read_text())["label"] == "logprob", err
     code, out, err = invoke(*train, *units, "--allocate", "--allocate-examples", 4, "--json")
     assert code == 0, err

@@ -82,7 +82,7 @@ def train_heads(
     data: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSONL of prompts and answers.")],
     to: Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for the heads and the state of the run.")],
     label: Annotated[str | None, typer.Option(
-        show_default="zscore, or logprob for retention and --allocate-by scores", help=(
+        show_default="zscore, or logprob for retention", help=(
             "What the heads learn: attention logits, standardised (zscore) or as they are (logit), or "
             "log-probabilities (logprob)."))] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 3000,
@@ -111,7 +111,8 @@ def train_heads(
     allocate_examples: Annotated[int | None, typer.Option(show_default="32", help=(
         "The most held-out examples to measure on."))] = None,
     allocate_by: Annotated[str | None, typer.Option(show_default="loss", help=(
-        "By loss (of the answers when a layer evicts) or scores (the best of all layers; quick)."))] = None,
+        "By loss (of the answers when a layer evicts) or scores (the best of all layers; quick, and for --label "
+        "logprob alone, with which heads keep less)."))] = None,
     tune: Annotated[int, typer.Option(metavar="STEPS", min=0, show_default=False, help=(
         "Also tune the heads with eviction going on, for so many steps; kept only if it helps."))] = 0,
     tune_units: Annotated[int | None, typer.Option(show_default="as --allocate-units", help=(
@@ -146,8 +147,6 @@ def train_heads(
                             + (f", without {begun_anew}," if begun_anew else "") + " goes on from there")):
         from locret_stream import models, training
 
-        if label is None and allocate_by == "scores":
-            label = "logprob"  # what it compares
         config = training.TrainConfig(
             label=label, steps=steps, batch=batch, lr=lr, width=width, features=features, output=output,
             horizon=4096 if horizon is None else horizon, input_norm=input_norm, bias=bias,

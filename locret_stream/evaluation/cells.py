@@ -143,10 +143,11 @@ def _expect_whole(result: CellResult, name: str) -> None:
     """Raises ValueError: a copy under another cell's name, or what does not add up."""
     known, seeds = name_of(result.cell, result.origin), [stream.seed for stream in result.streams]
     if name != known:
-        raise ValueError(f"what it holds belongs into {known}")
+        raise ValueError(f"what it holds belongs in {known}")
     first = result.cell.first_seed
     if not seeds or seeds != list(range(first, first + result.cell.streams)):
-        raise ValueError(f"its cell has {result.cell.streams} streams from {first} on, and it holds {seeds}")
+        raise ValueError(f"its cell has {result.cell.streams} streams from {first} on, and it holds {len(seeds)}: "
+                         f"{seeds[:4]}")
     found = [value for stream in result.streams for value in values(stream)]
     if len(found) != result.questions or not math.isclose(result.score, sum(found) / max(1, len(found)), abs_tol=1e-9):
         raise ValueError(f"its score is {result.score:g} of {result.questions} questions, and its streams have "

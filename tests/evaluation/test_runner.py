@@ -87,9 +87,9 @@ def test_a_result_that_is_not_its_cells_is_not_believed(tmp_path: Path):
     one, other = bench().run([cell(), cell(units=48)], tmp_path)
     path = tmp_path / files.name_of(one.cell, one.origin)
     wrong = {
-        f"belongs into {files.name_of(other.cell, other.origin)}": other,
-        "its cell has 2 streams from 0 on, and it holds \\[\\]": msgspec.structs.replace(one, streams=[]),
-        "its cell has 2 streams from 0 on, and it holds \\[0\\]": msgspec.structs.replace(one, streams=one.streams[:1]),
+        f"belongs in {files.name_of(other.cell, other.origin)}": other,
+        "2 streams from 0 on, and it holds 0: \\[\\]": msgspec.structs.replace(one, streams=[]),
+        "2 streams from 0 on, and it holds 1: \\[0\\]": msgspec.structs.replace(one, streams=one.streams[:1]),
         "its score is 0.99 of": msgspec.structs.replace(one, score=0.99),
         "of 1 questions, and its streams have": msgspec.structs.replace(one, questions=1),
     }
