@@ -14,6 +14,8 @@ TRAINED = {  # heads by folder: what differs from the others (times: as many ste
     **{f"heads{label}-plain": ({"input_norm": False, "bias": False} | more, "all") for label, more in LABELS.items()},
     **{f"heads{label}-{seed}": ({"seed": seed} | more, "all") for seed in (1, 2)
        for label, more in LABELS.items()},  # how far heads differ by chance
+    "heads-hidden": ({"features": "hidden"}, "all"),
+    "heads-hidden-zscore": ({"features": "hidden", "label": "zscore"}, "all"),
     "heads-rough": ({"alpha": 0.0}, "all"),
     "heads-smooth": ({"alpha": 2.5e-2}, "all"),
     "heads-32": ({"width": 32}, "all"),
@@ -51,7 +53,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def locret(heads: str = "heads", **more: object) -> dict:
-    return {"policy": "locret", "heads": heads, "allocation": "main", **more}
+    return {"policy": "locret", "heads": heads, "allocation": "main"} | more
 
 
 SHORT = {"length": 896, "units": 256}  # that fits the window in one chunk
@@ -73,7 +75,9 @@ FINDINGS = (
                                         ("-logit", "raw logits")) for seed in ("", "-1", "-2")},
                 "log-probabilities, heads without LayerNorm and biases": locret("heads-plain"),
                 "standardised logits, heads without LayerNorm and biases": locret("heads-zscore-plain"),
-                "raw logits, heads without LayerNorm and biases (the paper's)": locret("heads-logit-plain")}),
+                "raw logits, heads without LayerNorm and biases (the paper's)": locret("heads-logit-plain"),
+                "log-probabilities, heads on hidden states (kvzap)": locret("heads-hidden", policy="kvzap"),
+                "standardised logits, heads on hidden states (kvzap)": locret("heads-hidden-zscore", policy="kvzap")}),
     Finding("smoothing", "without the smoothing loss R.Number falls from 97.46 to 79.15 (Locret, revision)", {
         "none": locret("heads-rough"), "2.5e-3 (the paper's)": locret(), "2.5e-2": locret("heads-smooth")}),
     Finding("stabilizers", "the last n_s units of a chunk must stay; with n_s = 0 the released code protects, and so "
