@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 
 from locret_stream.config import Sampling
-from locret_stream.context import saving
+from locret_stream.context import saving, swapping
 from locret_stream.context.host import Host
 from locret_stream.context.session import CLOSED, REWOUND, Session, to_the_end
 from locret_stream.context.sources import Source, as_piece
@@ -23,7 +23,6 @@ from locret_stream.errors import (
     ContextClosed,
     InputError,
     NoSlot,
-    SnapshotError,
     StaleOwner,
 )
 from locret_stream.snapshot import NOTE_LIMIT, Branch, Restored, Snapshot, check_name
@@ -65,15 +64,20 @@ class StreamingContext:
         if self._session is not None:
             self._session.check_open()
             raise ContextBusy(f"context {self.name!r} is open already; expected one `async with` per context")
-        slot = await self._host.acquire_slot(scratch=False)
+        self._host.adopt(self)
         try:
-            self._host.adopt(self)
-            session = await self._enter(slot)
+            slot = await self._host.acquire_slot(scratch=False)
+            try:
+                session = await self._enter(slot)
+            except BaseException:
+                self._host.release_slot(slot, scratch=False)
+                raise
         except BaseException:
             self._host.drop(self)
-            self._host.release_slot(slot, scratch=False)
             raise
         self._session, self._loop = session, asyncio.get_running_loop()
+        session.owned = True
+        session.rested()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -81,7 +85,7 @@ class StreamingContext:
         await self.aclose()
 
     async def aclose(self, *, save: bool = True) -> None:
-        """Give the slot back; a stored context is saved first (`autosave`). Idempotent.
+        """Give the slot back; a stored context is saved first (`autosave`). Idempotent. Waits for no slot.
 
         Running operations end as if cancelled. With save=False what was not saved is dropped: the session then rests
         at its newest snapshot.
@@ -189,7 +193,9 @@ class StreamingContext:
             session.cut()
             await session.tokenize()
             session.left_by_break = False
-            return await session.drain(paced=True)
+            count = await session.drain(paced=True)
+            await session.commit(paced=True)  # a reply that was left may have completed a chunk
+            return count
         finally:
             session.release(owner)
 
@@ -243,7 +249,7 @@ class StreamingContext:
                   **options: object) -> str:
         """The reply to `question`, computed on a scratch copy at the last accepted token: memory is left as it was.
 
-        Waits for a scratch slot, in order.
+        Waits for a scratch slot, in order, and for no other.
 
         Raises:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
@@ -255,6 +261,8 @@ class StreamingContext:
         if session.holds_scratch and self._host.scratch == 1:
             raise NoSlot("the open turn() of this context holds the only scratch slot since its first commit; expected "
                          "the question after the turn, `generate` inside it, or Runtime(..., scratch=2)")
+        if session.away and self._host.has_room:  # else it is copied out of the store, and waits there
+            await session.resident()
         async with self._host.scratch_slot() as slot:
             twin = await session.fork(slot)
             session.check_open()  # closed meanwhile, it could not end the copy that it did not know yet
@@ -366,14 +374,8 @@ class StreamingContext:
     async def _save(self, session: Session) -> Snapshot:
         done = await saving.save(session)
         parked, session.parked = session.parked, 0
-        await self._prune(session, parked)
+        await saving.prune(session, parked)
         return done
-
-    async def _prune(self, session: Session, parked: int) -> None:
-        try:
-            await saving.storing(self._host, self._host.store.prune, session.branch, parked)
-        except SnapshotError as error:  # the snapshot is durable all the same
-            _log.warning("%r was saved, but older snapshots could not be cleared away: %s", self.name, error)
 
     async def rewind(self, generation: int | Snapshot) -> None:
         """Go to another snapshot of this session, by its number; operations that are still around are dead.
@@ -397,8 +399,7 @@ class StreamingContext:
                               "expected it to be finished first")
         branch = await saving.storing(self._host, self._host.store.branch, self.name)
         try:
-            async with session.still():
-                await session.step(lambda: None)  # one that waits in the store has no slot to be restored into
+            async with session.still(in_slot=True):
                 await saving.storing(self._host, session.branch.expect_newest)
                 restored = None if number == 0 else await saving.storing(self._host, lambda: branch.load(
                     self._host.identity, self._host.geometry, self._host.engine.budgets, number))
@@ -419,7 +420,9 @@ class StreamingContext:
         session.end(REWOUND)
         session.close_branch()
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
+        past.owned = True
         self._session = past  # here, as a cancellation comes after this has run
+        past.rested()
 
     @property
     def closed(self) -> bool:
@@ -435,13 +438,13 @@ class StreamingContext:
     def idle_since(self) -> float | None:
         """When it was used last, if it could wait in the store now and holds a slot; for the loop it lives in."""
         session = self._session
-        if session is None or not session.idle or session.away or session.state.broken:
+        if session is None or not session.idle:
             return None
         if session.branch is None and not self.expendable:
             return None
         return session.used_at if self._loop is asyncio.get_running_loop() else None
 
-    async def spill(self) -> bool:
+    async def put_away(self) -> bool:
         """Wait in the store: save, and give the slot away until the next use. False if it was used meanwhile.
 
         One without a store, which is expendable then, is closed.
@@ -449,12 +452,7 @@ class StreamingContext:
         if self._live.branch is None:
             await self.aclose()
             return True
-        session = self._live
-        before = session.parked
-        done = await saving.spill(session)
-        if done:
-            await self._prune(session, before if session.parked != before else 0)
-        return done
+        return await swapping.put_away(self._live)
 
     def stored_in(self, session: str) -> bool:
         """Whether this open context is that stored session or a fork of it."""

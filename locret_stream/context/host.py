@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from asyncio_throttle import Throttler
+    from torch import Tensor
 
     from locret_stream.context.face import StreamingContext
     from locret_stream.context.session import Session
@@ -34,20 +35,37 @@ class Host(Protocol):
     library: str  # version
     autosave: bool
 
-    async def acquire_slot(self, *, scratch: bool, again: bool = False) -> int:
-        """A slot, waiting in order; NoSlot after the deadline. `again`: even while the runtime closes."""
-        ...
-
-    async def bring_back(self, session: Session) -> None:
-        """A slot for a session whose units are in the store; `saving.bring_back`."""
+    async def acquire_slot(self, *, scratch: bool) -> int:
+        """A slot, waiting in order; NoSlot after the deadline."""
         ...
 
     def release_slot(self, slot: int, *, scratch: bool) -> None:
         """Give a slot back and wake the first that waits."""
         ...
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free, and nobody waits for it."""
+        ...
+
     def scratch_slot(self) -> AbstractAsyncContextManager[int]:
         """A scratch slot for the length of a block."""
+        ...
+
+    def rested(self) -> None:
+        """A session came to rest: who waits for a slot may have its."""
+        ...
+
+    def yield_slot(self, since: float) -> AbstractContextManager[bool]:
+        """For the length of a block: whether who has had a slot since then is to give it to somebody who waits."""
+        ...
+
+    async def make_resident(self, session: Session) -> None:
+        """`swapping.make_resident`."""
+        ...
+
+    async def stored_units(self, session: Session) -> dict[str, Tensor]:
+        """`swapping.stored_units`."""
         ...
 
     def adopt(self, context: StreamingContext) -> None:

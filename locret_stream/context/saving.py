@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
-from concurrent.futures import Future
+import logging
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ from locret_stream.errors import (
     InputError,
     LocretError,
     SnapshotCorrupt,
+    SnapshotError,
     SnapshotMismatch,
 )
 from locret_stream.snapshot import Branch, Frame, Restored, Save, Snapshot
@@ -34,6 +35,7 @@ from locret_stream.text.segmenter import Held
 if TYPE_CHECKING:
     from locret_stream.context.host import Host
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _HELD, _NOTHING = msgspec.msgpack.Decoder(list[Segment]), msgspec.msgpack.encode([])
 
@@ -46,22 +48,27 @@ async def storing(host: Host, work: Callable[..., T], *arguments: Any) -> T:
 async def save(session: Session) -> Snapshot:
     """Save the session as of this call: everything accepted, the frame, and what is held. Durable on return.
 
-    Cancelled, it still runs to its end first.
+    Cancelled, it still runs to its end first. It waits for no slot: what was put away is saved out of the store.
 
     Raises:
-        ContextBusy: a `turn()` is open, which may still be undone. NoSlot, SnapshotCorrupt: the session waits in the
-            store, and cannot be brought back. StaleOwner, StoreError. Nothing was acknowledged; the session is intact.
+        ContextBusy: a `turn()` is open, which may still be undone. SnapshotCorrupt: the session waits in the store, and
+            is damaged there. StaleOwner, StoreError. Nothing was acknowledged; the session is intact.
     """
     return await to_the_end(_save(session))
 
 
 async def _save(session: Session) -> Snapshot:
-    host, branch, engine, state = session.host, session.branch, session.host.engine, session.state
+    host, engine, state = session.host, session.host.engine, session.state
     async with session.still():
         _expect_no_turn(session, "snapshot")
+        branch, stored = session.branch, await host.stored_units(session) if session.away else None
+
+        def step(work: Callable[[], T]) -> Awaitable[T]:
+            return session.submitted(lambda: host.worker.submit(id(state), work))
+
         position, frame, held, note = state.position, frame_of(session), held_of(session), session.note
         told = _told(session)
-        moment = await session.step(lambda: engine.moment(state, position))
+        moment = await step(lambda: engine.moment(state, position, stored))
         moment = dataclasses.replace(moment, frame=frame, note=note, state={**moment.state, "held": held})
         identity = await storing(host, lambda: host.identity)  # the first time it hashes all weights
         save = Save(branch, moment, identity, host.geometry)
@@ -70,8 +77,8 @@ async def _save(session: Session) -> Snapshot:
             for start, end in save.plan.write:
                 layers = []
                 for layer in range(engine.shape.layers):
-                    layers.append(await session.step(
-                        lambda layer=layer, start=start, end=end: engine.units_between(state, layer, start, end)))
+                    layers.append(await step(lambda layer=layer, start=start, end=end: engine.units_between(
+                        state, layer, start, end, stored)))
                 await storing(host, save.page, start, end, layers)
             done = await storing(host, save.finish, host.library, moment.seen)
         finally:
@@ -90,51 +97,12 @@ def _expect_no_turn(session: Session, what: str) -> None:
         raise ContextBusy(f"{what}() was called inside a turn(), which may still be undone; expected it after the turn")
 
 
-async def spill(session: Session) -> bool:
-    """Save an idle session and give its slot to others; False if it was used meanwhile, and keeps it.
-
-    Raises:
-        StaleOwner, StoreError: it could not be saved, and keeps its slot.
-    """
-    if unsaved(session) or session.branch.base is None:  # told nothing: no snapshot to come back from yet
-        session.parked = (await save(session)).generation
-    if not session.idle or session.away or unsaved(session):
-        return False
-    slot = session.host.engine.put_away(session.state)
-    session.away = True
-    session.host.release_slot(slot, scratch=False)
-    return True
-
-
-async def bring_back(session: Session) -> None:
-    """Give a session that was put away a slot again, and its units.
-
-    Raises:
-        NoSlot: none came free. StaleOwner, SnapshotCorrupt, StoreError: its snapshot is not there; it stays away.
-    """
-    host = session.host
-    while session.returning is not None:
-        await asyncio.shield(asyncio.wrap_future(session.returning))
-    if not session.away:
-        return
-    session.returning = gate = Future()
+async def prune(session: Session, parked: int) -> None:
+    """Clear away older snapshots than are to stay, and that of number `parked`, which only held the session's place."""
     try:
-        slot = await host.acquire_slot(scratch=False, again=True)
-        try:
-            restored = await storing(host, lambda: session.branch.reload(host.identity, host.geometry,
-                                                                         host.engine.budgets))
-            tensors = {name: tensor for name, tensor in restored.tensors.items() if name != "held"}
-            session.check_open()
-            await asyncio.wrap_future(host.worker.submit(
-                ("restore", slot), lambda: host.engine.bring_back(session.state, tensors, slot)))
-            session.check_open()
-        except BaseException:
-            host.release_slot(slot, scratch=False)
-            raise
-        session.away = False
-    finally:
-        session.returning = None
-        gate.set_result(None)
+        await storing(session.host, session.host.store.prune, session.branch, parked)
+    except SnapshotError as error:  # the newest snapshot is durable all the same
+        _log.warning("%r was saved, but older snapshots could not be cleared away: %s", session.branch.name, error)
 
 
 def unsaved(session: Session) -> bool:
@@ -143,8 +111,8 @@ def unsaved(session: Session) -> bool:
 
 
 def _told(session: Session) -> tuple[object, ...]:
-    state = session.state
-    return (state.position, held_of(session).numpy().tobytes(), frame_of(session), session.note, state.focus,
+    state = session.state  # `seen` too: a chunk that was pending when it was saved may be committed since
+    return (state.position, state.seen, held_of(session).numpy().tobytes(), frame_of(session), session.note, state.focus,
             state.next_focus)
 
 
@@ -204,7 +172,9 @@ def focus_ids(host: Host, text: str | None) -> list[int]:
 async def resume(host: Host, branch: Branch, slot: int, generation: int | None = None, *, rebuild: bool) -> Session:
     """The stored session, as it was; with `rebuild` out of its log where that cannot be."""
     try:
-        return await restore(host, branch, slot, generation)
+        session = await restore(host, branch, slot, generation)
+        await session.commit()  # a reply may have completed a chunk that waits for the next call
+        return session
     except (SnapshotMismatch, SnapshotCorrupt) as error:
         if not rebuild:
             raise _saying(error, 'on_mismatch="rebuild" (--on-mismatch rebuild) feeds its log again') from None
@@ -216,7 +186,7 @@ async def fork(origin: Session, slot: int, name: str | None) -> Session:
     if name is None or origin.branch is None:
         return await origin.fork(slot)
     async with origin.still():  # its log and pages are copied too
-        session = await origin.fork(slot)
+        session = await origin.copy(slot)
 
         def fork_branch() -> None:
             session.branch = origin.branch.fork(name, session.state.seen)
@@ -270,7 +240,7 @@ async def revive(host: Host, branch: Branch, restored: Restored, slot: int) -> S
         raise SnapshotCorrupt(f"{what}: {tokens} tokens; expected {restored.manifest.tokens}")
     try:
         loading = host.worker.submit(("restore", slot), lambda: host.engine.load(tensors, slot))
-        state = await asyncio.wrap_future(loading)
+        state = await to_the_end(asyncio.wrap_future(loading))
     except SnapshotCorrupt as error:
         raise SnapshotCorrupt(f"{what}: {error}") from error
     session = Session(host, state, turn, raw=frame.raw, trusted=frame.trusted)

@@ -1,4 +1,5 @@
 """One conversation between the async face and the engine: what is pulled, accepted and committed, and in which frame.
+Where its slot comes from is told in `context.swapping`.
 
 A stream goes through four places, in order, and is in exactly one of them:
     segmenter (text whose cut is not known yet) -> segments (cut, not tokenised) -> ids (tokenised) -> the engine.
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
@@ -74,10 +76,12 @@ class Session:
         self.parked = 0  # number of the snapshot that only held its place in the store, the last time it waited there
         self.saved_at: object = None  # what the newest save saw
         self.rebuilt = ""  # why it was fed again from its log
+        self.owned = False  # a context goes on with it: its slot may be given to others, and is given back
         self.returning: Future[None] | None = None  # while a slot is found for it again
         self.away = False  # its units are in the store, its slot is another's
         self.steps, self.used_at = 0, time.monotonic()  # steps under way; when the last one was given
-        self.stopped: Future[None] | None = None  # while a save or a fork needs the committed units to stay
+        self.came_at = self.used_at  # when it got its slot
+        self.stopped: Future[None] | None = None  # not done: a save or a fork needs the committed units to stay
         self.asks: set[Session] = set()  # scratch copies that run now; they end with this session
         self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
         self.holds_scratch = False  # that backup's slot
@@ -96,6 +100,7 @@ class Session:
         """Give the session back; nothing if `owner` does not have it."""
         if self.owner is owner:
             self.busy = self.owner = None
+            self.rested()
 
     def check_open(self) -> None:
         """Raises ContextClosed, saying why, once the session has ended."""
@@ -103,9 +108,42 @@ class Session:
             raise ContextClosed(self.closed)
 
     @property
+    def still_now(self) -> bool:
+        """Whether somebody is in `still`."""
+        return self.stopped is not None and not self.stopped.done()
+
+    @property
+    def between_steps(self) -> bool:
+        """It may be put away here: no step runs, no turn is open, and nobody needs its units to stay."""
+        return (self.owned and not (self.away or self.before_commit or self.still_now or self.steps or self.closed)
+                and not self.state.broken)
+
+    @property
     def idle(self) -> bool:
-        """Nothing runs in it and nothing waits for it."""
-        return not (self.busy or self.asks or self.before_commit or self.stopped or self.steps or self.closed)
+        """It may be put away, and nothing runs in it."""
+        return self.busy is None and self.between_steps
+
+    def rested(self) -> None:
+        """Tell the host if this session came to rest, in case somebody waits for a slot."""
+        if self.idle:
+            self.host.rested()
+
+    def __del__(self) -> None:
+        if not getattr(self, "owned", False) or self.closed:
+            return
+        name = "a context" if self.branch is None else f"session {self.branch.name!r}"
+        warnings.warn(f"{name} was dropped and never closed, so what was not saved is lost; expected `async with "
+                      "runtime.open(...)`, or `await ctx.aclose()`", ResourceWarning, stacklevel=2, source=self)
+        host, slot, branch = self.host, None if self.away else self.state.store.slot, self.branch
+
+        def give_back() -> None:
+            if branch is not None:
+                branch.close()
+            if slot is not None:
+                host.release_slot(slot, scratch=False)
+
+        with contextlib.suppress(ContextClosed):  # the runtime was closed before
+            host.worker.submit(id(self.state), give_back)  # behind the steps that were given
 
     def close_branch(self) -> None:
         """Let go of what is stored; what was not saved of its log is gone."""
@@ -120,23 +158,43 @@ class Session:
     # -- steps on the engine's thread -------------------------------------------------------------------------
 
     async def step(self, work: Callable[[], T]) -> T:
-        """Run one bounded step on the engine's thread.
+        """Run one bounded step on the engine's thread, in the slot, which is waited for if it is another's.
 
         Cancelling takes a queued step back; a running one is waited for, so that the engine rests on a boundary.
+
+        Raises:
+            NoSlot: none came free; nothing was done.
         """
-        return await self._submitted(lambda: self.host.worker.submit(id(self.state), work))
+        await self.resident()
+        return await self.submitted(lambda: self.host.worker.submit(id(self.state), work))
 
     async def next_token(self, choose: Callable[[Tensor], int]) -> int:
         """One token: `choose` gives it from logits [vocab] on the engine's thread, and it is accepted. A step that all
         contexts which are generating take together; cancelled as any step is."""
         engine = self.host.engine
-        return await self._submitted(lambda: self.host.worker.submit_joint(
+        await self.resident()
+        return await self.submitted(lambda: self.host.worker.submit_joint(
             id(self.state), id(engine), NextToken(self.state, choose), engine.decode, engine.run_ahead))
 
-    async def _submitted(self, submit: Callable[[], Future[T]]) -> T:
+    async def exclusively(self, work: Callable[[], T]) -> T:
+        """A step that moves units: not while somebody is in `still`. Raises and is cancelled as `step`."""
+        await self.resident()
+        while self.away or self.still_now:
+            await self.until_free()
+            await self.resident()
+        return await self.submitted(lambda: self.host.worker.submit(id(self.state), work))
+
+    async def resident(self) -> None:
+        """Have a slot: wait for one if the units are in the store, or give others a turn if this one had its own.
+
+        What follows without an `await` finds the session in its slot. Raises NoSlot.
+        """
         self.check_open()
-        if self.away:
-            await self.host.bring_back(self)
+        await self.host.make_resident(self)
+
+    async def submitted(self, submit: Callable[[], Future[T]]) -> T:
+        """Queue a step that needs no slot, or for which the session is known to have one; cancelled as `step` is."""
+        self.check_open()
         self.used_at = time.monotonic()
         future = submit()
         self.steps += 1
@@ -152,6 +210,7 @@ class Session:
             raise
         finally:
             self.steps -= 1
+            self.rested()
 
     def barrier(self) -> Future[None]:
         """Done when every step given so far is; also of a session that has ended."""
@@ -166,14 +225,12 @@ class Session:
 
     async def commit(self, paced: bool = False) -> None:
         """Commit whole pending chunks, one step each."""
-        engine, state = self.host.engine, self.state
-        while engine.ready(state):
+        while self.host.engine.ready(self.state):
             if self.before_commit is not None:
                 await self.before_commit()
             if paced and self.host.throttle is not None:
                 await self.host.throttle.acquire()
-            await self.until_free()
-            await self.step(self._commit_chunk)
+            await self.exclusively(self._commit_chunk)
 
     def _commit_chunk(self) -> None:
         engine, state = self.host.engine, self.state
@@ -181,6 +238,20 @@ class Session:
             if self.branch is not None:
                 self.branch.note(state.seen, state.pending[:engine.chunk_size])
             engine.commit(state)
+
+    async def room(self, wanted: int, paced: bool) -> int:
+        """How many ids can be accepted now, of so many: what completes the chunk at most, and is committed next.
+
+        A chunk is completed with the slot at hand, so that a refused one (NoSlot) leaves nothing accepted by halves.
+        """
+        await self.commit(paced)
+        engine, state = self.host.engine, self.state
+        if len(state.pending) + wanted >= engine.chunk_size:
+            await self.resident()
+        most, free = engine.chunk_size - len(state.pending), engine.room(state)
+        if free is not None:  # up to the very last that fits, as token by token
+            most = min(most, max(free, 1))
+        return min(most, wanted)
 
     async def focus(self, ids: list[int]) -> None:
         """Give the memory that focus, as of this call. Raises ConfigError, BudgetExceeded: there is no room for it."""
@@ -194,27 +265,35 @@ class Session:
                 if position is not None and self.branch is not None:
                     self.branch.note_focus(position, ids, seen)
 
-        await self.until_free()
         if self.before_commit is not None:  # units may move: an open turn needs its backup before
             await self.before_commit()
-        async with self.still():
-            await self.step(give)
+        async with self.still(in_slot=True):
+            await self.submitted(lambda: self.host.worker.submit(id(state), give))
 
     async def until_free(self) -> None:
         """Wait while a save or a fork needs the committed units to stay as they are."""
-        while self.stopped is not None:
+        while self.still_now:
             await asyncio.shield(asyncio.wrap_future(self.stopped))
 
     @contextlib.asynccontextmanager
-    async def still(self) -> AsyncIterator[None]:
-        """Nothing is committed, undone or saved elsewhere for the length of a block."""
+    async def still(self, in_slot: bool = False) -> AsyncIterator[None]:
+        """Nothing is committed, undone, saved elsewhere, put away or given a slot for the length of a block.
+
+        Inside it nobody waits for a slot (see `context.swapping`).
+
+        Args:
+            in_slot: have one first, and keep it for that long. Raises NoSlot.
+        """
         await self.until_free()
+        while in_slot and self.away:
+            await self.resident()
+            await self.until_free()
         self.stopped = gate = Future()
         try:
             yield
         finally:
-            self.stopped = None
             gate.set_result(None)
+            self.rested()
 
     async def take(self, ids: list[int], paced: bool = False) -> None:
         """Accept all ids, committing chunk by chunk. Cancelled midway, those accepted so far stay.
@@ -222,12 +301,11 @@ class Session:
         Raises:
             BudgetExceeded: there is no room for all of them; none was taken.
         """
-        engine, state = self.host.engine, self.state
         start = 0
-        engine.expect_room(state, len(ids))
+        self.host.engine.expect_room(self.state, len(ids))
         await self.commit(paced)
         while start < len(ids):
-            stop = start + engine.chunk_size - len(state.pending)
+            stop = start + await self.room(len(ids) - start, paced)
             self.accept(ids[start:stop])
             start = stop
             await self.commit(paced)
@@ -304,20 +382,16 @@ class Session:
                 self.segments.popleft()
             self.ids.extend(ids)
 
-    async def drain(self, paced: bool = False) -> int:
-        """Accept all tokenised ids into an open user turn; returns how many."""
-        taken, engine = 0, self.host.engine
-        while self.ids:
+    async def drain(self, paced: bool = False, most: int | None = None) -> int:
+        """Accept all tokenised ids, or so many, into an open user turn; returns how many."""
+        taken = 0
+        while self.ids and taken != most:
             self.open_turn()
-            await self.commit(paced)
-            most, room = engine.chunk_size - len(self.state.pending), engine.room(self.state)
-            if room is not None:  # up to the very last that fits, as token by token
-                most = min(most, max(room, 1))
-            batch = [self.ids[i] for i in range(min(most, len(self.ids)))]
-            self.accept(batch)
-            for _ in batch:
+            count = await self.room(len(self.ids) if most is None else most - taken, paced)
+            self.accept([self.ids[i] for i in range(count)])
+            for _ in range(count):
                 self.ids.popleft()
-            taken += len(batch)
+            taken += count
             await self.commit(paced)
         return taken
 
@@ -360,19 +434,30 @@ class Session:
         """A copy in another slot, as of this call: at the last accepted token. What is held is copied too.
 
         Inside a feed what it holds was not accepted yet, so it waits behind a question, as after a `break`.
+
+        Needs no slot of this session: one that was put away is copied out of the store.
         """
-        engine, state, frame, position = self.host.engine, self.state, self.frame, self.state.position
-        coming = state.next_focus, state.next_focus_at
+        if self.away:
+            async with self.still():
+                return await self.copy(slot)
+        return await self.copy(slot)
+
+    async def copy(self, slot: int) -> Session:
+        """`fork`, for who is in `still`, or knows the session in its slot."""
+        engine, state, worker = self.host.engine, self.state, self.host.worker
+        stored = await self.host.stored_units(self) if self.away else None
+        frame, position, coming = self.frame, state.position, (state.next_focus, state.next_focus_at)
         held = (Segmenter(self.segmenter.held), deque(self.segments), deque(self.ids),
                 self.left_by_break or self.busy is not None)
 
         def copy() -> EngineState:
-            twin = engine.fork(state, slot)
+            twin = engine.fork(state, slot, stored)
             engine.truncate(twin, position - twin.seen)  # another task may have fed more since: it is pending still
             twin.next_focus, twin.next_focus_at = coming
             return twin
 
-        twin = Session(self.host, await self.step(copy), frame, raw=self.raw, trusted=self.trusted)
+        twin = Session(self.host, await self.submitted(lambda: worker.submit(id(state), copy)), frame, raw=self.raw,
+                       trusted=self.trusted)
         twin.system, twin.note = self.system, self.note
         twin.segmenter, twin.segments, twin.ids, twin.left_by_break = held
         return twin
@@ -398,7 +483,9 @@ class Session:
         past.note, past.parked = mark.note, self.parked
         past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
         past.left_by_break = mark.left_by_break
-        past.away = self.away and backup is None  # then its slot is another's
+        past.owned, past.came_at = self.owned, self.came_at
+        past.away = self.away  # before the first commit; from then on there is a slot
+        past.stopped = self.stopped  # who needs the units to stay needs them now, too
         if past.branch is not None:
             past.branch.focuses = mark.focuses
         return past

@@ -117,14 +117,12 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
             if not session.ids and not await self._refill():
                 self._end(left=False)
                 raise StopAsyncIteration
-            session.open_turn()
-            await session.commit(paced=True)
-            token, position = session.ids[0], session.state.position
-            session.accept([token])
-            session.ids.popleft()
-            self._tokens += 1
-            await session.commit(paced=True)
-            return Token(token, self._detokenizer.push(token), position)
+            token, self._draining = session.ids[0], len(session.ids)
+            try:
+                await session.drain(paced=True, most=1)
+            finally:
+                self._tokens, self._draining = self.report.tokens, 0
+            return Token(token, self._detokenizer.push(token), session.state.position - 1)
         except BaseException:
             self._end()
             raise

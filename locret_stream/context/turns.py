@@ -39,9 +39,10 @@ class Turn:
         if self._backup is not None:
             return
         session, host = self.session, self.session.host
+        await session.resident()  # and so it stays: what has a turn open is not put away
         slot = await host.acquire_slot(scratch=True)
         try:
-            copy = await session.fork(slot)
+            copy = await session.copy(slot)
         except BaseException:
             host.release_slot(slot, scratch=True)
             raise
@@ -68,10 +69,15 @@ class Turn:
         past = self.past
         if self._backup is not None:  # its slot is this context's now, and the other one is spare
             self._backup.state = self.session.state
-        with contextlib.suppress(ContextClosed):  # closed meanwhile
-            await asyncio.wrap_future(settled)
-            await past.step(self._take_back)
-        past.release(self)
+        try:
+            with contextlib.suppress(ContextClosed):  # closed meanwhile
+                await asyncio.wrap_future(settled)
+                if past.away:  # undoing waits for no slot: what is pending is not in it
+                    self._take_back()
+                else:
+                    await past.submitted(lambda: past.host.worker.submit(id(past.state), self._take_back))
+        finally:
+            past.release(self)
 
     def _take_back(self) -> None:
         state = self.past.state
@@ -83,3 +89,4 @@ class Turn:
         self.session.before_commit, self.session.holds_scratch = None, False
         if self._backup is not None:
             self.session.host.release_slot(self._backup.state.store.slot, scratch=True)
+        self.session.rested()

@@ -87,12 +87,22 @@ class Engine:
         """An empty context in that slot."""
         return EngineState(UnitStore(self.pool, slot), self.policy.begin(self.shape))
 
-    def fork(self, state: EngineState, slot: int) -> EngineState:
-        """A copy of a context in another slot, its provisional tail included."""
+    def fork(self, state: EngineState, slot: int, stored: Mapping[str, Tensor] | None = None) -> EngineState:
+        """A copy of a context in another slot, its provisional tail included.
+
+        Args:
+            stored: the units of a state that was put away, out of its own snapshot; None: they are in its slot.
+
+        Raises:
+            SnapshotCorrupt: not tensors of this state; nothing was written into the slot.
+        """
         self._check(state)
+        assert state.away == (stored is not None), "units are in the slot, or in the store"
+        store = UnitStore(self.pool, slot) if stored is None else self._store_of(state, stored, slot)
         with state.lock:
-            twin = EngineState(UnitStore(self.pool, slot), dict(state.policy_state))
-            twin.store.copy_from(state.store, state.provisional)
+            twin = EngineState(store, dict(state.policy_state))
+            if stored is None:
+                store.copy_from(state.store, state.provisional)
             twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
             twin.last_hidden, twin.tail_logits = state.last_hidden, state.tail_logits
             twin.committed_ids, twin.peaks = state.committed_ids.copy(), list(state.peaks)
@@ -106,22 +116,38 @@ class Engine:
         self._check(state)
         return {**state.store.export(self._fronts(state.focus)), **state.small_tensors()}
 
-    def moment(self, state: EngineState, position: int) -> Moment:
-        """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU."""
-        self._check(state)
-        assert state.seen <= position <= state.position
-        small = state.small_tensors(position - state.seen)
-        store, fronts = state.store, self._fronts(state.focus)
-        small |= {f"{layer}.scores": store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)}
-        small["peaks"] = torch.tensor(state.peaks)
-        return Moment(seen=state.seen, tokens=position,
-                      counts=tuple(count - front for count, front in zip(store.counts, fronts, strict=True)),
-                      positions=[store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)],
-                      state={name: tensor.cpu() for name, tensor in small.items()})
+    def moment(self, state: EngineState, position: int, stored: Mapping[str, Tensor] | None = None) -> Moment:
+        """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU.
 
-    def units_between(self, state: EngineState, layer: int, start: int, end: int) -> LayerUnits:
-        """Committed units of one layer whose source position lies in start .. end-1; on the CPU."""
+        `stored` as for `fork`: a state that was put away needs no slot to be saved again.
+
+        Raises:
+            SnapshotCorrupt: not tensors of this state.
+        """
         self._check(state)
+        assert state.seen <= position <= state.position and state.away == (stored is not None)
+        small = state.small_tensors(position - state.seen)
+        if stored is None:
+            store, fronts = state.store, self._fronts(state.focus)
+            scores = [store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)]
+            positions = [store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)]
+        else:
+            _expect_units_of(state, stored)
+            scores = [stored[f"{layer}.scores"] for layer in range(self.shape.layers)]
+            positions = [stored[f"{layer}.positions"] for layer in range(self.shape.layers)]
+        small |= {f"{layer}.scores": tensor for layer, tensor in enumerate(scores)}
+        small["peaks"] = torch.tensor(state.peaks)
+        return Moment(seen=state.seen, tokens=position, counts=tuple(held.shape[1] for held in positions),
+                      positions=positions, state={name: tensor.cpu() for name, tensor in small.items()})
+
+    def units_between(self, state: EngineState, layer: int, start: int, end: int,
+                      stored: Mapping[str, Tensor] | None = None) -> LayerUnits:
+        """Committed units of one layer whose source position lies in start .. end-1; on the CPU. `stored` as for
+        `fork`."""
+        self._check(state)
+        if stored is not None:
+            return LayerUnits.between(start, end, *(stored[f"{layer}.{what}"] for what in
+                                                    ("positions", "keys", "values")))
         store, count = state.store, state.store.counts[layer]
         return LayerUnits.between(start, end, store.positions(layer), store.keys(layer, count)[0],
                                   store.values(layer, count)[0])
@@ -162,13 +188,16 @@ class Engine:
         Raises:
             SnapshotCorrupt: not tensors of this state; nothing changed.
         """
+        store = self._store_of(state, tensors, slot)
+        state.store, state.away = store, False
+
+    def _store_of(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> UnitStore:
+        """The units of a state that was put away, out of its own snapshot, in a slot."""
         expect_loadable(self, tensors, self.open(slot))
-        if int(tensors["seen"]) != state.seen or focus_in(tensors) != (state.focus, state.next_focus):
-            raise SnapshotCorrupt(f"found units of position {int(tensors['seen'])} and focus {focus_in(tensors)}; "
-                                  f"expected {state.seen} and {state.focus, state.next_focus}")
+        _expect_units_of(state, tensors)
         store = UnitStore(self.pool, slot)
         store.load(tensors, self.rotate_keys, units_of(self, state.focus))
-        state.store, state.away = store, False
+        return store
 
     # -- tokens -----------------------------------------------------------------------------------------------
 
@@ -432,3 +461,13 @@ class Engine:
 def _room_of_focus(state: EngineState) -> int:
     """Units of the longer focus: until the next grid point the old one needs its room, and from there on the new."""
     return max(len(state.focus), len(state.next_focus or ()))
+
+
+def _expect_units_of(state: EngineState, stored: Mapping[str, Tensor]) -> None:
+    """Raises:
+        SnapshotCorrupt: stored units of another place than a state that was put away.
+    """
+    found, focus = int(stored["seen"]), focus_in(stored)[0]
+    if found != state.seen or focus != state.focus:
+        raise SnapshotCorrupt(f"found units of position {found} and focus {focus}; expected {state.seen} and "
+                              f"{state.focus}")

@@ -9,8 +9,9 @@ import functools
 import inspect
 import logging
 import math
+import time
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ import torch
 
 from locret_stream import __version__
 from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
-from locret_stream.context import StreamingContext, saving
+from locret_stream.context import StreamingContext, swapping
 from locret_stream.context.session import Session, to_the_end
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, LocretError
@@ -36,7 +37,7 @@ from locret_stream.runtime.loading import (
     load_model,
     load_tokenizer,
 )
-from locret_stream.runtime.slots import CLOSED, Slots, throttler
+from locret_stream.runtime.slots import CLOSED, LOOK_AGAIN_S, Slots, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
@@ -45,6 +46,7 @@ from locret_stream.worker import Worker, leave_worker, share_worker
 _log = logging.getLogger(__name__)
 BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
 DEFAULT_BUDGET, DEFAULT_CHUNK = 6000, 1024
+TURN_S = 2.0  # how long a session that is used all the time keeps its slot while others wait for one
 
 
 class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,8 +134,9 @@ class Runtime:
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
+        self._not_before: weakref.WeakKeyDictionary[StreamingContext, float] = weakref.WeakKeyDictionary()
         self._open = self._closing = False
-        self._names = self._number = 0
+        self._names = self._number = self._yielding = 0
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, dtype: str | torch.dtype = "auto", device: str | None = None,
@@ -282,8 +285,7 @@ class Runtime:
 
     async def _close(self) -> None:
         failed: list[LocretError] = []
-        # Those that wait in the store come last: to be saved they need a slot.
-        for context in sorted(self._contexts, key=lambda context: context.away):
+        for context in [*self._contexts]:
             try:
                 await context.aclose()
             except LocretError as error:
@@ -403,42 +405,59 @@ class Runtime:
         self._check_open()
         return len(self.codec.encode_text(text))
 
-    async def acquire_slot(self, *, scratch: bool, again: bool = False) -> int:
+    async def acquire_slot(self, *, scratch: bool) -> int:
         """A free slot, waiting in order until the deadline; for contexts.
-
-        Args:
-            again: for one that was open before: to be saved it gets one even while the runtime closes.
 
         Raises:
             NoSlot, ContextClosed.
         """
-        self._check_open(but_closing=again)
-        slots = self._scratch_slots if scratch else self._live_slots
-        if not scratch:
-            await self._make_room()
-        return await slots.acquire(self._timeout_s, "scratch (for ask and turn)" if scratch else "live")
+        self._check_open()
+        if scratch:
+            return await self._scratch_slots.acquire(self._timeout_s, "scratch (for ask and turn)")
+        return await self._live_slots.acquire(self._timeout_s, "live", self._make_room)
 
-    async def _make_room(self) -> None:
-        """Without a free slot, let what was idle longest wait in the store, or close what is expendable."""
-        tried: set[StreamingContext] = set()
-        while not self._live_slots.free:
-            idle = [(since, context) for context in self._contexts
-                    if context not in tried and (since := context.idle_since) is not None]
-            if not idle:
-                return
-            context = min(idle, key=lambda pair: pair[0])[1]
-            tried.add(context)
+    async def _make_room(self) -> bool:
+        """Let what was idle longest wait in the store, or close what is expendable; False if nothing was idle."""
+        idle = [(since, context) for context in self._contexts if (since := context.idle_since) is not None
+                and time.monotonic() >= self._not_before.get(context, 0.0)]
+        for _, context in sorted(idle, key=lambda pair: pair[0]):
             try:
-                await context.spill()
+                if await context.put_away():
+                    return True
             except LocretError as error:
+                self._not_before[context] = time.monotonic() + LOOK_AGAIN_S
                 _log.warning("%r could not be put away and keeps its slot: %s", context.name, error)
+        return False
 
-    async def bring_back(self, session: Session) -> None:
-        """A slot again for a session that waits in the store."""
-        await saving.bring_back(session)
+    def rested(self) -> None:
+        """A session came to rest; for contexts."""
+        self._live_slots.nudge()
+
+    @contextlib.contextmanager
+    def yield_slot(self, since: float) -> Iterator[bool]:
+        """Whether a session that has had its slot since then is to give it to somebody who waits; for contexts."""
+        wanted = self._live_slots.waiting > self._yielding and time.monotonic() - since >= TURN_S
+        self._yielding += wanted
+        try:
+            yield wanted
+        finally:
+            self._yielding -= wanted
+
+    async def make_resident(self, session: Session) -> None:
+        """`swapping.make_resident`; for contexts."""
+        await swapping.make_resident(session)
+
+    async def stored_units(self, session: Session) -> dict[str, torch.Tensor]:
+        """`swapping.stored_units`; for contexts."""
+        return await swapping.stored_units(session)
 
     def release_slot(self, slot: int, *, scratch: bool) -> None:
         (self._scratch_slots if scratch else self._live_slots).give_back(slot)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free, and nobody waits for it."""
+        return self._live_slots.free > 0
 
     @contextlib.asynccontextmanager
     async def scratch_slot(self) -> AsyncIterator[int]:

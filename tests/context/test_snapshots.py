@@ -145,7 +145,7 @@ def resume_and_compare(policy: str, steps: list, folder: Path) -> None:
                     stopping = tiny(**options(policy), store=folder)
                     other = await stopping.__aenter__()
                     ctx = await other.open("session").__aenter__()
-                    expect_same(settled(await snap(ctx, settle=False)), settled(await snap(never, settle=False)))
+                    expect_same(settled(await snap(ctx, settle=False)), settled(await snap(never)))
                 for one in (never, ctx):
                     one._session.segmenter.drop_partial()
                 assert await replies(never) == await replies(ctx)

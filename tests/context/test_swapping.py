@@ -1,0 +1,541 @@
+"""Many contexts on few slots. Two promises: no interleaving of calls stalls, and whatever a context went through, was
+refused or failed in midway, it holds what a replay of its tokens gives."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from locret_stream import NoSlot, Runtime, Store, StoreError, StreamingContext
+from locret_stream.context import saving
+from locret_stream.runtime import core
+from locret_stream.runtime.slots import Slots
+from tests.context.support import (
+    CHUNK,
+    TEXT,
+    assert_same,
+    cut_at_every_await,
+    expect_free,
+    expect_same,
+    ids_in,
+    snap,
+    tiny,
+)
+from tests.context.test_snapshots import replies, settled
+
+
+def ids_of(number: int, count: int, start: int = 0) -> list[int]:
+    """Ids that no two contexts share."""
+    return [5 + (7 * i + 31 * number + i * i % 13) % 400 for i in range(start, start + count)]
+
+
+async def expect_replay(ctx: StreamingContext, plain: Runtime) -> None:
+    """It holds what its tokens alone give, fed at once into a fresh context of another runtime."""
+    found = await snap(ctx)
+    async with plain.open(raw=True) as fresh:
+        if ids_in(ctx):
+            await fresh.feed(ids_in(ctx))
+        assert_same(found.tensors, (await snap(fresh)).tensors)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110 (nothing there to wait for)
+            await asyncio.sleep(0.001)
+
+
+# -- nothing stalls -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_forks_asks_and_turns_of_many_contexts_on_few_slots_never_stall(tmp_path: Path, slots: int):
+    """All at once, each with a fork whose origin has to leave its slot for it."""
+    async with tiny(store=tmp_path, max_live=slots) as runtime, tiny(max_live=2) as plain, AsyncExitStack() as stack:
+        contexts = [await stack.enter_async_context(runtime.open(f"c{n}", raw=True)) for n in range(8)]
+
+        async def use(number: int, ctx: StreamingContext) -> None:
+            given: list[int] = []
+            for step in range(3):
+                new = ids_of(number, 11, 40 * step)
+                await ctx.push(new)
+                given += new
+                async with ctx.fork() as fork:
+                    await fork.push(ids_of(number, 9, 7))
+                    assert ids_in(fork) == given + ids_of(number, 9, 7)
+                await ctx.ask([6, 7], max_new_tokens=2)
+                with pytest.raises(KeyError):
+                    async with ctx.turn():
+                        await ctx.push(ids_of(number, 2 * CHUNK + 3, 90))
+                        raise KeyError
+                assert ids_in(ctx) == given
+
+        async with asyncio.timeout(40):
+            await asyncio.gather(*(use(number, ctx) for number, ctx in enumerate(contexts)))
+        for ctx in contexts:
+            await expect_replay(ctx, plain)
+
+
+async def test_who_waits_already_gets_the_slot_of_a_context_that_comes_to_rest(tmp_path: Path):
+    """Not only of one that is at rest when the waiting begins."""
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=20) as runtime, runtime.open("a", raw=True) as ctx:
+        feed = ctx.feed(iter([[7]] * 50))
+        await anext(feed)
+        opening = asyncio.create_task(runtime.open("b").__aenter__())
+        await until(lambda: runtime._live_slots.waiting == 1)
+        await asyncio.sleep(0.01)
+        assert not opening.done(), "the feed is at work"
+        await feed.aclose()
+        async with asyncio.timeout(5):
+            other = await opening
+        assert ctx.away
+        await other.aclose()
+
+
+async def test_a_context_that_is_used_all_the_time_gives_others_a_turn(tmp_path: Path, monkeypatch):
+    """Endless feeds, more than there are slots: each of them goes on, and holds what a replay gives."""
+    monkeypatch.setattr(core, "TURN_S", 0.02)
+    async with tiny(store=tmp_path, max_live=1) as runtime, tiny(max_live=1) as plain:
+        moved = [0, 0, 0]
+
+        async def endless(number: int) -> None:
+            async with runtime.open(f"c{number}", raw=True) as ctx:
+                async for _ in ctx.feed(iter([[token] for token in ids_of(number, 900)])):
+                    moved[number] += 1
+                    if min(moved) >= 40:
+                        break
+                await expect_replay(ctx, plain)
+
+        async with asyncio.timeout(40):
+            await asyncio.gather(*(endless(number) for number in range(3)))
+
+
+async def test_a_reply_goes_on_where_it_was_when_others_had_a_turn_in_between(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(core, "TURN_S", 0.0)
+    async with tiny(store=tmp_path, max_live=1, scratch=1) as runtime, tiny(max_live=1) as plain:
+        async def said(of: Runtime, number: int, name: str | None) -> list[int]:
+            async with of.open(name) as ctx:
+                await ctx.feed(f"number {number}. {TEXT}")
+                return [token.id async for token in ctx.generate("So?", max_new_tokens=12, ignore_eos=True, seed=3,
+                                                                 temperature=0.8)]
+
+        expected = [await said(plain, number, None) for number in range(3)]
+        async with asyncio.timeout(40):
+            found = await asyncio.gather(*(said(runtime, number, f"c{number}") for number in range(3)))
+        assert found == expected
+
+
+async def test_asking_saving_undoing_and_closing_wait_for_no_live_slot(tmp_path: Path):
+    """Each of a context that waits in the store, while another is at work in the only slot."""
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.1) as runtime, tiny() as other, other.open() as plain:
+        ctx = await runtime.open("a").__aenter__()
+        for one in (ctx, plain):
+            await one.feed(TEXT)
+        async with runtime.open("b", raw=True) as busy:
+            feed = busy.feed(iter([[7]] * 50))
+            await anext(feed)
+            assert ctx.away
+            assert await ctx.ask("?", max_new_tokens=4) == await plain.ask("?", max_new_tokens=4)
+            with pytest.raises(KeyError):
+                async with ctx.turn():
+                    await ctx.push([9, 10])
+                    raise KeyError
+            before = ctx.memory.tokens
+            await ctx.push([9])  # fits the chunk, so that it is only accepted
+            assert before + 1 == ctx.memory.tokens and ctx.away
+            await ctx.snapshot()
+            await ctx.push([10])
+            await plain.push([9, 10])
+            assert ctx.unsaved and ctx.away
+            await ctx.aclose()
+            await feed.aclose()
+        async with runtime.open("a") as ctx:
+            expect_same(settled(await snap(ctx)), settled(await snap(plain)))
+
+
+async def test_a_turn_is_undone_where_every_slot_is_refused(tmp_path: Path):
+    """Its own commit was refused one; undoing it asks for none."""
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.1) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push(ids_of(1, CHUNK + 3))
+        before = await snap(ctx)
+        async with runtime.open("b", raw=True) as busy:
+            feed = busy.feed(iter([[7]] * 50))
+            await anext(feed)
+            with pytest.raises(NoSlot):
+                async with ctx.turn():
+                    await ctx.push(ids_of(2, 3 * CHUNK))
+            assert ids_in(ctx) == ids_of(1, CHUNK + 3)
+            await feed.aclose()
+        expect_same(await snap(ctx), before)
+        await ctx.push([9])
+
+
+async def test_a_refused_slot_leaves_the_rest_held_and_no_chunk_half_accepted(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.1) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, CHUNK + 3))
+            async with runtime.open("b", raw=True) as busy:
+                feed = busy.feed(iter([[7]] * 50))
+                await anext(feed)
+                with pytest.raises(NoSlot):
+                    await ctx.push(ids_of(2, 3 * CHUNK))
+                assert ids_in(ctx) + [*ctx._session.ids] == ids_of(1, CHUNK + 3) + ids_of(2, 3 * CHUNK)
+                assert ctx.memory.pending < CHUNK
+                await feed.aclose()
+            assert await ctx.flush() == 3 * CHUNK
+            await expect_replay(ctx, plain)
+
+
+# -- the same tokens, the same memory -----------------------------------------------------------------------------
+
+
+async def test_a_chunk_that_was_pending_when_it_was_saved_and_committed_since_is_saved_again(tmp_path: Path):
+    """As many tokens, other units: put away without saving, it would come back as something else."""
+    async with tiny(store=tmp_path, max_live=1) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, 2 * CHUNK))
+            ctx._session.accept(ids_of(2, CHUNK))  # as a reply's last literals, which complete a chunk
+            await ctx.snapshot()
+            await ctx.flush()
+            async with runtime.open("b"):
+                assert ctx.away
+            await expect_replay(ctx, plain)
+            async with runtime.open("b"):
+                await ctx.snapshot()
+        async with runtime.open("a", raw=True) as ctx:
+            await expect_replay(ctx, plain)
+
+
+async def test_an_opened_session_has_no_whole_chunk_pending(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, 2 * CHUNK))
+            ctx._session.accept(ids_of(2, CHUNK))
+        async with runtime.open("a", raw=True) as ctx:
+            assert (ctx.memory.tokens, ctx.memory.pending) == (3 * CHUNK, 0)
+            await expect_replay(ctx, plain)
+
+
+async def test_a_copy_of_a_context_that_others_move_meanwhile_is_a_clean_cut(tmp_path: Path):
+    """It waits in the store; while it is copied another task brings it back and feeds it on."""
+    async with tiny(store=tmp_path, max_live=2) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, 3 * CHUNK + 2))
+            for round in range(12):
+                assert await ctx.put_away()
+                more = ids_of(2 + round, 2 * CHUNK + 1)
+                before = ids_in(ctx)
+                async with ctx.fork() if round % 2 else ctx.fork(f"fork {round}") as fork:
+                    feeding = asyncio.create_task(ctx.push(more))
+                    found = ids_in(fork)
+                    assert found == before
+                    await expect_replay(fork, plain)
+                    await feeding
+
+                async def copied() -> None:
+                    async with ctx.fork() as fork:
+                        await expect_replay(fork, plain)
+
+                await ctx.put_away()
+                async with asyncio.TaskGroup() as group:
+                    for work in (copied(), ctx.push([5, 6]), ctx.ask([7], max_new_tokens=2), ctx.snapshot(), copied()):
+                        group.create_task(work)
+                await expect_replay(ctx, plain)
+
+
+# -- faults at every place ----------------------------------------------------------------------------------------
+
+
+class Walk:
+    """Contexts that go through every operation, and what each must hold."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self.failed: list[str] = []
+
+    async def one(self, what: str, work: Awaitable) -> bool:
+        try:
+            await work
+            return True
+        except (NoSlot, StoreError) as error:
+            assert "injected" in str(error), f"{what}: {error}"
+            self.failed.append(what)
+            return False
+
+    async def go(self) -> dict[str, list[int]]:
+        """What each session holds at the end, after every one of them was closed."""
+        given: dict[str, list[int]] = {}
+        async with AsyncExitStack() as stack:
+            contexts: dict[str, StreamingContext] = {}
+            for name in "ab":
+                ctx = self.runtime.open(name, raw=True)
+                for _ in range(3):
+                    if await self.one(f"open {name}", ctx.__aenter__()):
+                        break
+                contexts[name], given[name] = ctx, []
+                stack.push_async_callback(self.close, ctx, name)
+            for turn in range(2):
+                for number, ctx in enumerate(contexts.values()):
+                    await self.use(ctx, number + 10 * turn, given)
+        return given
+
+    async def close(self, ctx: StreamingContext, name: str) -> None:
+        await self.one(f"close {name}", ctx.aclose())
+
+    async def push(self, ctx: StreamingContext, ids: list[int], given: list[int]) -> None:
+        await self.one(f"push {ctx.name}", ctx.push(ids))
+        given += ids
+        self.check(ctx, given)
+
+    def check(self, ctx: StreamingContext, given: list[int]) -> None:
+        waiting = [token for part in ctx._session.segments for token in part]
+        assert ids_in(ctx) + [*ctx._session.ids] + waiting == given, "nothing is lost, nothing is there twice"
+
+    async def use(self, ctx: StreamingContext, number: int, everything: dict[str, list[int]]) -> None:
+        given = everything[ctx.name]
+        await self.push(ctx, ids_of(number, 2 * CHUNK + 5), given)
+        if await self.one(f"snapshot {ctx.name}", ctx.snapshot()):
+            assert not ctx.unsaved
+        saved, at = ctx._session.branch.head, [*given]
+        complete = not ctx._session.held and not ctx.unsaved
+
+        async def undone(fails: bool) -> None:
+            async with ctx.turn():
+                await ctx.push(ids_of(number, 2 * CHUNK, 50))
+                if fails:
+                    raise OnPurpose
+
+        before = ids_in(ctx), [*ctx._session.ids]
+        await self.one(f"turn {ctx.name}", on_purpose(undone(fails=True)))
+        assert (ids_in(ctx), [*ctx._session.ids]) == before, "a failed turn is undone"
+        if await self.one(f"turn kept {ctx.name}", undone(fails=False)):
+            given += ids_of(number, 2 * CHUNK, 50)
+        self.check(ctx, given)
+        await self.one(f"ask {ctx.name}", ctx.ask([7, 8], max_new_tokens=2))
+        self.check(ctx, given)
+
+        async def forked(name: str | None) -> None:
+            async with ctx.fork(name) as fork:
+                self.check(fork, given)
+                await fork.push(ids_of(number, CHUNK, 200))
+
+        await self.one(f"fork {ctx.name}", forked(None))
+        await self.one(f"named fork {ctx.name}", forked(f"{ctx.name} {number}"))
+        self.check(ctx, given)
+
+        async def reply() -> None:
+            async for _ in ctx.generate([9], max_new_tokens=CHUNK, ignore_eos=True):
+                pass
+
+        await self.one(f"reply {ctx.name}", reply())
+        now = ids_in(ctx) + [*ctx._session.ids]
+        assert now[:len(given)] == given
+        given[:] = now
+        if complete and await self.one(f"rewind {ctx.name}", ctx.rewind(saved)):
+            given[:] = at
+        self.check(ctx, given)
+
+
+class OnPurpose(Exception):
+    """What a turn is undone for."""
+
+
+async def on_purpose(work: Awaitable) -> None:
+    try:
+        await work
+    except OnPurpose:
+        return
+    raise AssertionError("the turn went on")
+
+
+async def walk(folder: Path) -> Walk:
+    """A walk through everything on one slot; at its end every session holds what a replay of its tokens gives."""
+    async with tiny(store=folder, max_live=1) as runtime, tiny() as plain:
+        walked = Walk(runtime)
+        async with asyncio.timeout(40):
+            given = await walked.go()
+        expect_free(runtime)
+        walked.quiet()
+        for name, ids in given.items():
+            async with runtime.open(name, raw=True) as ctx:
+                found = ids_in(ctx) + [*ctx._session.ids, *(t for part in ctx._session.segments for t in part)]
+                if f"close {name}" not in walked.failed:
+                    assert found == ids, name
+                await ctx.flush()
+                await expect_replay(ctx, plain)
+        assert not [one.problem for one in runtime.store.verify() if one.problem]
+        return walked
+
+
+async def places(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+                 inject: Callable[[Callable[[], bool]], None], every: int = 1) -> int:
+    """Walk once to count the places that `inject` names, and then once for every n-th of them with a fault there."""
+    count, at = 0, -1
+
+    def fails_now() -> bool:
+        nonlocal count
+        count += 1
+        return count == at
+
+    quiet = False
+
+    def place() -> bool:
+        return not quiet and fails_now()
+
+    def silence(self: Walk) -> None:
+        nonlocal quiet
+        quiet = True
+
+    monkeypatch.setattr(Walk, "quiet", silence, raising=False)
+    inject(place)
+    walked = await walk(folder / "0")
+    assert not walked.failed
+    total = count
+    for at in range(total, 0, -every):
+        count, quiet = 0, False
+        caplog.clear()
+        walked = await walk(folder / str(at))
+        told = walked.failed or [r for r in caplog.records if "could not be put away" in r.getMessage()]
+        assert told, f"nobody was told of the fault at place {at}"
+    return total
+
+
+def no_slot(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    def inject(fails: Callable[[], bool]) -> None:
+        real = Slots.acquire
+
+        async def acquire(self: Slots, timeout_s: float, what: str, *rest) -> int:
+            if fails():
+                raise NoSlot(f"injected: no {what} slot")
+            return await real(self, timeout_s, what, *rest)
+
+        monkeypatch.setattr(Slots, "acquire", acquire)
+    return inject
+
+
+def no_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    def inject(fails: Callable[[], bool]) -> None:
+        real = saving.storing
+
+        async def storing(host, work, *arguments):
+            if getattr(work, "__name__", "") not in ("__exit__", "prune") and fails():
+                raise StoreError("injected: the disk is full")
+            return await real(host, work, *arguments)
+
+        monkeypatch.setattr(saving, "storing", storing)
+    return inject
+
+
+EVERY = [pytest.param(9, id="some places"), pytest.param(1, id="any place", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("every", EVERY)
+async def test_a_slot_refused_anywhere_leaves_what_a_replay_gives(tmp_path: Path, monkeypatch, caplog, every: int):
+    assert await places(tmp_path, monkeypatch, caplog, no_slot(monkeypatch), every) > 10
+
+
+@pytest.mark.parametrize("every", EVERY)
+async def test_a_store_that_fails_anywhere_leaves_what_a_replay_gives(tmp_path: Path, monkeypatch, caplog, every: int):
+    assert await places(tmp_path, monkeypatch, caplog, no_store(monkeypatch), every) > 60
+
+
+async def _fork(ctx: StreamingContext, name: str | None = None) -> None:
+    async with ctx.fork(name):
+        pass
+
+
+async def _turn(ctx: StreamingContext) -> None:
+    async with ctx.turn():
+        await ctx.push(ids_of(3, CHUNK))
+        raise OnPurpose
+
+
+MOVES: dict[str, Callable[[StreamingContext, int], Awaitable]] = {
+    "push": lambda ctx, n: ctx.push(ids_of(2, CHUNK)),
+    "reply": lambda ctx, n: replies(ctx, 2),
+    "ask": lambda ctx, n: ctx.ask([7], max_new_tokens=1),
+    "fork": lambda ctx, n: _fork(ctx),
+    "named fork": lambda ctx, n: _fork(ctx, f"fork {n}"),
+    "undone turn": lambda ctx, n: on_purpose(_turn(ctx)),
+    "snapshot": lambda ctx, n: ctx.snapshot(),
+    "rewind": lambda ctx, n: ctx.rewind(2),  # 1 held the place of a session that was told nothing yet
+    "put away": lambda ctx, n: ctx.put_away(),
+    "receipts": lambda ctx, n: ctx.receipts(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+async def test_cancelled_at_any_await_a_context_that_waited_in_the_store_is_a_replay(tmp_path: Path, move: str):
+    """Two contexts on one slot; whatever is cut off midway, both hold what their tokens give and no slot is lost."""
+    async with tiny(store=Store(tmp_path, keep_last=1000), max_live=1) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx, runtime.open("b", raw=True) as other:
+            for number, one in enumerate((ctx, other)):
+                await one.push(ids_of(number, 2 * CHUNK + 3))
+                await one.snapshot()
+            count = 0
+
+            async def run(guard) -> None:
+                nonlocal count
+                count += 1
+                await other.push([5])
+                if not ctx.away:
+                    await ctx.put_away()
+                await other.receipts()
+                if move == "put away":
+                    await ctx.receipts()
+                    await ctx.push([6])
+                before = ids_in(ctx) + [*ctx._session.ids]
+                cut = await guard(MOVES[move](ctx, count))
+                now = ids_in(ctx) + [*ctx._session.ids]
+                if move in ("push", "reply", "rewind"):
+                    assert now == before or (now == ids_of(0, 2 * CHUNK + 3) if move == "rewind" else
+                                             now[:len(before)] == before)
+                else:
+                    assert now == before
+                assert cut or move != "rewind" or now == ids_of(0, 2 * CHUNK + 3)
+                for one in (ctx, other):
+                    assert one._session.busy is None
+                    await one.flush()
+                    await expect_replay(one, plain)
+                expect_free(runtime, taken=1)
+
+            assert await cut_at_every_await(run) >= 1
+        async with runtime.open("a", raw=True) as ctx:
+            await expect_replay(ctx, plain)
+
+
+# -- what is dropped ----------------------------------------------------------------------------------------------
+
+
+async def test_a_context_that_is_dropped_unclosed_gives_its_slot_back_and_says_so(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=5) as runtime:
+        for name in (None, "a"):
+            ctx = await runtime.open(name, raw=True).__aenter__()
+            await ctx.push(ids_of(1, 3 * CHUNK))
+            with pytest.warns(ResourceWarning, match=r"dropped and never closed.*expected `async with"):
+                del ctx
+                gc.collect()
+            async with runtime.open(raw=True) as fresh:
+                await fresh.push([7])
+        async with runtime.open("a", raw=True) as ctx:
+            assert ctx.memory.tokens == 0, "nothing of it was saved"
+
+
+async def test_a_context_that_is_dropped_in_the_middle_of_a_feed_keeps_its_slot_to_its_end(tmp_path: Path):
+    """Whoever holds the iterator holds the memory behind it."""
+    async with tiny(max_live=1, slot_timeout_s=0.1) as runtime:
+        feed = (await runtime.open(raw=True).__aenter__()).feed(iter([[7]] * 50))
+        gc.collect()
+        for _ in range(2 * CHUNK):
+            await anext(feed)
+        with pytest.raises(NoSlot):
+            await runtime.open().__aenter__()
+        with pytest.warns(ResourceWarning):
+            del feed
+            gc.collect()
+        async with runtime.open():
+            pass
