@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from locret_stream.config import Budget, Sampling, StreamConfig
-    from locret_stream.context import FeedReport, StreamingContext, Token
+    from locret_stream.context import FeedReport, Replay, StreamingContext, Token
     from locret_stream.errors import (
         BudgetExceeded,
         ConfigError,
@@ -66,6 +66,7 @@ __all__ = [
     "LocretError",
     "ModelError",
     "NoSlot",
+    "Replay",
     "Runtime",
     "Sampling",
     "Snapshot",
@@ -92,7 +93,7 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(("Budget", "Sampling", "StreamConfig"), "config"),
-    **dict.fromkeys(("FeedReport", "StreamingContext", "Token"), "context"),
+    **dict.fromkeys(("FeedReport", "Replay", "StreamingContext", "Token"), "context"),
     **dict.fromkeys(("SyncContext", "open_context"), "shorthand"),
     **dict.fromkeys(("Collected", "Snapshot", "Store", "Verified"), "snapshot"),
     "Runtime": "runtime",

@@ -505,6 +505,10 @@ def test_a_session_goes_on_in_the_next_run_and_is_looked_after(small: list[str],
     assert (one["name"], one["generation"]) == ("builds", 1) and one["tokens"] > first["tokens_fed"]
     code, out, _ = invoke("snapshots", "verify", *store)
     assert code == 0 and "1 of 1 snapshots are sound" in out
+    code, out, _ = invoke("snapshots", "verify", *store, "--replay", *small)
+    assert code == 0 and "builds: holds what its log gives" in out
+    code, out, _ = invoke("snapshots", "verify", *store, "--replay", *small, "--budget", "90", "--json")
+    assert code == 1 and "other budgets" in json.loads(out)["replays"]["builds"]
     page = next((tmp_path / "store").glob("s-*/pages/*"))
     page.write_bytes(page.read_bytes()[:-1])
     code, out, _ = invoke("snapshots", "verify", *store)

@@ -156,10 +156,10 @@ def test_nothing_imports_adapters():
 PUBLIC = [
     "Budget", "BudgetExceeded", "Collected", "ConfigError", "ContextBusy", "ContextClosed", "ContextError",
     "EmptySource", "FeedReport", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError",
-    "ModelError", "NoSlot", "Runtime", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError", "SnapshotMismatch",
-    "SnapshotNotFound", "SnapshotTooNew", "SourceError", "StaleOwner", "Store", "StoreError", "StreamConfig",
-    "StreamingContext", "SyncContext", "Token", "UnknownPolicy", "UnsupportedModel", "Verified", "WindowExceeded",
-    "__version__", "open_context",
+    "ModelError", "NoSlot", "Replay", "Runtime", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError",
+    "SnapshotMismatch", "SnapshotNotFound", "SnapshotTooNew", "SourceError", "StaleOwner", "Store", "StoreError",
+    "StreamConfig", "StreamingContext", "SyncContext", "Token", "UnknownPolicy", "UnsupportedModel", "Verified",
+    "WindowExceeded", "__version__", "open_context",
 ]  # fmt: skip
 
 

@@ -1,8 +1,10 @@
-"""`locret-stream snapshots`: what a store holds, whether it is sound, and removing it. Loads no model."""
+"""`locret-stream snapshots`: what a store holds, whether it is sound, and removing it. Loads a model only to replay."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,18 +12,27 @@ from rich.table import Table
 
 from locret_stream.cli.common import (
     DEFAULT_STORE,
+    Chunk,
+    Device,
+    Dtype,
+    Heads,
     Json,
     Key,
+    Model,
+    Policy,
     StoreUrl,
+    Units,
     err,
     in_bytes,
+    make_runtime,
     out,
     print_json,
     stdin_is_terminal,
 )
-from locret_stream.errors import ConfigError
+from locret_stream.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
+    from locret_stream.runtime import Runtime
     from locret_stream.snapshot import Snapshot, Store
 
 HELP = """Look after stored sessions: list, info, verify, delete, gc, forget.
@@ -33,6 +44,8 @@ Examples:
   locret-stream snapshots info alice --json
   # read every byte again
   locret-stream snapshots verify --store s3://bucket/memories
+  # and that each session holds what its log gives
+  locret-stream snapshots verify --replay --model ./llama --heads ./heads
   # one snapshot; without a number all of the name
   locret-stream snapshots delete alice --generation 3
   # the session with its forks, its log and its key
@@ -64,12 +77,25 @@ def info(name: Name, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: 
 
 @app.command("verify", help="Read every byte that the snapshots need; exit status 1 if one is damaged.")
 def verify(name: Annotated[str | None, typer.Argument(help="Of a session or a fork; all without.")] = None,
-           store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
-    found = open_store(store, key).verify(name)
+           store: StoreUrl = DEFAULT_STORE, key: Key = None,
+           replay: Annotated[bool, typer.Option("--replay", help=(
+               "Also feed each log again and compare what is held, bit for bit: takes as long as reading did, and the "
+               "model, heads, policy and budget that the sessions were read with."))] = False,
+           model: Model = "bundled", heads: Heads = None, policy: Policy = "locret", budget: Units = None,
+           chunk_size: Chunk = None, device: Device = None, dtype: Dtype = "auto", as_json: Json = False) -> None:
+    opened = open_store(store, key)
+    found = opened.verify(name)
     bad = [one for one in found if one.problem and not one.locked]
     locked = [one for one in found if one.locked]
+    if replay and found and not as_json:
+        err.print("replaying the logs", soft_wrap=True)
+    broken = {one.name for one in (*bad, *locked)}
+    replays = _replays(make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype, store=opened),
+                       sorted({one.name for one in found} - broken)) if replay and found else {}
+    other = [name for name, said in replays.items() if said]
     if as_json:
-        print_json({"snapshots": [_plain(one) for one in found], "sound": len(found) - len(bad) - len(locked)})
+        print_json({"snapshots": [_plain(one) for one in found], "sound": len(found) - len(bad) - len(locked),
+                    **({"replays": replays} if replay else {})})
     elif not found:
         err.print(f"nothing is stored in {store}", soft_wrap=True)
     else:
@@ -80,8 +106,28 @@ def verify(name: Annotated[str | None, typer.Argument(help="Of a session or a fo
         out.print(f"{sound} of {len(found)} snapshots are sound{unchecked}", soft_wrap=True)
         if bad:
             err.print(ADVICE, soft_wrap=True)
-    if bad or not found:
+        for name, said in replays.items():
+            out.print(f"{_line(name)}: {said or 'holds what its log gives'}", soft_wrap=True)
+    if bad or other or not found:
         raise typer.Exit(1)
+
+
+def _replays(runtime: Runtime, names: list[str]) -> dict[str, str]:
+    """For each session what is wrong with it against its log, "" for nothing."""
+    async def run() -> dict[str, str]:
+        said = {}
+        async with aclosing(runtime):
+            for name in names:
+                try:
+                    differs = (await runtime.replay(name)).differs
+                except SnapshotError as error:
+                    said[name] = f"cannot be replayed: {error}"
+                else:
+                    said[name] = f"holds other {', '.join(differs)} than its log gives; it was read on another " \
+                        "machine, or is damaged: `run --on-mismatch rebuild` reads the log again" if differs else ""
+        return said
+
+    return asyncio.run(run())
 
 
 @app.command("delete", help="Delete one snapshot, or all of a name; forks keep theirs.")

@@ -34,6 +34,7 @@ from locret_stream.text.segmenter import Held
 
 if TYPE_CHECKING:
     from locret_stream.context.host import Host
+    from locret_stream.snapshot.chain import Chain
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,8 +113,8 @@ def unsaved(session: Session) -> bool:
 
 def _told(session: Session) -> tuple[object, ...]:
     state = session.state  # `seen` too: a chunk that was pending when it was saved may be committed since
-    return (state.position, state.seen, held_of(session).numpy().tobytes(), frame_of(session), session.note, state.focus,
-            state.next_focus)
+    return (state.position, state.seen, held_of(session).numpy().tobytes(), frame_of(session), session.note,
+            state.focus, state.next_focus)
 
 
 def frame_of(session: Session) -> Frame:
@@ -276,29 +277,38 @@ async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> S
     """
     try:
         found = await storing(host, lambda: branch.read_chain(host.identity))
-        frame, segmenter, segments = _unfinished(host, found.frame, found.held, f"the log of {branch.name!r}")
-    except (SnapshotCorrupt, SnapshotMismatch) as error:
+        session = await feed_log(host, found, slot, branch)
+    except (SnapshotCorrupt, SnapshotMismatch, ConfigError) as error:
         raise _saying(why, f"it cannot be rebuilt: {error}") from error
+    session.rebuilt = str(why)
+    return session
+
+
+async def feed_log(host: Host, found: Chain, slot: int, branch: Branch | None = None) -> Session:
+    """A session that was fed everything of a stored log; with `branch` it is that one's, and logged anew.
+
+    Raises:
+        SnapshotCorrupt: ids that the model does not have, or a frame that cannot be; a part was removed meanwhile.
+        ConfigError: there is no room for its focus. StoreError.
+    """
+    frame, segmenter, segments = _unfinished(host, found.frame, found.held, f"the log of {found.name!r}")
     session = Session(host, host.engine.open(slot), FrameState(), raw=found.frame.raw, trusted=found.frame.trusted)
     session.branch, session.system = branch, found.frame.system
-    await storing(host, branch.begin_anew)
+    if branch is not None:
+        await storing(host, branch.begin_anew)
     pieces = found.pieces()
     while (piece := await storing(host, next, pieces, None)) is not None:
         ids, focuses = piece
         if any(len(part) and not 0 <= min(part) <= max(part) < host.engine.shape.vocab
                for part in (ids, *(event.ids for event in focuses))):
-            raise _saying(why, "it cannot be rebuilt: its log holds ids that the model does not have")
+            raise SnapshotCorrupt("its log holds ids that the model does not have")
         first = session.state.position
         for event in focuses:
             await _take(session, ids[session.state.position - first:event.position - first])
-            try:
-                await session.focus(list(event.ids))
-            except ConfigError as error:
-                raise _saying(why, f"it cannot be rebuilt: {error}") from error
+            await session.focus(list(event.ids))
         await _take(session, ids[session.state.position - first:])
     session.frame, session.segmenter, session.left_by_break = frame, segmenter, found.frame.left_by_break
     session.segments.extend(segments)
-    session.rebuilt = str(why)
     return session
 
 

@@ -22,7 +22,7 @@ import torch
 
 from locret_stream import __version__
 from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
-from locret_stream.context import StreamingContext, swapping
+from locret_stream.context import Replay, StreamingContext, replay, swapping
 from locret_stream.context.session import Session, to_the_end
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, LocretError
@@ -374,6 +374,19 @@ class Runtime:
         if branches:
             raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
         return await to_the_end(asyncio.wrap_future(self.storing.submit(self.store.forget, name)))
+
+    async def replay(self, name: str) -> Replay:
+        """Whether a stored session holds, bit for bit, what its log gives when it is fed again: a check for those who
+        want more than that every byte is as it was written (`Store.verify`). Needs a slot, and as long as reading took.
+
+        Raises:
+            ConfigError: there is no store. SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, StoreError: there is no
+                sound snapshot of this runtime's, or no log. NoSlot, ContextClosed.
+        """
+        self._check_open()
+        if self.store is None:
+            raise ConfigError("this runtime has no store; expected Runtime(..., store=<folder or URL>)")
+        return await replay(self, check_name(name))
 
     @functools.cached_property
     def identity(self) -> Identity:
