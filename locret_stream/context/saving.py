@@ -1,7 +1,11 @@
 """A context's part in snapshots: what is saved beside the units, saving while others go on, restoring, rebuilding.
 
 While a save runs, its own context commits nothing; the engine's thread is borrowed for one layer of one page at a time,
-so other contexts wait for no more than a copy of that. Files are written on threads of their own.
+so other contexts wait for no more than a copy of that.
+
+Between the resources 4 and 5 of `context.swapping` a save takes the session's lock in the store. Whoever holds that lock
+asks for nothing but steps of the engine's thread, which never waits for a lock, and for a thread of its own: the few
+storing threads may wait for the lock in any number, and it is given back all the same.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -42,8 +47,12 @@ _HELD, _NOTHING = msgspec.msgpack.Decoder(list[Segment]), msgspec.msgpack.encode
 
 
 async def storing(host: Host, work: Callable[..., T], *arguments: Any) -> T:
-    """Run blocking file work on the host's storing thread, to its end even when the caller is cancelled."""
-    return await to_the_end(asyncio.wrap_future(host.storing.submit(work, *arguments)))
+    """Run blocking file work on one of the host's storing threads, to its end even when the caller is cancelled."""
+    return await _on(host.storing, work, *arguments)
+
+
+async def _on(threads: Executor, work: Callable[..., T], *arguments: Any) -> T:
+    return await to_the_end(asyncio.wrap_future(threads.submit(work, *arguments)))
 
 
 async def save(session: Session) -> Snapshot:
@@ -73,17 +82,21 @@ async def _save(session: Session) -> Snapshot:
         moment = dataclasses.replace(moment, frame=frame, note=note, state={**moment.state, "held": held})
         identity = await storing(host, lambda: host.identity)  # the first time it hashes all weights
         save = Save(branch, moment, identity, host.geometry)
-        await storing(host, save.__enter__)
+        own = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
         try:
-            for start, end in save.plan.write:
-                layers = []
-                for layer in range(engine.shape.layers):
-                    layers.append(await step(lambda layer=layer, start=start, end=end: engine.units_between(
-                        state, layer, start, end, stored)))
-                await storing(host, save.page, start, end, layers)
-            done = await storing(host, save.finish, host.library, moment.seen)
+            await _on(own, save.__enter__)
+            try:
+                for start, end in save.plan.write:
+                    layers = []
+                    for layer in range(engine.shape.layers):
+                        layers.append(await step(lambda layer=layer, start=start, end=end: engine.units_between(
+                            state, layer, start, end, stored)))
+                    await _on(own, save.page, start, end, layers)
+                done = await _on(own, save.finish, host.library, moment.seen)
+            finally:
+                await _on(own, save.__exit__)
         finally:
-            await storing(host, save.__exit__)
+            own.shutdown(wait=False)
     session.saved_at = told
     return done
 
