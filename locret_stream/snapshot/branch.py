@@ -286,9 +286,13 @@ class Branch:
         twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
         twin.log, twin.focuses = self.log, [*self.focuses]
         if self.spool is not None:
-            with self.keeping_log():
-                twin.spool = twin._spool(self.spool.start)
-                twin.spool.append(self.spool.read(seen))
+            twin.spool = twin._spool(self.spool.start)
+            try:
+                with self.keeping_log():
+                    twin.spool.append(self.spool.read(seen))
+            except BaseException:
+                twin.close()
+                raise
         return twin
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ and how the frame stood: all that was accepted until the last save can be read e
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,33 +61,36 @@ class Spool:
         self.end = at + len(data) // 4
 
     def _begin_again(self, end: int) -> None:
-        """The ids before `end` in a file and under a key of their own: no place is written twice under one."""
-        ids, old = self.read(end), self._file
-        self._begin(self.start)
-        self.end = self.start
+        """The ids before `end` in a file and under a key of their own: no place is written twice under one. The old
+        file stays until the new one stands."""
+        fresh = Spool(self.start, hidden=True)
         try:
-            self.append(ids)
-        finally:
-            old.close()
+            fresh.append(self.read(end))
+        except BaseException:
+            fresh.close()
+            raise
+        self._file.close()
+        vars(self).update(vars(fresh))
 
     def read(self, end: int) -> np.ndarray:
-        """Ids start .. end-1, int32."""
+        """Ids start .. end-1, int32. Raises OSError: the file lost some of them."""
         assert self.start <= end <= self.end
         offset = 4 * (self.start - self._origin)
         self._file.seek(offset)
-        if self._scrambler is None:
-            return np.fromfile(self._file, dtype="<i4", count=end - self.start)
-        data = np.fromfile(self._file, dtype=np.uint8, count=4 * (end - self.start))
-        return np.frombuffer(self._scrambler.at(offset, data.tobytes()), dtype="<i4")
+        ids = np.fromfile(self._file, dtype="<i4", count=end - self.start)
+        if len(ids) < end - self.start:
+            raise OSError(errno.EIO, f"a temporary file holds {len(ids)} of {end - self.start} ids")
+        return ids if self._scrambler is None else np.frombuffer(self._scrambler.at(offset, ids.tobytes()), dtype="<i4")
 
     def drop(self, end: int) -> None:
         """Forget ids before `end`: a part holds them now. Their room is given back once nothing is left."""
         assert self.start <= end <= self.end
         self.start = end
         if end == self.end:
-            self._file.truncate(0)
             self._origin = self._written = end
             self._scrambler = Scrambler() if self._hidden else None
+            with contextlib.suppress(OSError):  # what stays is written over, and the log goes on
+                self._file.truncate(0)
 
     def close(self) -> None:
         """Delete the spool."""

@@ -16,11 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_stream.errors import SnapshotCorrupt
+from locret_stream.errors import SnapshotCorrupt, StoreError
 from locret_stream.snapshot import log
 from locret_stream.snapshot.format import Frame, LogPart, LogRef, unpack
 from locret_stream.snapshot.log import PART_IDS, TAKEN_SHARE, Part, Spool, absorbed, read_part, write_part
+from tests.context.support import expect_same, snap, tiny
+from tests.context.test_snapshots import settled
 from tests.snapshot.forge import parts_of, rebuilt, resaved, sound_log
+from tests.snapshot.support import KEY
 
 BODY = LogPart(branch="alice", generation=1, tokenizer="t", start=0, end=3)
 IDS = st.integers(-2**31, 2**31 - 1)
@@ -123,6 +126,141 @@ def test_a_write_that_fails_leaves_what_came_before_and_the_next_takes_its_place
     spool._file = sound
     spool.append([7])
     assert spool.read(spool.end).tolist() == [1, 7] and spool.end == 102
+
+
+class Disk:
+    """Makes temporary files that share the room of one disk."""
+
+    def __init__(self) -> None:
+        self.room = 10**9
+        self.files: list[Any] = []
+
+    def __call__(self, **options: Any) -> Any:
+        disk, file = self, REAL_FILE(**options)
+        if not disk.room:
+            file.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        class OnDisk:
+            def write(self, data: bytes) -> int:
+                count = min(len(data), disk.room)
+                if not count:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                disk.room -= count
+                return file.write(data[:count])
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(file, name)
+
+        self.files.append(file)
+        return OnDisk()
+
+
+REAL_FILE = log.tempfile.TemporaryFile
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("room", [0, 1, 4, 8, 9, 11, 12, 15])
+def test_a_full_disk_costs_no_id_that_was_taken_and_once_there_is_room_all_goes_on(monkeypatch, hidden: bool,
+                                                                                  room: int):
+    """Of ids in another's place, too: a hidden spool begins a new file for them and keeps the old till that stands."""
+    disk = Disk()
+    monkeypatch.setattr(log.tempfile, "TemporaryFile", disk)
+    spool = Spool(100, hidden=hidden)
+    spool.append([1, 2, 3, 4])
+    for _ in range(3):
+        disk.room = room
+        with pytest.raises(OSError, match="No space"):
+            spool.append([7, 8, 9, 10, 11], 102)
+        assert spool.end in (102, 104) and spool.read(102).tolist() == [1, 2]
+        assert sum(not file.closed for file in disk.files) == 1
+    disk.room = 10**9
+    spool.append([7, 8, 9], 102)
+    assert spool.read(105).tolist() == [1, 2, 7, 8, 9]
+    spool.append([5], 101)
+    assert spool.read(102).tolist() == [1, 5]
+    spool.close()
+    assert all(file.closed for file in disk.files)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+async def test_a_session_whose_temporary_files_found_no_room_goes_on_and_lost_nothing(tmp_path, monkeypatch, key):
+    disk, text = Disk(), "The pass key of falcon is 48213.\n" * 9
+    monkeypatch.setattr(log.tempfile, "TemporaryFile", disk)
+    async with tiny(store=tmp_path, key=key) as runtime:
+        async with runtime.open("alice", raw=True) as ctx:
+            await ctx.push(text)
+            with pytest.raises(KeyError):
+                async with ctx.turn():
+                    await ctx.push(text[::-1])
+                    raise KeyError
+            disk.room = 8
+            with pytest.raises(StoreError, match="expected room for temporary files"):
+                await ctx.push(text)
+            disk.room = 10**9
+            await ctx.flush()  # what was not taken is held
+            tokens = (await ctx.snapshot()).tokens
+            expected = await snap(ctx)
+        async with runtime.open("twin", raw=True) as ctx:
+            await ctx.push(text)
+            await ctx.push(text)
+            await ctx.flush()
+            assert ctx.memory.tokens == tokens
+            expect_same(settled(await snap(ctx)), settled(expected))
+        async with runtime.open("alice", raw=True) as ctx:
+            expect_same(settled(await snap(ctx)), settled(expected))
+        async with tiny(store=tmp_path, key=key, chunk_size=5) as other, \
+                other.open("alice", raw=True, on_mismatch="rebuild") as ctx:
+            assert ctx.memory.tokens == tokens
+
+
+def test_a_spool_that_cannot_give_its_room_back_goes_on(spool: Spool):
+    class Stuck:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(sound, name)
+
+        def truncate(self, size: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    sound = spool._file
+    spool.append([1, 2, 3])
+    spool._file = Stuck()
+    spool.drop(103)
+    spool.append([4])
+    spool._file = sound
+    assert spool.read(104).tolist() == [4]
+
+
+def test_a_spool_that_lost_ids_says_so_and_gives_no_others(spool: Spool):
+    spool.append([1, 2, 3])
+    spool._file.truncate(8)
+    assert spool.read(102).tolist() == [1, 2]
+    with pytest.raises(OSError, match="2 of 3 ids"):
+        spool.read(103)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["append", "replace", "drop", "drop all"]), st.integers(1, 9),
+                          st.floats(0, 1)), min_size=2, max_size=12))
+@settings(max_examples=60)
+def test_no_place_of_a_hidden_spool_is_written_twice_under_one_key(steps):
+    """Two texts under one keystream give each other away. Of ids that are all 0 the keystream is what is stored."""
+    spool, seen = Spool(0, hidden=True), set()
+    try:
+        for step, count, where in steps:
+            at = spool.start + round(where * (spool.end - spool.start))
+            if step.startswith("drop"):
+                spool.drop(spool.end if step == "drop all" else at)
+                continue
+            before = id(spool._scrambler)
+            spool.append([0] * count, at if step == "replace" else None)
+            at = spool.end - count if before == id(spool._scrambler) else spool.start
+            spool._file.seek(4 * (at - spool._origin))
+            streams = np.fromfile(spool._file, dtype="<i4", count=spool.end - at).tolist()
+            places = {(number, word) for number, word in enumerate(streams, at - spool._origin)}
+            assert len(places) == spool.end - at and not places & seen
+            seen |= places
+    finally:
+        spool.close()
 
 
 def test_a_spool_is_written_whole_by_a_system_that_takes_a_few_bytes_at_a_time(spool: Spool):
