@@ -1,12 +1,12 @@
-"""Snapshot files, format version 1: bytes <-> header + tensors. This docstring is the specification.
+"""Snapshot files, format version 2: bytes <-> header + tensors. This docstring is the specification.
 
 A file is one *container*, written once and never changed. Integers are little-endian; digests are xxh3-128, big-endian
 as `xxhash` gives them.
 
     offset  size  preamble
     0       8     magic: 89 4C 4F 43 52 45 54 0A
-    8       2     u16 format version: 1
-    10      2     u16 kind: 1 manifest, 2 page, 3 log part
+    8       2     u16 format version: 1 or 2
+    10      2     u16 kind: 1 manifest, 2 page, 3 log part, 4 place (from version 2 on)
     12      4     u32 length of the header, at most 4 MiB
     16      8     u64 length of the whole file
     24      8     zeros
@@ -23,7 +23,8 @@ place of every section, zeros, and digests; only then it looks at a tensor. Noth
 file claims: what is read is the file, and its size is checked first. Digests find damage, not forgery: for that, and
 for secrecy, containers are encrypted as a whole (`snapshot.seal`).
 
-A manifest names pages; what they mean together is in `snapshot.pages`. Never pickle, never a second codec.
+A manifest names pages; what they mean together is in `snapshot.pages`. Places are in `snapshot.names`; what version 1
+had instead, an alias of 34 bytes without a digest, is read and replaced. Never pickle, never a second codec.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from locret_stream.errors import SnapshotCorrupt, SnapshotError, SnapshotTooNew
 from locret_stream.snapshot.identity import Identity
 
 MAGIC = b"\x89LOCRET\n"
-VERSION = 1
+VERSION = 2
 PREAMBLE = struct.Struct("<8sHHIQ8x16s")
 HEADER_LIMIT = 4 << 20  # bytes
 ALIGN = 64
@@ -162,7 +163,22 @@ class LogPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     frame: Frame = Frame()
 
 
-KINDS: dict[int, type[Struct]] = {1: Manifest, 2: Page, 3: LogPart}
+class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the snapshots of a name lie (`snapshot.names`). No sections, and never encrypted.
+
+    Args:
+        name: what stands for it in a path. folder: of its session.
+        newest: the highest number that was saved under it, 0 in an alias.
+        title: the name itself; "" where that is a secret.
+    """
+
+    name: Digest
+    folder: Annotated[str, Meta(pattern=r"^s-[0-9a-f]{32}\Z")]
+    newest: Count = 0
+    title: Annotated[str, Meta(max_length=256)] = ""
+
+
+KINDS: dict[int, type[Struct]] = {1: Manifest, 2: Page, 3: LogPart, 4: Place}
 _NUMBERS = {kind: number for number, kind in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(_Header[kind]) for kind in KINDS.values()}
 
@@ -276,9 +292,10 @@ def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], tup
 
 
 def _is_damaged_version(view: memoryview, length: int, own: bytes) -> bool:
-    """Whether the header is a sound one of this version but for the number: then that is damage, not a later one."""
-    fixed = bytes(view[:8]) + VERSION.to_bytes(2, "little") + bytes(view[10:32])
-    return bytes.fromhex(digest(fixed, view[PREAMBLE.size:PREAMBLE.size + min(length, HEADER_LIMIT)])) == own
+    """Whether the header is a sound one of a known version but for the number: then that is damage, not a later one."""
+    content = view[PREAMBLE.size:PREAMBLE.size + min(length, HEADER_LIMIT)]
+    return any(bytes.fromhex(digest(bytes(view[:8]) + known.to_bytes(2, "little") + bytes(view[10:32]), content)) == own
+               for known in range(1, VERSION + 1))
 
 
 class _TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):

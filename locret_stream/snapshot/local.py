@@ -157,10 +157,11 @@ class LocalFiles:
                 self.posix.sync_folder(os.path.dirname(target))
 
     def sweep(self, folder: str, older_s: float) -> list[str]:
+        inside = f"{folder}/" if folder else ""
         old = [entry.name for entry in self._entries(folder) if entry.name.startswith(TEMPORARY)
-               and (older_s <= 0 or self.age_s(f"{folder}/{entry.name}") >= older_s)]
+               and (older_s <= 0 or self.age_s(inside + entry.name) >= older_s)]
         for name in old:
-            self.delete(f"{folder}/{name}")
+            self.delete(inside + name)
         return old
 
     def age_s(self, path: str) -> float:

@@ -2,7 +2,8 @@
 
 A save is: is this owner's still the newest? Then pages and log part, each durable before anything names them, the
 claim of the branch's name, and last the manifest, created exclusively under the next number. Cut anywhere, the store
-holds the snapshot before; a file that no manifest names is rubbish for the collector.
+holds the snapshot before; a file that no manifest names is rubbish for the collector. The record of the name follows,
+so that a snapshot which was acknowledged cannot get lost unnoticed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from locret_stream.snapshot.files import Exists
 from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, pack, total
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.log import Part, absorbed, read_part, write_part
+from locret_stream.snapshot.names import hashed
 from locret_stream.snapshot.pages import (
     PAGE_BYTES,
     Geometry,
@@ -186,11 +188,13 @@ class Save:
             with suppress(StoreError):  # that it failed matters more
                 vault.files.delete(f"{vault.folder}/{path}")
             raise
+        vault.remember(branch.name, manifest.generation, self._locked)
 
     def _expect_undisturbed(self, manifest: Manifest) -> None:
         """Where nothing held others off: nobody saved, deleted, collected or forgot while this saved."""
         branch, vault = self.branch, self.branch.vault
-        if vault.generations(branch.name)[1] != manifest.generation or vault.gone(branch.name, manifest.generation):
+        if vault.generations(branch.name)[1] != manifest.generation or vault.gone(
+                hashed(branch.name), manifest.generation):
             raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
                              "expected one owner: save under a new name, or open it again")
         log, base = manifest.log or (), self._rests_on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,10 +22,21 @@ from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.files import Busy, Files
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.log import read_part
+from locret_stream.snapshot.names import (
+    FOLDER,
+    alias,
+    drop_record,
+    folder_of,
+    hashed,
+    known,
+    record,
+    records,
+    write_alias,
+)
 from locret_stream.snapshot.pages import PageRef
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.seal import Locked, user_key
-from locret_stream.snapshot.vault import FOLDER, Vault, alias, folder_of, hashed, leads
+from locret_stream.snapshot.vault import Vault, leads
 
 GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
 
@@ -105,7 +116,7 @@ class Store:
         Raises:
             StoreError: the place cannot be read.
         """
-        found = []
+        found, seen = [], set()
         for vault in self._vaults():
             branches: dict[str, Snapshot] = {}
             for path, _ in reversed(vault.manifests()):
@@ -113,6 +124,10 @@ class Store:
                     with suppress(SnapshotNotFound):  # deleted in this moment: then the one before
                         branches[branch] = self._describe(vault, path)
             found += branches.values()
+            seen |= {branch.rpartition("/")[2] for branch in branches}
+        for vault, path, _ in self._lost(seen):
+            with suppress(SnapshotNotFound):
+                found.append(self._describe(vault, path))
         return sorted(found, key=lambda snapshot: snapshot.name)
 
     def info(self, name: str) -> list[Snapshot]:
@@ -129,24 +144,65 @@ class Store:
         return out
 
     def verify(self, name: str | None = None) -> list[Verified]:
-        """Read every byte that the snapshots of a name (None: of all) need."""
+        """Read every byte that the snapshots of a name (None: of all) need, and whether none got lost and every name
+        leads where it should. What is wrong with a name alone is told of its newest snapshot, or of number 0."""
         vaults = list(self._vaults()) if name is None else [self._found(name)[0]]
-        out = []
+        out, seen = [], set()
         for vault in vaults:
-            own = None if name is None else f"m/{hashed(name)}/"
             good: set[str] = set()
             for path, number in vault.manifests():
-                if own is None or path.startswith(own):
+                branch = path.split("/")[1]
+                if name is None or branch == hashed(name):
                     found = self._verify(vault, path, number, good)
+                    if not found.problem and (vault.numbers(branch)[1], vault.gone(branch, number)) == (number, False):
+                        found = msgspec.structs.replace(found, problem=self._unnamed(vault, branch))
                     if not found.problem or (path, number) in vault.manifests():  # else deleted while it was read
                         out.append(found)
+                        seen.add(branch)
+        names = [hashed(name)] if name is not None else sorted({*records(self.files), *(
+            folder[2:] for folder in self.files.folders("") if FOLDER.fullmatch(folder))})
+        for vault, path, number in [*self._lost(seen, names)]:
+            found = self._verify(vault, path, number, set())
+            if found.problem:
+                out.append(found)
+                seen.add(path.split("/")[1])
+        for own in names:
+            try:
+                record(self.files, own)
+                if own not in seen:
+                    leads(self.files, f"s-{own}")
+            except (SnapshotCorrupt, SnapshotTooNew) as error:
+                out.append(Verified(name=name or f"s-{own}", generation=0, problem=str(error)))
         return out
 
+    def _unnamed(self, vault: Vault, branch: str) -> str:
+        """Why the name of a branch with snapshots in that session does not lead to them; "" if it does."""
+        try:
+            there = leads(self.files, f"s-{branch}") or f"s-{branch}"
+        except (SnapshotCorrupt, SnapshotTooNew) as error:
+            return str(error)
+        if there == vault.folder or branch not in self.files.folders(f"{vault.folder}/m"):
+            return ""
+        return (f"its name leads to {there}, where other snapshots are, and not to {vault.folder}; expected the file "
+                f"s-{branch}/branch as this store wrote it. `snapshots gc` writes it anew if it is gone")
+
+    def _lost(self, seen: set[str], names: Iterable[str] | None = None) -> Iterator[tuple[Vault, str, int]]:
+        """The newest snapshots of names (None: of all with a record) that were saved and of whose branch nothing is
+        left, other than those in `seen`: vault, path in it, number."""
+        for name in records(self.files) if names is None else names:
+            if name not in seen and (told := known(self.files, name)) is not None and told.newest:
+                vault = Vault(self.files, told.folder, self._key)
+                try:
+                    lost = told.newest in vault.numbers(name)[0] and not vault.there(name)[0]
+                except SnapshotCorrupt:  # the folder is a link: who reads it is told
+                    lost = True
+                if lost:
+                    yield vault, f"m/{name}/{told.newest:012d}.snap", told.newest
+
     def _verify(self, vault: Vault, path: str, number: int, good: set[str]) -> Verified:
-        branch = path
+        branch = self._name_of(vault, path)
         try:
             manifest = vault.manifest_at(path)[0]
-            branch = manifest.branch
             for ref in (*manifest.pages, *(manifest.log or ())):
                 if ref.name not in good:
                     folder = "pages" if isinstance(ref, PageRef) else "log"
@@ -182,20 +238,25 @@ class Store:
         except SnapshotNotFound:
             raise
         except SnapshotError as error:
-            folder, _, file = path.rpartition("/")
-            name = self._name_of(vault, folder) or f"{vault.folder}/{path}"
-            return Snapshot(name=name, session="", generation=int(file.removesuffix(".snap")), parent="", created=0.0,
-                            tokens=0, units=0, bytes=0, library="", encrypted=vault.encrypted, log=False,
+            number, encrypted = int(path.rpartition("/")[2].removesuffix(".snap")), False
+            with suppress(SnapshotCorrupt):  # a folder that is a link
+                encrypted = vault.encrypted
+            return Snapshot(name=self._name_of(vault, path), session="", generation=number, parent="", created=0.0,
+                            tokens=0, units=0, bytes=0, library="", encrypted=encrypted, log=False,
                             problem=str(error), locked=isinstance(error, Locked))
         return describe(manifest, size, vault.encrypted)
 
-    def _name_of(self, vault: Vault, folder: str) -> str | None:
-        """Of the branch whose manifests are in that folder, if one of them can be read."""
-        for path, _ in vault.manifests():
-            if path.startswith(f"{folder}/"):
-                with suppress(SnapshotError):
-                    return vault.manifest_at(path)[0].branch
-        return None
+    def _name_of(self, vault: Vault, path: str) -> str:
+        """Of the branch whose manifest that is, if its record or one of its manifests can be read; else the path."""
+        folder, branch = path.rpartition("/")[0], path.split("/")[1]
+        if (told := known(self.files, branch)) is not None and told.title and told.folder == vault.folder:
+            return told.title
+        with suppress(SnapshotCorrupt):  # a folder that is a link
+            for other, _ in vault.manifests():
+                if other.startswith(f"{folder}/"):
+                    with suppress(SnapshotError):
+                        return vault.manifest_at(other)[0].branch
+        return f"{vault.folder}/{path}"
 
     # -- removing ---------------------------------------------------------------------------------------------
 
@@ -214,7 +275,7 @@ class Store:
                 raise SnapshotNotFound(f"{name!r} has no snapshot {generation}; expected one of {found}")
             self._remove(vault, name, gone, highest)
             if len(gone) == len(found) and vault.folder != folder_of(name):
-                self._drop_alias(folder_of(name))
+                self._free(folder_of(name), vault.folder)
             with suppress(SnapshotCorrupt, SnapshotTooNew):  # another one that cannot be read: `gc` tells which
                 self._collect(vault, GRACE_S)
         return gone
@@ -238,13 +299,18 @@ class Store:
             StoreError: something could not be removed; whatever could be, was.
         """
         vault = Vault(self.files, folder_of(name), self._key)
-        away = None
-        with suppress(SnapshotCorrupt):  # a damaged alias is no reason to keep what is here
+        away, own = None, vault.folder[2:]
+        try:
             away = leads(self.files, vault.folder)
+        except (SnapshotCorrupt, SnapshotTooNew):  # a damaged alias is no reason to keep what is here
+            told = known(self.files, own)
+            if told is not None and told.folder != vault.folder and Vault(self.files, told.folder, None).there(own)[0]:
+                away = told.folder
         if away is not None:
             raise ConfigError(f"{name!r} is a fork; expected the name of its session (its forks go with it), or "
                               "`delete` for this one alone")
-        if not self.files.sizes(vault.folder) and not self.files.folders(vault.folder):
+        if not self.files.sizes(vault.folder) and not self.files.folders(vault.folder) and own not in records(
+                self.files):
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
         with self._alone(vault):
             manifests = [path for path, _ in vault.manifests()]
@@ -252,6 +318,7 @@ class Store:
             rest = [f"{folder}/{file}" for folder in
                     ("pages", "log", *(f"m/{branch}" for branch in self.files.folders(f"{vault.folder}/m")))
                     for file in self.files.sizes(f"{vault.folder}/{folder}") if f"{folder}/{file}" not in manifests]
+            noted = self._drop_records(vault)  # first: what is deleted now did not get lost
             failed = []
             for path in (*manifests, *keys):
                 try:
@@ -265,21 +332,44 @@ class Store:
             for folder in aliases:
                 self._drop_alias(folder)
             self.files.remove_folder(vault.folder)
+            if not vault.locked:  # a save that ended in between may have written it again
+                self._drop_records(vault)
         return [*(f"{vault.folder}/{path}" for path in (*manifests, *keys, *rest)),
-                *(f"{folder}/branch" for folder in aliases)]
+                *(f"{folder}/branch" for folder in aliases), *noted]
+
+    def _drop_records(self, vault: Vault) -> list[str]:
+        """Remove the records of a session and of its forks; returns their paths."""
+        own, out = vault.folder[2:], []
+        inside = {own, *self.files.folders(f"{vault.folder}/m")}
+        for name in records(self.files):
+            told = known(self.files, name)
+            if name == own or (name in inside if told is None else told.folder == vault.folder):
+                drop_record(self.files, name)
+                out.append(f"n-{name}")
+        return out
 
     def _points(self, folder: str) -> str | None:
-        """Where an alias points; None if it is none, or a damaged one, which points nowhere."""
-        with suppress(SnapshotCorrupt):
+        """Where an alias points; None if it is none, or one that cannot be read, which points nowhere."""
+        with suppress(SnapshotCorrupt, SnapshotTooNew):
             return alias(self.files, folder)
         return None
+
+    def _free(self, folder: str, target: str) -> None:
+        """A fork's name leads nowhere any more, and nothing is known of it."""
+        self._drop_alias(folder)
+        if (told := known(self.files, folder[2:])) is not None and told.folder == target:
+            drop_record(self.files, folder[2:])
 
     def _drop_alias(self, folder: str) -> None:
         self.files.delete(f"{folder}/branch")
         self.files.drop_folder(folder)
 
     def _tidy(self, folder: str, grace_s: float = GRACE_S) -> list[str]:
-        """Remove a name that leads nowhere: of a fork that was never saved whole, or deleted, or forgotten."""
+        """Remove a name that leads nowhere: of a fork that was never saved whole, or deleted, or forgotten.
+
+        Raises:
+            SnapshotCorrupt: it should lead somewhere.
+        """
         target, path = self._points(folder), f"{folder}/branch"
         if target is None or leads(self.files, folder) is not None:
             return []
@@ -291,7 +381,7 @@ class Store:
                         return []
             except Busy:  # somebody saves there, perhaps just this fork
                 return []
-        self._drop_alias(folder)
+        self._free(folder, target)
         return [path]
 
     def prune(self, branch: Branch, parked: int = 0) -> Collected:
@@ -334,22 +424,50 @@ class Store:
         removed, size, failed = [], 0, []
         folders = ([folder for folder in self.files.folders("") if FOLDER.fullmatch(folder)] if name is None
                    else [self._found(name)[0].folder])
+        lost = {vault.folder: path for vault, path, _ in self._lost(set()) if vault.folder in folders}
         for folder in folders:
             try:
                 if self.files.folders(folder):
                     vault = Vault(self.files, folder, self._key)
                     with self._alone(vault):
+                        if folder in lost:
+                            self._needs(vault, lost[folder])
                         done = self._collect(vault, grace_s)
+                        self._name_anew(vault)
                     removed += done.removed
                     size += done.bytes
-                removed += self._tidy(folder, grace_s)
-                removed += [f"{folder}/{file}" for file in self.files.sweep(folder, GRACE_S)]
-                self.files.drop_folder(folder)
             except SnapshotError as error:
                 failed.append(error)
+        for folder in folders:  # names go before the folders that they lead to
+            try:
+                removed += self._tidy(folder, grace_s)
+                removed += [f"{folder}/{file}" for file in self.files.sweep(folder, GRACE_S)]
+            except SnapshotError as error:
+                failed.append(error)
+        for folder in folders:
+            self.files.drop_folder(folder)
+        removed += self.files.sweep("", GRACE_S)
         if failed:
             raise failed[0]
         return Collected(removed=tuple(removed), bytes=size)
+
+    def _name_anew(self, vault: Vault) -> None:
+        """Write the aliases of forks with snapshots here that are missing or damaged."""
+        for branch in self.files.folders(f"{vault.folder}/m"):
+            folder = f"s-{branch}"
+            if folder == vault.folder or self._points(folder) is not None or Vault(
+                    self.files, folder, None).exists or not self._sound(vault, branch):
+                continue
+            write_alias(self.files, folder, vault.folder)
+
+    def _sound(self, vault: Vault, branch: str) -> bool:
+        """Whether one of a branch's manifests there can be read."""
+        for path, _ in vault.manifests():
+            if path.split("/")[1] == branch:
+                with suppress(SnapshotError):
+                    vault.manifest_at(path)
+                    return True
+        return False
 
     @contextlib.contextmanager
     def _alone(self, vault: Vault, wait: bool = True) -> Iterator[None]:

@@ -8,6 +8,7 @@
         m/<hash of the branch>/<generation>.snap     manifests; creating the next one is the compare-and-swap
         m/<hash of the branch>/<generation>.gone     a deleted newest one, so that its number never comes again
     s-<hash of a fork's name>/branch                 the folder of the session that the fork is a branch of
+    n-<hash of a name>                               that folder too, and the newest number (both: `snapshot.names`)
 
 A page or log part is named by the digest of its header; in an encrypted store by a random number, and its place is
 sealed in. A name leads to another session's folder only as long as that holds snapshots of it.
@@ -15,7 +16,7 @@ sealed in. A name leads to another session's folder only as long as that holds s
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import re
 import secrets
 import threading
@@ -24,8 +25,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from locret_stream.errors import (
-    ConfigError,
     SnapshotCorrupt,
+    SnapshotError,
     SnapshotNotFound,
     SnapshotTooNew,
     StaleOwner,
@@ -33,69 +34,52 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot import seal
 from locret_stream.snapshot.files import Exists, Files
-from locret_stream.snapshot.format import PREAMBLE, Buffer, LogPart, LogRef, Manifest, Page, PageRef, unpack
+from locret_stream.snapshot.format import PREAMBLE, Buffer, LogPart, LogRef, Manifest, Page, PageRef, Place, unpack
+from locret_stream.snapshot.names import (
+    alias,
+    drop_record,
+    folder_of,
+    hashed,
+    is_old,
+    known,
+    write_alias,
+    write_record,
+)
 
 MANIFEST_LIMIT = 1 << 30  # bytes that a manifest may have
-FOLDER = re.compile(r"s-[0-9a-f]{32}")
+_log = logging.getLogger(__name__)
 _GENERATION = re.compile(r"(\d{12})\.(snap|gone)")
 T = TypeVar("T")
-
-
-def hashed(name: str) -> str:
-    """What stands for a session's or branch's name in a path."""
-    return hashlib.blake2b(name.encode(), digest_size=16, person=b"locret-name").hexdigest()
-
-
-def check_name(name: object) -> str:
-    """A name for a session: any text of 1 to 256 characters.
-
-    Raises:
-        ConfigError: something else.
-    """
-    if not isinstance(name, str) or not 1 <= len(name) <= 256:
-        raise ConfigError(f"session name {name!r}; expected a text of 1 to 256 characters")
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"session name {name!r} holds a lone surrogate; expected text that UTF-8 can carry") from None
-    return name
-
-
-def folder_of(name: str) -> str:
-    """The folder that belongs to a name, whether it holds a session or leads to another."""
-    return "s-" + hashed(check_name(name))
-
-
-def alias(files: Files, folder: str) -> str | None:
-    """The session folder that a fork's folder points at; None if it points at none.
-
-    Raises:
-        SnapshotCorrupt: it points at nothing that can be.
-    """
-    if "branch" not in files.sizes(folder):
-        return None
-    try:
-        target = bytes(files.read(f"{folder}/branch", 64)).decode("ascii", "replace")
-    except SnapshotNotFound:  # deleted in this moment
-        return None
-    if not FOLDER.fullmatch(target) or target == folder:
-        raise SnapshotCorrupt(f"{folder}/branch names no session; expected the folder that the fork belongs to. Saving "
-                              "the fork where it is open writes it anew")
-    return target
 
 
 def leads(files: Files, folder: str) -> str | None:
     """The session folder that holds a fork's snapshots; None if there are none: never saved, or deleted.
 
     Raises:
-        SnapshotCorrupt.
+        SnapshotCorrupt: the alias is damaged, leads to a folder that is not there, or is missing itself.
     """
-    target = alias(files, folder)
-    return target if target is not None and Vault(files, target, None).numbers(folder[2:])[0] else None
+    name, target = folder[2:], alias(files, folder)
+    away = target
+    if target is None and (told := known(files, name)) is not None and told.folder != folder:
+        away = told.folder
+    found = away is not None and bool(Vault(files, away, None).numbers(name)[0])
+    if found and target is not None:
+        return target
+    if not found and (target is None or files.sizes(target) or files.folders(target)):
+        return None
+    if alias(files, folder) != target:  # written or dropped in this moment
+        return leads(files, folder)
+    if target is None:
+        raise SnapshotCorrupt(f"{folder}/branch is not there, which leads to {away}, where snapshots of this name are; "
+                              "expected nobody to remove it. `snapshots gc` writes it anew")
+    raise SnapshotCorrupt(f"{folder}/branch leads to {target}, which is not there; expected the session that this fork "
+                          "belongs to. `snapshots forget` frees the name")
 
 
 class Vault:
     """Reads and writes the containers of one session. Several threads may write at a time.
+
+    A snapshot that was saved and is missing counts as there: whoever reads it is told (`SnapshotCorrupt`).
 
     Holds no state but what it knows of the key, until `refresh`, and `locked`.
     """
@@ -121,8 +105,8 @@ class Vault:
 
     @property
     def exists(self) -> bool:
-        """Whether there is any snapshot here."""
-        return bool(self.manifests())
+        """Whether there is any snapshot here, missing ones left out."""
+        return any(self.there(branch)[0] for branch in self.files.folders(f"{self.folder}/m"))
 
     @property
     def encrypted(self) -> bool:
@@ -200,6 +184,16 @@ class Vault:
 
     def numbers(self, branch: str) -> tuple[list[int], int]:
         """The same for the hash of a branch's name."""
+        while True:
+            told = known(self.files, branch)  # before the folder is read: a save may come in between
+            found, highest = self.there(branch)
+            if told is None or told.folder != self.folder or told.newest <= highest:
+                return found, highest
+            if known(self.files, branch) == told:  # else forgotten in this moment
+                return [*found, told.newest], told.newest
+
+    def there(self, branch: str) -> tuple[list[int], int]:
+        """The same of those that are there."""
         found, highest = [], 0
         for name in self.files.sizes(f"{self.folder}/m/{branch}"):
             if match := _GENERATION.fullmatch(name):
@@ -209,8 +203,8 @@ class Vault:
         return sorted(found), highest
 
     def gone(self, branch: str, generation: int) -> bool:
-        """Whether that number was deleted."""
-        return f"{generation:012d}.gone" in self.files.sizes(f"{self.folder}/m/{hashed(branch)}")
+        """Whether that number was deleted, of the hash of a branch's name."""
+        return f"{generation:012d}.gone" in self.files.sizes(f"{self.folder}/m/{branch}")
 
     def manifest_path(self, branch: str, generation: int) -> str:
         return f"m/{hashed(branch)}/{generation:012d}.snap"
@@ -225,6 +219,7 @@ class Vault:
         try:
             body, sections, own = self.read(self.manifest_path(branch, generation), Manifest, MANIFEST_LIMIT, what)
         except SnapshotNotFound:
+            self._expect_not_lost(hashed(branch), generation, what)
             raise SnapshotNotFound(f"there is no {what} in {self.files.url}") from None
         self._expect_place(body, self.manifest_path(branch, generation), what)
         return body, sections, own
@@ -236,10 +231,35 @@ class Vault:
             SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
         """
         what = f"{self.folder}/{path}"
-        data = self._container(path, MANIFEST_LIMIT)
+        try:
+            data = self._container(path, MANIFEST_LIMIT)
+        except SnapshotNotFound:
+            _, branch, file = path.split("/")
+            self._expect_not_lost(branch, int(file.removesuffix(".snap")), what)
+            raise
         body = unpack(data, Manifest, what)[0]
         self._expect_place(body, path, what)
         return body, len(data)
+
+    def _expect_not_lost(self, branch: str, generation: int, what: str) -> None:
+        if generation in self.numbers(branch)[0]:
+            raise SnapshotCorrupt(f"{what} was saved and is not there any more, though nobody deleted it: a file was "
+                                  f"lost, or an older copy put back. `snapshots delete --generation {generation}` goes "
+                                  "on without it")
+
+    def remember(self, branch: str, generation: int, watched: bool) -> None:
+        """After a save: the record of the branch's name says so. If it cannot, the snapshot is durable all the same.
+
+        Args:
+            watched: whether nobody can have forgotten the session meanwhile.
+        """
+        place = Place(name=hashed(branch), folder=self.folder, newest=generation, title="" if self.hides else branch)
+        try:
+            write_record(self.files, place)
+            if not watched and generation not in self.there(place.name)[0]:
+                drop_record(self.files, place.name)
+        except SnapshotError as error:
+            _log.warning("%r was saved; should this snapshot get lost, that would go unnoticed: %s", branch, error)
 
     def _expect_place(self, body: Manifest, path: str, what: str) -> None:
         """A sound manifest that somebody moved to another branch, number or session is none of this place."""
@@ -290,14 +310,16 @@ class Vault:
         try:
             there = alias(self.files, folder)
             if there is None:
-                self.files.write(path, [self.folder.encode()], exclusive=True)
+                write_alias(self.files, folder, self.folder, exclusive=True)
                 there, made = self.folder, True
+            elif there == self.folder and is_old(self.files, folder):
+                write_alias(self.files, folder, there)
             else:
                 self.files.settle(folder)  # whoever wrote it may have died before it was durable
         except Exists:  # in this moment
             there = alias(self.files, folder)
         except SnapshotCorrupt:  # damaged: this owner knows where its name leads
-            self.files.write(path, [self.folder.encode()])
+            write_alias(self.files, folder, self.folder)
             there = self.folder
         if there != self.folder:
             raise self._lost(branch)

@@ -16,7 +16,18 @@ import numpy as np
 import torch
 import xxhash
 
-from locret_stream.snapshot.format import Frame, LogPart, LogRef, Manifest, Page, PageRef, pack, tensors, unpack
+from locret_stream.snapshot.format import (
+    VERSION,
+    Frame,
+    LogPart,
+    LogRef,
+    Manifest,
+    Page,
+    PageRef,
+    pack,
+    tensors,
+    unpack,
+)
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.log import Part, read_part, write_part
 from locret_stream.snapshot.pages import (
@@ -109,7 +120,7 @@ def parts_of(data: bytes) -> tuple[Any, dict[str, bytes]]:
 
 
 def build(number: int, body: Any, sections: Sequence[tuple[str, bytes]] = (), *, header: bytes | None = None,
-          version: int = 1, length: int | None = None, size: int | None = None, entries: Any = None,
+          version: int = VERSION, length: int | None = None, size: int | None = None, entries: Any = None,
           reserved: bytes = bytes(8), gap: bytes = b"\0", behind: bytes = b"", magic: bytes = b"\x89LOCRET\n") -> bytes:
     """A container with a checksum that holds, of whatever it is told.
 

@@ -22,6 +22,7 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot import Save, Store
 from locret_stream.snapshot.branch import Branch
+from locret_stream.snapshot.format import VERSION
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.vault import folder_of, hashed
 from tests.snapshot.kill import STEP, Hands, expected
@@ -551,7 +552,7 @@ def test_a_name_that_a_dead_fork_left_is_free(store, monkeypatch):
         patch.setattr(twin.vault.files, "write", dies)
         with pytest.raises(KeyboardInterrupt):
             save(twin, toy)
-    assert store.files.sizes(folder_of("bob")).get("branch") == 34
+    assert "branch" in store.files.sizes(folder_of("bob"))
     assert not store.has("bob")
     if not isinstance(store.files, LocalFiles):  # perhaps it still is about to write: only time tells
         own, another = begin(again(store), "bob", 3, 9)
@@ -711,7 +712,7 @@ def test_a_log_part_of_a_later_format_or_a_bad_sector_is_no_reason_to_refuse_wha
     files.bad = False
     assert same(loaded(store, "alice"), toy.record())
     for path in (tmp_path / "store").glob("s-*/log/*"):
-        path.write_bytes(of_version(path.read_bytes(), 2))
+        path.write_bytes(of_version(path.read_bytes(), VERSION + 1))
     assert save(branch, toy.feed(20, branch)).generation == 3
 
 

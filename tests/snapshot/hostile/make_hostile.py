@@ -82,7 +82,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
                                 "not ascending inside"),
     "page-keys-of-another-dtype": (lambda: section(Page, "units", **{"0.keys": torch.zeros(7, 2, dtype=torch.float16)}),
                                    "tensor '0.keys'"),
-    "manifest-version-2": (lambda: rebuilt(Manifest, version=2), "format version 2"),
+    "manifest-version-3": (lambda: rebuilt(Manifest, version=3), "format version 3"),
     "manifest-pages-of-2-to-the-53-units": (
         lambda: body(Manifest, pages=[["c" * 32, 0, 10, 99, 2**53, 2**53], ["d" * 32, 10, 30, 99, 12, 8]]),
         "page 1 has 9 living units; expected 8"),
