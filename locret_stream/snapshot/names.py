@@ -69,7 +69,7 @@ def alias(files: Files, folder: str) -> str | None:
             target = bytes(data).decode("ascii", "replace")
         else:
             place = unpack(data, Place, path)[0]
-            target = place.folder if place.name == folder[2:] else ""
+            target = place.folder if place.name == folder[2:] and not place.newest else ""
     except SnapshotCorrupt as error:
         raise SnapshotCorrupt(f"{error}. {_ANEW}") from None
     if not FOLDER.fullmatch(target) or target == folder:
@@ -101,8 +101,8 @@ def record(files: Files, name: str) -> Place | None:
         place = unpack(files.read(path, _LIMIT), Place, path)[0]
     except SnapshotNotFound:
         return None
-    if place.name != name:
-        raise SnapshotCorrupt(f"{path} says that it is of another name: it was moved")
+    if place.name != name or not place.newest:
+        raise SnapshotCorrupt(f"{path} is not the record of this name: it was moved")
     return place
 
 

@@ -1,0 +1,266 @@
+"""Whatever happens to the files of a store, it is told or does no harm: never silent, never untyped, never for ever.
+
+A store with two sessions and a fork is damaged in one way, and then asked for everything: a name gives just what was
+saved last under it, or a typed error; whatever a name cannot give, `verify` tells of, and a collection makes nothing
+worse. What no store can see is listed in `snapshot.names`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotNotFound
+from locret_stream.snapshot import Store
+from locret_stream.snapshot.names import folder_of, hashed
+from tests.snapshot.support import (
+    IDENTITY,
+    KEY,
+    Record,
+    begin,
+    closed_spools,
+    everything,
+    ids_of,
+    load,
+    loaded,
+    local_store,
+    resume,
+    same,
+    save,
+)
+
+NAMES = ("alice", "bob", "carol")
+
+
+@pytest.fixture(autouse=True)
+def spools() -> Iterator[None]:
+    with closed_spools(threads=False):
+        yield
+
+
+@dataclass
+class Master:
+    """A sound store, as it was before its last saves and as it is, and what it holds."""
+
+    now: Path
+    before: Path
+    key: str | None
+    newest: dict[str, Record]
+    older: list[Record]
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(path for path, content in everything(self.now).items() if content is not None)
+
+    @property
+    def folders(self) -> list[str]:
+        return sorted(path for path, content in everything(self.now).items() if content is None)
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def master(request: pytest.FixtureRequest, tmp_path: Path) -> Master:
+    key = KEY if request.param == "encrypted" else None
+    store = local_store(tmp_path / "now", key=key)
+    branch, toy = begin(store, "alice", tokens=23)
+    save(branch, toy)
+    older = [toy.record()]
+    twin, other = branch.fork("bob", toy.seen), toy.twin(7)
+    save(twin, other.feed(9, twin))
+    older.append(other.record())
+    carol, third = begin(store, "carol", 3, 41)
+    save(carol, third)
+    shutil.copytree(tmp_path / "now", tmp_path / "before")
+    for tokens in (30, 60):
+        save(branch, toy.feed(tokens, branch))
+        older.append(toy.record())
+    save(twin, other.feed(33, twin))
+    newest = {"alice": toy.record(), "bob": other.record(), "carol": third.record()}
+    return Master(tmp_path / "now", tmp_path / "before", key, newest, older)
+
+
+# -- ways to do damage ------------------------------------------------------------------------------------------------
+
+
+def _flip(path: Path, rnd: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if data:
+        data[rnd.randrange(len(data))] ^= 1 << rnd.randrange(8)
+    path.write_bytes(data)
+
+
+def _zero(path: Path, rnd: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    at, count = rnd.randrange(len(data) or 1), rnd.randrange(1, 400)
+    data[at:at + count] = bytes(len(data[at:at + count]))
+    path.write_bytes(data)
+
+
+def _link(path: Path) -> None:
+    shutil.copy(path, path.with_name("x"))
+    path.unlink()
+    path.symlink_to(path.with_name("x"))
+
+
+def _roll_back(path: Path, now: Path, before: Path) -> None:
+    """Put a file, or a folder with all in it, back to what it was."""
+    old = before / path.relative_to(now)
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if old.is_dir():
+        shutil.copytree(old, path)
+    elif old.exists():
+        shutil.copy(old, path)
+
+
+ON_A_FILE: dict[str, Callable[[Path, random.Random], object]] = {
+    "flip": _flip, "zeros": _zero,
+    "cut": lambda path, rnd: os.truncate(path, rnd.randrange(max(1, path.stat().st_size))),
+    "grown": lambda path, rnd: path.write_bytes(path.read_bytes() + rnd.randbytes(rnd.choice([1, 64, 1000]))),
+    "empty": lambda path, rnd: path.write_bytes(b""), "missing": lambda path, rnd: path.unlink(),
+    "another name": lambda path, rnd: path.rename(path.with_name(rnd.choice(["x", rnd.randbytes(16).hex()]))),
+    "another number": lambda path, rnd: path.rename(path.with_name("000000000009.snap")),
+    "folder": lambda path, rnd: (path.unlink(), path.mkdir()), "link": lambda path, rnd: _link(path),
+    "pipe": lambda path, rnd: (path.unlink(), os.mkfifo(path))}
+
+
+def _swap(one: Path, two: Path) -> None:
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+
+
+# -- what must hold after it ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """Whatever hangs fails."""
+    def late(*_: object) -> None:
+        raise AssertionError("this hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def asked(store: Store, name: str, record: Record) -> str:
+    """"" if the name gives its newest snapshot; else what was told."""
+    try:
+        branch, found = load(store, name)
+    except SnapshotNotFound as error:
+        raise AssertionError(f"{name!r} counts as never saved") from error
+    except SnapshotError as error:
+        return str(error) or type(error).__name__
+    branch.close()
+    assert same(found, record), f"{name!r} gives something else"
+    assert store.has(name)
+    return ""
+
+
+def check(master: Master, root: Path, tells: bool | None = None) -> bool:
+    """Whether something was told. tells: whether `verify` has to; None: if a name does."""
+    store = local_store(root, key=master.key)
+    with in_time():
+        told = {name: asked(store, name, master.newest[name]) for name in NAMES}
+        problems = [one for one in store.verify() if one.problem]
+        if tells if tells is not None else any(told.values()):
+            assert problems, told
+        store.list()
+        for name in NAMES:
+            try:
+                fresh = local_store(root, key=master.key).branch(name)
+                ids = ids_of(part for part, _ in fresh.read_chain(IDENTITY).pieces())
+            except SnapshotError:
+                continue
+            assert tuple(ids[:master.newest[name].seen]) == master.newest[name].ids
+            assert len(ids) == master.newest[name].tokens
+        try:
+            store.gc()
+        except SnapshotError:
+            assert problems
+        again = {name: asked(store, name, master.newest[name]) for name in NAMES}
+        assert all(told[name] or not again[name] for name in NAMES), (told, again)
+        if not problems:
+            assert not [one for one in store.verify() if one.problem]
+    return bool(problems)
+
+
+def tried(master: Master, work: Path, what: str, damage: Callable[[Path], object], tells: bool | None = None) -> bool:
+    """Damage a copy and check it."""
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(master.now, work)
+    damage(work)
+    try:
+        return check(master, work, tells)
+    except BaseException as error:
+        error.add_note(what)
+        raise
+
+
+def needless(path: str) -> bool:
+    """A file whose loss alone does no harm, so that nobody has to tell of it: the next save writes it, or nobody asked
+    for it."""
+    return path.startswith("n-") or path.endswith(f"m/{hashed('alice')}/000000000002.snap") or path.endswith(
+        "000000000001.snap") and hashed("carol") not in path
+
+
+def trials(master: Master, rnd: random.Random, flips: int) -> Iterator[tuple[str, Callable[[Path], object], bool | None]]:
+    """(what, how, whether `verify` must tell of it) for every file and folder, each in every way."""
+    for path in master.files:
+        for kind, damage in ON_A_FILE.items():
+            gone = kind in ("missing", "another name", "folder", "pipe") and needless(path)
+            changed = kind in ("flip", "cut", "grown", "empty")
+            for _ in range(flips if kind == "flip" else 1):
+                yield (f"{kind}: {path}", lambda root, path=path, damage=damage: damage(root / path, rnd),
+                       True if changed and not gone else None)
+        if path.endswith(".snap"):
+            yield f"deleted: {path}", lambda root, path=path: (root / path).unlink(), None if needless(path) else True
+        yield (f"rolled back: {path}", lambda root, path=path: _roll_back(root / path, root, master.before), None)
+    for path in master.folders:
+        yield f"removed: {path}", lambda root, path=path: shutil.rmtree(root / path), True
+        yield f"rolled back: {path}", lambda root, path=path: _roll_back(root / path, root, master.before), None
+
+
+def pairs(master: Master) -> Iterator[tuple[str, Callable[[Path], object], bool | None]]:
+    for one in master.files:
+        for two in master.files:
+            if one < two:
+                yield f"swapped: {one} {two}", lambda root, one=one, two=two: _swap(root / one, root / two), True
+            if one != two:
+                yield (f"copied: {one} over {two}",
+                       lambda root, one=one, two=two: shutil.copy(root / one, root / two), None)
+
+
+def test_a_sound_store_has_nothing_to_tell(master: Master, tmp_path: Path):
+    assert not tried(master, tmp_path / "work", "nothing", lambda root: None)
+
+
+def test_damage_of_any_kind_is_told_or_does_no_harm_sampled(master: Master, tmp_path: Path):
+    rnd = random.Random(1)
+    every = [*trials(master, rnd, 1)]
+    told = sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample(every, 40))
+    told += sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample([*pairs(master)], 10))
+    assert told > 25
+
+
+@pytest.mark.slow
+def test_damage_of_any_kind_is_told_or_does_no_harm(master: Master, tmp_path: Path):
+    rnd, counts = random.Random(2), [0, 0]
+    for trial in (*trials(master, rnd, 20), *pairs(master)):
+        counts[tried(master, tmp_path / "work", *trial)] += 1
+    print(f"{counts[1]} told, {counts[0]} harmless")
+    assert sum(counts) > 1000
