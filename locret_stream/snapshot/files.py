@@ -27,6 +27,7 @@ class Files(Protocol):
     """What the store needs of a place. Paths are relative, with "/"."""
 
     url: str
+    locks: bool  # whether `lock` holds anybody off
 
     def read(self, path: str, most: int) -> memoryview:
         """The whole file, of at most `most` bytes, in memory that belongs to nobody else and may be written to.

@@ -63,6 +63,8 @@ class Posix:
 class LocalFiles:
     """A folder on a POSIX file system: tmp + fsync + rename (or link) + fsync of the folder; 0600 and 0700."""
 
+    locks = True
+
     def __init__(self, root: str | Path, posix: Posix | None = None):
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         if os.path.exists(self.root) and not os.path.isdir(self.root):

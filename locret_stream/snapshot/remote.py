@@ -19,6 +19,8 @@ class RemoteFiles:
             of owners rests on that; fsspec's stand-in for it (look, then write) lets two owners pass.
     """
 
+    locks = False
+
     def __init__(self, url: str, **options: Any):
         import fsspec.asyn
         try:

@@ -20,6 +20,7 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.files import Busy, Files
+from locret_stream.snapshot.format import LogRef
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.log import read_part
 from locret_stream.snapshot.names import (
@@ -36,7 +37,7 @@ from locret_stream.snapshot.names import (
 from locret_stream.snapshot.pages import PageRef
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.seal import Locked, user_key
-from locret_stream.snapshot.vault import Vault, leads
+from locret_stream.snapshot.vault import MANIFEST_LIMIT, Vault, leads
 
 GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
 
@@ -159,6 +160,7 @@ class Store:
                     if not found.problem or (path, number) in vault.manifests():  # else deleted while it was read
                         out.append(found)
                         seen.add(branch)
+            out += [found for found in self._outrun(vault) if name is None or found.name == name]
         names = [hashed(name)] if name is not None else sorted({*records(self.files), *(
             folder[2:] for folder in self.files.folders("") if FOLDER.fullmatch(folder))})
         for vault, path, number in [*self._lost(seen, names)]:
@@ -174,6 +176,24 @@ class Store:
             except (SnapshotCorrupt, SnapshotTooNew) as error:
                 out.append(Verified(name=name or f"s-{own}", generation=0, problem=str(error)))
         return out
+
+    def _outrun(self, vault: Vault) -> Iterator[Verified]:
+        """Branches of whose later snapshots nothing is left but their log parts: save number n rests on number n - 1,
+        which was there then. A part of the next number alone may be of a save that died.
+
+        Only where collectors hold saves off: elsewhere a part may be left of a session that was forgotten meanwhile.
+        """
+        newest: dict[str, int] = {}
+        for file, size in self.files.sizes(f"{vault.folder}/log").items() if self.files.locks else ():
+            with suppress(SnapshotError):
+                body, _ = vault.read_named("log", LogRef(file, 0, 0, min(size, MANIFEST_LIMIT)), file)
+                newest[body.branch] = max(newest.get(body.branch, 0), body.generation)
+        for branch, number in sorted(newest.items()):
+            found, highest = vault.generations(branch)
+            if found and number > highest + 1:
+                yield Verified(name=branch, generation=number - 1, problem=(
+                    f"the log holds what snapshot {number} of {branch!r} was to name, and the newest there is is "
+                    f"{highest}: an older copy was put back. Expected the snapshots in between"))
 
     def _unnamed(self, vault: Vault, branch: str) -> str:
         """Why the name of a branch with snapshots in that session does not lead to them; "" if it does."""
@@ -452,13 +472,14 @@ class Store:
         return Collected(removed=tuple(removed), bytes=size)
 
     def _name_anew(self, vault: Vault) -> None:
-        """Write the aliases of forks with snapshots here that are missing or damaged."""
+        """Write the aliases of forks with snapshots here that are missing or damaged. Raises SnapshotTooNew."""
         for branch in self.files.folders(f"{vault.folder}/m"):
-            folder = f"s-{branch}"
-            if folder == vault.folder or self._points(folder) is not None or Vault(
-                    self.files, folder, None).exists or not self._sound(vault, branch):
-                continue
-            write_alias(self.files, folder, vault.folder)
+            folder, there = f"s-{branch}", None
+            with suppress(SnapshotCorrupt):
+                there = alias(self.files, folder)
+            if folder != vault.folder and there is None and not Vault(
+                    self.files, folder, None).exists and self._sound(vault, branch):
+                write_alias(self.files, folder, vault.folder)
 
     def _sound(self, vault: Vault, branch: str) -> bool:
         """Whether one of a branch's manifests there can be read."""

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotNotFound
+from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotNotFound, SnapshotTooNew
 from locret_stream.snapshot import Store
-from locret_stream.snapshot.names import folder_of, hashed
+from locret_stream.snapshot.format import VERSION
+from locret_stream.snapshot.names import alias, folder_of, hashed, record
 from tests.snapshot.support import (
     IDENTITY,
     KEY,
@@ -32,6 +33,7 @@ from tests.snapshot.support import (
     load,
     loaded,
     local_store,
+    of_version,
     resume,
     same,
     save,
@@ -214,12 +216,15 @@ def tried(master: Master, work: Path, what: str, damage: Callable[[Path], object
 def needless(path: str) -> bool:
     """A file whose loss alone does no harm, so that nobody has to tell of it: the next save writes it, or nobody asked
     for it."""
-    return path.startswith("n-") or path.endswith(f"m/{hashed('alice')}/000000000002.snap") or path.endswith(
-        "000000000001.snap") and hashed("carol") not in path
+    return path.startswith("n-") or path.endswith(f"m/{hashed('alice')}/000000000002.snap") or (path.endswith(
+        "000000000001.snap") and hashed("carol") not in path)
 
 
-def trials(master: Master, rnd: random.Random, flips: int) -> Iterator[tuple[str, Callable[[Path], object], bool | None]]:
-    """(what, how, whether `verify` must tell of it) for every file and folder, each in every way."""
+Trial = tuple[str, Callable[[Path], object], bool | None]  # what, how, whether `verify` must tell of it
+
+
+def trials(master: Master, rnd: random.Random, flips: int) -> Iterator[Trial]:
+    """Every file and folder, damaged in every way."""
     for path in master.files:
         for kind, damage in ON_A_FILE.items():
             gone = kind in ("missing", "another name", "folder", "pipe") and needless(path)
@@ -235,7 +240,8 @@ def trials(master: Master, rnd: random.Random, flips: int) -> Iterator[tuple[str
         yield f"rolled back: {path}", lambda root, path=path: _roll_back(root / path, root, master.before), None
 
 
-def pairs(master: Master) -> Iterator[tuple[str, Callable[[Path], object], bool | None]]:
+def pairs(master: Master) -> Iterator[Trial]:
+    """Any two files swapped, or one in the place of another."""
     for one in master.files:
         for two in master.files:
             if one < two:
@@ -255,6 +261,111 @@ def test_damage_of_any_kind_is_told_or_does_no_harm_sampled(master: Master, tmp_
     told = sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample(every, 40))
     told += sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample([*pairs(master)], 10))
     assert told > 25
+
+
+def test_manifests_put_back_together_with_their_record_are_told_by_the_log(master: Master, tmp_path: Path):
+    """Opening cannot know; `verify` reads the log."""
+    shutil.copytree(master.now, tmp_path / "work")
+    for path in (f"{folder_of('alice')}/m/{hashed('alice')}", f"n-{hashed('alice')}"):
+        _roll_back(tmp_path / "work" / path, tmp_path / "work", master.before)
+    store = local_store(tmp_path / "work", key=master.key)
+    assert same(loaded(store, "alice"), master.older[0])
+    assert [(one.name, one.generation) for one in store.verify() if one.problem] == [("alice", 2)]
+    assert [one.name for one in store.verify("alice") if one.problem] == ["alice"]
+    assert not [one for one in store.verify("carol") if one.problem]
+
+
+def test_a_session_put_back_with_its_record_is_what_no_store_can_see(master: Master, tmp_path: Path):
+    """The documented limit, so that it stays true."""
+    shutil.copytree(master.now, tmp_path / "work")
+    for path in (folder_of("alice"), f"n-{hashed('alice')}", f"n-{hashed('bob')}"):
+        _roll_back(tmp_path / "work" / path, tmp_path / "work", master.before)
+    store = local_store(tmp_path / "work", key=master.key)
+    assert same(loaded(store, "alice"), master.older[0]) and not [one for one in store.verify() if one.problem]
+
+
+@pytest.mark.parametrize("how", ["generation", "rebuilt", "forgotten"])
+def test_a_snapshot_that_got_lost_is_told_and_there_is_a_way_on(master: Master, how: str):
+    store = local_store(master.now, key=master.key)
+    (master.now / folder_of("alice") / "m" / hashed("alice") / "000000000003.snap").unlink()
+    with pytest.raises(SnapshotCorrupt, match="snapshot 3 of 'alice' was saved and is not there any more"):
+        load(store, "alice")
+    assert store.has("alice") and [(one.generation, bool(one.problem)) for one in store.info("alice")] == [
+        (1, False), (2, False), (3, True)]
+    with pytest.raises(SnapshotCorrupt, match="nothing was removed"):
+        store.gc()
+    if how == "forgotten":
+        store.forget("alice")
+        assert set(everything(master.now)) == {path for path in everything(master.now) if hashed("carol") in path}
+        return
+    if how == "rebuilt":
+        branch = store.branch("alice")
+        ids = ids_of(part for part, _ in branch.read_chain(IDENTITY).pieces())
+        assert tuple(ids[:-1]) == master.newest["alice"].ids
+        return
+    assert store.delete("alice", 3) == [3]
+    branch, toy = resume(store, "alice")
+    assert same(toy.record(), master.older[2]) and save(branch, toy.feed(5, branch)).generation == 4
+    assert not [one for one in store.verify() if one.problem] and same(loaded(store, "alice"), toy.record())
+
+
+def test_a_fork_without_its_alias_is_told_and_a_collection_or_its_next_save_names_it_anew(master: Master):
+    alias = master.now / folder_of("bob") / "branch"
+    store = local_store(master.now, key=master.key)
+    branch, toy = resume(store, "bob")
+    for damage in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])):
+        for heal in (store.gc, lambda: save(branch, toy.feed(5, branch))):
+            damage(alias)
+            for use in (lambda: store.branch("bob"), lambda: store.has("bob"), lambda: store.delete("bob")):
+                with pytest.raises(SnapshotCorrupt, match="snapshots gc"):
+                    use()
+            assert [(one.name, bool(one.problem)) for one in store.verify()].count(("bob", True)) == 1
+            with pytest.raises(ConfigError, match="is a fork"):
+                store.forget("bob")
+            heal()
+            assert not [one for one in store.verify() if one.problem] and store.has("bob")
+    assert same(loaded(store, "bob"), toy.record())
+
+
+def test_an_alias_is_never_tidied_away_because_its_target_is_missing(master: Master):
+    """Where no record tells, either: the fork was saved before there were any."""
+    for name in ("alice", "bob"):
+        (master.now / f"n-{hashed(name)}").unlink()
+    shutil.rmtree(master.now / folder_of("alice"))
+    store = local_store(master.now, key=master.key)
+    for use in (lambda: store.branch("bob"), lambda: store.info("bob"), store.gc):
+        with pytest.raises(SnapshotCorrupt, match="leads to"):
+            use()
+    assert (master.now / folder_of("bob") / "branch").exists()
+    assert [one.name for one in store.verify() if one.problem] == [folder_of("bob")]
+    store.forget("bob")
+    assert not (master.now / folder_of("bob")).exists() and not store.has("bob")
+
+
+@pytest.mark.parametrize("file", ["alias", "record"])
+def test_every_byte_of_an_alias_and_of_a_record_is_covered(master: Master, file: str):
+    path = master.now / (f"n-{hashed('bob')}" if file == "record" else f"{folder_of('bob')}/branch")
+    data, store = path.read_bytes(), local_store(master.now, key=master.key)
+    for bit in [*range(0, 8 * 48, 3), *(8 * at + at % 8 for at in range(48, len(data)))]:
+        found = bytearray(data)
+        found[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(found)
+        with pytest.raises(SnapshotCorrupt):
+            alias(store.files, folder_of("bob")) if file == "alias" else record(store.files, hashed("bob"))
+    path.write_bytes(data)
+    assert not [one for one in store.verify() if one.problem]
+
+
+def test_what_stands_in_an_alias_or_a_record_of_a_later_format_is_too_new_and_stays(master: Master):
+    store = local_store(master.now, key=master.key)
+    for path in (master.now / f"n-{hashed('bob')}", master.now / folder_of("bob") / "branch"):
+        path.write_bytes(of_version(path.read_bytes(), VERSION + 1))
+    with pytest.raises(SnapshotTooNew):
+        store.branch("bob")
+    assert sum(f"version {VERSION + 1}" in one.problem for one in store.verify()) == 2
+    with pytest.raises(SnapshotTooNew):
+        store.gc()
+    assert sum(f"version {VERSION + 1}" in one.problem for one in store.verify()) == 2
 
 
 @pytest.mark.slow
