@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from locret_stream.config import Budget
 from locret_stream.errors import SnapshotMismatch
 from locret_stream.snapshot.identity import Identity, canonical, digest_tensors, digest_text, expect_same
+from tests.context.support import tiny
 
 FIELDS = Identity.__struct_fields__
 ONE = Identity(**{field: f"{field} 1" for field in FIELDS})
@@ -190,3 +192,20 @@ def test_equal_values_have_equal_texts_in_whatever_order_they_come():
                                   ({"x": 0.1}, {"x": 0.1 + 1e-16})])
 def test_other_values_have_other_texts(a: dict, b: dict):
     assert canonical(a) != canonical(b)
+
+
+# -- what a runtime says it is ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [{"sinks": 3}, {"stabilizers": 2}, {"sinks": 3, "stabilizers": 2}, {"units": 21}])
+async def test_other_sinks_or_stabilizers_are_another_memory_though_the_budget_is_the_same(tmp_path, other: dict):
+    sizes = {"units": 20, "sinks": 2, "stabilizers": 3}
+    kind = {"store": tmp_path, "policy": "keydiff"}  # one that protects just what it is told to
+    async with tiny(**kind, budget=Budget(**sizes)) as runtime, runtime.open("alice", raw=True) as ctx:
+        await ctx.push("The pass key of falcon is 48213.\n" * 5)
+    async with tiny(**kind, budget=Budget(**{**sizes, **other})) as runtime:
+        with pytest.raises(SnapshotMismatch) as caught:
+            await runtime.open("alice", raw=True).__aenter__()
+        assert caught.value.field == "budgets"
+    async with tiny(**kind, budget=Budget(**sizes)) as runtime, runtime.open("alice", raw=True) as ctx:
+        assert ctx.resumed

@@ -129,6 +129,33 @@ def test_of_two_saves_at_once_the_one_whose_manifest_is_first_wins(store):
     assert same(loaded(again(store), "bob"), another.record()) and sound(store)
 
 
+@pytest.mark.parametrize("begun_anew", [False, True])
+def test_a_save_that_waited_for_its_lock_looks_again_whether_it_is_stale_and_writes_nothing(store, begun_anew,
+                                                                                           monkeypatch):
+    """Another owner saved, or forgot the session and began it anew, between the first look and the lock."""
+    (one, toy), (other, another) = two(store)
+    real, before = other.vault.files.lock, []
+
+    def lock(folder: str, **options: object) -> object:
+        if not before and options["shared"]:
+            before.append(True)
+            if begun_anew:
+                again(store).forget("alice")
+                fresh, third = begin(again(store), "alice", 3, 9)
+                save(fresh, third)
+            else:
+                save(one, toy)
+            before.append(stored(store, "alice"))
+        return real(folder, **options)
+
+    monkeypatch.setattr(other.vault.files, "lock", lock)
+    with pytest.raises(StaleOwner), Save(other, another.moment(), IDENTITY, GEOMETRY):
+        raise AssertionError("it was let in")
+    assert before[1] == stored(store, "alice") and sound(store)
+    with pytest.raises(StaleOwner):  # now at the first look, or by what its number stands for now
+        save(other, another)
+
+
 def test_what_a_stale_owner_wrote_is_rubbish(local):
     (one, toy), (other, another) = two(local)
     with pytest.raises(StaleOwner):

@@ -843,6 +843,27 @@ def test_swapped_files_are_found(local):
         assert problems(local) == []
 
 
+def test_two_sound_pages_or_log_parts_of_one_range_that_change_places_are_found(local):
+    """Each is a file that this store wrote, of the right positions and size."""
+    branch, toy = begin(local, "alice", seed=1, tokens=28)
+    twin, other = branch.fork("bob", 0), Toy(2)
+    save(branch, toy)
+    save(twin, other.feed(28, twin))
+    for kind in ("pages", "log"):
+        one, two = _paths(local, kind)
+        content = one.read_bytes(), two.read_bytes()
+        assert len(content[0]) == len(content[1])
+        one.write_bytes(content[1])
+        two.write_bytes(content[0])
+        for name in ("alice", "bob"):
+            with pytest.raises(SnapshotCorrupt, match=r"another file than the one of that name|does not open"):
+                load(again(local), name)
+        assert len(problems(local)) == 2
+        one.write_bytes(content[0])
+        two.write_bytes(content[1])
+    assert problems(local) == [] and holds(local, "alice", toy.record()) and holds(local, "bob", other.record())
+
+
 @pytest.mark.parametrize("target", ["number", "branch", "session"])
 def test_a_manifest_that_was_moved_is_refused_by_all(local, target):
     branch, toy = begin(local, "alice", tokens=30)
