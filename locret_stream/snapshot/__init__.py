@@ -6,7 +6,8 @@ from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.names import check_name
 from locret_stream.snapshot.pages import Geometry, LayerUnits
 from locret_stream.snapshot.save import Moment, Save
-from locret_stream.snapshot.store import Collected, Store, Verified
+from locret_stream.snapshot.store import Collected, Store
+from locret_stream.snapshot.verifying import Verified
 
 __all__ = ["NOTE_LIMIT", "Branch", "Collected", "Frame", "Geometry", "Identity", "LayerUnits", "Moment", "Restored",
            "Save", "Snapshot", "Store", "Verified", "check_name"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,24 +20,20 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.files import Busy, Files
-from locret_stream.snapshot.format import LogRef
 from locret_stream.snapshot.local import LocalFiles
-from locret_stream.snapshot.log import read_part
 from locret_stream.snapshot.names import (
     FOLDER,
     alias,
     drop_record,
     folder_of,
-    hashed,
     known,
-    record,
     records,
     write_alias,
 )
-from locret_stream.snapshot.pages import PageRef
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.seal import Locked, user_key
-from locret_stream.snapshot.vault import MANIFEST_LIMIT, Vault, leads
+from locret_stream.snapshot.vault import Vault, leads
+from locret_stream.snapshot.verifying import Verified, lost, name_of, verify
 
 GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
 
@@ -47,15 +43,6 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
     removed: tuple[str, ...]
     bytes: int
-
-
-class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that was read whole: what is wrong with it, or "" for nothing; `locked` if its key was not given."""
-
-    name: str
-    generation: int
-    problem: str = ""
-    locked: bool = False
 
 
 class Store:
@@ -126,7 +113,7 @@ class Store:
                         branches[branch] = self._describe(vault, path)
             found += branches.values()
             seen |= {branch.rpartition("/")[2] for branch in branches}
-        for vault, path, _ in self._lost(seen):
+        for vault, path, _ in lost(self.files, self._key, seen):
             with suppress(SnapshotNotFound):
                 found.append(self._describe(vault, path))
         return sorted(found, key=lambda snapshot: snapshot.name)
@@ -148,94 +135,7 @@ class Store:
         """Read every byte that the snapshots of a name (None: of all) need, and whether none got lost and every name
         leads where it should. What is wrong with a name alone is told of its newest snapshot, or of number 0."""
         vaults = list(self._vaults()) if name is None else [self._found(name)[0]]
-        out, seen = [], set()
-        for vault in vaults:
-            good: set[str] = set()
-            for path, number in vault.manifests():
-                branch = path.split("/")[1]
-                if name is None or branch == hashed(name):
-                    found = self._verify(vault, path, number, good)
-                    if not found.problem and (vault.numbers(branch)[1], vault.gone(branch, number)) == (number, False):
-                        found = msgspec.structs.replace(found, problem=self._unnamed(vault, branch))
-                    if not found.problem or (path, number) in vault.manifests():  # else deleted while it was read
-                        out.append(found)
-                        seen.add(branch)
-            out += [found for found in self._outrun(vault) if name is None or found.name == name]
-        names = [hashed(name)] if name is not None else sorted({*records(self.files), *(
-            folder[2:] for folder in self.files.folders("") if FOLDER.fullmatch(folder))})
-        for vault, path, number in [*self._lost(seen, names)]:
-            found = self._verify(vault, path, number, set())
-            if found.problem:
-                out.append(found)
-                seen.add(path.split("/")[1])
-        for own in names:
-            try:
-                record(self.files, own)
-                if own not in seen:
-                    leads(self.files, f"s-{own}")
-            except (SnapshotCorrupt, SnapshotTooNew) as error:
-                out.append(Verified(name=name or f"s-{own}", generation=0, problem=str(error)))
-        return out
-
-    def _outrun(self, vault: Vault) -> Iterator[Verified]:
-        """Branches of whose later snapshots nothing is left but their log parts: save number n rests on number n - 1,
-        which was there then. A part of the next number alone may be of a save that died.
-
-        Only where collectors hold saves off: elsewhere a part may be left of a session that was forgotten meanwhile.
-        """
-        newest: dict[str, int] = {}
-        for file, size in self.files.sizes(f"{vault.folder}/log").items() if self.files.locks else ():
-            with suppress(SnapshotError):
-                body, _ = vault.read_named("log", LogRef(file, 0, 0, min(size, MANIFEST_LIMIT)), file)
-                newest[body.branch] = max(newest.get(body.branch, 0), body.generation)
-        for branch, number in sorted(newest.items()):
-            found, highest = vault.generations(branch)
-            if found and number > highest + 1:
-                yield Verified(name=branch, generation=number - 1, problem=(
-                    f"the log holds what snapshot {number} of {branch!r} was to name, and the newest there is is "
-                    f"{highest}: an older copy was put back. Expected the snapshots in between"))
-
-    def _unnamed(self, vault: Vault, branch: str) -> str:
-        """Why the name of a branch with snapshots in that session does not lead to them; "" if it does."""
-        try:
-            there = leads(self.files, f"s-{branch}") or f"s-{branch}"
-        except (SnapshotCorrupt, SnapshotTooNew) as error:
-            return str(error)
-        if there == vault.folder or branch not in self.files.folders(f"{vault.folder}/m"):
-            return ""
-        return (f"its name leads to {there}, where other snapshots are, and not to {vault.folder}; expected the file "
-                f"s-{branch}/branch as this store wrote it. `snapshots gc` writes it anew if it is gone")
-
-    def _lost(self, seen: set[str], names: Iterable[str] | None = None) -> Iterator[tuple[Vault, str, int]]:
-        """The newest snapshots of names (None: of all with a record) that were saved and of whose branch nothing is
-        left, other than those in `seen`: vault, path in it, number."""
-        for name in records(self.files) if names is None else names:
-            if name not in seen and (told := known(self.files, name)) is not None and told.newest:
-                vault = Vault(self.files, told.folder, self._key)
-                try:
-                    lost = told.newest in vault.numbers(name)[0] and not vault.there(name)[0]
-                except SnapshotCorrupt:  # the folder is a link: who reads it is told
-                    lost = True
-                if lost:
-                    yield vault, f"m/{name}/{told.newest:012d}.snap", told.newest
-
-    def _verify(self, vault: Vault, path: str, number: int, good: set[str]) -> Verified:
-        branch = self._name_of(vault, path)
-        try:
-            manifest = vault.manifest_at(path)[0]
-            for ref in (*manifest.pages, *(manifest.log or ())):
-                if ref.name not in good:
-                    folder = "pages" if isinstance(ref, PageRef) else "log"
-                    body, sections = vault.read_named(folder, ref, f"{folder} file {ref.name}")
-                    if (body.start, body.end) != (ref.start, ref.end):
-                        raise SnapshotCorrupt(f"{folder} file {ref.name} is of positions {body.start} to {body.end}; "
-                                              f"expected {ref.start} to {ref.end}")
-                    if folder == "log":
-                        read_part(body, sections, f"log part {ref.name}")
-                    good.add(ref.name)
-        except SnapshotError as error:
-            return Verified(name=branch, generation=number, problem=str(error), locked=isinstance(error, Locked))
-        return Verified(name=branch, generation=number)
+        return verify(self.files, self._key, vaults, name)
 
     def _vaults(self) -> Iterator[Vault]:
         for folder in self.files.folders(""):
@@ -261,22 +161,10 @@ class Store:
             number, encrypted = int(path.rpartition("/")[2].removesuffix(".snap")), False
             with suppress(SnapshotCorrupt):  # a folder that is a link
                 encrypted = vault.encrypted
-            return Snapshot(name=self._name_of(vault, path), session="", generation=number, parent="", created=0.0,
+            return Snapshot(name=name_of(vault, path), session="", generation=number, parent="", created=0.0,
                             tokens=0, units=0, bytes=0, library="", encrypted=encrypted, log=False,
                             problem=str(error), locked=isinstance(error, Locked))
         return describe(manifest, size, vault.encrypted)
-
-    def _name_of(self, vault: Vault, path: str) -> str:
-        """Of the branch whose manifest that is, if its record or one of its manifests can be read; else the path."""
-        folder, branch = path.rpartition("/")[0], path.split("/")[1]
-        if (told := known(self.files, branch)) is not None and told.title and told.folder == vault.folder:
-            return told.title
-        with suppress(SnapshotCorrupt):  # a folder that is a link
-            for other, _ in vault.manifests():
-                if other.startswith(f"{folder}/"):
-                    with suppress(SnapshotError):
-                        return vault.manifest_at(other)[0].branch
-        return f"{vault.folder}/{path}"
 
     # -- removing ---------------------------------------------------------------------------------------------
 
@@ -444,14 +332,14 @@ class Store:
         removed, size, failed = [], 0, []
         folders = ([folder for folder in self.files.folders("") if FOLDER.fullmatch(folder)] if name is None
                    else [self._found(name)[0].folder])
-        lost = {vault.folder: path for vault, path, _ in self._lost(set()) if vault.folder in folders}
+        gone = {vault.folder: path for vault, path, _ in lost(self.files, self._key, set()) if vault.folder in folders}
         for folder in folders:
             try:
                 if self.files.folders(folder):
                     vault = Vault(self.files, folder, self._key)
                     with self._alone(vault):
-                        if folder in lost:
-                            self._needs(vault, lost[folder])
+                        if folder in gone:
+                            self._needs(vault, gone[folder])
                         done = self._collect(vault, grace_s)
                         self._name_anew(vault)
                     removed += done.removed
