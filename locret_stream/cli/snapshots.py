@@ -141,7 +141,7 @@ def delete(name: Name, generation: Annotated[int | None, typer.Option(help="Numb
     _say({"deleted": gone}, f"deleted {len(gone)} of {_line(name)}", as_json)
 
 
-@app.command("gc", help="Remove what no snapshot needs: rests of saves that died.")
+@app.command("gc", help="Remove what no snapshot needs, rests of saves that died; write lost names of forks anew.")
 def gc(name: Annotated[str | None, typer.Argument(help="Of a session; all without.")] = None,
        store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
     done = open_store(store, key).gc(name)

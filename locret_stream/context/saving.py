@@ -3,9 +3,9 @@
 While a save runs, its own context commits nothing; the engine's thread is borrowed for one layer of one page at a time,
 so other contexts wait for no more than a copy of that.
 
-Between the resources 4 and 5 of `context.swapping` a save takes the session's lock in the store. Whoever holds that lock
-asks for nothing but steps of the engine's thread, which never waits for a lock, and for a thread of its own: the few
-storing threads may wait for the lock in any number, and it is given back all the same.
+Between the resources 4 and 5 of `context.swapping` a save takes the session's lock in the store. Whoever holds that
+lock asks for nothing but steps of the engine's thread, which never waits for a lock, and for a thread of its own: the
+few storing threads may wait for the lock in any number, and it is given back all the same.
 """
 
 from __future__ import annotations
