@@ -62,6 +62,10 @@ class Files(Protocol):
         """Remove a file, durably; nothing if it is not there."""
         ...
 
+    def unfinished(self, folder: str) -> dict[str, str]:
+        """Names of the temporary files in a folder, each with the name of the file that it was to become."""
+        ...
+
     def sweep(self, folder: str, older_s: float) -> list[str]:
         """Remove temporary files in a folder that are older; returns their names."""
         ...

@@ -106,7 +106,7 @@ class LocalFiles:
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
         posix, target = self.posix, self._plain(path)
         folder = os.path.dirname(target)
-        temporary = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
+        temporary = os.path.join(folder, f"{TEMPORARY}{os.path.basename(target)}-{secrets.token_hex(8)}")
         with self._reported(path):
             self._make(path.rpartition("/")[0])
             handle = posix.create(temporary)
@@ -157,6 +157,10 @@ class LocalFiles:
                 self.posix.unlink(target)
             with contextlib.suppress(FileNotFoundError):  # also what was gone: whoever deleted it may have died
                 self.posix.sync_folder(os.path.dirname(target))
+
+    def unfinished(self, folder: str) -> dict[str, str]:
+        return {entry.name: entry.name.removeprefix(TEMPORARY).rpartition("-")[0] for entry in self._entries(folder)
+                if entry.name.startswith(TEMPORARY)}
 
     def sweep(self, folder: str, older_s: float) -> list[str]:
         inside = f"{folder}/" if folder else ""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Container, Mapping
 from contextlib import suppress
 
 from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew
@@ -121,6 +122,19 @@ def write_record(files: Files, place: Place) -> None:
 def drop_record(files: Files, name: str) -> None:
     """Durable on return; nothing if there is none. Raises StoreError."""
     files.delete(f"n-{name}")
+
+
+def sweep_records(files: Files, names: Container[str], found: Mapping[str, str] | None = None) -> list[str]:
+    """Remove what saves that died left of the records of those names; returns the paths. For whoever holds off saves.
+
+    Args:
+        found: what `files.unfinished("")` gave, if that was asked already.
+    """
+    out = [path for path, target in (files.unfinished("") if found is None else found).items()
+           if (match := RECORD.fullmatch(target)) and match[1] in names]
+    for path in out:
+        files.delete(path)
+    return out
 
 
 def records(files: Files) -> list[str]:

@@ -74,8 +74,11 @@ class RemoteFiles:
         with self._reported(path), contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self._path(path))
 
+    def unfinished(self, folder: str) -> dict[str, str]:
+        return {}  # an object that was not acknowledged is not there
+
     def sweep(self, folder: str, older_s: float) -> list[str]:
-        return []  # an object that was not acknowledged is not there
+        return []
 
     def age_s(self, path: str) -> float:
         import datetime

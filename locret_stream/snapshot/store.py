@@ -28,6 +28,7 @@ from locret_stream.snapshot.names import (
     folder_of,
     known,
     records,
+    sweep_records,
     write_alias,
 )
 from locret_stream.snapshot.remote import RemoteFiles
@@ -254,6 +255,7 @@ class Store:
             if name == own or (name in inside if told is None else told.folder == vault.folder):
                 drop_record(self.files, name)
                 out.append(f"n-{name}")
+        sweep_records(self.files, {*inside, *(path[2:] for path in out)})
         return out
 
     def _points(self, folder: str) -> str | None:
@@ -332,6 +334,7 @@ class Store:
         removed, size, failed = [], 0, []
         folders = ([folder for folder in self.files.folders("") if FOLDER.fullmatch(folder)] if name is None
                    else [self._found(name)[0].folder])
+        strays = self.files.unfinished("")
         gone = {vault.folder: path for vault, path, _ in lost(self.files, self._key, set()) if vault.folder in folders}
         for folder in folders:
             try:
@@ -342,6 +345,8 @@ class Store:
                             self._needs(vault, gone[folder])
                         done = self._collect(vault, grace_s)
                         self._name_anew(vault)
+                        if vault.locked:
+                            removed += sweep_records(self.files, self.files.folders(f"{folder}/m"), strays)
                     removed += done.removed
                     size += done.bytes
             except SnapshotError as error:

@@ -327,6 +327,18 @@ def test_a_fork_without_its_alias_is_told_and_a_collection_or_its_next_save_name
     assert same(loaded(store, "bob"), toy.record())
 
 
+def test_what_a_save_that_died_left_of_a_record_goes_with_the_next_collection_or_with_the_session(master: Master):
+    store = local_store(master.now, key=master.key)
+    for use in (lambda: store.gc("alice"), store.gc, lambda: store.forget("alice")):
+        strays = [master.now / f".tmp-n-{hashed(name)}-0123456789abcdef" for name in NAMES]
+        for stray in strays:
+            stray.write_bytes(b"half a record")
+        use()
+        assert [stray.exists() for stray in strays] == [False, False, use != store.gc]
+    strays[2].unlink()
+    assert not store.files.unfinished("")
+
+
 def test_an_alias_is_never_tidied_away_because_its_target_is_missing(master: Master):
     """Where no record tells, either: the fork was saved before there were any."""
     for name in ("alice", "bob"):
