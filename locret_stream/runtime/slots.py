@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -85,23 +86,25 @@ class Slots:
                 return self._free.popleft()
             request = _Request(id(asyncio.get_running_loop()))
             self._waiting.append(request)
+        deadline = time.monotonic() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                slot = asyncio.wrap_future(request.slot)
-                while not slot.done():
-                    if make_room is not None and await make_room():
-                        await asyncio.sleep(0)  # what came free may be this one's
-                        continue
-                    nudged = asyncio.wrap_future(request.nudged)
-                    await asyncio.wait([slot, nudged], return_when=asyncio.FIRST_COMPLETED, timeout=LOOK_AGAIN_S)
-                    if request.nudged.done():
-                        request.nudged = Future()
-                return slot.result()
-        except BaseException as error:
+            slot = asyncio.wrap_future(request.slot)
+            while not slot.done():
+                if make_room is not None and await make_room():
+                    await asyncio.sleep(0)  # what came free may be this one's
+                    continue
+                left = deadline - time.monotonic()
+                if left <= 0 and not request.slot.done():
+                    raise NoSlot(f"no {what} slot of {self.size} came free within {timeout_s:g} s; expected a context "
+                                 "to be closed, or a Runtime with more of them")
+                nudged = asyncio.wrap_future(request.nudged)
+                await asyncio.wait([slot, nudged], return_when=asyncio.FIRST_COMPLETED,
+                                   timeout=min(max(left, 0.0), LOOK_AGAIN_S))
+                if request.nudged.done():
+                    request.nudged = Future()
+            return slot.result()
+        except BaseException:
             self._withdraw(request)
-            if isinstance(error, TimeoutError):
-                raise NoSlot(f"no {what} slot of {self.size} came free within {timeout_s:g} s; expected a context to "
-                             "be closed, or a Runtime with more of them") from None
             raise
 
     def _withdraw(self, request: _Request) -> None:
