@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -26,15 +25,15 @@ from locret_stream.evaluation.runner import ORACLES
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.policies import POLICIES
 from tests.evaluation.results import result
+from tests.processes import run, run_python
 from tests.test_cli import invoke
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def gpu_small(**env: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "benchmarks/gpu.py", "--small", "--only",
-                           "card,prefill,parts,decode,full,choices"], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)} | env, check=False)
+    done = run_python("benchmarks/gpu.py", "--small", "--only", "card,prefill,parts,decode,full,choices",
+                      env=os.environ | {"PYTHONPATH": str(ROOT)} | env)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)["result"]
 
@@ -72,8 +71,8 @@ def cells_of(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[C
     stub.chmod(0o755)
     for name in ("heads", "heads-hidden", "heads-retention"):
         (folder / "model" / name).mkdir(parents=True, exist_ok=True)
-    subprocess.run(["bash", str(ROOT / "benchmarks" / "policies.sh"), "model", "out"], cwd=folder, check=True,
-                   capture_output=True, env=os.environ | {"PYTHON": str(stub), "PART": part})
+    run("bash", ROOT / "benchmarks" / "policies.sh", "model", "out", cwd=folder,
+        env=os.environ | {"PYTHON": str(stub), "PART": part}).check_returncode()
     found: list[Cell] = []
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli_eval, "run_all", lambda axes, *more: found.extend(plan.planned(axes)))
@@ -147,13 +146,12 @@ def test_findings_train_what_they_need_and_go_on_where_they_stopped(tmp_path):
     RetainingHeads(HeadsConfig(layers=2, query_heads=2, kv_heads=1, head_dim=16, width=4,
                                budget_shares=(1.0, 3.0))).save(tmp_path / "model" / "heads")
     (tmp_path / "model" / "heads" / "allocation.json").write_text("{}")
-    command = [sys.executable, "benchmarks/findings.py", "--model", tmp_path / "model", "--text", book, "--out",
+    command = ["benchmarks/findings.py", "--model", tmp_path / "model", "--text", book, "--out",
                tmp_path / "out", "--finding", "pyramid", "--questions", "1", "--steps", "1"]
-    for run in range(2):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    for again in range(2):
+        done = run_python(*command, env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stderr[-3000:]
-        assert ("training heads on all" in done.stderr) == (run == 0)
+        assert ("training heads on all" in done.stderr) == (again == 0)
     [row] = json.loads(done.stdout)["result"]["findings"]
     assert {label: one["units"] for label, one in row["variants"].items()} == {
         "uniform": [48, 48], "pyramid": row["variants"]["pyramid"]["units"],

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from locret_stream.cli.common import Reader, file_text
 from locret_stream.cli.demo import blocks, count, cut_lines, is_right, read_facts
 from locret_stream.errors import InputError, InvalidText
 from locret_stream.snapshot import Store
+from tests.processes import PIPE, Popen, run_python, start_python
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -92,7 +91,7 @@ def test_help_teaches_with_examples(verb: str):
 
 def test_the_command_starts_without_torch():
     code = "import sys; from locret_stream.cli import app; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = run_python("-c", code)
     assert done.stdout.strip() == "False False", done.stderr
 
 
@@ -397,12 +396,11 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
 # -- Ctrl-C and pipes ---------------------------------------------------------------------------------------------
 
 
-def start(*args: object, **more: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "locret_stream", *map(str, args)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **more)
+def start(*args: object, **more: object) -> Popen[str]:
+    return start_python("-m", "locret_stream", *args, **more)
 
 
-def wait_until_idle(process: subprocess.Popen) -> None:
+def wait_until_idle(process: Popen) -> None:
     """Until it has used no CPU for half a second: whatever it was given is read."""
     used, still = None, 0
     for _ in range(600):
@@ -416,7 +414,7 @@ def wait_until_idle(process: subprocess.Popen) -> None:
     raise AssertionError("the process never came to rest")
 
 
-def wait_for(process: subprocess.Popen[str], word: str) -> None:
+def wait_for(process: Popen[str], word: str) -> None:
     for line in process.stderr:
         if word in line:
             return
@@ -424,7 +422,7 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
 
 
 def test_ctrl_c_while_a_stream_is_read_ends_with_a_summary(small: list[str]):
-    process = start("run", "-", "--ask", "What?", *small, stdin=subprocess.PIPE)
+    process = start("run", "-", "--ask", "What?", *small, stdin=PIPE)
     try:
         wait_for(process, "reading stdin")
         process.stdin.write("All work and no play.\n" * 2000)
@@ -442,7 +440,7 @@ def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str], tmp_path: Pa
     note = tmp_path / "note.txt"
     note.write_text("Hello.\n")
     for args, word in ((["demo", "--tokens", 2_000_000], "decoys"), (["run", note], "Ask away")):
-        process = start(*args, *small, stdin=subprocess.PIPE)
+        process = start(*args, *small, stdin=PIPE)
         try:
             wait_for(process, word)
             process.send_signal(signal.SIGINT)
@@ -573,7 +571,7 @@ def test_one_damaged_snapshot_hides_no_other(small: list[str], tmp_path: Path):
 @pytest.mark.parametrize("number, status, word", [
     (signal.SIGTERM, 143, "Terminated"), (signal.SIGINT, 130, "Interrupted")])
 def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path, number: int, status: int, word: str):
-    process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", *small, stdin=subprocess.PIPE)
+    process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", *small, stdin=PIPE)
     try:
         wait_for(process, "reading stdin")
         process.stdin.write("All work and no play.\n" * 200)
@@ -591,7 +589,7 @@ def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path,
 def test_a_session_is_saved_while_it_reads(small: list[str], tmp_path: Path):
     """What a kill leaves is what the last of these saves held."""
     process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", "--save-every", "0.2", *small,
-                    stdin=subprocess.PIPE)
+                    stdin=PIPE)
     store, deadline = Store(tmp_path), time.monotonic() + 60
     try:
         wait_for(process, "reading stdin")
@@ -609,7 +607,7 @@ def test_a_session_is_saved_while_it_reads(small: list[str], tmp_path: Path):
 
 def test_reading_ends_when_another_owner_takes_the_session(small: list[str], tmp_path: Path):
     arguments = ["run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", "--save-every", "0.2", *small]
-    process, store = start(*arguments, stdin=subprocess.PIPE), Store(tmp_path)
+    process, store = start(*arguments, stdin=PIPE), Store(tmp_path)
     try:
         wait_for(process, "reading stdin")
         deadline = time.monotonic() + 60

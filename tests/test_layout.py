@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 import locret_stream
 from locret_stream import errors
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_locret"}
@@ -194,7 +194,7 @@ def test_the_type_checkers_see_the_same_names():
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = processes.run_python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -421,6 +421,7 @@ def test_sync_context_before_and_after_its_block(folder: str):
     assert not our_threads()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_a_sync_context_stops_the_work_and_waits_for_it(folder: str):
     with sync(folder) as ctx:
         ctx.feed("before")

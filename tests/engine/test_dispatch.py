@@ -6,8 +6,6 @@ Small on purpose, as the interpreter is slow. `-m slow` runs the whole of test_l
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,8 @@ from locret_stream import kernels
 from locret_stream.engine import Engine, NextToken
 from locret_stream.errors import ConfigError
 from tests.kit import assert_same, build, feed, ids_of, model, stock_logits
+from tests.limits import SLOW_LIMIT_S
+from tests.processes import run_python
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process has Triton's compiler or its "
@@ -149,7 +149,6 @@ ALIKE = ("h2o", "streaming_llm", "[random]", "keydiff", "sirllm", "nacl", "snapk
 def test_every_law_holds_in_triton(file: str):
     env = os.environ | {"LOCRET_KERNELS": "triton", "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT),
                         "OMP_NUM_THREADS": "1", "LOCRET_TEST_FEWER": "10"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                           "-k", f"not ({' or '.join(ALIKE)})", str(Path(__file__).parent / file)], env=env,
-                          capture_output=True, text=True, check=False)
+    done = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"not ({' or '.join(ALIKE)})",
+                      Path(__file__).parent / file, env=env, timeout_s=SLOW_LIMIT_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

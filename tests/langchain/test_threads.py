@@ -37,6 +37,7 @@ from tests.langchain.support import (
     thread,
     tokenizer,
 )
+from tests.processes import run_python, start_python
 
 # -- many at once ---------------------------------------------------------------------------------------------------
 
@@ -759,8 +760,6 @@ except KeyboardInterrupt:
 
 
 def test_the_end_of_the_process_saves_what_its_last_holder_let_go(tmp_path: Path):
-    import subprocess
-    import sys
     program = """
 import sys
 from langchain_locret import LocretChatModel
@@ -770,8 +769,7 @@ def main():
 main()
 """
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,
-                              timeout=60)
+        done = run_python("-c", program, tmp_path, timeout_s=60)
         assert done.returncode == 0 and not done.stderr, done.stderr
         assert [row.name for row in Store(tmp_path).list()] == ["langchain/x"]
 
@@ -781,11 +779,8 @@ main()
 def test_ctrl_c_and_the_end_of_the_process_are_clean(tmp_path: Path, store: str, what: str):
     import os
     import signal
-    import subprocess
-    import sys
     program = PROGRAM if store == "given" else PROGRAM.replace("sys.argv[1]", "None")
-    run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "store"), what], stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    run = start_python("-c", program, tmp_path / "store", what, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert run.stdout.readline().startswith("ready")
     run.stdout.readline()
     time.sleep(0.5 if what == "ingest" else 0)

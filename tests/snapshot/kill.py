@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from locret_stream.errors import SnapshotError, StaleOwner
 from locret_stream.snapshot import Store
+from tests.child import end_with
+from tests.processes import PIPE, start_python
 from tests.snapshot.support import BUDGETS, GEOMETRY, IDENTITY, Record, Toy, begin, loaded, resume, save
 
 STEP = 7  # tokens per generation
@@ -103,10 +103,11 @@ def main() -> None:
             _, status = os.waitpid(order["wait"], 0)
             tell(of=order["wait"], status=os.waitstatus_to_exitcode(status))
             continue
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
         if child == 0:
             code = 0
             try:
+                end_with(parent)
                 TASKS[order.pop("do")](**order)
             except BaseException as error:
                 kind = "snapshot error" if isinstance(error, SnapshotError) else "failure"
@@ -120,10 +121,8 @@ class Hands:
     """The parent's end: starts children, reads what they tell, kills them."""
 
     def __init__(self) -> None:
-        here = Path(__file__).resolve().parents[2]
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.snapshot.kill"], cwd=here, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.process = start_python("-m", "tests.snapshot.kill", stdin=PIPE, stderr=None,
+                                    env={**os.environ, "OMP_NUM_THREADS": "1"})
         self._read: list[dict[str, Any]] = []
         self.of(self.process.pid, "ready")
 

@@ -25,6 +25,7 @@ from locret_stream.snapshot.branch import Branch
 from locret_stream.snapshot.format import VERSION
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.vault import folder_of, hashed
+from tests.processes import leaving_none
 from tests.snapshot.kill import STEP, Hands, expected
 from tests.snapshot.support import (
     GEOMETRY,
@@ -818,9 +819,10 @@ def test_a_stray_file_among_the_log_parts_is_not_read(tmp_path: Path):
 @pytest.fixture(scope="module")
 def hands() -> Iterator[Hands]:
     """A process that forks others."""
-    hands = Hands()
-    yield hands
-    hands.close()
+    with leaving_none():
+        hands = Hands()
+        yield hands
+        hands.close()
 
 
 def _all(hands: Hands, pids: list[int], check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:

@@ -178,6 +178,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(model, tmp_path, monkeypa
     assert straight.steps == 12
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_never_tears_an_update(model, tmp_path, monkeypatch):
     assert threading.current_thread() is threading.main_thread()
     real, count = torch.optim.AdamW.step, []
