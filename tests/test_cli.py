@@ -568,10 +568,14 @@ def test_one_damaged_snapshot_hides_no_other(small: list[str], tmp_path: Path):
     assert code == 1 and "a" in err
 
 
-@pytest.mark.parametrize("number, status, word", [
-    (signal.SIGTERM, 143, "Terminated"), (signal.SIGINT, 130, "Interrupted")])
-def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path, number: int, status: int, word: str):
-    process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", *small, stdin=PIPE)
+@pytest.mark.parametrize("number, status, word, ignored", [
+    pytest.param(signal.SIGTERM, 143, "Terminated", (), id="terminated"),
+    pytest.param(signal.SIGINT, 130, "Interrupted", (), id="ctrl-c"),
+    pytest.param(signal.SIGTERM, 143, "Terminated", ("INT",), id="terminated in the background of a script")])
+def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path, number: int, status: int, word: str,
+                                               ignored: tuple[str, ...]):
+    process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", *small, stdin=PIPE,
+                    ignored=ignored)
     try:
         wait_for(process, "reading stdin")
         process.stdin.write("All work and no play.\n" * 200)

@@ -129,6 +129,8 @@ def interruptible(held: Held) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal status
         status = STOPPED[signal.Signals(number).name]
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it; asyncio then awaits none
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     numbers = [getattr(signal, name) for name in STOPPED if hasattr(signal, name)]

@@ -280,8 +280,10 @@ def saved_if_stopped(save: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C inside is raised at the end. Only the main thread gets signals; elsewhere this does nothing."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ctrl-C inside is raised at the end. Only the main thread gets signals; elsewhere, and where Ctrl-C is ignored, this
+    does nothing."""
+    if (threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) is signal.SIG_IGN):
         yield
         return
     caught: list[object] = []

@@ -198,6 +198,17 @@ def test_ctrl_c_never_tears_an_update(model, tmp_path, monkeypatch):
     assert same(tmp_path / "straight", tmp_path / "torn")
 
 
+def test_ctrl_c_that_is_ignored_interrupts_no_update():
+    from locret_stream.training.loop import uninterrupted
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_finished_run_is_returned_and_another_one_is_refused_by_name(model, tmp_path):
     first = train_heads(model, make_examples(7), tmp_path, QUICK)
     assert train_heads(model, make_examples(7), tmp_path, QUICK) == first
