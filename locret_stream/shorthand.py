@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from locret_stream.context import FeedReport, Memory, StreamingContext, Token
 from locret_stream.context.sources import Source
 from locret_stream.errors import ContextClosed
 from locret_stream.runtime import Runtime
+from locret_stream.worker import expect_own
 
 
 @contextlib.asynccontextmanager
@@ -37,13 +39,12 @@ class SyncContext:
     def __init__(self, model: str | Path = "bundled", **options: Any):
         """Arguments are those of `open_context`."""
         self._opened = open_context(model, **options)
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name="locret-sync", daemon=True)
         self._ctx: StreamingContext | None = None
 
     def _run(self, awaitable: Any) -> Any:
-        if self._ctx is None:
-            raise ContextClosed("this context is not open; expected a call inside `with SyncContext(...) as ctx`")
+        self._context()
         return self._wait(awaitable)
 
     def _wait(self, awaitable: Any) -> Any:
@@ -66,6 +67,7 @@ class SyncContext:
             raise
 
     def __enter__(self) -> SyncContext:
+        expect_own(self._process)
         self._thread.start()
         try:
             self._ctx = self._wait(self._opened.__aenter__())
@@ -75,6 +77,7 @@ class SyncContext:
         return self
 
     def __exit__(self, *error: object) -> None:
+        expect_own(self._process)  # a fork shares the loop's files with the process that it serves
         try:
             self._wait(self._opened.__aexit__(*error))
         finally:
@@ -87,6 +90,7 @@ class SyncContext:
         self._loop.close()
 
     def _context(self) -> StreamingContext:
+        expect_own(self._process)
         if self._ctx is None:
             raise ContextClosed("this context is not open; expected a call inside `with SyncContext(...) as ctx`")
         return self._ctx

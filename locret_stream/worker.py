@@ -7,10 +7,14 @@ A *joint* step is one that many contexts take together: the first of them whose 
 wait for the same one. Contexts that took the last one together come again in a moment, as each waits for its result, so
 the next one waits a little for those that are still on their way. What can be done ahead for them is done meanwhile,
 unless there is other work.
+
+A forked process gets the objects and not the threads: whoever waited for a step there would wait for ever. So all use
+of what has a thread is refused there, at once (`expect_own`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -28,6 +32,14 @@ T = TypeVar("T")
 I = TypeVar("I")
 
 _PATIENCE_S = 0.002, 0.5, 0.01  # of a joint step for its last members: at least, per second it last took, at most
+
+
+def expect_own(process: int) -> None:
+    """Raises ContextClosed in any other process than the one of that number, in which something got its threads."""
+    if os.getpid() != process:
+        raise ContextClosed(f"this is process {os.getpid()}, a fork of process {process}, where the runtime has its "
+                            "threads; expected a runtime made in this process, or a process started with "
+                            "multiprocessing's 'spawn' or 'forkserver'")
 
 
 @dataclass(slots=True)
@@ -51,7 +63,7 @@ class Worker:
         self._last: tuple[Hashable, set[Hashable], float] = (None, set(), 0.0)  # joint step: group, keys, seconds
         self._wake = threading.Condition()
         self._closed = False
-        self.users = 0
+        self.users, self.process = 0, os.getpid()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -59,7 +71,7 @@ class Worker:
         """Queue a step of the context `key`. Cancelling the future works until the step starts; then it completes.
 
         Raises:
-            ContextClosed: the worker was closed.
+            ContextClosed: the worker was closed, or this is a fork of its process.
         """
         return self._queue(key, _Work(Future(), step))
 
@@ -75,6 +87,7 @@ class Worker:
         return self._queue(key, _Work(Future(), step, group, item, ahead))
 
     def _queue(self, key: Hashable, work: _Work) -> Future:
+        expect_own(self.process)
         with self._wake:
             if self._closed:
                 raise ContextClosed("the runtime is closed; expected a call inside its `async with`")
@@ -216,6 +229,17 @@ def share_worker(owner: object) -> Worker:
             worker = _workers[owner] = Worker()
         worker.users += 1
         return worker
+
+
+def _in_a_fork() -> None:
+    """Whoever shares a worker there gets one with a thread. The lock may be held by a thread that is not there."""
+    global _lock
+    _lock = threading.Lock()
+    _workers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def leave_worker(owner: object) -> None:

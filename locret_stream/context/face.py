@@ -96,6 +96,7 @@ class StreamingContext:
         session = self._session
         if session is None or session.closed:
             return
+        session.check_open()  # in a fork of its process it is not ours to close, or to save
         try:
             if save and session.branch is not None and self._host.autosave and session.before_commit is None:
                 if saving.unsaved(session):

@@ -22,6 +22,7 @@ from locret_stream.context.sources import Piece
 from locret_stream.engine import EngineState, NextToken
 from locret_stream.errors import ContextBusy, ContextClosed, InvalidText
 from locret_stream.text import FrameState, Segmenter
+from locret_stream.worker import expect_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,9 +104,10 @@ class Session:
             self.rested()
 
     def check_open(self) -> None:
-        """Raises ContextClosed, saying why, once the session has ended."""
+        """Raises ContextClosed, saying why, once the session has ended, and in a fork of its process."""
         if self.closed:
             raise ContextClosed(self.closed)
+        expect_own(self.host.worker.process)
 
     @property
     def still_now(self) -> bool:

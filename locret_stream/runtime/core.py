@@ -41,7 +41,7 @@ from locret_stream.runtime.slots import CLOSED, LOOK_AGAIN_S, Slots, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
-from locret_stream.worker import Worker, leave_worker, share_worker
+from locret_stream.worker import Worker, expect_own, leave_worker, share_worker
 
 _log = logging.getLogger(__name__)
 BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
@@ -275,9 +275,11 @@ class Runtime:
         Raises:
             StaleOwner, StoreError: a context could not be saved, the first of them; all are closed, and all that could
                 be saved are.
+            ContextClosed: this is a fork of the runtime's process; nothing was touched.
         """
         if not self._open or self._closing:
             return
+        expect_own(self.worker.process)
         self._closing = True
         self._live_slots.dismiss()
         self._scratch_slots.dismiss()
@@ -313,6 +315,7 @@ class Runtime:
     def _check_open(self, but_closing: bool = False) -> None:
         if not self._open or (self._closing and not but_closing):
             raise ContextClosed(CLOSED)
+        expect_own(self.worker.process)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("engine", "attachment", "model", "worker", "storing"):  # there only while it runs
