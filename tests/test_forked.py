@@ -1,4 +1,4 @@
-"""A process forked from one that has a runtime: every use raises at once, the parent's is untouched, a new one works."""
+"""A process forked from one that has a runtime: every use raises at once, the parent's goes on, a new one works."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def expect_refused(program: str, folder: object) -> dict[str, str]:
     said = [json.loads(line) for line in done.stdout.splitlines()]
     told = {name: one for what in said for name, one in what.items() if name not in ("use", "found")}
     uses = {one["use"]: one["found"] for one in said if "use" in one}
-    assert told["status"] == 0 and isinstance(told["parent"], str), said
+    assert {what["status"] for what in said if "status" in what} == {0} and isinstance(told["parent"], str), said
     for name, found in uses.items():
         if name != "new":
-            assert re.match(r"ContextClosed: this is process \d+, a fork of process \d+, .*; expected a runtime made in "
-                            "this process, .*'spawn'", found), (name, found)
+            assert re.match(r"ContextClosed: this is process \d+, a fork of process \d+, .*; expected a runtime made "
+                            "in this process, .*'spawn'", found), (name, found)
     return told | {"uses": uses}
 
 
@@ -137,3 +137,31 @@ def test_every_use_of_a_runtime_in_a_forked_process_is_refused_at_once(tmp_path:
 
 def test_every_use_of_a_sync_context_in_a_forked_process_is_refused_at_once(tmp_path: Path):
     assert len(expect_refused(SYNC, tmp_path)["uses"]) == 5
+
+
+LANGCHAIN = '''
+import multiprocessing
+from langchain_locret import LocretChatModel
+
+def main():
+    chat = LocretChatModel(model="bundled", max_tokens=4)
+    chat.invoke("hello")
+
+    def uses():
+        tried("invoke", lambda: chat.invoke("hello").text)
+        tried("close", chat.close)
+
+    for work in (uses, lambda: None):  # one that uses it, one that only ends, as the workers of a data loader do
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+        child.join(30)
+        told(status=child.exitcode)
+        child.kill()
+    told(parent=chat.invoke("hello").text)
+main()
+'''
+
+
+def test_a_chat_model_is_refused_in_a_forked_process_which_ends_by_itself(tmp_path: Path):
+    pytest.importorskip("langchain_core")
+    assert len(expect_refused(LANGCHAIN, tmp_path)["uses"]) == 2

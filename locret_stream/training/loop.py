@@ -280,8 +280,8 @@ def saved_if_stopped(save: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C inside is raised at the end. Only the main thread gets signals; elsewhere, and where Ctrl-C is ignored, this
-    does nothing."""
+    """Ctrl-C inside is raised at the end. Only the main thread gets signals; elsewhere this does nothing, nor where
+    Ctrl-C is ignored."""
     if (threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGINT) is signal.SIG_IGN):
         yield

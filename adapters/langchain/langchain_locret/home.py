@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import importlib.util
+import os
 import secrets
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ import msgspec
 from langchain_locret.render import ChatTemplate
 from langchain_locret.threads import Threads
 from locret_stream import ContextClosed, Runtime, Store
+from locret_stream.worker import expect_own
 
 T = TypeVar("T")
 BOUNDARIES = 32  # snapshots of a thread that stay: how far back time travel is cheap
@@ -75,6 +77,7 @@ class Life:
         self._owned = False  # the runtime was started here
         self._folder: str | None = None  # of the temporary store
         self._failed: BaseException | None = None
+        self._process = os.getpid()
         with _LOCK:
             before = [life for life in _LIVES if life.closing and life.settings.identity() == settings.identity()]
             _LIVES.add(self)
@@ -88,8 +91,9 @@ class Life:
         """Run on the loop; what is given is called there with the threads. Cancelling the future cancels it.
 
         Raises:
-            ContextClosed: it is being closed.
+            ContextClosed: it is being closed, or this is a fork of its process.
         """
+        expect_own(self._process)
         with _LOCK:
             if self.closing:
                 raise ContextClosed(CLOSED)
@@ -158,7 +162,12 @@ class Life:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End what runs as if cancelled, save what rests at a boundary, free everything. Idempotent."""
+        """End what runs as if cancelled, save what rests at a boundary, free everything. Idempotent.
+
+        Raises:
+            ContextClosed: this is a fork of its process; nothing was touched.
+        """
+        expect_own(self._process)
         self.retire()
         self.wait()
         if self._failed is not None:
@@ -166,9 +175,9 @@ class Life:
             raise failed
 
     def retire(self) -> None:
-        """The same without waiting: a garbage collector may call this anywhere."""
+        """The same without waiting: a garbage collector may call this anywhere, and in a fork of the process."""
         with _LOCK:
-            if not self.closing:
+            if not self.closing and os.getpid() == self._process:
                 self.closing = True
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop)
 
@@ -275,6 +284,16 @@ def _end() -> None:
         with contextlib.suppress(Exception):  # the process ends; what was acknowledged is durable
             life.close()
 
+
+def _in_a_fork() -> None:
+    """Nothing lives there to be waited for at its end, and the lock may be held by a thread that is not there."""
+    global _LOCK
+    _LOCK = threading.RLock()
+    _LIVES.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_fork)
 
 # Runs before the interpreter's thread pools stop, with which `atexit` would come too late to save anything.
 getattr(threading, "_register_atexit", atexit.register)(_end)
