@@ -19,6 +19,7 @@ ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
 MOST_SHARES = 1e100  # of all layers together: times any number of units it is finite
 MOST_UNITS = 2**31 - 1  # in a layer: what any index has room for
 PYRAMID_BETA = 20
+LOGIT_FACTORS = 1e-30, 1e30  # divided or multiplied by what lies between, logits of any model are fp32 numbers
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
 _FACTORS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -187,10 +188,11 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. temperature 0 is greedy; noise is keyed by (seed, position).
+    """How the next token is chosen. Noise is keyed by (seed, position).
 
     Args:
         max_new_tokens: the most tokens of one reply, its end marker included.
+        temperature: what logits are divided by before noise is added; 0 is greedy.
         stop: strings that end the reply; the text before them is what is yielded last.
         ignore_eos: go on past the model's end markers.
     """
@@ -211,13 +213,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
         check("max_new_tokens", _is_whole(self.max_new_tokens) and self.max_new_tokens >= 1, "at least 1")
-        check("temperature", is_number(self.temperature) and self.temperature >= 0, "0 (greedy) or more")
+        least, most = LOGIT_FACTORS
+        check("temperature", is_number(self.temperature)
+              and (self.temperature == 0 or least <= self.temperature <= most),
+              f"0 (greedy), or a number from {least:g} to {most:g}")
         check("top_k", self.top_k is None or (_is_whole(self.top_k) and self.top_k >= 1), "at least 1")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             check(name, value is None or (is_number(value) and 0 < value <= 1), "a number in (0, 1]")
         check("repetition_penalty", self.repetition_penalty is None
-              or (is_number(self.repetition_penalty) and self.repetition_penalty > 0), "a number above 0")
+              or (is_number(self.repetition_penalty) and least <= self.repetition_penalty <= most),
+              f"a number from {least:g} to {most:g}")
         check("stop", isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
               "a tuple of non-empty strings")
         check("seed", _is_whole(self.seed), "a whole number")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from locret_stream.config import Sampling
+from locret_stream.errors import ConfigError
 from locret_stream.sampling import processors, sample
 from tests.kit import VOCAB, model
 
@@ -75,6 +78,22 @@ def test_greedy_heeds_the_repetition_penalty():
     assert draw(logits, 0, [1]) == 1
     assert draw(logits, 0, [1], repetition_penalty=1.5) == 2
     assert draw(logits, 0, [], repetition_penalty=1.5) == 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_a_factor_that_logits_do_not_stand_is_refused_and_any_other_leaves_them_numbers(name: str):
+    """Divided by 1e-300 all above 0 are infinite, and the first of them would be chosen."""
+    logits = torch.cat([logits_of(3).clamp(-1e3, 1e3) * 300, torch.tensor([0.0, -torch.inf])])
+    for factor in (1e-300, 1e-40, 5e-324, 1e40, 1e300):
+        with pytest.raises(ConfigError, match=rf"{name} is {re.escape(repr(factor))}; expected .* from 1e-30 to 1e"):
+            Sampling(**{name: factor})
+    for factor in (1e-30, 1e-8, 1e8, 1e30):
+        sampling = Sampling(**{"temperature": 1.0} | {name: factor})
+        scores = processors(sampling)(torch.arange(len(logits))[None], logits[None].clone())
+        assert torch.isfinite(scores[0, :-1]).all() and scores[0, -1] == -torch.inf
+    for position in range(20):
+        assert draw(logits, position, temperature=1e-30) == int(logits.argmax())
+        assert draw(logits, position, temperature=1e30) < len(logits) - 1
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
