@@ -175,6 +175,17 @@ def test_demo_takes_own_facts_and_text(small: list[str], tmp_path: Path):
     assert found["tokens_fed"] > 60 * 21  # bytes are tokens here: the text, the fact and the decoys
 
 
+def test_demo_refuses_a_budget_without_room_for_a_fact(small: list[str], tmp_path: Path):
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text("\n".join(json.dumps({"fact": "o" * size, "question": "What?", "answer": "o"}) for size in (90, 30)))
+    for budget in (2, 20, 37):
+        complaint = mistake("demo", "--tokens", 1000, "--facts", facts, *small, "--budget", budget)
+        assert f"of a budget of {budget} units" in complaint and "expected --budget 40 or more" in complaint
+    code, _, err = invoke("demo", "--tokens", 1000, "--facts", facts, "--no-restart", *small, "--budget", 40)
+    assert code == 0, err
+    assert "fact has" in mistake("demo", "--budget", 2)
+
+
 def test_demo_prints_answers_beside_the_truth(small: list[str]):
     code, out, err = invoke("demo", "--tokens", 2000, *small)
     assert code == 0, err

@@ -37,10 +37,11 @@ from locret_stream.cli.common import (
     print_json,
 )
 from locret_stream.cli.display import Board
-from locret_stream.errors import InputError
+from locret_stream.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from locret_stream.context import FeedReport, StreamingContext
+    from locret_stream.runtime import Runtime
 
 TOKENS, DECOYS = 400_000, 110
 BLOCK_CHARS = 16_384
@@ -149,6 +150,7 @@ def demo(
                     decoys = tasks.make_facts(random.Random(f"facts {seed}"), DECOYS, share=0.25)
                     planted = tasks.PlantedStream(given, decoys, size, seed, planted.lines, measure)
                 stack.enter_context(held.watching(lambda: contexts[0].memory))
+                expect_room(runtimes[0], [fact.sentence for fact in planted.facts])
                 title = (f"{len(planted.facts)} facts and {DECOYS} decoys in {size:,} tokens; "
                          f"budget {budget:,} + chunk {chunk_size} units per KV head")
                 with Board(title, names, size) as board:
@@ -186,6 +188,15 @@ def read_facts(path: Path) -> list[GivenFact]:
     if not found:
         raise InputError(f"{path} holds no facts; expected one JSON object per line")
     return found
+
+
+def expect_room(runtime: Runtime, sentences: Sequence[str]) -> None:
+    """Raises ConfigError where the memory has no room for a single fact beside what always stays."""
+    budget, least = runtime.engine.config.budget, min(map(runtime.count_tokens, sentences))
+    free = budget.units - budget.sinks - budget.stabilizers
+    if free < least:
+        raise ConfigError(f"of a budget of {budget.units} units {free} are free to be kept, and the shortest fact has "
+                          f"{least} tokens; expected --budget {-(-4 * least // 3)} or more")  # at most a quarter is not
 
 
 def cut_lines(pieces: Iterable[str]) -> Iterator[str]:
