@@ -177,7 +177,8 @@ def test_demo_takes_own_facts_and_text(small: list[str], tmp_path: Path):
 
 def test_demo_refuses_a_budget_without_room_for_a_fact(small: list[str], tmp_path: Path):
     facts = tmp_path / "facts.jsonl"
-    facts.write_text("\n".join(json.dumps({"fact": "o" * size, "question": "What?", "answer": "o"}) for size in (90, 30)))
+    lines = [json.dumps({"fact": "o" * size, "question": "What?", "answer": "o"}) for size in (90, 30)]
+    facts.write_text("\n".join(lines))
     for budget in (2, 20, 37):
         complaint = mistake("demo", "--tokens", 1000, "--facts", facts, *small, "--budget", budget)
         assert f"of a budget of {budget} units" in complaint and "expected --budget 40 or more" in complaint
