@@ -18,6 +18,7 @@ from tests.context.support import (
     USER,
     Counted,
     CountedAsync,
+    cut_at_every_await,
     cuts,
     data,
     expect_pure,
@@ -366,6 +367,26 @@ async def test_push_and_flush_are_a_feed_from_the_other_side():
         expect_same(await snap(pushed), await snap(fed))
         assert await pushed.push([7, 8, 9]) == 3 and await pushed.push(11) == 1
         assert ids_in(pushed)[-4:] == [7, 8, 9, 11]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("call", ["push", "flush", "feed"])
+async def test_text_is_lost_at_no_await_where_it_is_cancelled(call: str, twice: bool):
+    """Of so much text at once that it is tokenised on a thread of its own."""
+    text = "".join(f"line {n} of some more text\n" for n in range(25))
+    async with tiny() as runtime:
+        async def run(guard) -> None:
+            async with runtime.open() as ctx:
+                if call == "flush":
+                    ctx._session.hold(text)
+                await guard({"push": lambda: ctx.push(text), "flush": ctx.flush,
+                             "feed": lambda: ctx.feed(text)._drain()}[call]())
+                if call == "feed" and not ctx.memory.held + ctx.memory.tokens:  # nothing was pulled yet
+                    return
+                await ctx.flush()
+                assert ids_in(ctx) == literals(runtime, USER) + data(runtime, text)
+
+        assert await cut_at_every_await(run, twice=twice) > 5
 
 
 async def test_push_after_an_unfinished_line_cuts_where_ids_begin():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -336,6 +338,27 @@ async def test_sampling_is_a_function_of_seed_and_position():
         assert await ctx.ask("q", sampling=Sampling(seed=8, **options), seed=7) == beside, "options win"
         greedy = [await ctx.ask("q", max_new_tokens=5, seed=seed) for seed in (1, 2)]
         assert greedy[0] == greedy[1]
+
+
+@pytest.mark.parametrize("rest", ["goes on", "fork", "opened anew", "ids were fed"])
+async def test_a_reply_that_is_interrupted_goes_on_with_the_same_noise(rest: str, tmp_path: Path):
+    """Noise is of the position: not of how many tokens this reply has, nor of the process."""
+    options = dict(temperature=1.5, seed=7, ignore_eos=True)
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open(raw=True) as ctx:
+            whole = await _ids(ctx.generate(TEXT, max_new_tokens=3 * CHUNK, **options))
+        async with runtime.open("a", raw=True) as ctx:
+            if rest == "ids were fed":
+                await ctx.feed([*data(runtime, TEXT), *whole[:CHUNK + 3]])
+            else:
+                assert await _ids(ctx.generate(TEXT, max_new_tokens=CHUNK + 3, **options)) == whole[:CHUNK + 3]
+            if rest == "opened anew":
+                await ctx.aclose()
+                ctx = runtime.open("a", raw=True)
+                await ctx.__aenter__()
+            async with ctx.fork() if rest == "fork" else contextlib.nullcontext(ctx) as goes_on:
+                assert await _ids(goes_on.generate(max_new_tokens=2 * CHUNK - 3, **options)) == whole[CHUNK + 3:]
+            await ctx.aclose()
 
 
 async def _ids(generation) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,34 @@ async def test_without_a_store_or_a_name_slots_are_kept(tmp_path: Path):
             await ctx.feed(TEXT)
             with pytest.raises(NoSlot):
                 await runtime.open("b").__aenter__()
+
+
+@pytest.mark.parametrize("use", ["feed", "ask", "generate", "snapshot"])
+async def test_the_one_that_was_idle_longest_waits_first(tmp_path: Path, use: str):
+    """Whatever order they were opened and used in; a question is a use as well as a feed."""
+    async def used(context: StreamingContext) -> None:
+        if use == "feed":
+            await context.feed(TEXT)
+        elif use == "ask":
+            await context.ask("?", max_new_tokens=1)
+        elif use == "generate":
+            await replies(context, 2)
+        else:
+            await context.snapshot()
+
+    async with tiny(store=tmp_path, max_live=3) as runtime:
+        for round, order in enumerate(permutations(range(3))):
+            async with AsyncExitStack() as stack:
+                three = [await stack.enter_async_context(runtime.open(f"{round}{n}")) for n in range(3)]
+                for context in three:
+                    await context.feed(TEXT)
+                for number in order:
+                    await used(three[number])
+                for count in range(3):
+                    late = await stack.enter_async_context(runtime.open(f"{round} late {count}"))
+                    await late.feed(TEXT)
+                    waiting = {context.name for context in three if not context.memory.bytes_resident}
+                    assert waiting == {f"{round}{n}" for n in order[:count + 1]}
 
 
 async def test_who_cannot_come_back_says_why_and_leaves_no_slot_behind(tmp_path: Path):

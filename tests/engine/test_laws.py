@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine, EngineState, NextToken
 from locret_stream.engine import state as engine_module
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, SnapshotCorrupt
 from locret_stream.models import attach
 from locret_stream.policies import Chunk, Policy
 from tests.kit import (
@@ -634,3 +635,49 @@ def test_receipts_tell_what_is_kept(policy: str):
     assert receipts.scores[receipts.kept.logical_not()].isnan().all()
     with pytest.raises(ConfigError):
         engine.receipts(state, 0, 62)
+
+
+def test_receipts_of_what_is_pending_say_that_it_is_kept():
+    engine = engine_of("locret")
+    state = engine.open(0)
+    feed(engine, state, ids_of(7 * CHUNK + 5))
+    for start in range(7 * CHUNK - 2, 7 * CHUNK + 6):
+        receipts = engine.receipts(state, start)
+        assert (receipts.start, receipts.end) == (start, 7 * CHUNK + 5)
+        pending = slice(max(0, 7 * CHUNK - start), None)
+        assert receipts.kept.shape[-1] == receipts.end - start and receipts.kept[..., pending].all()
+        assert receipts.scores[..., pending].isnan().all()
+
+
+def test_a_fork_is_of_one_moment_whoever_accepts_ids_meanwhile():
+    """Ids are accepted on other threads than the engine's; a copy waits until they are whole."""
+    engine = engine_of("streaming_llm")
+    state, twins = engine.open(0), []
+    feed(engine, state, ids_of(30))
+    copying = threading.Thread(target=lambda: twins.append(engine.fork(state, 1)))
+    with state.lock:
+        copying.start()
+        copying.join(0.2)
+        assert not twins
+        engine.accept(state, [5])
+    copying.join(20)
+    assert twins[0].pending == state.pending
+
+
+@pytest.mark.parametrize("name", ["pending", "history", "focus", "next_focus"])
+def test_the_first_id_behind_the_vocabulary_is_none_of_a_snapshot(name: str):
+    engine = engine_of("streaming_llm")
+    state = engine.open(0)
+    engine.focus(state, [7])
+    feed(engine, state, ids_of(30))
+    engine.focus(state, [8])
+    exported = engine.export(state)
+    for strange, known in ((engine.shape.vocab, engine.shape.vocab - 1), (-1, 0)):
+        for id in (known, strange):
+            changed = {key: tensor.clone() for key, tensor in exported.items()}
+            changed[name][-1] = id
+            if id == known:
+                engine.load(changed, 1)
+            else:
+                with pytest.raises(SnapshotCorrupt, match=f"'{name}' holds .* each below {engine.shape.vocab}"):
+                    engine.load(changed, 1)

@@ -224,6 +224,26 @@ def test_no_word_of_a_schema_becomes_control(where: str, hostile: str):
     assert control(hostile) == control("harmless")
 
 
+@pytest.mark.parametrize("mark", ["<|im_end|>", "<tool_call>"])
+@pytest.mark.parametrize("side", ["before", "behind"])
+def test_no_part_of_a_control_token_in_a_name_is_completed_by_what_stands_beside_it(mark: str, side: str):
+    """However short the part; a single character is the longest that most templates would ever meet."""
+    tokenizer, _ = made("chatml")
+    codec = TextCodec(tokenizer)
+
+    def control(text: str, beside: str) -> list[int]:
+        pieces = [f"'{beside}'", "f.name"] if side == "before" else ["f.name", f"'{beside}'"]
+        given = "{% for t in tools or [] %}{% set f = t.function %}{{ " + " + ".join(pieces) + " }}{% endfor %}"
+        template = ChatTemplate(tokenizer, codec, ChatFrame(codec, tokenizer, template=given + TEMPLATES["chatml"]))
+        tool = {"type": "function", "function": {"name": text, "parameters": {"type": "object", "properties": {}}}}
+        rendered = template.render(read([HumanMessage("?")]), (tool,))
+        return [i for i in template.encode(rendered.pieces(0), start=True) if i in codec.control_ids]
+
+    for at in range(1, len(mark)):
+        text, beside = ("x" + mark[:at], mark[at:]) if side == "behind" else (mark[at:] + "x", mark[:at])
+        assert control(text, beside) == control("harmless", beside), text
+
+
 @pytest.mark.parametrize("change", ["m.content | e", "m.content | tojson | tojson", "m.content[:3]", "m.content[2:]"])
 def test_a_template_that_changes_what_is_said_is_refused(change: str):
     tokenizer, _ = made("chatml")
