@@ -103,7 +103,7 @@ class ContextBusy(ContextError):
 
 
 class ContextClosed(ContextError):
-    """Used before `async with`, after `aclose()`, or after the runtime was closed."""
+    """Used before `async with`, after `aclose()`, after the runtime was closed, or in a fork of its process."""
 
 
 class NoSlot(ContextError):

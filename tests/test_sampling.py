@@ -73,6 +73,11 @@ def test_processors_are_those_of_generate(knobs: dict):
         assert expected[0, chosen] > -torch.inf
 
 
+def test_settings_that_change_nothing_cost_nothing():
+    assert not processors(Sampling(temperature=1.0, top_p=1.0, repetition_penalty=1.0))
+    assert not processors(Sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1))
+
+
 def test_greedy_heeds_the_repetition_penalty():
     logits = torch.tensor([1.0, 3.0, 2.9, 0.0])
     assert draw(logits, 0, [1]) == 1
