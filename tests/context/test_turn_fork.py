@@ -99,6 +99,21 @@ async def test_a_scratch_slot_is_held_from_the_first_commit_on():
         assert ctx.memory.tokens == CHUNK
 
 
+async def test_a_block_that_ends_while_its_copy_waits_for_a_slot_gives_the_slot_back():
+    async with tiny() as runtime, runtime.open() as ctx:
+        async with runtime.scratch_slot():
+            async with ctx.turn():
+                feeding = asyncio.create_task(ctx.feed(LONG)._drain())
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                    if runtime._scratch_slots._waiting:
+                        break
+        await feeding
+        expect_free(runtime, taken=1)
+        assert await ctx.ask("q", max_new_tokens=1) is not None
+        await expect_pure(ctx)
+
+
 @pytest.mark.parametrize("crossing", [False, True])
 async def test_iterators_from_inside_an_undone_turn_are_dead(crossing: bool):
     async with tiny() as runtime, runtime.open() as ctx:

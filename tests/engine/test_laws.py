@@ -681,3 +681,29 @@ def test_the_first_id_behind_the_vocabulary_is_none_of_a_snapshot(name: str):
             else:
                 with pytest.raises(SnapshotCorrupt, match=f"'{name}' holds .* each below {engine.shape.vocab}"):
                     engine.load(changed, 1)
+
+
+@pytest.mark.parametrize("name", ["seen", "pending", "history", "focus", "next_focus", "last_hidden", "0.keys"])
+def test_a_tensor_of_no_dimension_or_of_one_too_many_is_none_of_a_snapshot(name: str):
+    engine = engine_of("streaming_llm")
+    state = engine.open(0)
+    engine.focus(state, [7])
+    feed(engine, state, ids_of(30))
+    engine.focus(state, [8])
+    exported = engine.export(state)
+    for strange in (torch.zeros((), dtype=exported[name].dtype), exported[name][None]):
+        if strange.dim() or name != "seen":
+            with pytest.raises(SnapshotCorrupt, match=f"{name!r} is .*; expected"):
+                engine.load(exported | {name: strange}, 1)
+
+
+def test_nothing_is_given_out_of_a_context_that_is_lost():
+    engine = engine_of("streaming_llm")
+    state = engine.open(0)
+    feed(engine, state, ids_of(30))
+    state.broken = True  # what a fault leaves while units move
+    for use in (lambda: engine.export(state), lambda: engine.fork(state, 1), lambda: engine.moment(state, 30),
+                lambda: engine.units_between(state, 0, 0, 8), lambda: engine.put_away(state),
+                lambda: engine.accept(state, [5]), lambda: engine.focus(state, [5]), lambda: engine.logits(state)):
+        with pytest.raises(ContextClosed, match="this context is lost"):
+            use()
