@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 
 from locret_stream.config import Sampling
@@ -46,6 +46,8 @@ class StreamingContext:
         resumed: it goes on from a stored session; False for one that begins.
         rebuilt: why it was fed again from its log (`on_mismatch="rebuild"`), "" if it was not.
         expendable: without a store: whether it may be closed, while nothing runs in it, when its slot is needed.
+        keep: numbers of its snapshots that stay beside the newest `keep_last`, as long as it is open here; True: also
+            where the store's `max_bytes` is exceeded.
     """
 
     def __init__(self, host: Host, name: str, *, system: str | None, raw: bool | None, trusted: bool,
@@ -55,6 +57,7 @@ class StreamingContext:
         self._host, self._system, self._raw, self._trusted, self._origin = host, system, raw, trusted, _fork_of
         self.stored, self._on_mismatch, self._at, self._focus = stored, on_mismatch, at, focus
         self.expendable = False
+        self._keep: dict[int, bool] = {}
         self._session: Session | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -76,7 +79,7 @@ class StreamingContext:
             self._host.drop(self)
             raise
         self._session, self._loop = session, asyncio.get_running_loop()
-        session.owned = True
+        session.owned, session.keep = True, self._keep
         session.rested()
         return self
 
@@ -326,6 +329,15 @@ class StreamingContext:
         return await self._save(self._stored_session("snapshot"))
 
     @property
+    def keep(self) -> Mapping[int, bool]:
+        return self._keep
+
+    @keep.setter
+    def keep(self, numbers: Mapping[int, bool]) -> None:
+        self._keep.clear()
+        self._keep.update(numbers)
+
+    @property
     def unsaved(self) -> bool:
         """Whether anything was accepted or held since the last save; False for a context that is not stored."""
         session = self._live
@@ -421,7 +433,7 @@ class StreamingContext:
         session.end(REWOUND)
         session.close_branch()
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
-        past.owned = True
+        past.owned, past.keep = True, self._keep
         self._session = past  # here, as a cancellation comes after this has run
         past.rested()
 
@@ -429,6 +441,12 @@ class StreamingContext:
     def closed(self) -> bool:
         """Whether it was closed, or not opened yet."""
         return self._session is None or bool(self._session.closed)
+
+    @property
+    def parked(self) -> int:
+        """Number of the snapshot that only holds its place while it waits, or waited last, in the store; 0: none. The
+        next save clears it away; closed without saving, it is the caller's to delete."""
+        return self._session.parked if self._session is not None else 0
 
     @property
     def away(self) -> bool:

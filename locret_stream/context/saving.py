@@ -114,7 +114,7 @@ def _expect_no_turn(session: Session, what: str) -> None:
 async def prune(session: Session, parked: int) -> None:
     """Clear away older snapshots than are to stay, and that of number `parked`, which only held the session's place."""
     try:
-        await storing(session.host, session.host.store.prune, session.branch, parked)
+        await storing(session.host, session.host.store.prune, session.branch, parked, session.keep)
     except SnapshotError as error:  # the newest snapshot is durable all the same
         _log.warning("%r was saved, but older snapshots could not be cleared away: %s", session.branch.name, error)
 

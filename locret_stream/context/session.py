@@ -75,6 +75,7 @@ class Session:
         self.system = ""  # digest of the system text, "" without
         self.note = b""  # the caller's own, saved beside the rest; whatever is accepted ends it
         self.parked = 0  # number of the snapshot that only held its place in the store, the last time it waited there
+        self.keep: dict[int, bool] = {}  # the context's own: numbers of snapshots that stay (`StreamingContext.keep`)
         self.saved_at: object = None  # what the newest save saw
         self.rebuilt = ""  # why it was fed again from its log
         self.owned = False  # a context goes on with it: its slot may be given to others, and is given back
@@ -485,7 +486,7 @@ class Session:
         past.note, past.parked = mark.note, self.parked
         past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
         past.left_by_break = mark.left_by_break
-        past.owned, past.came_at = self.owned, self.came_at
+        past.owned, past.came_at, past.keep = self.owned, self.came_at, self.keep
         past.away = self.away  # before the first commit; from then on there is a slot
         past.stopped = self.stopped  # who needs the units to stay needs them now, too
         if past.branch is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -294,10 +294,11 @@ class Store:
         self._free(folder, target)
         return [path]
 
-    def prune(self, branch: Branch, parked: int = 0) -> Collected:
+    def prune(self, branch: Branch, parked: int = 0, keep: Mapping[int, bool] | None = None) -> Collected:
         """After a save: delete what `keep_last` and `max_bytes` leave over, and collect.
 
         Args:
+            keep: numbers of those that stay beside the newest `keep_last`; True: also where `max_bytes` is exceeded.
             parked: number of a snapshot that only held the context's place while it waited in the store. It goes now,
                 so that waiting often never costs a snapshot that was asked for.
 
@@ -306,16 +307,17 @@ class Store:
         Raises:
             SnapshotCorrupt, SnapshotTooNew: a snapshot whose needs cannot be read; nothing was collected.
         """
-        vault = branch.vault
+        vault, keep = branch.vault, keep or {}
         try:
             with self._alone(vault, wait=False):
                 found, highest = vault.generations(branch.name)
                 parted = [number for number in found if number == parked != highest]
                 found = [number for number in found if number not in parted]
-                self._remove(vault, branch.name, [*parted, *found[:-self.keep_last]], highest)
-                kept = found[-self.keep_last:]
-                while self.max_bytes is not None and len(kept) > 1 and self._bytes(vault) > self.max_bytes:
-                    self._remove(vault, branch.name, [kept.pop(0)], highest)
+                left = [number for number in found[:-self.keep_last] if number not in keep]
+                self._remove(vault, branch.name, [*parted, *left], highest)
+                spare = [number for number in found[:-1] if number not in left and not keep.get(number)]
+                while self.max_bytes is not None and spare and self._bytes(vault) > self.max_bytes:
+                    self._remove(vault, branch.name, [spare.pop(0)], highest)
                 return self._collect(vault, GRACE_S)
         except Busy:
             return Collected(removed=(), bytes=0)

@@ -11,7 +11,9 @@ from langchain_core.messages import HumanMessage
 
 from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import Said, digest, read, stand_in
-from langchain_locret.threads import Reached, Request, Thread, Threads
+from langchain_locret.retention import tip_of
+from langchain_locret.thread import Reached, Request
+from langchain_locret.threads import Threads
 from locret_stream import ConfigError, ContextClosed, EmptySource
 from locret_stream.context.session import to_the_end
 
@@ -21,12 +23,6 @@ _BEFORE = {"user": [Said("user", "before")],
            "assistant": [Said("user", "before"), Said("assistant", "before")],
            "tool": [Said("user", "before"), Said("assistant", "", calls=(("before", {"before": "before"}, "1"),)),
                     Said("tool", "before", call_id="1", answers=0)]}
-
-
-def _tip(thread: Thread) -> Boundary | None:
-    """Where the thread was told something last."""
-    stored = max((thread.stored or {}).values(), key=lambda one: one[0], default=(0, None))[1]
-    return thread.live or stored
 
 
 class Absorption:
@@ -62,7 +58,7 @@ class Absorption:
             threads.absorbing.add(self)
             async with threads.gate:
                 await threads.look_up(thread)
-                tip = None if request.said else _tip(thread)
+                tip = None if request.said else tip_of(thread.stored or {}, thread.live)
                 if tip is not None:
                     await threads.go(thread, tip)
                     await threads.keep(thread)  # no messages are given that could bring it back

@@ -24,6 +24,7 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         key: chained digest of tools and messages. start: the one it begins with, before any message.
         system: digest of the leading system messages, b"" without. ledger: digests of the other messages, 16 bytes
             each, the last 512. tokens: accepted. role: of the last message.
+        lineage: names the chain of messages that it is of, by how that began. stream: it ends an absorbed stream.
     """
 
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -33,6 +34,8 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     tokens: Annotated[int, Meta(ge=0, le=2**53)]
     role: Annotated[str, Meta(max_length=32)]
     version: Annotated[int, Meta(ge=1, le=1)] = 1
+    lineage: Annotated[bytes, Meta(max_length=16)] = b""
+    stream: bool = False
 
     def proves(self, start: bytes, said: Sequence[Said]) -> bool:
         """Whether these messages are the end of what is held, its own system messages or none ahead of them, and what

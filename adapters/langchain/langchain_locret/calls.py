@@ -63,12 +63,16 @@ def look(thread_id: str) -> Callable[[Threads], Any]:
 
 
 def with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The thread as an argument: a RunnableConfig does not reach `_stream`, but LangGraph's context variable does."""
-    if kwargs.get("thread_id") is not None:
-        return {**kwargs, "thread_id": str(kwargs["thread_id"])}
+    """The thread as an argument: a RunnableConfig does not reach `_stream`, but LangGraph's context variable does.
+
+    None, said in so many words, is nobody: whoever calls from inside a thread is then taken out of it.
+    """
+    if "thread_id" in kwargs:
+        return {**kwargs, "thread_id": None if kwargs["thread_id"] is None else str(kwargs["thread_id"])}
     known = ensure_config(config).get("configurable") or {}
-    found = next((known[name] for name in ("session_id", "thread_id") if known.get(name) is not None), None)
-    return kwargs if found is None else {**kwargs, "thread_id": str(found)}
+    found = [known[name] for name in ("session_id", "thread_id") if name in known]
+    given = next((one for one in found if one is not None), None)
+    return {**kwargs, "thread_id": None if given is None else str(given)} if found else kwargs
 
 
 def tool_choice_of(choice: Any, tools: Sequence[dict[str, Any]]) -> str:

@@ -26,7 +26,8 @@ from langchain_locret.absorb import Absorption
 from langchain_locret.calls import expect_ended, look, read_text, run_alone, tool_choice_of, with_thread
 from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
-from langchain_locret.threads import RebuildWarning, Request, Save, Threads
+from langchain_locret.thread import RebuildWarning, Request, Save
+from langchain_locret.threads import Threads
 from langchain_locret.turns import turn as run_turn
 from locret_stream import ConfigError, ContextClosed, InputError, Runtime, Sampling, Store, __version__
 from locret_stream.context import Memory

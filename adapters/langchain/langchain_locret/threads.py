@@ -13,14 +13,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from langchain_locret.boundaries import (
     LEDGER,
     OTHER_MESSAGES,
+    OTHER_SYSTEM,
     Boundary,
     fitting,
     from_note,
@@ -30,96 +30,15 @@ from langchain_locret.boundaries import (
     what_differs,
 )
 from langchain_locret.messages import Said, canonical, chain, digest
-from langchain_locret.render import ChatTemplate, Rendered
+from langchain_locret.render import ChatTemplate
+from langchain_locret.retention import kept
+from langchain_locret.thread import Reached, Request, Save, Source, StateLost, Thread
 from locret_stream import Runtime, SnapshotError, SnapshotNotFound, StaleOwner, StoreError
-from locret_stream.context import Memory, StreamingContext
+from locret_stream.context import Memory
 from locret_stream.context.session import to_the_end
 
 _log = logging.getLogger(__name__)
 THREADS = 64  # that are kept at hand; others are found again in the store
-Save = Literal["turn", "run"]
-Source = Literal["live", "snapshot", "new", "rebuild"]
-
-
-@dataclass
-class Thread:
-    """One thread's memory as this process has it.
-
-    Attributes:
-        session: its name in the store; None for what is nobody's, or without a store: that leaves nothing behind.
-        at: the boundary where the open context rests; None while a turn moves it, or without a context.
-        stored: boundaries with a snapshot, by key; None: not looked up yet.
-        system: heading of the newest turn. stale: another owner saved the session meanwhile.
-        users: calls that have it or wait for it. told: it was told something since it is at hand.
-    """
-
-    session: str | None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    ctx: StreamingContext | None = None
-    at: Boundary | None = None
-    stored: dict[bytes, tuple[int, Boundary]] | None = None
-    system: bytes | None = None
-    stale: bool = False
-    users: int = 0
-    told: bool = False
-
-    @property
-    def open(self) -> bool:
-        return self.ctx is not None and not self.ctx.closed
-
-    @property
-    def live(self) -> Boundary | None:
-        return self.at if self.open else None
-
-    def known(self) -> dict[bytes, Boundary]:
-        found = {key: boundary for key, (_, boundary) in (self.stored or {}).items()}
-        if self.live is not None:
-            found[self.live.key] = self.live
-        return found
-
-
-class StateLost(SnapshotError):
-    """The messages name a stream that memory absorbed, and the memory that holds it is gone. The stream cannot be fed
-    again from the messages: absorb it anew, or take its stand-in out of the history."""
-
-
-class RebuildWarning(UserWarning):
-    """A thread's system prompt changed, so that its whole history had to be read again."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of the model.
-
-    Attributes:
-        thread: whose memory it is, None for nobody's. choice: a tool's name, "any", or "" for the model's choice.
-        sampling: of `locret_stream.Sampling`. save: when boundaries become snapshots.
-    """
-
-    said: list[Said]
-    thread: str | None = None
-    tools: tuple[dict[str, Any], ...] = ()
-    choice: str = ""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    save: Save = "turn"
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Where a turn begins: `count` messages are held, the rendering goes on at `at`; keys of all boundaries.
-
-    changing: all is read again because the system prompt differs from that of the turn before.
-    """
-
-    rendered: Rendered
-    count: int
-    at: int
-    keys: list[bytes]
-    base: Boundary | None
-    source: Source
-    why: str
-    changing: bool = False
 
 
 class Threads:
@@ -240,11 +159,10 @@ class Threads:
         Raises:
             StateLost: a stream that was absorbed cannot be reached.
         """
-        said, system = request.said, heading(split(request.said)[0])
+        said = request.said
         rendered = await asyncio.to_thread(self.template.render, said, request.tools)
         last = max((at + 1 for at, one in enumerate(said) if one.stream), default=0)
         start, known, why = self._start(request), thread.known(), ""
-        before, thread.system = thread.system, system
         exact = set(await asyncio.to_thread(chain, start, said))
         for count, boundary, keys in await asyncio.to_thread(fitting, known, start, said):
             if count < last:
@@ -275,7 +193,7 @@ class Threads:
                 + ". Absorb it again, or leave its stand-in out")
         await self._move(thread, 0)
         thread.at = None
-        changing = bool(known and before and system and before != system)
+        changing = why == OTHER_SYSTEM and any(one.role == "assistant" for one in said)
         if known and why == OTHER_MESSAGES and not any(one.role == "assistant" for one in said):
             _log.warning("thread %r holds %d messages, and the %d given do not go on from them, so they begin anew. "
                          "Give every call the whole history, answers included", request.thread,
@@ -304,6 +222,8 @@ class Threads:
         ctx = self.runtime.open(thread.session, raw=True, at=None if thread.session is None else number)
         await ctx.__aenter__()
         thread.ctx = ctx
+        if thread.session is not None:
+            self._choose(thread)
 
     async def take(self, thread: Thread, ids: list[int]) -> None:
         """Feed ids; from here on the thread rests at no boundary."""
@@ -316,12 +236,14 @@ class Threads:
         if reached.base is None:
             system, rest = split(said)
             start, top, ledger = reached.keys[0], heading(system), b""
+            lineage = reached.keys[min(len(system) + 1, len(said))][:16]
         else:
             base = reached.base
             start, top, ledger, rest = base.start, base.system, base.ledger, said[reached.count:]
+            lineage = base.lineage
         ledger += b"".join(one.digest for one in rest)
         boundary = Boundary(reached.keys[-1], start, top, ledger[-16 * LEDGER:], thread.ctx.memory.tokens,
-                            said[-1].role)
+                            said[-1].role, lineage=lineage, stream=said[-1].stream)
         thread.ctx.note = msgspec.msgpack.encode(boundary)
         return boundary
 
@@ -347,9 +269,15 @@ class Threads:
             thread.stale = isinstance(error, StaleOwner)  # then its boundaries are to be looked up again
             return False
         thread.stored[thread.at.key] = (done.generation, thread.at)
-        if len(thread.stored) > self.runtime.store.keep_last:  # older ones were cleared away
-            del thread.stored[min(thread.stored, key=lambda key: thread.stored[key][0])]
+        self._choose(thread)
         return True
+
+    def _choose(self, thread: Thread) -> None:
+        """Leave those boundaries that stay; the store clears the others away after its next save."""
+        stay = kept(thread.stored, self.runtime.store.keep_last)
+        thread.stored = {key: thread.stored[key] for key in stay}
+        if thread.open:
+            thread.ctx.keep = {thread.stored[key][0]: pinned for key, pinned in stay.items()}
 
     def memory(self, name: str) -> Memory | None:
         """What a thread holds that is at hand."""
@@ -374,7 +302,7 @@ class Threads:
             had = thread.open
             if thread.open:
                 await thread.ctx.aclose(save=False)
-            thread.ctx = thread.at = thread.system = None
+            thread.ctx = thread.at = None
             thread.stored, thread.told = {}, False
             if thread.session is None:
                 return had

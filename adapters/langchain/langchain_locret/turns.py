@@ -14,7 +14,8 @@ from langchain_core.messages import AIMessageChunk
 from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import RECEIPT, digest, read
 from langchain_locret.replies import Reply, response_template, shows_special
-from langchain_locret.threads import Reached, Request, Thread, Threads
+from langchain_locret.thread import Reached, Request, Thread
+from langchain_locret.threads import Threads
 from locret_stream import ConfigError
 from locret_stream.context import Generation
 from locret_stream.text import FrameState

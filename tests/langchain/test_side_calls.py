@@ -1,0 +1,169 @@
+"""Guardrails, titles, routers and other agents inherit the thread: none of them costs another one its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
+from langchain_core.runnables import RunnableLambda
+
+from langchain_locret import LocretChatModel
+from langchain_locret.boundaries import Boundary
+from langchain_locret.retention import LINEAGES, SHARE, kept, tip_of
+from locret_stream import Store
+from tests.langchain.support import Script, held, model, receipt, rendered, thread
+
+A = thread("a")
+LOG = "".join(f"line {number} of the log\n" for number in range(60))
+
+
+def guard(chat: LocretChatModel, count: int, start: int = 0) -> None:
+    for number in range(start, start + count):
+        chat.invoke([SystemMessage("Harmful?"), HumanMessage(str(number))], A)
+
+
+def numbers(chat: LocretChatModel) -> list[int]:
+    return [row.generation for row in chat.home.runtime.store.info("langchain/a")]
+
+
+@pytest.mark.parametrize("save", ["turn", "run"])
+@pytest.mark.parametrize("max_live", [1, 8])
+def test_side_calls_never_cost_a_thread_the_stream_that_it_absorbed(script: Script, tmp_path: Path, save: str,
+                                                                    max_live: int):
+    with model(Store(tmp_path, keep_last=6), save=save, max_live=max_live) as chat:
+        stub = chat.ingest(LOG, thread_id="a", label="log")
+        guard(chat, 20)
+        chat.invoke("elsewhere", thread("b"))
+        answer = chat.invoke([stub, HumanMessage("what?")], A)
+        assert receipt(answer)["source"] == "snapshot" and receipt(answer)["fed"] < 20
+        assert held(chat, "a") == rendered([HumanMessage(LOG), HumanMessage("what?"), answer])
+    with model(Store(tmp_path, keep_last=6), save=save) as chat:  # and in another process
+        guard(chat, 20, start=20)
+        answer = chat.invoke([stub, HumanMessage("what else?")], A)
+        assert receipt(answer)["source"] == "snapshot" and "line 0 of the log" in held(chat, "a")
+
+
+def test_two_agents_of_one_thread_keep_a_memory_each(script: Script, tmp_path: Path):
+    """However long one of them talks, the other goes on from what it was told, trimmed or not."""
+    with model(Store(tmp_path, keep_last=8)) as chat:
+        first: list[BaseMessage] = [SystemMessage("You are A."), HumanMessage("the first thing")]
+        first += [chat.invoke(first, A)]
+        first += [HumanMessage("the second thing")]
+        first += [chat.invoke(first, A)]
+        second: list[BaseMessage] = [SystemMessage("You are B.")]
+        for turn in range(40):
+            second += [HumanMessage(f"turn {turn}")]
+            second += [chat.invoke(second, A)]
+            assert not turn or receipt(second[-1])["source"] == "live"
+        left = [first[0], first[-1], HumanMessage("the third thing")]
+        answer = chat.invoke(left, A)
+        assert receipt(answer)["source"] == "snapshot"
+        assert held(chat, "a") == rendered([*first, left[-1], answer])
+
+
+def test_what_a_thread_keeps_is_bounded(script: Script, tmp_path: Path):
+    """Four times what one lineage may have, its streams, and the newest of all."""
+    most = 4
+    with model(Store(tmp_path, keep_last=most)) as chat:
+        chat.ingest(LOG, thread_id="a")
+        for agent in range(5):
+            said: list[BaseMessage] = [SystemMessage(f"You are {agent}.")]
+            for turn in range(4):
+                said += [HumanMessage(f"turn {turn}")]
+                said += [chat.invoke(said, A)]
+        guard(chat, 2 * LINEAGES)
+        assert len(numbers(chat)) <= max(SHARE * most, LINEAGES) + 1 + most
+        assert numbers(chat)[0] == 1, "the stream"
+        size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        guard(chat, 2 * LINEAGES, start=2 * LINEAGES)
+        grown = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        assert grown < 1.25 * size
+
+
+def test_a_store_that_grows_too_large_gives_up_what_no_stream_and_no_agent_rests_on(script: Script, tmp_path: Path):
+    store = Store(tmp_path, keep_last=8, max_bytes=1)
+    with model(store) as chat:
+        stub = chat.ingest(LOG, thread_id="a")
+        said: list[BaseMessage] = [SystemMessage("You are A.")]
+        for turn in range(4):
+            said += [HumanMessage(f"turn {turn}")]
+            said += [chat.invoke(said, A)]
+        guard(chat, 3)
+        assert len(numbers(chat)) <= 6  # the stream, the newest of each lineage, and the one before the newest
+        more = chat.invoke([said[0], said[-1], HumanMessage("more")], A)
+        assert receipt(more)["source"] == "snapshot" and "turn 0" in held(chat, "a")
+        assert receipt(chat.invoke([stub, HumanMessage("what?")], A))["source"] == "snapshot"
+
+
+def test_forgetting_the_thread_forgets_its_streams(script: Script, tmp_path: Path):
+    with model(Store(tmp_path, keep_last=6)) as chat:
+        chat.ingest("a secret kumquat. " * 20, thread_id="a")
+        guard(chat, 10)
+        assert chat.forget_thread("a")
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_side_call_of_nobody_leaves_the_thread_alone(script: Script, tmp_path: Path):
+    with model(tmp_path) as chat:
+        history: list[BaseMessage] = [HumanMessage("one")]
+        history += [chat.with_config(configurable={"thread_id": "a"}).invoke(history), HumanMessage("two")]
+        before = numbers(chat)
+        chat.invoke("Harmful?", thread(None))
+        assert numbers(chat) == before and receipt(chat.invoke(history, A))["source"] == "live"
+
+
+@pytest.mark.parametrize("way", ["config", "with_config", "argument"])
+async def test_a_node_of_a_graph_can_call_for_nobody(script: Script, tmp_path: Path, way: str):
+    """Though the graph's own config names the thread, in a context variable."""
+    with model(tmp_path) as chat:
+        nobody = thread(None)
+
+        def node(_: Any) -> None:
+            if way == "with_config":
+                chat.with_config(**nobody).invoke("Harmful?")
+            else:
+                chat.invoke("Harmful?", **({"config": nobody} if way == "config" else {"thread_id": None}))
+
+        await RunnableLambda(node).ainvoke(None, A)
+        assert chat.home.runtime.store.list() == []
+        await RunnableLambda(lambda _: chat.invoke("Harmful?")).ainvoke(None, A)
+        assert [row.name for row in chat.home.runtime.store.list()] == ["langchain/a"]
+
+
+def test_a_stream_without_a_history_comes_behind_what_the_thread_is_about(script: Script, tmp_path: Path):
+    """Not behind the last question that a guardrail asked."""
+    with model(tmp_path) as chat:
+        history: list[BaseMessage] = [HumanMessage("one")]
+        for text in ("two", "three"):
+            history += [chat.invoke(history, A), HumanMessage(text)]
+        history += [chat.invoke(history, A)]
+        guard(chat, 3)
+        history += [chat.ingest(LOG, thread_id="a"), HumanMessage("what?")]
+        answer = chat.invoke(history, A)
+        assert receipt(answer)["source"] == "live" and "one" in held(chat, "a") and "line 59" in held(chat, "a")
+
+
+def boundary(number: int, lineage: int, *, stream: bool = False) -> Boundary:
+    return Boundary(number.to_bytes(32), bytes(32), b"", b"", number, "user", lineage=bytes([lineage]), stream=stream)
+
+
+def test_a_lineage_that_was_gone_on_with_outlives_questions_that_were_asked_once():
+    stored = {one.key: (one.tokens, one) for one in (
+        *(boundary(number, 1) for number in range(1, 6)),
+        *(boundary(number, number // 2) for number in range(10, 100)))}
+    stay = {stored[key][0]: pinned for key, pinned in kept(stored, 16).items()}
+    assert {1, 2, 3, 4, 5} <= stay.keys() and stay[5] and not stay[1]
+    assert len({stored[key][1].lineage for key in kept(stored, 16)}) == LINEAGES
+    assert tip_of(stored, None).tokens == 5 and tip_of(stored, boundary(99, 49)).tokens == 5
+
+
+def test_the_largest_lineage_gives_first():
+    stored: dict[bytes, Any] = {one.key: (one.tokens, one) for one in (
+        *(boundary(number, 1, stream=number == 1) for number in range(1, 41)),
+        *(boundary(40 + number, 2 + number % 6) for number in range(1, 60)))}
+    stay = [stored[key][1] for key in kept(stored, 8)]
+    counts = {lineage: sum(one.lineage == bytes([lineage]) for one in stay) for lineage in range(1, 8)}
+    assert sum(counts.values()) == SHARE * 8 + 1 and max(counts.values()) <= 6
+    assert 1 in [one.tokens for one in stay]
