@@ -40,7 +40,7 @@ class Absorption:
         self._request, self._label = request, label
         self._sha, self._characters = hashlib.sha256(), 0
         self._alone = asyncio.Lock()  # `abort` comes after whatever runs
-        self._has = self.ended = False
+        self._has = self._whole = self.ended = False
 
     async def begin(self, threads: Threads) -> None:
         """Raises as a turn."""
@@ -122,6 +122,7 @@ class Absorption:
                 keys = [*self._after.keys[:-1], digest(self._after.keys[-2], said[-1].digest)]
                 thread.at = threads.boundary(thread, replace(self._after, keys=keys), said)
                 await threads.keep(thread)
+            self._whole = True
             return message
 
     async def abort(self) -> None:
@@ -140,7 +141,11 @@ class Absorption:
             self._threads.absorbing.discard(self)
             try:
                 async with self._threads.gate:
-                    await self._threads.rest(self._thread)
+                    if self._whole:
+                        await self._threads.rest(self._thread)
+                        self._threads.settle(self._thread)
+                    else:
+                        await self._threads.undo(self._thread)
             finally:
                 self._thread.lock.release()
                 self._thread.users -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import Said
@@ -16,6 +16,14 @@ Save = Literal["turn", "run"]
 Source = Literal["live", "snapshot", "new", "rebuild"]
 
 
+class Before(NamedTuple):
+    """What a failed turn goes back to, beside the boundary: whether the thread was told anything, and the snapshot that
+    held its place in the store (0: none)."""
+
+    told: bool
+    parked: int
+
+
 @dataclass
 class Thread:
     """One thread's memory as this process has it.
@@ -25,6 +33,8 @@ class Thread:
         at: the boundary where the open context rests; None while a turn moves it, or without a context.
         stored: boundaries with a snapshot, by key; None: not looked up yet.
         stale: another owner saved the session meanwhile.
+        before: how it stood before this turn told it anything; None: it was told nothing yet. saved: numbers of the
+            snapshots made since then.
         users: calls that have it or wait for it. told: it was told something since it is at hand.
     """
 
@@ -36,6 +46,8 @@ class Thread:
     stale: bool = False
     users: int = 0
     told: bool = False
+    before: Before | None = None
+    saved: list[int] = field(default_factory=list)
 
     @property
     def open(self) -> bool:

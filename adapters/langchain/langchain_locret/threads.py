@@ -32,7 +32,7 @@ from langchain_locret.boundaries import (
 from langchain_locret.messages import Said, canonical, chain, digest
 from langchain_locret.render import ChatTemplate
 from langchain_locret.retention import kept
-from langchain_locret.thread import Reached, Request, Save, Source, StateLost, Thread
+from langchain_locret.thread import Before, Reached, Request, Save, Source, StateLost, Thread
 from locret_stream import Runtime, SnapshotError, SnapshotNotFound, StaleOwner, StoreError
 from locret_stream.context import Memory
 from locret_stream.context.session import to_the_end
@@ -62,14 +62,17 @@ class Threads:
 
     @asynccontextmanager
     async def mine(self, request: Request) -> AsyncIterator[Thread]:
-        """The thread, for this turn alone; after it, it rests at a boundary or is closed without saving."""
+        """The thread, for this turn alone. After it, it rests at a boundary; failed or cancelled, it is as it was."""
         thread = self.named(request.thread) if request.thread is not None else self._one_of_nobody(request)
         async with self.using(thread), thread.lock, self.gate:
             try:
                 await self.look_up(thread)
                 yield thread
-            finally:
                 await to_the_end(self.rest(thread))
+            except BaseException:
+                await to_the_end(self.undo(thread))
+                raise
+            self.settle(thread)
 
     @asynccontextmanager
     async def using(self, thread: Thread) -> AsyncIterator[None]:
@@ -79,6 +82,37 @@ class Threads:
             yield
         finally:
             thread.users -= 1
+
+    def settle(self, thread: Thread) -> None:
+        """What this turn told the thread stays."""
+        thread.before = None
+        thread.saved.clear()
+        if thread.stored is not None:
+            self._choose(thread)
+
+    async def undo(self, thread: Thread) -> None:
+        """Leave nothing of what this turn told the thread: neither in memory nor in snapshots nor in the log. It then
+        rests at a boundary that it had before."""
+        before, thread.before = thread.before, None
+        if before is not None:
+            parked = thread.ctx.parked
+            await thread.ctx.aclose(save=False)
+            saved, thread.saved = thread.saved, []
+            saved += [parked] if parked not in (0, before.parked) else []
+            thread.at, thread.told = None, before.told
+            if thread.stored is not None:
+                thread.stored = {key: one for key, one in thread.stored.items() if one[0] not in saved}
+            for number in reversed(saved):
+                await self._delete(thread, number)
+        await self.rest(thread)
+
+    async def _delete(self, thread: Thread, number: int) -> None:
+        try:  # on a thread of its own: it may wait for others who save in the session
+            await asyncio.to_thread(self.runtime.store.delete, thread.session, number)
+        except SnapshotNotFound:
+            pass
+        except SnapshotError as error:
+            _log.warning("%r: snapshot %d of a turn that failed cannot be removed: %s", thread.session, number, error)
 
     async def rest(self, thread: Thread) -> None:
         """After a turn: at a boundary, or closed without saving, so that the next one begins at a snapshot."""
@@ -227,6 +261,7 @@ class Threads:
 
     async def take(self, thread: Thread, ids: list[int]) -> None:
         """Feed ids; from here on the thread rests at no boundary."""
+        thread.before = thread.before or Before(thread.told, thread.ctx.parked)
         thread.at, thread.ctx.expendable, thread.told = None, False, True
         if ids:
             await thread.ctx.push(ids)
@@ -258,6 +293,9 @@ class Threads:
 
         What cannot be saved costs reading it again, and is told; the memory at hand is right all the same.
         """
+        return await to_the_end(self._keep(thread))
+
+    async def _keep(self, thread: Thread) -> bool:
         if thread.session is None or thread.live is None or thread.stale:
             return False
         if thread.at.key in thread.stored:
@@ -269,7 +307,10 @@ class Threads:
             thread.stale = isinstance(error, StaleOwner)  # then its boundaries are to be looked up again
             return False
         thread.stored[thread.at.key] = (done.generation, thread.at)
-        self._choose(thread)
+        if thread.before is not None:  # nothing is given up for a turn that may fail
+            thread.saved.append(done.generation)
+        else:
+            self._choose(thread)
         return True
 
     def _choose(self, thread: Thread) -> None:

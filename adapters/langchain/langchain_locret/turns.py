@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 async def turn(threads: Threads, request: Request, emit: Emit) -> None:
     """Answer: the chunks are given to `emit`, the last of them with usage and receipt.
 
-    Cancelled, or failing anywhere, the thread rests at a boundary that it had before.
+    Cancelled, or failing anywhere, the thread rests at a boundary that it had before, and nothing of the call stays.
 
     Raises:
         StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.

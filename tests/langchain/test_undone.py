@@ -1,0 +1,132 @@
+"""A call that was cancelled, timed out or failed leaves everything as it was: memory, snapshots, the log."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+
+from langchain_locret import LocretChatModel
+from locret_stream import SourceError, Store
+from tests.langchain.support import Script, held, model, receipt, rendered, thread, tokenizer
+
+SECRET = "kumquat 48213 "
+A = thread("a")
+
+
+def traces(folder: Path, text: str) -> list[str]:
+    """Files that hold the text, as it is or as token ids of four or eight bytes."""
+    ids = tokenizer().encode(text, add_special_tokens=False)[1:4]
+    forms = [text.strip().encode(), *(np.array(ids, dtype=kind).tobytes() for kind in ("<i4", "<i8"))]
+    return [str(path) for path in folder.rglob("*") if path.is_file() and any(
+        form in path.read_bytes() for form in forms)]
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    """Every file but the mark that a number was used."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.suffix != ".gone"}
+
+
+async def cut(chat: LocretChatModel, script: Script, said: list[Any], how: str) -> None:
+    script.delay = 0.02
+    try:
+        if how == "timeout":
+            with pytest.raises(TimeoutError, match="The thread is as it was"):
+                await chat.ainvoke(said, A, timeout=0.3)
+        elif how == "left":
+            stream = chat.astream(said, A)
+            await anext(stream)
+            await stream.aclose()
+        else:
+            begun, loop = asyncio.Event(), asyncio.get_running_loop()
+            script.on_token = lambda: loop.call_soon_threadsafe(begun.set)
+            turn = asyncio.create_task(chat.ainvoke(said, A))
+            await begun.wait()
+            turn.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await turn
+    finally:
+        script.delay, script.on_token = 0.0, lambda: None
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout", "left"])
+@pytest.mark.parametrize("thread_is", ["new", "old"])
+async def test_a_call_that_was_cut_short_leaves_no_byte(script: Script, tmp_path: Path, thread_is: str, how: str):
+    with model(Store(tmp_path, keep_last=4)) as chat:
+        history: list[Any] = [SystemMessage("Be brief.")]
+        for turn in range(4 if thread_is == "old" else 0):
+            history += [HumanMessage(f"turn {turn}")]
+            history += [await chat.ainvoke(history, A)]
+        await cut(chat, script, [*history, HumanMessage(SECRET * 40)], how)
+        async with asyncio.timeout(20):
+            answer = await chat.ainvoke([*history, HumanMessage("next")], A)
+        assert receipt(answer)["source"] == ("snapshot" if history[1:] else "new") and "why" not in receipt(answer)
+        assert held(chat, "a") == rendered([*history, HumanMessage("next"), answer])
+        assert not traces(tmp_path, SECRET)
+        if how == "cancel":
+            await cut(chat, script, [*history, HumanMessage(SECRET * 40)], how)
+            await chat.asave_thread("a")  # waits: the call was let go of before it had cleaned up
+        assert not traces(tmp_path, SECRET)
+        # what was not cut short can be found, so the search looks in the right places
+        await chat.ainvoke([*history, HumanMessage(SECRET * 40)], A)
+        assert traces(tmp_path, SECRET)
+        assert await chat.aforget_thread("a") and not traces(tmp_path, SECRET)
+
+
+async def test_a_call_that_was_cut_short_costs_no_older_snapshot(script: Script, tmp_path: Path):
+    with model(Store(tmp_path, keep_last=4)) as chat:
+        history: list[Any] = []
+        for turn in range(5):
+            history += [HumanMessage(f"turn {turn}")]
+            history += [await chat.ainvoke(history, A)]
+        rows = [row.generation for row in chat.home.runtime.store.info("langchain/a")]
+        before = state(tmp_path)
+        await cut(chat, script, [*history, HumanMessage(SECRET * 40)], "cancel")
+        await chat.asave_thread("a")  # waits: the call was let go of before it had cleaned up
+        assert [row.generation for row in chat.home.runtime.store.info("langchain/a")] == rows[-4:]
+        assert state(tmp_path).items() <= before.items()
+
+
+@pytest.mark.parametrize("max_live", [1, 8])
+async def test_a_stream_that_fails_leaves_no_byte(script: Script, tmp_path: Path, max_live: int):
+    with model(Store(tmp_path, keep_last=4), max_live=max_live) as chat:
+        async def source() -> Any:
+            for number in range(6):
+                yield SECRET * 40
+                await chat.ainvoke(f"hello {number}", thread("b"))  # with one slot, the stream waits in the store
+            raise RuntimeError("the source failed")
+
+        with pytest.raises(SourceError):
+            await chat.aingest(source(), thread_id="a")
+        assert not traces(tmp_path, SECRET)
+        assert receipt(await chat.ainvoke("hello", A))["source"] == "new"
+
+
+async def test_a_call_that_fails_at_its_last_step_is_undone_too(script: Script, tmp_path: Path, monkeypatch):
+    """Cancelled while the answer is being saved: the save runs to its end, and is taken back."""
+    from locret_stream.context import StreamingContext
+
+    saved, snapshot, loop = [], StreamingContext.snapshot, asyncio.get_running_loop()
+
+    async def slow(ctx: StreamingContext) -> Any:
+        done = await snapshot(ctx)
+        saved.append(done)
+        if len(saved) == 2:
+            loop.call_soon_threadsafe(turn.cancel)
+            await asyncio.sleep(0.3)
+        return done
+
+    with model(Store(tmp_path, keep_last=4)) as chat:
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamingContext, "snapshot", slow)
+            turn = asyncio.create_task(chat.ainvoke([HumanMessage(SECRET * 40)], A))
+            with pytest.raises(asyncio.CancelledError):
+                await turn
+        answer = await chat.ainvoke([HumanMessage("hello")], A)
+        assert len(saved) == 2 and not traces(tmp_path, SECRET)
+        assert isinstance(answer, AIMessage) and receipt(answer)["source"] == "new"
