@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,18 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_core.messages.utils import message_chunk_to_message
 from pydantic import BaseModel
 
-from tests.langchain.support import PROMPT, Script, held, model, receipt, rendered, thread
+from locret_stream import Runtime
+from tests.langchain.support import (
+    PROMPT,
+    Script,
+    held,
+    model,
+    receipt,
+    rendered,
+    thread,
+    tiny_model,
+    tokenizer,
+)
 
 THINKING = {"start_anchor": PROMPT, "fields": {
     "content": {"content_args": {"strip": False}}, "thinking": {"open": "<think>", "close": "</think>"},
@@ -105,3 +118,28 @@ def test_tokens_are_counted_as_the_template_writes_messages(script: Script, tmp_
         assert said.usage_metadata["input_tokens"] == count + len(
             tokenizer().encode(PROMPT, add_special_tokens=False))
         assert chat.get_num_tokens("<|im_end|>") > 1
+
+
+def test_a_chat_template_of_ones_own_is_the_one_by_which_replies_are_read(script: Script, tmp_path: Path):
+    """The tokenizer's shows no calls; the one that was given does."""
+    known = copy.deepcopy(tokenizer())
+    shown, known.chat_template = known.chat_template, "{% for message in messages %}{{ message.content }}{% endfor %}"
+    own = Runtime(tiny_model(), known, store=tmp_path, template=shown, policy="streaming_llm", budget=512,
+                  chunk_size=64)
+    with model(None, on=own) as chat:
+        called = chat.bind_tools([look], tool_choice="look").invoke("Where is the hen?", thread("a"))
+        assert called.tool_calls[0]["name"] == "look" and not called.text
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+async def test_a_token_is_one_event(script: Script, tmp_path: Path, how: str):
+    script.say = lambda _: f"<think>Where was it, then?</think>\n\nLet me look behind the rake.\n{CALL}"
+    with model(tmp_path, response_template=THINKING) as chat:
+        asked = [HumanMessage("Where is the hen?")]
+        chunks = (await asyncio.to_thread(lambda: list(chat.stream(asked, thread("a"))))) if how == "sync" else [
+            chunk async for chunk in chat.astream(asked, thread("a"))]
+        told = [chunk for chunk in chunks if chunk.text or chunk.additional_kwargs or chunk.tool_call_chunks]
+        assert len("".join(chunk.text for chunk in told)) > 20
+        assert len(told) <= script.sampled
+        ids = tokenizer().encode("Let me look behind the rake.", add_special_tokens=False)
+        assert len([chunk for chunk in told if chunk.text]) <= len(ids) + 1

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 from langchain_core.messages.utils import message_chunk_to_message
 from transformers.utils.chat_parsing import ResponseParser
 
@@ -21,18 +21,20 @@ _HERMES = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "r
            "transform": {"type": "function", "function": "{content}"}}
 
 
-def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str) -> dict[str, Any]:
-    """What tells the parts of a reply apart: the given one, the tokenizer's own, or what its chat template shows.
+def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
+                      chat_template: str | None = None) -> dict[str, Any]:
+    """What tells the parts of a reply apart: the given one, the tokenizer's own, or what the chat template shows.
 
-    A tokenizer without one gets content alone, `<think>` as reasoning and `<tool_call>` as JSON calls where its chat
-    template writes these.
+    Without one there is content alone, `<think>` as reasoning and `<tool_call>` as JSON calls where the chat template
+    writes these.
 
     Args:
         prompt: the generation prompt, after which a reply begins.
+        chat_template: that is used in place of the tokenizer's, whose own response template then does not count.
     """
-    found = given or getattr(tokenizer, "response_template", None)
+    found = given or (getattr(tokenizer, "response_template", None) if chat_template is None else None)
     if found is None:
-        shown = str(tokenizer.chat_template or "")
+        shown = str(chat_template or tokenizer.chat_template or "")
         fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
         if "<think>" in shown:
             fields["thinking"] = {"open": "<think>", "close": "</think>"}
@@ -66,76 +68,73 @@ class Reply:
         self._region, self._raw = "", ""
         self._content = self._held = ""
         self._calls, self._ids = 0, set[str]()
+        self._shown, self._thought, self._called = "", "", list[ToolCallChunk]()  # since the last chunk
         self.merged = AIMessageChunk(content="")
-        self._begun = list(self._handle(self._parser.initial_events))
+        self._handle(self._parser.initial_events)
 
     def feed(self, text: str) -> Iterator[AIMessageChunk]:
-        """The chunks that this text completes."""
-        yield from self._take_begun()
+        """The chunk that this text completes: one, or none."""
         for character in text:  # one by one: a region that cannot be read is then lost with nothing else
-            yield from self._step(character)
+            if self._region:
+                self._raw += character
+            try:
+                self._handle(self._parser.feed(character))
+            except (ValueError, RecursionError):
+                self._unreadable()
+        yield from self._chunk()
 
     def finish(self) -> Iterator[AIMessageChunk]:
         """What was held back; the reply ends here."""
-        yield from self._take_begun()
         try:
-            events = self._parser.finalize()[1]
+            self._handle(self._parser.finalize()[1])
+            if self._region == CALLS:  # cut short inside a call
+                self._unreadable()
         except (ValueError, RecursionError):
-            yield from self._unreadable()
-            return
-        yield from self._handle(events)
-        if self._region == CALLS:  # cut short inside a call
-            yield from self._unreadable()
+            self._unreadable()
+        yield from self._chunk()
 
     @property
     def message(self) -> AIMessage:
         return message_chunk_to_message(self.merged)
 
-    def _take_begun(self) -> Iterator[AIMessageChunk]:
-        begun, self._begun = self._begun, []
-        yield from begun
+    def _chunk(self) -> Iterator[AIMessageChunk]:
+        """What was completed since the last one, if anything was."""
+        if self._shown or self._thought or self._called:
+            beside = {"reasoning_content": self._thought} if self._thought else {}
+            chunk = AIMessageChunk(content=self._shown, additional_kwargs=beside, tool_call_chunks=self._called)
+            self._shown, self._thought, self._called = "", "", []
+            self.merged = self.merged + chunk
+            yield chunk
 
-    def _step(self, character: str) -> Iterator[AIMessageChunk]:
-        if self._region:
-            self._raw += character
-        try:
-            events = self._parser.feed(character)
-        except (ValueError, RecursionError):
-            yield from self._unreadable()
-            return
-        yield from self._handle(events)
-
-    def _handle(self, events: list[dict[str, Any]]) -> Iterator[AIMessageChunk]:
+    def _handle(self, events: list[dict[str, Any]]) -> None:
         for event in events:
             field = event["field"]
             if event["type"] == "region_open":
                 self._region, self._raw = field, ""
             elif event["type"] == "region_chunk":
                 if field == "content":
-                    yield from self._content_chunk(event["text"])
+                    self._show(event["text"])
                 elif field in _REASONING:
-                    yield self._add(AIMessageChunk(content="", additional_kwargs={"reasoning_content": event["text"]}))
+                    self._thought += event["text"]
                 elif not self._raw:
                     self._raw = event["text"]  # of the prompt: the opening of a call that was asked for
             else:
                 self._region = ""
                 if field == CALLS:
-                    values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                    for value in values:
-                        yield self._call(value)
+                    for value in event["value"] if isinstance(event["value"], list) else [event["value"]]:
+                        self._call(value)
 
-    def _content_chunk(self, text: str) -> Iterator[AIMessageChunk]:
+    def _show(self, text: str) -> None:
         """Content without the white space around calls that belongs to neither."""
         text = self._held + text
         if not self._content:
             text = text.lstrip("\n")
         shown = text.rstrip("\n")
         self._held = text[len(shown):]
-        if shown:
-            self._content += shown
-            yield self._add(AIMessageChunk(content=shown))
+        self._content += shown
+        self._shown += shown
 
-    def _call(self, value: Any) -> AIMessageChunk:
+    def _call(self, value: Any) -> None:
         """A tool call; one that is not a name with an object of arguments is invalid and says what was written."""
         function = value.get("function", value) if isinstance(value, dict) else {}
         name, arguments = (function.get("name"), function.get("arguments", function.get("parameters"))) if isinstance(
@@ -146,18 +145,18 @@ class Reply:
             except (ValueError, RecursionError):
                 pass
         if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not _whole([name, arguments]):
-            raw = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            return self._invalid(raw)
+            self._invalid(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+            return
         own = function.get("id", value.get("id"))  # some templates show ids, and their models write them
-        return self._chunk(name, json.dumps(arguments, ensure_ascii=False), own)
+        self._add(name, json.dumps(arguments, ensure_ascii=False), own)
 
-    def _unreadable(self) -> Iterator[AIMessageChunk]:
+    def _unreadable(self) -> None:
         """The region that is open cannot be read; the parser begins anew behind it."""
         raw, self._region, self._raw = self._raw, "", ""
         self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
-        yield self._invalid(raw)
+        self._invalid(raw)
 
-    def _invalid(self, raw: str) -> AIMessageChunk:
+    def _invalid(self, raw: str) -> None:
         """What was written instead of a call, its opening included: LangChain would complete JSON that breaks off."""
         field = self._template["fields"].get(CALLS, {})
         opening, closing = ([one] if isinstance(one, str) else one for one in (field.get("open"), field.get("close")))
@@ -165,19 +164,14 @@ class Reply:
             raw = raw.removesuffix(one)
         written = f"{opening[0] if opening else '<tool_call>'}{raw}"
         # LangChain would try every beginning of a long text for JSON; a JSON string is told apart at once.
-        return self._chunk(None, written if len(written) <= 1000 else json.dumps(written, ensure_ascii=False))
+        self._add(None, written if len(written) <= 1000 else json.dumps(written, ensure_ascii=False))
 
-    def _chunk(self, name: str | None, arguments: str, own: Any = None) -> AIMessageChunk:
+    def _add(self, name: str | None, arguments: str, own: Any = None) -> None:
         taken = isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own) and own not in self._ids
         call_id = own if taken else f"call_{uuid.uuid4().hex[:24]}"
         self._ids.add(call_id)
-        chunk = tool_call_chunk(name=name, args=arguments, id=call_id, index=self._calls)
+        self._called.append(tool_call_chunk(name=name, args=arguments, id=call_id, index=self._calls))
         self._calls += 1
-        return self._add(AIMessageChunk(content="", tool_call_chunks=[chunk]))
-
-    def _add(self, chunk: AIMessageChunk) -> AIMessageChunk:
-        self.merged = self.merged + chunk
-        return chunk
 
 
 def _whole(value: Any) -> bool:

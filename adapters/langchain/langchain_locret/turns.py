@@ -89,7 +89,8 @@ class Turn:
         """
         threads, request, rendered = self._threads, self._request, self._reached.rendered
         shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
-        kinds = response_template(threads.runtime.tokenizer, threads.replies, shown)
+        kinds = response_template(threads.runtime.tokenizer, threads.replies, shown,
+                                  threads.template.frames.template)
         reply = Reply(kinds, shown + forced, list(request.tools))
         generation: Generation = self._thread.ctx.generate(
             None, skip_special=not shows_special(kinds, self._special), **request.sampling)
