@@ -192,7 +192,7 @@ async def resume(host: Host, branch: Branch, slot: int, generation: int | None =
     except (SnapshotMismatch, SnapshotCorrupt) as error:
         if not rebuild:
             raise _saying(error, 'on_mismatch="rebuild" (--on-mismatch rebuild) feeds its log again') from None
-        return await _rebuild(host, branch, slot, error)
+        return await _rebuild(host, branch, slot, error, generation)
 
 
 async def fork(origin: Session, slot: int, name: str | None) -> Session:
@@ -282,14 +282,15 @@ def _unfinished(host: Host, frame: Frame, held: np.ndarray, what: str
     return turn, segmenter, segments
 
 
-async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError) -> Session:
-    """The session that the stored log gives when it is fed again: for another model, policy, budget or grid.
+async def _rebuild(host: Host, branch: Branch, slot: int, why: LocretError, generation: int | None) -> Session:
+    """The session that the stored log, up to that snapshot, gives when it is fed again: for another model, policy,
+    budget or grid.
 
     Raises:
         SnapshotMismatch, SnapshotCorrupt: `why`, where there is no sound log, or its ids are of another tokenizer.
     """
     try:
-        found = await storing(host, lambda: branch.read_chain(host.identity))
+        found = await storing(host, lambda: branch.read_chain(host.identity, generation))
         session = await feed_log(host, found, slot, branch)
     except (SnapshotCorrupt, SnapshotMismatch, ConfigError) as error:
         raise _saying(why, f"it cannot be rebuilt: {error}") from error

@@ -338,7 +338,8 @@ class Runtime:
             raw: no chat frame; None: raw where the tokenizer has no chat template.
             trusted: special tokens written out in fed text become control tokens. Only for text you wrote yourself.
             on_mismatch: "rebuild" feeds the session's log again if its snapshot is damaged or was made by another
-                model, policy, budget or grid; that takes as long as reading it all did.
+                model, policy, budget or grid; that takes as long as reading it all did. With `at`, as far as that
+                snapshot went; its manifest must be readable then.
             at: the snapshot of the session to go on from, by its number; None: the newest; 0: from nothing, while the
                 snapshots that are there stay.
             focus: what the memory will be asked about (`StreamingContext.focus`), from the first token on; of a session
@@ -351,9 +352,9 @@ class Runtime:
         self._check_open()
         if on_mismatch not in ("raise", "rebuild"):
             raise ConfigError(f"on_mismatch is {on_mismatch!r}; expected 'raise' or 'rebuild'")
-        if at is not None and on_mismatch == "rebuild":
-            raise ConfigError(f"at is {at} with on_mismatch='rebuild'; expected one of the two: a log is fed again to "
-                              "its end")
+        if at == 0 and on_mismatch == "rebuild":
+            raise ConfigError("at is 0 with on_mismatch='rebuild'; expected one of the two: at the beginning there is "
+                              "nothing to feed again")
         stored = self.store is not None and name is not None
         if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 0 or not stored):
             raise ConfigError(f"at is {at!r}{'' if stored else ' without a stored session'}; expected the number of a "

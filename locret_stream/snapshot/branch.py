@@ -197,13 +197,14 @@ class Branch:
         body, sections = self.vault.read_named("pages", ref, page)
         return read_page(ref, body, sections, geometry, page)
 
-    def read_chain(self, identity: Identity) -> Chain:
-        """The whole log, sound, to be fed again; the next save of this owner stands against what was newest then.
+    def read_chain(self, identity: Identity, generation: int | None = None) -> Chain:
+        """The whole log up to a snapshot, the newest unless a number is given, sound, to be fed again; the next save of
+        this owner stands against what was newest then.
 
         Raises:
             SnapshotCorrupt: there is none. SnapshotMismatch: its ids are of another tokenizer. StoreError.
         """
-        chain = read_chain(self.vault, self.name, identity)
+        chain = read_chain(self.vault, self.name, identity, generation)
         self.head, self.newest, self.keeps_log = chain.highest, chain.digest, True
         return chain
 

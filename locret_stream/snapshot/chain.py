@@ -68,8 +68,8 @@ def read_log(vault: Vault, name: str, refs: Sequence[LogRef]) -> Iterator[tuple[
         at = ref.end
 
 
-def read_chain(vault: Vault, name: str, identity: Identity) -> Chain:
-    """Everything that was accepted by the newest snapshot of a branch.
+def read_chain(vault: Vault, name: str, identity: Identity, generation: int | None = None) -> Chain:
+    """Everything that was accepted by a snapshot of a branch, the newest unless a number is given.
 
     Raises:
         SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer. StoreError.
@@ -78,16 +78,19 @@ def read_chain(vault: Vault, name: str, identity: Identity) -> Chain:
     found, highest = vault.generations(name)
     if not found:
         raise SnapshotCorrupt(f"{name!r} has no snapshot in {vault.files.url}, so no log")
+    number = found[-1] if generation is None else generation
     try:
-        manifest, sections, digest = vault.read_manifest(name, found[-1])
+        manifest, sections, digest = vault.read_manifest(name, number)
     except (SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
+        if number != found[-1]:
+            raise SnapshotCorrupt(f"snapshot {number} of {name!r} cannot be read, nor where its log ends") from None
         refs, body, last = _parts(vault, name, found[-1])
         _expect_tokenizer(body.tokenizer, identity, name)
         chain = Chain(vault, name, refs, last.pending, last.held,
                       tuple(event for event in last.focuses if event.position > body.end), body.frame, highest, "")
     else:
         _expect_tokenizer(manifest.identity.tokenizer, identity, name)
-        chain = _of_manifest(vault, manifest, sections, highest, digest if found[-1] == highest else "")
+        chain = _of_manifest(vault, manifest, sections, highest, digest if number == highest else "")
     for _ in read_log(vault, name, chain.refs):  # better now than after hours of feeding
         pass
     return chain

@@ -74,7 +74,8 @@ def test_an_edited_older_message_is_never_answered_from_the_memory_of_the_old_on
     kind = type(history[place])
     edited = [*history[:place], kind("EDITED"), *history[place + 1:], HumanMessage("three")]
     if place == 0:
-        with pytest.warns(RebuildWarning, match="the system prompt of this thread changed"):
+        chat = chat.model_copy(update={"on_change": "reread"})  # else it goes in late: test_late
+        with pytest.warns(RebuildWarning, match="what memory held beyond them is lost: the system prompt is another"):
             answer = chat.invoke(edited, A)
         assert receipt(answer)["why"] == "the system prompt is another"
     else:
@@ -112,6 +113,7 @@ def test_a_trimmed_history_goes_on_with_all_that_is_remembered(chat: LocretChatM
 
 @pytest.mark.filterwarnings("ignore::langchain_locret.RebuildWarning")
 def test_what_is_left_of_a_trimmed_history_must_be_its_end(chat: LocretChatModel):
+    chat = chat.model_copy(update={"on_change": "reread"})
     history = talk(chat, "one", "two", "three")
     for left in ([history[1], *history[3:]],                        # a hole
                  [HumanMessage("forged"), history[-1]],             # another message before the answer
@@ -140,7 +142,9 @@ def test_other_tools_are_another_conversation(chat: LocretChatModel):
         return a + b
 
     history = talk(chat, "one")
-    called = chat.bind_tools([add]).invoke([*history, HumanMessage("two")], A)
+    chat = chat.model_copy(update={"on_change": "reread"})
+    with pytest.warns(RebuildWarning, match="the tools, or how the template is used, are others"):
+        called = chat.bind_tools([add]).invoke([*history, HumanMessage("two")], A)
     assert receipt(called)["source"] == "rebuild" and called.tool_calls[0]["name"] == "add"
     assert receipt(called)["why"] == "the tools, or how the template is used, are others"
     results = [*history, HumanMessage("two"), called, ToolMessage("5", tool_call_id=called.tool_calls[0]["id"])]
@@ -186,7 +190,8 @@ def test_another_model_or_budget_reads_everything_again_and_says_why(script: Scr
     with model(tmp_path) as chat:
         history = talk(chat, "one", "two")
     with model(tmp_path, budget=2048) as chat:
-        answer = chat.invoke([*history, HumanMessage("three")], A)
+        with pytest.warns(RebuildWarning, match=r'its snapshot cannot be used: .*on_mismatch="rebuild"'):
+            answer = chat.invoke([*history, HumanMessage("three")], A)
         assert receipt(answer)["source"] == "rebuild" and "its snapshot cannot be used" in receipt(answer)["why"]
         assert held(chat, "a") == rendered([*history, HumanMessage("three"), answer])
         assert "passed over" in caplog.text

@@ -19,7 +19,7 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.graph import START, StateGraph
 from langgraph.graph.message import add_messages
 
-from langchain_locret import LocretChatModel, StateLost
+from langchain_locret import LateWarning, LocretChatModel, StateLost
 from langchain_locret.middleware import LocretMiddleware, forget_with
 from locret_stream import ConfigError, Store
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread
@@ -200,6 +200,11 @@ async def test_a_stream_goes_into_an_agents_thread(chat: LocretChatModel):
     assert sources(state["messages"]) == ["new", "live", "live", "live"]
     assert held(chat, "t").count("a line of the log") == 50
     fresh = create_agent(chat, tools=[add], checkpointer=InMemorySaver(), system_prompt="Another prompt.")
+    with pytest.warns(LateWarning, match="the system prompt of thread 't' changed"):
+        state = await fresh.ainvoke({"messages": [stub, HumanMessage("what is new?")]}, T)
+    assert sources(state["messages"])[0] == "snapshot" and held(chat, "t").count("a line of the log") == 50
+    fresh = create_agent(chat.model_copy(update={"on_change": "reread"}), tools=[add], checkpointer=InMemorySaver(),
+                         system_prompt="A third prompt.")
     with pytest.raises(StateLost):
         await fresh.ainvoke({"messages": [stub, HumanMessage("what is new?")]}, T)
 

@@ -11,6 +11,7 @@ from langchain_core.messages import HumanMessage
 
 from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import Said, digest, read, stand_in
+from langchain_locret.reaching import reach
 from langchain_locret.retention import tip_of
 from langchain_locret.thread import Reached, Request
 from langchain_locret.threads import Threads
@@ -60,7 +61,7 @@ class Absorption:
                 await threads.look_up(thread)
                 tip = None if request.said else tip_of(thread.stored or {}, thread.live)
                 if tip is not None:
-                    await threads.go(thread, tip)
+                    await threads.bring(thread, tip, rebuild=request.on_mismatch == "rebuild")
                     await threads.keep(thread)  # no messages are given that could bring it back
                     if tip.role not in _BEFORE:
                         raise ConfigError(f"the thread's last message is of role {tip.role!r}; expected history=<the "
@@ -69,14 +70,14 @@ class Absorption:
                     self._after = await asyncio.to_thread(self._behind, tip)
                 else:
                     self._request = replace(request, said=[*request.said, _STREAM])
-                    self._after = await threads.reach(thread, self._request)
+                    self._after = await reach(threads, thread, self._request)
                 pieces = self._after.rendered.pieces(self._after.at, self._after.rendered.body)
                 place = max((at for at, piece in enumerate(pieces) if piece.text == _STREAM.content), default=-1)
                 if place < 0:
                     raise ConfigError("the chat template does not show a message ahead of its generation prompt; "
                                       "expected a template that does")
                 encode = threads.template.encode
-                before = encode(pieces[:place], start=self._after.at == 0)
+                before = encode(pieces[:place], start=self._after.base is None)
                 self._closing = encode(pieces[place + 1:], start=False)
                 await threads.take(thread, before)
 
@@ -88,7 +89,8 @@ class Absorption:
         if at is None:
             raise ConfigError(f"the chat template has no fixed place for a message behind one of role {tip.role!r}; "
                               "expected history=<the messages so far>")
-        return Reached(rendered, len(said) - 1, at, [tip.key, tip.key], tip, "live", "")
+        return Reached(rendered, len(said) - 1, at, [tip.key, tip.key], tip, "live", "", said,
+                       len(said) - 1)
 
     async def push(self, text: str) -> None:
         """Take in a piece; returns when memory has it.

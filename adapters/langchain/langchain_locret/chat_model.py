@@ -26,7 +26,7 @@ from langchain_locret.absorb import Absorption
 from langchain_locret.calls import expect_ended, look, read_text, run_alone, tool_choice_of, with_thread
 from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
-from langchain_locret.thread import RebuildWarning, Request, Save
+from langchain_locret.thread import LateWarning, OnChange, OnMismatch, RebuildWarning, Request, Save
 from langchain_locret.threads import Threads
 from langchain_locret.turns import turn as run_turn
 from locret_stream import ConfigError, ContextClosed, InputError, Runtime, Sampling, Store, __version__
@@ -68,6 +68,10 @@ class LocretChatModel(BaseChatModel):
         key: 32 bytes as 64 hexadecimal digits, under which new threads are encrypted; of a store that is a folder or
             URL. None: the environment variable LOCRET_KEY, if there is one.
         boundaries: snapshots of a thread that stay; turns further back are read again when they are returned to.
+        on_change: "late": another system text, or other tools, of a conversation that goes on are read behind what
+            memory holds; "reread": all messages are read again, and what memory held beyond them is lost.
+        on_mismatch: what was stored under another model, policy or budget is read again: "reread" from the messages
+            given, "rebuild" from the thread's log of tokens, streams and trimmed messages included.
         save: "turn": every turn is durable before its last chunk; "run": when `save_thread` says so.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
@@ -90,6 +94,8 @@ class LocretChatModel(BaseChatModel):
     key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     boundaries: int = BOUNDARIES
     save: Save = "turn"
+    on_change: OnChange = "late"
+    on_mismatch: OnMismatch = "reread"
     runtime: Any = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 512
     temperature: float | None = None
@@ -272,9 +278,9 @@ class LocretChatModel(BaseChatModel):
     def _chunk(self, message: AIMessageChunk, run_manager: CallbackManagerForLLMRun | None) -> ChatGenerationChunk:
         info = None
         if message.chunk_position == "last":
-            if message.response_metadata[RECEIPT].pop("changing", False):
-                warnings.warn("the system prompt of this thread changed, so its whole history was read again; expected "
-                              "one that stays: put what changes into a message", RebuildWarning, stacklevel=2)
+            receipt = message.response_metadata[RECEIPT]
+            if warning := receipt.pop("warning", ""):
+                warnings.warn(warning, LateWarning if "late" in receipt else RebuildWarning, stacklevel=2)
             message.response_metadata |= {"model_name": self.model, "model_provider": "locret"}
             info = {"finish_reason": message.response_metadata["finish_reason"], "model_name": self.model}
         chunk = ChatGenerationChunk(message=message, generation_info=info)
@@ -297,7 +303,8 @@ class LocretChatModel(BaseChatModel):
             raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
         return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
                        sampling=self._sampling({**kwargs, "stop": stop or kwargs.get("stop")}),
-                       save=save, timeout_s=kwargs.get("timeout", self.timeout))
+                       save=save, on_change=self.on_change, on_mismatch=self.on_mismatch,
+                       timeout_s=kwargs.get("timeout", self.timeout))
 
     def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Settings of one reply, those of the call before those of the model. Raises ConfigError."""
@@ -349,7 +356,8 @@ class LocretChatModel(BaseChatModel):
         if isinstance(source, Path):
             with source.open("rb") as file:
                 return await self.aingest(file, thread_id=thread_id, label=label, history=history, tools=tools)
-        request = Request(said=read(history), thread=str(thread_id),
+        request = Request(said=read(history), thread=str(thread_id), on_change=self.on_change,
+                          on_mismatch=self.on_mismatch,
                           tools=tuple(convert_to_openai_tool(tool) for tool in tools))
         check_label(label)
         puller, decode = Puller(source), codecs.getincrementaldecoder("utf-8")()

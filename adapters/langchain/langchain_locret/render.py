@@ -173,6 +173,11 @@ class ChatTemplate:
                     zip(rendered.begins[count:], rendered.ends[count:], strict=True)) if at is not None else False
         return at if shown else None
 
+    def behind_start(self, rendered: Rendered) -> int:
+        """Where in a rendering that stands behind something else what follows the mark of a beginning begins."""
+        mark = self._tokenizer.bos_token
+        return len(mark) if mark and rendered.whole.startswith(mark) else 0
+
     def _behind_answer(self, said: Sequence[Said], count: int, rendered: Rendered) -> int | None:
         """Behind what closes an answer: as the template closes it where nothing follows, or as it closes replies."""
         end = rendered.ends[count - 1]

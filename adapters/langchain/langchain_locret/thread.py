@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +14,9 @@ from locret_stream import SnapshotError
 from locret_stream.context import StreamingContext
 
 Save = Literal["turn", "run"]
-Source = Literal["live", "snapshot", "new", "rebuild"]
+OnChange = Literal["late", "reread"]
+OnMismatch = Literal["reread", "rebuild"]
+Source = Literal["live", "snapshot", "log", "new", "rebuild"]
 
 
 class Before(NamedTuple):
@@ -70,7 +73,11 @@ class StateLost(SnapshotError):
 
 
 class RebuildWarning(UserWarning):
-    """A thread's system prompt changed, so that its whole history had to be read again."""
+    """A thread was read again from the messages given: what memory held beyond them is lost."""
+
+
+class LateWarning(UserWarning):
+    """Another system text, or other tools, were read behind what a thread's memory holds."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,8 @@ class Request:
     Attributes:
         thread: whose memory it is, None for nobody's. choice: a tool's name, "any", or "" for the model's choice.
         sampling: of `locret_stream.Sampling`. save: when boundaries become snapshots.
+        on_change: whether other tools or another system text go in late, or all messages are read again. on_mismatch:
+            whether a snapshot of another model or budget is read again from the messages, or from its log.
     """
 
     said: list[Said]
@@ -88,6 +97,8 @@ class Request:
     choice: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
     save: Save = "turn"
+    on_change: OnChange = "late"
+    on_mismatch: OnMismatch = "reread"
     timeout_s: float | None = None
 
 
@@ -95,7 +106,8 @@ class Request:
 class Reached:
     """Where a turn begins: `count` messages are held, the rendering goes on at `at`; keys of all boundaries.
 
-    changing: all is read again because the system prompt of a conversation that goes on is another.
+    base: as what it is gone on from, None for nothing. shown: the messages that were rendered; those from `first` on
+    are new. late: what went in late, in words. warning: what the caller ought to know.
     """
 
     rendered: Rendered
@@ -105,4 +117,7 @@ class Reached:
     base: Boundary | None
     source: Source
     why: str
-    changing: bool = False
+    shown: Sequence[Said]
+    first: int
+    late: str = ""
+    warning: str = ""

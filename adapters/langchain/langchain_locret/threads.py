@@ -19,21 +19,25 @@ import msgspec
 
 from langchain_locret.boundaries import (
     LEDGER,
-    OTHER_MESSAGES,
-    OTHER_SYSTEM,
     Boundary,
-    fitting,
     from_note,
     heading,
     session_name,
     split,
-    what_differs,
 )
 from langchain_locret.messages import Said, canonical, chain, digest
 from langchain_locret.render import ChatTemplate
 from langchain_locret.retention import kept
-from langchain_locret.thread import Before, Reached, Request, Save, Source, StateLost, Thread
-from locret_stream import Runtime, SnapshotError, SnapshotNotFound, StaleOwner, StoreError
+from langchain_locret.thread import Before, Reached, Request, Save, Source, Thread
+from locret_stream import (
+    Runtime,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotNotFound,
+    StaleOwner,
+    StoreError,
+)
 from locret_stream.context import Memory
 from locret_stream.context.session import to_the_end
 
@@ -135,7 +139,7 @@ class Threads:
 
     def _one_of_nobody(self, request: Request) -> Thread:
         """A memory without a name that holds the beginning of these messages, or a new one."""
-        keys = set(chain(self._start(request), request.said)[1:])
+        keys = set(chain(self.start(request), request.said)[1:])
         fitting = [one for one in self._loose if not one.users and one.live and one.live.key in keys]
         thread = max(fitting, key=lambda one: len(one.live.ledger), default=Thread(None))
         self._loose = [one for one in self._loose if one is not thread] + [thread]
@@ -180,60 +184,43 @@ class Threads:
     async def _storing(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.wrap_future(self.runtime.storing.submit(work, *arguments))
 
-    def _start(self, request: Request) -> bytes:
+    def start(self, request: Request) -> bytes:
         """Key of the boundary before the first message: the thread, the tools, and how the template is used."""
         owner = b"" if request.thread is None else b"t" + session_name(request.thread).encode()
         return digest(b"locret-langchain 1", owner, canonical(list(request.tools)), self._salt)
 
-    # -- finding the boundary ---------------------------------------------------------------------------------
+    # -- moving to a boundary ---------------------------------------------------------------------------------
 
-    async def reach(self, thread: Thread, request: Request) -> Reached:
-        """Bring the thread's context to the deepest boundary of these messages.
-
-        Raises:
-            StateLost: a stream that was absorbed cannot be reached.
-        """
-        said = request.said
-        rendered = await asyncio.to_thread(self.template.render, said, request.tools)
-        last = max((at + 1 for at, one in enumerate(said) if one.stream), default=0)
-        start, known, why = self._start(request), thread.known(), ""
-        exact = set(await asyncio.to_thread(chain, start, said))
-        for count, boundary, keys in await asyncio.to_thread(fitting, known, start, said):
-            if count < last:
-                break
-            at = await asyncio.to_thread(self.template.after, said, count, request.tools, rendered)
-            if at is None:
-                why = "the template writes earlier messages differently once others follow"
-                continue
-            try:
-                source = await self.go(thread, boundary)
-            except SnapshotError as error:
-                why = f"its snapshot cannot be used: {error}"
-                _log.warning("thread %r: a snapshot cannot be used and is passed over: %s", request.thread, error)
-                thread.stored.pop(boundary.key, None)
-                continue
-            if boundary.key not in exact:
-                await self.keep(thread)  # of a longer history: messages alone could not bring it back
-            return Reached(rendered, count, at, keys, boundary, source, why)
-        if known and not why:
-            why = what_differs(known.values(), start, said)
-        if last:
-            held = any(boundary.holds(said[last - 1]) for boundary in known.values())
-            raise StateLost(
-                f"message {last - 1} stands for an absorbed stream, and the memory of thread {request.thread!r} "
-                + (f"holds it, but not behind these messages: {why}. Expected the messages, system prompt and tools "
-                   "with which it was absorbed (`aingest` takes history= and tools=)" if held else
-                   f"does not hold it{': ' + why if why else ''}. Expected the thread and the store that absorbed it")
-                + ". Absorb it again, or leave its stand-in out")
+    async def begin_anew(self, thread: Thread) -> None:
+        """Bring the thread's context to where nothing was told yet."""
         await self._move(thread, 0)
         thread.at = None
-        changing = why == OTHER_SYSTEM and any(one.role == "assistant" for one in said)
-        if known and why == OTHER_MESSAGES and not any(one.role == "assistant" for one in said):
-            _log.warning("thread %r holds %d messages, and the %d given do not go on from them, so they begin anew. "
-                         "Give every call the whole history, answers included", request.thread,
-                         max(len(boundary.ledger) // 16 for boundary in known.values()), len(said))
-        source = "rebuild" if known or thread.told else "new"
-        return Reached(rendered, 0, 0, chain(start, said), None, source, why, changing)
+
+    async def bring(self, thread: Thread, boundary: Boundary, *, rebuild: bool) -> Source:
+        """Bring the thread's context to a boundary, or, with `rebuild`, read it again from the session's log where its
+        snapshot is of another model, policy or budget, or damaged.
+
+        Raises:
+            SnapshotError: it cannot be; it counts as not stored from here on.
+        """
+        try:
+            return await self.go(thread, boundary)
+        except SnapshotError as error:
+            number = thread.stored.pop(boundary.key, (0, None))[0]
+            if not rebuild or not isinstance(error, (SnapshotMismatch, SnapshotCorrupt)):
+                raise
+        if thread.open:
+            await thread.ctx.aclose(save=False)
+        ctx = self.runtime.open(thread.session, raw=True, at=number, on_mismatch="rebuild")
+        await ctx.__aenter__()
+        thread.ctx, thread.at = ctx, None
+        self._choose(thread)
+        if ctx.memory.tokens != boundary.tokens:
+            raise SnapshotCorrupt(f"snapshot {number} of {thread.session!r}: its log gives {ctx.memory.tokens} tokens; "
+                                  f"expected {boundary.tokens}")
+        ctx.note, thread.at = msgspec.msgpack.encode(boundary), boundary
+        await self.keep(thread)
+        return "log"
 
     async def go(self, thread: Thread, boundary: Boundary) -> Source:
         """Bring the thread's context to a boundary. Raises SnapshotError."""

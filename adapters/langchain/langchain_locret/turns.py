@@ -13,6 +13,7 @@ from langchain_core.messages import AIMessageChunk
 
 from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import RECEIPT, digest, read
+from langchain_locret.reaching import reach
 from langchain_locret.replies import Reply, response_template, shows_special
 from langchain_locret.thread import Reached, Request, Thread
 from langchain_locret.threads import Threads
@@ -34,7 +35,7 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
     """
     try:
         async with asyncio.timeout(request.timeout_s) as limit, threads.mine(request) as thread:
-            await Turn(threads, thread, request, await threads.reach(thread, request), emit).run()
+            await Turn(threads, thread, request, await reach(threads, thread, request), emit).run()
     except TimeoutError:
         if not limit.expired():
             raise
@@ -68,7 +69,8 @@ class Turn:
         reply, ended = await self._decode(forced)
         receipt = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
         receipt |= {"why": reached.why} if reached.why else {}
-        receipt |= {"changing": True} if reached.changing else {}
+        receipt |= {"late": reached.late} if reached.late else {}
+        receipt |= {"warning": reached.warning} if reached.warning else {}
         receipt |= {"left_out": left_out} if left_out else {}
         usage = {"input_tokens": begun, "output_tokens": len(self._sampled),
                  "total_tokens": begun + len(self._sampled), "input_token_details": {"cache_read": self._before}}
@@ -136,9 +138,9 @@ class Turn:
         Raises:
             ConfigError: any other text.
         """
-        found = [number for number in self._reached.rendered.left_out if number >= self._reached.count]
+        found = [number for number in self._reached.rendered.left_out if number >= self._reached.first]
         for number in found:
-            message = self._request.said[number]
+            message = self._reached.shown[number]
             if message.role != "system" and not message.calls:
                 raise ConfigError(f"the chat template leaves out message {number} ({message.role}); expected a "
                                   "template that shows it, or a conversation without it")
@@ -149,7 +151,7 @@ class Turn:
     async def _encode(self, start: int, end: int | None) -> list[int]:
         pieces = self._reached.rendered.pieces(start, end)
         return await asyncio.wrap_future(self._threads.runtime.tokenizing.submit(
-            self._threads.template.encode, pieces, start=start == 0))
+            self._threads.template.encode, pieces, start=start == 0 and self._reached.base is None))
 
     def _opening(self) -> tuple[list[int], str]:
         """What begins a call that is asked for, as ids and as text. Raises ConfigError if the template cannot."""

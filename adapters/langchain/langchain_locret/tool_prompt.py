@@ -1,0 +1,47 @@
+"""Tools in words of our own, for chat templates that have none: a system text in a form that most models know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from langchain_locret.messages import Said
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+NO_TOOLS = "There are no tools now."
+
+
+def tool_text(tools: Sequence[dict[str, Any]]) -> str:
+    """What a model is told of its tools, and how it calls one."""
+    schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return ("You can call functions. Their signatures, as JSON schemas, are:\n<tools>\n" + schemas + "\n</tools>\n"
+            f'To call one, write its name and arguments as JSON between these marks:\n{OPEN}\n'
+            f'{{"name": ..., "arguments": {{...}}}}\n{CLOSE}\nResults come back between <tool_response> and '
+            "</tool_response>.")
+
+
+def written_out(said: Sequence[Said], tools: Sequence[dict[str, Any]]) -> list[Said]:
+    """The same messages for a template that knows no tools: these in the system text, calls and results as text."""
+    out = [_plain(message) for message in said]
+    if tools and out and out[0].role == "system":
+        out[0] = replace(out[0], content=f"{out[0].content}\n\n{tool_text(tools)}")
+    elif tools:
+        out.insert(0, Said("system", tool_text(tools)))
+    return out
+
+
+def opening(name: str) -> str:
+    """What a call begins with; "": of any tool, up to its name."""
+    return f'{OPEN}\n{{"name": "' + (f'{json.dumps(name, ensure_ascii=False)[1:-1]}", "arguments": ' if name else "")
+
+
+def _plain(message: Said) -> Said:
+    if message.role == "tool":
+        return Said("user", f"<tool_response>\n{message.content}\n</tool_response>", name=message.name)
+    if message.calls:
+        calls = "\n".join(f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+                          for name, arguments, _ in message.calls)
+        return replace(message, content="\n".join(filter(None, (message.content, calls))), calls=())
+    return message
