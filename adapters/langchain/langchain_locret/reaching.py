@@ -122,7 +122,7 @@ class _Search:
                          "Give every call the whole history, answers included", request.thread,
                          max(len(boundary.ledger) // 16 for boundary in self._known.values()), len(said))
         return Reached(self._rendered, 0, 0, chain(self._start, said), None,
-                       "rebuild" if self._known or thread.told else "new", self._why, said, 0,
+                       "rebuild" if goes_on and (self._known or thread.told) else "new", self._why, said, 0,
                        warning=self._what_it_costs() if goes_on else "")
 
     def _what_it_costs(self) -> str:
