@@ -41,7 +41,7 @@ def test_another_system_text_goes_in_late_and_the_memory_stays(chat: LocretChatM
     with pytest.warns(LateWarning, match="the system prompt of thread 'a' changed.*which stays"):
         answer = chat.invoke(given, A)
     assert receipt(answer)["late"] == "the system prompt" and receipt(answer)["source"] == "live"
-    assert "warning" not in receipt(answer)
+    assert "warnings" not in receipt(answer)
     assert held(chat, "a") == rendered(history) + rendered([*new, answer])
     assert receipt(answer)["fed"] < 40
     with warnings.catch_warnings(action="error"):  # from here on it is the thread's own

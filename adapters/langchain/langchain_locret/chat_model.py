@@ -26,7 +26,18 @@ from langchain_locret.absorb import Absorption
 from langchain_locret.calls import expect_ended, look, read_text, run_alone, tool_choice_of, with_thread
 from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
-from langchain_locret.thread import LateWarning, OnChange, OnMismatch, RebuildWarning, Request, Save
+from langchain_locret.profile import may_show_tools
+from langchain_locret.render import ToolPrompt
+from langchain_locret.thread import (
+    TOOLS_LEFT_OUT,
+    LateWarning,
+    OnChange,
+    OnMismatch,
+    RebuildWarning,
+    Request,
+    Save,
+    ToolsWarning,
+)
 from langchain_locret.threads import Threads
 from langchain_locret.turns import turn as run_turn
 from locret_stream import ConfigError, ContextClosed, InputError, Runtime, Sampling, Store, __version__
@@ -41,6 +52,7 @@ _KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_t
           "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "parallel_tool_calls"}
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
                    "key", "boundaries")
+_WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning}
 _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
@@ -79,6 +91,9 @@ class LocretChatModel(BaseChatModel):
         timeout: seconds that a call may take, waiting for its turn included.
         template_options: variables of the chat template (`enable_thinking`, ...).
         response_template: as of transformers' ResponseParser, where the tokenizer has none.
+        tool_prompt: "auto": where the chat template tells of no tools, a system text does, in a form that most models
+            know, and calls are read back from it. "template": only the template does; a ToolsWarning says where it does
+            not.
     """
 
     model: str = Field(default="bundled", alias="model_name")
@@ -109,6 +124,7 @@ class LocretChatModel(BaseChatModel):
     streaming: bool = False
     template_options: dict[str, Any] | None = None
     response_template: dict[str, Any] | None = Field(default=None, repr=False)
+    tool_prompt: ToolPrompt = "template"
     home: Any = Field(default=None, exclude=True, repr=False)  # made here
 
     model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=(),
@@ -151,7 +167,7 @@ class LocretChatModel(BaseChatModel):
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
             store=store, key=key,
             boundaries=self.boundaries, runtime=self.runtime, replies=self.response_template,
-            template_options=self.template_options)
+            template_options=self.template_options, tool_prompt=self.tool_prompt)
         if self.home is None or self.home.settings.identity() != settings.identity():
             self.__dict__["home"] = Home.of(settings)
         self._add_version("locret-stream", __version__)
@@ -193,9 +209,10 @@ class LocretChatModel(BaseChatModel):
         return {**params, "ls_provider": "locret"}
 
     def _resolve_model_profile(self) -> ModelProfile:
+        tools = self.tool_prompt == "auto" or may_show_tools(self.model, self.chat_template, self.runtime)
         # No max_input_tokens: middleware would trim or summarise what memory holds anyway.
         return {"text_inputs": True, "text_outputs": True, "image_inputs": False, "audio_inputs": False,
-                "video_inputs": False, "pdf_inputs": False, "tool_calling": True, "tool_choice": True,
+                "video_inputs": False, "pdf_inputs": False, "tool_calling": tools, "tool_choice": tools,
                 "structured_output": False, "temperature": True, "open_weights": True,
                 "max_output_tokens": self.max_tokens}
 
@@ -279,8 +296,8 @@ class LocretChatModel(BaseChatModel):
         info = None
         if message.chunk_position == "last":
             receipt = message.response_metadata[RECEIPT]
-            if warning := receipt.pop("warning", ""):
-                warnings.warn(warning, LateWarning if "late" in receipt else RebuildWarning, stacklevel=2)
+            for kind, text in receipt.pop("warnings", {}).items():
+                warnings.warn(text, _WARNINGS[kind], stacklevel=2)
             message.response_metadata |= {"model_name": self.model, "model_provider": "locret"}
             info = {"finish_reason": message.response_metadata["finish_reason"], "model_name": self.model}
         chunk = ChatGenerationChunk(message=message, generation_info=info)
@@ -328,6 +345,8 @@ class LocretChatModel(BaseChatModel):
         """
         shown = [convert_to_openai_tool(tool) for tool in tools]
         tool_choice_of(tool_choice, shown)  # raises
+        if shown and self.profile is not None and not self.profile.get("tool_calling", True):
+            warnings.warn(TOOLS_LEFT_OUT, ToolsWarning, stacklevel=2)
         if tool_choice is not None:
             kwargs["tool_choice"] = tool_choice
         return self.bind(tools=shown, **kwargs)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from langchain_locret.render import ChatTemplate
+from langchain_locret.render import ChatTemplate, ToolPrompt
 from langchain_locret.threads import Threads
 from locret_stream import ContextClosed, Runtime, Store
 from locret_stream.worker import expect_own
@@ -51,12 +51,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     runtime: Any = None
     replies: dict[str, Any] | None = None
     template_options: dict[str, Any] | None = None
+    tool_prompt: ToolPrompt = "template"
 
     def identity(self) -> Any:
         """Equal for settings that may share a runtime."""
         parts = [self.model, *((name, id(value) if _is_object(value) else repr(value)) for name, value in self.options),
                  id(self.store) if isinstance(self.store, Store) else self.store, self.key, self.boundaries,
-                 id(self.runtime), repr(self.replies), repr(self.template_options)]
+                 id(self.runtime), repr(self.replies), repr(self.template_options), self.tool_prompt]
         return tuple(parts)
 
 
@@ -140,9 +141,11 @@ class Life:
         try:
             if settings.runtime is None and not isinstance(settings.store, Store):
                 runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
-            template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options)
+            template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options,
+                                    tool_prompt=settings.tool_prompt)
             self.runtime = runtime
-            self.threads = Threads(runtime, template, settings.replies, salt=settings.template_options)
+            self.threads = Threads(runtime, template, settings.replies,
+                                   salt=[settings.template_options, template.in_words])
         except BaseException:
             if self._owned:
                 await runtime.aclose()

@@ -12,10 +12,11 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
+from langchain_locret import tool_prompt as words
 from langchain_locret.messages import Said
 from locret_stream import ConfigError
 from locret_stream.text import ChatFrame, FrameState, TextCodec
@@ -29,7 +30,13 @@ _SCHEMA = {"type", "function", "name", "description", "parameters", "properties"
            "allOf", "oneOf", "$ref", "$defs", "definitions", "default", "title", "format", "additionalProperties",
            "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "nullable", "const",
            "strict", "examples", "return"}
+ToolPrompt = Literal["template", "auto"]
 _LEFT = re.compile(r"[\ue000\ue001]|\\ue00[01]")  # a part of a probe
+
+
+NO_CALLS = ("the chat template does not show tool calls behind its generation prompt, so that none can be begun for "
+            "the model; expected tool_choice='auto', a chat template that shows them, or tool_prompt='auto', which "
+            "tells of tools in a system text")
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,14 @@ class Rendered:
     def pieces(self, start: int, end: int | None = None) -> list[Piece]:
         return self.probes.pieces(self.whole[start:end])
 
+    def without_first(self, count: int) -> Rendered:
+        """The same, counting messages behind the first `count`; less than 0: as if there were more ahead of them."""
+        if count < 0:
+            return replace(self, begins=(0,) * -count + self.begins, ends=(0,) * -count + self.ends,
+                           left_out=tuple(number - count for number in self.left_out))
+        return replace(self, begins=self.begins[count:], ends=self.ends[count:],
+                       left_out=tuple(number - count for number in self.left_out if number >= count))
+
 
 class ChatTemplate:
     """A tokenizer's chat template for whole conversations. Immutable.
@@ -113,9 +128,14 @@ class ChatTemplate:
     Args:
         tokenizer: whose template it is. template: another one in its place, or None.
         options: variables that the template knows (`enable_thinking`, ...).
+        tool_prompt: "auto": where the template tells of no tools, a system text of our own does.
+
+    Attributes:
+        tells_of_tools: whether a model is told of its tools at all. in_words: by a text of our own.
     """
 
-    def __init__(self, tokenizer: Any, codec: TextCodec, frames: ChatFrame, *, options: dict[str, Any] | None = None):
+    def __init__(self, tokenizer: Any, codec: TextCodec, frames: ChatFrame, *, options: dict[str, Any] | None = None,
+                 tool_prompt: ToolPrompt = "template"):
         if frames.raw:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
         self._tokenizer, self.codec, self.frames = tokenizer, codec, frames
@@ -123,12 +143,40 @@ class ChatTemplate:
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self._close = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
 
+        own = self._knows_tools()
+        self.in_words = not own and tool_prompt == "auto"
+        self.tells_of_tools = own or self.in_words
+
     # -- rendering --------------------------------------------------------------------------------------------
+
+    def _knows_tools(self) -> bool:
+        tool = {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {
+            "type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}}}}
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            return self._write(asked, [tool], prompt=True) != self._write(asked, [], prompt=True)
+        except ConfigError:  # it asks for more than this: of tools nothing is known
+            return True
 
     def render(self, said: Sequence[Said], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """Raises:
             ConfigError: the template refuses these messages, or does not show the calls in them.
         """
+        if not self.in_words:
+            return self._render(said, tools)
+        texts = words.written_out(said, tools)
+        try:
+            found = self._render(texts, ())
+        except ConfigError:
+            found = None
+        if (found is None or 0 in found.left_out) and texts and texts[0].role == "system":  # no place for a system text
+            texts = words.ahead_of_the_first(texts)
+            found = self._render(texts, ())
+        elif found is None:
+            found = self._render(texts, ())
+        return found.without_first(len(texts) - len(said))
+
+    def _render(self, said: Sequence[Said], tools: Sequence[dict[str, Any]]) -> Rendered:
         probes = _Probes()
         shown = [self._hide_tool(tool, probes) for tool in tools]
         messages, spans = [], []
@@ -283,18 +331,19 @@ class ChatTemplate:
         Raises:
             ConfigError: the template shows no tool calls.
         """
+        if self.in_words:
+            return self._opening_in_words(tools, name)
         asked = Said("user", "?")
-        prompt = self.render([asked], tools)
         try:
+            prompt = self.render([asked], tools)
             called = self.render([asked, Said("assistant", "", calls=(("name", {"key": "value"}, "call"),))], tools)
         except ConfigError as error:
-            raise ConfigError(f"the chat template does not show tool calls: {error}") from error
+            raise ConfigError(NO_CALLS) from error
         at = [match for match in _PROBE.finditer(called.whole) if match.end() > called.ends[0]]
         begun = prompt.whole[prompt.ends[0]:]
         written = called.whole[called.ends[0]:at[0].start()] if len(at) >= 3 else ""
         if not written.startswith(begun) or written == begun:
-            raise ConfigError("the chat template does not show tool calls behind its generation prompt; expected "
-                              "tool_choice='auto', or a template that does")
+            raise ConfigError(NO_CALLS)
         opening = [Piece(written[len(begun):], False)]
         if not name:
             return opening
@@ -308,6 +357,17 @@ class ChatTemplate:
             return [*opening, Piece(to_key[:-2] + ("{}" if none else ""), False)]
         return [*opening, Piece(to_key, False), Piece(json.dumps(key, ensure_ascii=False)[1:-1], True),
                 Piece(to_value if kind == "string" else to_value[:-1], False)]
+
+
+    def _opening_in_words(self, tools: Sequence[dict[str, Any]], name: str) -> list[Piece]:
+        begun = words.opening(name)
+        if name:
+            key, kind = _first_argument(tool_parameters(tools, name))
+            if key is not None:
+                begun += f"{{{json.dumps(key, ensure_ascii=False)}: " + ('"' if kind == "string" else "")
+            elif not tool_parameters(tools, name).get("properties"):
+                begun += "{}"
+        return [Piece(begun, True)]
 
 
 def tool_parameters(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:

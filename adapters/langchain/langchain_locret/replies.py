@@ -13,16 +13,17 @@ from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 from langchain_core.messages.utils import message_chunk_to_message
 from transformers.utils.chat_parsing import ResponseParser
 
+from langchain_locret.tool_prompt import CLOSE, OPEN
 from locret_stream import ConfigError
 
 CALLS = "tool_calls"
 _REASONING = ("thinking", "reasoning", "reasoning_content")
-_HERMES = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
+_HERMES = {"open": OPEN, "close": CLOSE, "content": "json", "repeats": True,
            "transform": {"type": "function", "function": "{content}"}}
 
 
 def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
-                      chat_template: str | None = None) -> dict[str, Any]:
+                      chat_template: str | None = None, *, in_words: bool = False) -> dict[str, Any]:
     """What tells the parts of a reply apart: the given one, the tokenizer's own, or what the chat template shows.
 
     Without one there is content alone, `<think>` as reasoning and `<tool_call>` as JSON calls where the chat template
@@ -31,6 +32,7 @@ def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
     Args:
         prompt: the generation prompt, after which a reply begins.
         chat_template: that is used in place of the tokenizer's, whose own response template then does not count.
+        in_words: calls are written in the form of `tool_prompt`, whatever the template writes.
     """
     found = given or (getattr(tokenizer, "response_template", None) if chat_template is None else None)
     if found is None:
@@ -41,6 +43,8 @@ def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
         if "<tool_call>" in shown and "</tool_call>" in shown:
             fields[CALLS] = _HERMES
         found = {"start_anchor": prompt, "fields": fields}
+    if in_words:
+        found = {**found, "fields": {**found.get("fields", {}), CALLS: _HERMES}}
     try:
         ResponseParser(found, prefix=prompt)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -76,6 +76,15 @@ class RebuildWarning(UserWarning):
     """A thread was read again from the messages given: what memory held beyond them is lost."""
 
 
+class ToolsWarning(UserWarning):
+    """Tools were bound to a model whose chat template tells of none."""
+
+
+TOOLS_LEFT_OUT = ("the chat template tells the model of no tools, so it does not know of those that were bound; "
+                  "expected a chat template that does, or LocretChatModel(tool_prompt='auto'), which tells of them in "
+                  "a system text")
+
+
 class LateWarning(UserWarning):
     """Another system text, or other tools, were read behind what a thread's memory holds."""
 

@@ -32,6 +32,15 @@ def written_out(said: Sequence[Said], tools: Sequence[dict[str, Any]]) -> list[S
     return out
 
 
+def ahead_of_the_first(said: Sequence[Said]) -> list[Said]:
+    """The same without a system message: its text begins what the user says first."""
+    at = next((at for at, message in enumerate(said) if message.role == "user"), None)
+    if at is None:
+        return list(said)
+    first = replace(said[at], content=f"{said[0].content}\n\n{said[at].content}")
+    return [*said[1:at], first, *said[at + 1:]]
+
+
 def opening(name: str) -> str:
     """What a call begins with; "": of any tool, up to its name."""
     return f'{OPEN}\n{{"name": "' + (f'{json.dumps(name, ensure_ascii=False)[1:-1]}", "arguments": ' if name else "")

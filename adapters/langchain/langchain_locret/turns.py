@@ -15,7 +15,7 @@ from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import RECEIPT, digest, read
 from langchain_locret.reaching import reach
 from langchain_locret.replies import Reply, response_template, shows_special
-from langchain_locret.thread import Reached, Request, Thread
+from langchain_locret.thread import TOOLS_LEFT_OUT, Reached, Request, Thread
 from langchain_locret.threads import Threads
 from locret_stream import ConfigError
 from locret_stream.context import Generation
@@ -70,7 +70,11 @@ class Turn:
         receipt = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
         receipt |= {"why": reached.why} if reached.why else {}
         receipt |= {"late": reached.late} if reached.late else {}
-        receipt |= {"warning": reached.warning} if reached.warning else {}
+        tools_left_out = bool(self._request.tools) and not self._threads.template.tells_of_tools
+        receipt |= {"tools": "left out"} if tools_left_out else {}
+        warnings = {"late" if reached.late else "rebuild": reached.warning} if reached.warning else {}
+        warnings |= {"tools": TOOLS_LEFT_OUT} if tools_left_out else {}
+        receipt |= {"warnings": warnings} if warnings else {}
         receipt |= {"left_out": left_out} if left_out else {}
         usage = {"input_tokens": begun, "output_tokens": len(self._sampled),
                  "total_tokens": begun + len(self._sampled), "input_token_details": {"cache_read": self._before}}
@@ -92,7 +96,7 @@ class Turn:
         threads, request, rendered = self._threads, self._request, self._reached.rendered
         shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
         kinds = response_template(threads.runtime.tokenizer, threads.replies, shown,
-                                  threads.template.frames.template)
+                                  threads.template.frames.template, in_words=threads.template.in_words)
         reply = Reply(kinds, shown + forced, list(request.tools))
         generation: Generation = self._thread.ctx.generate(
             None, skip_special=not shows_special(kinds, self._special), **request.sampling)

@@ -1,0 +1,35 @@
+"""What can be said of a model before it is loaded: whether its chat template tells of tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import locret_stream
+
+_BUNDLED = Path(locret_stream.__file__).parent / "assets" / "bundled"
+
+
+def may_show_tools(model: str, chat_template: str, runtime: Any = None) -> bool:
+    """Whether the chat template knows tools, as far as that can be read off its text; True where it cannot be read yet:
+    of a model of the hub, say, or of a runtime that was not started.
+    """
+    if chat_template not in ("auto", "raw"):
+        text = chat_template
+    elif runtime is not None:
+        text = runtime.tokenizer.chat_template or "" if getattr(runtime, "running", False) else None
+    else:
+        text = _template_in(_BUNDLED if model == "bundled" else Path(model).expanduser())
+    return text is None or re.search(r"\btools\b", str(text)) is not None
+
+
+def _template_in(folder: Path) -> str | None:
+    with suppress(OSError, ValueError, AttributeError):
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        return None if found is None else str(found)
+    return None
