@@ -558,6 +558,22 @@ def test_a_session_that_was_never_told_anything_is_a_mistyped_name(small: list[s
     assert [one["name"] for one in json.loads(out)["snapshots"]] == ["builds", "bulids"]
 
 
+def test_a_thread_of_langchain_is_not_gone_on_with_as_plain_text(tmp_path: Path, small: list[str]):
+    line = mistake("run", *small, "--session", "langchain/alice", "--store", tmp_path, "--ask", "What?")
+    assert "thread of LocretChatModel" in line and "thread_id='alice'" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_listed_whole(tmp_path: Path, small: list[str]):
+    name = "a-name/" + "0123456789" * 14
+    store = ["--store", tmp_path / "store"]
+    code, _, _ = invoke("run", *small, "--session", name, *store, "--ask", "What?", text="some text to read")
+    assert code == 0
+    for verb in (["list"], ["info", name]):
+        code, out, _ = invoke("snapshots", *verb, *store)
+        assert code == 0 and name in out and "encrypted" in out
+
+
 def test_what_cannot_be_saved_is_said_before_anything_is_read(small: list[str], tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     complaint = mistake("run", "--session", "a", "--store", tmp_path / "file", *small, "--ask", "What?",

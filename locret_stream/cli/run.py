@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from locret_stream.context import StreamingContext
     from locret_stream.snapshot import Store
 
+LANGCHAIN = "langchain/"  # where the adapter keeps its threads
 LOOK_EVERY_S, SAVE_EVERY_S = 0.1, 60.0
 HELP = """Read text into a bounded memory, then ask about it.
 
@@ -104,6 +105,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     names = list(files or [])
+    if session is not None and session.startswith(LANGCHAIN):
+        raise ConfigError(f"session {session!r} is a thread of LocretChatModel, written as messages, which run would "
+                          f"go on from as plain text; expected thread_id={session.removeprefix(LANGCHAIN)!r} in "
+                          "LangChain, or another name")
     if on_mismatch not in ("raise", "rebuild"):
         raise ConfigError(f"--on-mismatch is {on_mismatch!r}; expected raise or rebuild")
     piped = not names and not stdin_is_terminal()

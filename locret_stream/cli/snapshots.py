@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from locret_stream.cli.common import (
@@ -53,6 +54,7 @@ Examples:
 
 ADVICE = ("Of a damaged one: `run --session NAME --on-mismatch rebuild` reads its log again; `snapshots delete NAME "
           "--generation NUMBER` goes back to the one before.")
+WIDE = 10_000  # columns: a name is never cut, as it is what other verbs are given
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Name = Annotated[str, typer.Argument(help="Of a session or a fork.")]
 app = typer.Typer(help=HELP, rich_markup_mode="rich", no_args_is_help=True)
@@ -201,7 +203,7 @@ def _show(found: list[Snapshot], as_json: bool, nothing: str) -> None:
         table.add_row(_line(one.name), str(one.generation), saved, f"{one.tokens:,}", f"{one.units:,}",
                       in_bytes(one.bytes), "yes" if one.log else "no", "yes" if one.encrypted else "no")
     if table.row_count:
-        out.print(table)
+        Console(file=out.file, width=WIDE, highlight=False, markup=False, emoji=False).print(table)
     for one in found:
         if one.problem:
             err.print(f"{_line(one.name)}, number {one.generation}: {one.problem}", soft_wrap=True)
