@@ -564,6 +564,19 @@ def test_a_thread_of_langchain_is_not_gone_on_with_as_plain_text(tmp_path: Path,
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_memory_holds_is_shown_as_text(tmp_path: Path, tiny: Path, small: list[str]):
+    store = ["--store", tmp_path / "store"]
+    code, _, _ = invoke("run", *small, "--session", "a", *store, "--ask", "What?", text="The code is 48213.\x1b[2J")
+    assert code == 0
+    code, out, _ = invoke("snapshots", "show", "a", *store, "--model", tiny)
+    assert code == 0 and "The code is 48213.\\x1b[2J" in out and "100%]" in out and "\x1b[2J" not in out
+    code, out, _ = invoke("snapshots", "show", "a", *store, "--model", tiny, "--json")
+    found = json.loads(out)
+    assert code == 0 and "48213" in found["passages"][0]["text"] and found["passages"][0]["share"] == 1.0
+    assert "another tokenizer" in mistake("snapshots", "show", "a", *store)
+    assert "no session 'b'" in mistake("snapshots", "show", "b", *store, "--model", tiny)
+
+
 def test_names_are_listed_whole(tmp_path: Path, small: list[str]):
     name = "a-name/" + "0123456789" * 14
     store = ["--store", tmp_path / "store"]

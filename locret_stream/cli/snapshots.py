@@ -1,4 +1,7 @@
-"""`locret-stream snapshots`: what a store holds, whether it is sound, and removing it. Loads a model only to replay."""
+"""`locret-stream snapshots`: what a store holds, whether it is sound, and removing it.
+
+Loads a model only to replay logs; `show` needs the tokenizer, to write ids as text.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from locret_stream.cli.common import (
     DEFAULT_STORE,
@@ -36,13 +40,15 @@ if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
     from locret_stream.snapshot import Snapshot, Store
 
-HELP = """Look after stored sessions: list, info, verify, delete, gc, forget.
+HELP = """Look after stored sessions: list, info, show, verify, delete, gc, forget.
 
 Examples:
 
 \b
   locret-stream snapshots list
   locret-stream snapshots info alice --json
+  # what its memory holds, as text
+  locret-stream snapshots show alice
   # read every byte again
   locret-stream snapshots verify --store s3://bucket/memories
   # and that each session holds what its log gives
@@ -75,6 +81,26 @@ def show_list(store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = 
 @app.command("info", help="All snapshots of one session or fork, oldest first.")
 def info(name: Name, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
     _show(open_store(store, key).info(name), as_json, "")
+
+
+@app.command("show", help="What a session's memory holds, as text, and how much of it is kept; needs the tokenizer.")
+def show(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the snapshot.")] = None,
+         model: Model = "bundled", store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
+    from locret_stream.runtime.loading import BUNDLED, load_tokenizer
+    from locret_stream.snapshot.told import told
+    from locret_stream.text import TextCodec
+
+    codec = TextCodec(load_tokenizer(BUNDLED if model == "bundled" else model))
+    found = told(open_store(store, key), name, generation, tokenizer=codec.fingerprint)
+    passages = found.kept(lambda ids: codec.decode(ids, skip_special=False))
+    if as_json:
+        print_json({"name": name, "generation": found.generation, "tokens": found.tokens,
+                    "passages": [_plain(one) for one in passages]})
+        return
+    for one in passages:
+        shade = "bold" if one.share >= 2 / 3 else "" if one.share >= 1 / 3 else "dim"
+        out.print(f"[{one.start:,} to {one.end:,}, {one.share:.0%}]", style="cyan", soft_wrap=True)
+        out.print(Text(_safe(one.text), style=shade), soft_wrap=True)
 
 
 @app.command("verify", help="Read every byte that the snapshots need; exit status 1 if one is damaged.")
@@ -210,6 +236,11 @@ def _show(found: list[Snapshot], as_json: bool, nothing: str) -> None:
     if any(one.problem and not one.locked for one in found):
         err.print(ADVICE, soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _safe(text: str) -> str:
+    """A text whose control characters are written out: it may have been anybody's."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def _line(name: str) -> str:

@@ -19,9 +19,11 @@ from langchain_core.language_models.chat_models import agenerate_from_stream, ge
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.tools import BaseTool, StructuredTool, ToolException
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
+from langchain_locret import remembering
 from langchain_locret.absorb import Absorption
 from langchain_locret.calls import expect_ended, look, read_text, run_alone, tool_choice_of, with_thread
 from langchain_locret.home import BOUNDARIES, Home, Settings
@@ -46,6 +48,7 @@ from locret_stream.context.session import to_the_end
 from locret_stream.context.sources import Puller
 from locret_stream.policies import POLICIES, make_policy
 from locret_stream.snapshot.seal import user_key
+from locret_stream.snapshot.told import Passage
 
 _END = object()
 _KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "temperature", "top_p", "top_k",
@@ -427,6 +430,48 @@ class LocretChatModel(BaseChatModel):
         """As `thread_memory`."""
         return await self.home.life.acall(look(thread_id)) if self.home.loaded else None
 
+    def memory_text(self, thread_id: str) -> list[Passage]:
+        """What stands in a thread's memory, as text: runs of tokens in order, each with the share of it that memory
+        keeps. The thread is made durable first, and read from the store.
+
+        Raises:
+            SnapshotError: it cannot be read, or the store keeps no log.
+        """
+        return self.home.life.call(lambda threads: remembering.memory_text(threads, str(thread_id)))
+
+    async def amemory_text(self, thread_id: str) -> list[Passage]:
+        """As `memory_text`."""
+        return await self.home.life.acall(lambda threads: remembering.memory_text(threads, str(thread_id)))
+
+    def recall(self, thread_id: str, words: str = "", *, start: int | None = None, end: int | None = None,
+               limit: int = 4) -> list[Passage]:
+        """What a thread was told, whether memory keeps it or not: passages of its log with most of these words, or the
+        text of positions start .. end-1 (at most 4,096 tokens).
+
+        Raises:
+            InputError: neither words nor positions. Otherwise as `memory_text`.
+        """
+        return self.home.life.call(
+            lambda threads: remembering.recall(threads, str(thread_id), words, start, end, limit))
+
+    async def arecall(self, thread_id: str, words: str = "", *, start: int | None = None, end: int | None = None,
+                      limit: int = 4) -> list[Passage]:
+        """As `recall`."""
+        return await self.home.life.acall(
+            lambda threads: remembering.recall(threads, str(thread_id), words, start, end, limit))
+
+    def recall_tool(self) -> BaseTool:
+        """A tool for agents: `recall` of the thread that the agent runs in."""
+        def find(words: str = "", start: int | None = None, end: int | None = None) -> str:
+            return remembering.shown(self.recall(_own_thread(), words, start=start, end=end))
+
+        async def afind(words: str = "", start: int | None = None, end: int | None = None) -> str:
+            return remembering.shown(await self.arecall(_own_thread(), words, start=start, end=end))
+
+        return StructuredTool.from_function(find, afind, name="recall", handle_tool_error=True, description=(
+            "Look up what was said or read earlier in this conversation, word for word. Give words that stand in it, "
+            "or the positions start and end of tokens that an earlier result named."))
+
     def __enter__(self) -> LocretChatModel:
         return self
 
@@ -441,3 +486,11 @@ class LocretChatModel(BaseChatModel):
     async def aclose(self) -> None:
         """As `close`."""
         await asyncio.to_thread(self.home.close)
+
+
+def _own_thread() -> str:
+    """The thread that the caller's graph runs in."""
+    found = with_thread(None, {}).get("thread_id")
+    if found is None:
+        raise ToolException("this conversation has no thread_id, so nothing of it is kept; expected one in the config")
+    return found

@@ -1,0 +1,70 @@
+"""What a thread was told and what of it memory holds, as text: from its log on disk, verified."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from langchain_locret.boundaries import session_name
+from langchain_locret.retention import tip_of
+from langchain_locret.threads import Threads
+from locret_stream import InputError
+from locret_stream.context.session import to_the_end
+from locret_stream.snapshot.told import Passage, Told, told
+
+T = TypeVar("T")
+MOST = 4096  # tokens that are read back by position at once
+
+
+async def memory_text(threads: Threads, name: str) -> list[Passage]:
+    """What memory holds, run by run; [] for a thread that was told nothing.
+
+    Raises:
+        SnapshotError: it cannot be read, or there is no log.
+    """
+    return await _look(threads, name, lambda found, decode: found.kept(decode)) or []
+
+
+async def recall(threads: Threads, name: str, words: str, start: int | None, end: int | None,
+                 limit: int) -> list[Passage]:
+    """Passages of the log by words, or one by position. Raises as `memory_text`; InputError for neither."""
+    if start is None and end is None and not words.strip():
+        raise InputError("recall() was given neither words nor positions; expected words that stand in the passage, or "
+                         "start= and end=, as a passage that was found tells them")
+    if limit < 1:
+        raise InputError(f"limit is {limit}; expected at least 1")
+
+    def search(found: Told, decode: Callable[[list[int]], str]) -> list[Passage]:
+        if start is None and end is None:
+            return found.find(words.split(), decode, limit)
+        first = max(start if start is not None else end - MOST, 0)
+        passage = found.between(first, min(end if end is not None else first + MOST, first + MOST), decode)
+        return [passage] if passage.end > passage.start else []
+
+    return await _look(threads, name, search) or []
+
+
+async def _look(threads: Threads, name: str, work: Callable[[Told, Callable[[list[int]], str]], T]) -> T | None:
+    """Of where the thread rests, or was told something last; None if it was told nothing."""
+    thread, codec = threads.named(name), threads.runtime.codec
+
+    def decode(ids: list[int]) -> str:
+        return codec.decode(ids, skip_special=False)
+
+    async with threads.using(thread), thread.lock, threads.gate:
+        await threads.look_up(thread)
+        await threads.keep(thread)
+        tip = tip_of(thread.stored or {}, thread.live)
+        await to_the_end(threads.rest(thread))
+        if tip is None or tip.key not in (thread.stored or {}):
+            return None
+        number = thread.stored[tip.key][0]
+        return await to_the_end(asyncio.to_thread(lambda: work(told(
+            threads.runtime.store, session_name(name), number, tokenizer=codec.fingerprint), decode)))
+
+
+def shown(passages: list[Passage]) -> str:
+    """Passages as a model or a person reads them."""
+    return "\n\n".join(f"[tokens {one.start} to {one.end}, {one.share:.0%} in memory]\n{one.text}"
+                       for one in passages) or "Nothing of that was ever told."
