@@ -52,9 +52,10 @@ CONFIGS = {
 }
 
 
-def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A random model whose weights are large enough that attention matters."""
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attn, dtype=dtype)
+def make(name: str, *, attn: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
+         config: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """A random model whose weights are large enough that attention matters; `config` takes the place of the named."""
+    model = AutoModelForCausalLM.from_config(config or CONFIGS[name](), attn_implementation=attn, dtype=dtype)
     noise = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         draw = torch.randn(parameter.shape, generator=noise).to(dtype)

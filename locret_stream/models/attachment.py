@@ -11,9 +11,7 @@ In the shadow
 
 from __future__ import annotations
 
-import copy
 import functools
-import hashlib
 import json
 import sys
 import weakref
@@ -31,7 +29,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from locret_stream.config import ModelShape
 from locret_stream.errors import UnsupportedModel
 from locret_stream.kernels import uses_triton
-from locret_stream.models.rotary import RopeTables, Rotary
+from locret_stream.models.rotary import Place, RopeTables, Rotary
+from locret_stream.models.weights import adapters, fingerprint, form, quantisation, shadow, sketch
 
 NAME = "locret"  # of our attention function; has no mask function, so transformers builds no mask for it
 
@@ -82,22 +81,20 @@ class _DecoderStub(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-def shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """A second module tree over the same weight tensors, in eval mode, with a config of its own."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared).eval()
-
-
 class Attachment:
     """A model as the engine sees it. One thread at a time may call `hidden` and `logits`.
 
     Attributes:
         shape: sizes of the model.
+        places: by layer, the device and dtypes that it works in.
         fingerprint: of the weights' content and the attention config, independent of the floating-point dtype.
+        sketch: of the base model, whatever its quantisation. form: that and the active adapters in words, "" if plain.
+        adapters: names of those that were active when it was made; it goes on with these.
     """
 
     def __init__(self, model: PreTrainedModel, attn: str):
         self._check(model)
+        self.adapters, self.form, self.quantised = adapters(model), form(model), quantisation(model) != ""
         self.attn = self._base_attention(model, attn)
         self._shadow = shadow(model)
         self._shadow.set_attn_implementation(NAME)
@@ -111,18 +108,19 @@ class Attachment:
         setattr(self._shadow, prefix, self._stub)
         self._rotary = Rotary(self._decoder, getattr(self._config, "layer_types", None))
         self._attentions = [layer.self_attn for layer in self._decoder.layers]
-        self.shape = self._read_shape(model)
         this = weakref.ref(self)
         for module in self._attentions:
             module.locret_attachment = this
         self._step: Step | None = None
         self._graded = False  # whether what runs is to leave a graph
         self._input: Tensor | None = None  # of the attention module that is running
-        self._rotary.found([self._probe_rope(module) for module in self._attentions], self.shape.head_dim)
+        self.places, self._last_device = self._probe_places(model)
+        self.shape = self._read_shape(model)
+        self._rotary.found([self._probe_rope(module) for module in self._attentions], self.places, self.shape.head_dim)
         for module in self._attentions:
             _note_inputs(module)
         self._plain_head = self._probe_head()
-        self.fingerprint = _fingerprint(model)
+        self.fingerprint, self.sketch = fingerprint(model), sketch(self._decoder)
         self.users = 0
 
     @property
@@ -172,20 +170,21 @@ class Attachment:
             raise UnsupportedModel(f"{type(model).__name__}: found layers of kind {sorted(set(kinds))}; expected only "
                                    f"{' and '.join(allowed)}")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        parameter = next(self._attentions[0].parameters())
         return ModelShape(
             layers=len(kinds), kv_heads=kv_heads, groups=heads // kv_heads,
             head_dim=getattr(first, "head_dim", None) or config.hidden_size // heads, vocab=config.vocab_size,
-            window=config.max_position_embeddings, item_bytes=parameter.element_size(), hidden=config.hidden_size,
+            window=config.max_position_embeddings, item_bytes=self.dtype.itemsize, hidden=config.hidden_size,
             sliding=tuple(extra.get("sliding_window") for extra in kwargs))
 
     @property
     def device(self) -> torch.device:
-        return next(self._attentions[0].parameters()).device
+        """That of the first layer, where ids go in."""
+        return self.places[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self._attentions[0].parameters()).dtype
+        """Of K and V, which is that of activations: packed weights have others."""
+        return self.places[0].keys
 
     @property
     def key_copies(self) -> tuple[int, ...]:
@@ -196,11 +195,16 @@ class Attachment:
 
     def rotates_on_load(self, layer: int) -> bool:
         """Whether kernels rotate the layer's keys as they load them: Triton's, where RoPE is the rotation by halves."""
-        return self._rotary.plain[layer] and uses_triton(next(self._attentions[layer].parameters()))
+        return self._rotary.plain[layer] and uses_triton(torch.empty(0, device=self.places[layer].device))
 
     def tables(self, capacity: int) -> RopeTables:
         """For ranks 0..capacity-1; fixes the regime of dynamic and long RoPE for the session."""
         return self._rotary.tables(capacity)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers."""
+        return list(self._decoder.layers)
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -213,13 +217,41 @@ class Attachment:
         return getattr(self._config, "hidden_act", None) or getattr(self._config, "hidden_activation", "silu")
 
     @torch.no_grad()
+    def _probe_places(self, model: PreTrainedModel) -> tuple[list[Place], torch.device]:
+        """Where each layer works, and where the hidden states of the last come out. Asked of a forward: what lies in
+        parameters is packed, or elsewhere, where the model is quantised or offloaded."""
+        given: dict[int, torch.dtype] = {}
+        found: dict[int, Place] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).dtype
+
+        def step(call: LayerCall) -> Attended:
+            found[call.layer] = Place(call.k.device, given[call.layer], call.k.dtype)
+            return call.q, call.k, call.v, None
+
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in self._attentions]
+        first = next((t.device for t in model.get_input_embeddings().parameters() if not t.is_meta), "cpu")
+        try:
+            out = self.hidden(torch.arange(3, device=first)[None], step)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        places = [found[layer] for layer in range(len(self._attentions))]
+        dtypes = {place.keys for place in places}
+        if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+            raise UnsupportedModel(f"{type(model).__name__}: its layers give keys of {sorted(map(str, dtypes))}; "
+                                   "expected one floating-point dtype: load it with dtype=... for all of them")
+        return places, out.device
+
+    @torch.no_grad()
     def _probe_rope(self, module: nn.Module) -> bool:
         """Some layers ignore position embeddings (SmolLM3's NoPE): ask the module, with real and identity ones."""
-        weight = next(module.parameters())
-        x = torch.linspace(-1, 1, 3 * self.shape.hidden, dtype=weight.dtype, device=weight.device)
+        place = self.places[module.layer_idx]
+        x = torch.linspace(-1, 1, 3 * self.shape.hidden, dtype=place.hidden, device=place.device)
         x = x.view(1, 3, self.shape.hidden)
-        positions = torch.arange(3, device=weight.device)[None]
-        cos, sin = self._rotary.cos_sin(module.layer_idx, positions)
+        positions = torch.arange(3, device=place.device)[None]
+        cos, sin = self._rotary.cos_sin(module.layer_idx, positions, place)
         seen: list[Tensor] = []
 
         def keep_query(call: LayerCall) -> Attended:
@@ -239,7 +271,7 @@ class Attachment:
     def _probe_head(self) -> bool:
         """Whether logits are what the output embeddings give and nothing more: then the rest of the causal LM's
         forward, which takes longer than a small head, is spared."""
-        x = torch.linspace(-3, 3, 2 * self.shape.hidden, dtype=self.dtype, device=self.device)
+        x = torch.linspace(-3, 3, 2 * self.shape.hidden, dtype=self.dtype, device=self._last_device)
         x = x.view(1, 2, self.shape.hidden)
         try:
             return torch.equal(self._whole_logits(x), self._head(x))
@@ -316,26 +348,3 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, ca
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal,
                                          enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).contiguous()
-
-
-# -- attaching --------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _fingerprint(model: PreTrainedModel) -> str:
-    """blake2b over names, shapes and up to 65,536 evenly spaced values of every weight, as bf16.
-
-    Rounding to bf16 makes it the same for every dtype a checkpoint is loaded in. It tells models and fine-tunes
-    apart; it is not proof against a single changed weight.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    config = model.config.get_text_config(decoder=True)
-    digest.update(repr((config.model_type, getattr(config, "rope_parameters", None))).encode())
-    for name, weight in sorted(model.state_dict().items()):
-        if not weight.is_floating_point() or weight.is_meta:
-            continue
-        flat = weight.detach().reshape(-1)
-        flat = flat[:: max(1, flat.numel() // 65_536)].to(torch.bfloat16).cpu()
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(flat.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()

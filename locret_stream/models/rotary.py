@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from locret_stream.kernels import rotate_halves
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Where a layer works: its device, and the dtypes of what its attention is given and of the K that it makes."""
+
+    device: torch.device
+    hidden: torch.dtype
+    keys: torch.dtype
 
 
 class Rotary:
@@ -26,34 +36,33 @@ class Rotary:
         self._real, self._layer_types = decoder.rotary_emb, layer_types
         self._attentions = [layer.self_attn for layer in decoder.layers]
         self._sliced: dict[int, bool] = {}
+        self._places: list[Place] = []
         self.uses = self.plain = [False] * len(self._attentions)
         decoder.rotary_emb = _Identity(self._real)
 
-    def found(self, uses: list[bool], head_dim: int) -> None:
-        """Which layers have any, as a trial has shown."""
-        self.uses = uses
+    def found(self, uses: list[bool], places: list[Place], head_dim: int) -> None:
+        """Which layers have any and where they work, as trials have shown."""
+        self.uses, self._places = uses, places
         self.plain = [use and self._is_plain(layer, head_dim) for layer, use in enumerate(uses)]
         for module, use in zip(self._attentions, uses, strict=True):
             if use:
                 _spare_rotation(module)
 
-    def cos_sin(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, layer: int, positions: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         """Of the layer at positions [1, T]: [1, T, width] each."""
-        weight = next(self._attentions[0].parameters())
-        like = torch.empty(1, dtype=weight.dtype, device=weight.device)
+        like = torch.empty(1, dtype=place.keys, device=place.device)
         per_type = isinstance(getattr(self._real, "rope_type", None), dict)
         return self._real(like, positions, *([self._layer_types[layer]] if per_type else []))
 
     @torch.no_grad()
     def tables(self, capacity: int) -> RopeTables:
         """For ranks 0..capacity-1."""
-        made: dict[str, tuple[Tensor, Tensor]] = {}
+        made: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
         layers: list[tuple[Tensor, Tensor] | None] = []
-        positions = torch.arange(capacity, device=next(self._attentions[0].parameters()).device)[None]
-        for layer, rope in enumerate(self.uses):
-            kind = self._layer_types[layer] if self._layer_types else ""
+        for layer, (rope, place) in enumerate(zip(self.uses, self._places, strict=True)):
+            kind = self._layer_types[layer] if self._layer_types else "", place.device
             if rope and kind not in made:
-                made[kind] = self.cos_sin(layer, positions)
+                made[kind] = self.cos_sin(layer, torch.arange(capacity, device=place.device)[None], place)
             layers.append(made[kind] if rope else None)
         return RopeTables(self, capacity, layers)
 
@@ -73,12 +82,12 @@ class Rotary:
     @torch.no_grad()
     def _is_plain(self, layer: int, head_dim: int) -> bool:
         """Whether the model's own rotation is the common one of halves, which `rotate_halves` does in 3 passes."""
-        weight = next(self._attentions[0].parameters())
-        x = torch.linspace(-1, 1, 2 * head_dim, dtype=weight.dtype, device=weight.device).view(1, 1, 2, head_dim)
-        cos, sin = self.cos_sin(layer, torch.tensor([[1, 5]], device=weight.device))
+        place = self._places[layer]
+        x = torch.linspace(-1, 1, 2 * head_dim, dtype=place.keys, device=place.device).view(1, 1, 2, head_dim)
+        cos, sin = self.cos_sin(layer, torch.tensor([[1, 5]], device=place.device), place)
         if cos.shape[-1] != x.shape[-1]:
             return False
-        close = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+        close = 1e-5 if x.dtype in (torch.float32, torch.float64) else 1e-2
         own, plain = self.apply(layer, x, cos, sin), rotate_halves(x, cos[:, None], sin[:, None])
         # Another type is of a model that rotates in float32 and casts back (OLMo 2): that is left to its own function.
         return own.dtype == plain.dtype and torch.allclose(own, plain, rtol=close, atol=close)

@@ -1,0 +1,146 @@
+"""Models as people load them: quantised ones stream as their own stock forward computes, and stay as they were."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from locret_stream.errors import UnsupportedModel
+from locret_stream.models import attach, detach, self_test
+from tests.kit import build, feed, ids_of
+from tests.packings import BASE, EXACT, PACKINGS, packed
+
+tf.logging.set_verbosity_error()
+COUNT, CHUNK = 60, 16
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+@torch.no_grad()
+def stock_in_pieces(of: tf.PreTrainedModel, ids: list[int], size: int) -> torch.Tensor:
+    """What the user's own model computes with its own cache when it reads pieces of that size, [T, vocab]."""
+    cache = tf.DynamicCache()
+    return torch.cat([of(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[0].float()
+                      for part in (ids[i:i + size] for i in range(0, len(ids), size))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_quantised_model_streams_as_its_own_forward_computes(packing: str, dtype: torch.dtype, root: Path):
+    """With a full budget, read in the same pieces: what rounds activations rounds them by the piece."""
+    stock = packed(packing, root, dtype=dtype)
+    ids = ids_of(COUNT)
+    expected = stock_in_pieces(stock, ids, CHUNK)[CHUNK - 1::CHUNK]
+    engine = build("streaming_llm", on=stock, units=64, chunk_size=CHUNK)
+    state, found = engine.open(0), []
+    for start in range(0, COUNT - CHUNK + 1, CHUNK):
+        feed(engine, state, ids[start:start + CHUNK])
+        found.append(engine.logits(state))
+    gap = ((torch.stack(found) - expected).square().mean().sqrt() / expected.std()).item()
+    assert engine.pool.layers[0].keys.dtype == dtype == engine.attachment.dtype
+    assert engine.pool.bytes_resident == engine.pool.formula_bytes()
+    exact = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    print(f"{packing} {dtype}: {gap:.2e}")
+    assert gap <= (exact if packing in EXACT else 4e-2)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-4"])
+def test_so_do_quantised_qwens(name: str, packing: str, root: Path):
+    """Qwen 2 has biases, which bitsandbytes casts in place; Qwen 3 norms Q and K."""
+    attachment = attach(stock := packed(packing, root, name=name))
+    assert attachment.quantised and self_test(stock, attachment) <= 1e-2
+
+
+@pytest.mark.parametrize("packing", [name for name in PACKINGS if name.startswith("bitsandbytes")])
+@pytest.mark.parametrize("ran", [False, True], ids=["fresh", "used"])
+def test_the_first_tree_is_left_as_it_was_though_forwards_repack_weights(packing: str, ran: bool, root: Path):
+    """bitsandbytes' first forward takes scales off the parameter and repacks it: a shadow has parameters of its own."""
+    stock, ids = packed(packing, root, dtype=torch.bfloat16), torch.tensor([ids_of(20)])
+    if ran:
+        with torch.no_grad():
+            stock(ids)
+
+    def portrait() -> dict:
+        return {name: (id(p), p.data_ptr(), sorted((key, id(value)) for key, value in vars(p).items()),
+                       sorted((key, id(value)) for key, value in vars(getattr(p, "quant_state", None) or p).items()))
+                for name, p in stock.named_parameters()}
+
+    before = portrait()
+    engine = build("streaming_llm", on=stock)
+    feed(engine, engine.open(0), ids_of(20))
+    assert portrait() == before
+    with torch.no_grad():
+        expected = packed(packing, root, dtype=torch.bfloat16)(ids).logits
+        assert torch.equal(stock(ids).logits, expected)
+    detach(stock)
+
+
+@pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-8"])
+def test_packed_weights_are_shared_not_copied(packing: str, root: Path):
+    stock = packed(packing, root)
+    theirs = dict(stock.model.named_parameters())
+    scales = {name: getattr(p, "SCB", None) for name, p in theirs.items()}
+    for path, module in attach(stock)._decoder.named_modules():
+        for name, mine in module._parameters.items():
+            whole = f"{path}.{name}"
+            if packing == "torchao-int8":
+                assert mine is theirs.get(whole)
+            elif mine is not None:
+                assert mine.data_ptr() == theirs[whole].data_ptr()
+        if hasattr(module, "state"):
+            assert module.state.SCB.data_ptr() == scales[f"{path}.weight"].data_ptr()
+
+
+def test_generating_beside_the_engine_gives_what_it_gave_alone(root: Path):
+    stock, prompt = packed("bitsandbytes-4", root), torch.tensor([ids_of(12)])
+
+    def generate() -> torch.Tensor:
+        return stock.generate(prompt, max_new_tokens=6, do_sample=False)
+
+    expected = packed("bitsandbytes-4", root).generate(prompt, max_new_tokens=6, do_sample=False)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(generate() for _ in range(4)))
+    thread.start()
+    for _ in range(2):
+        engine = build("streaming_llm", on=stock)
+        feed(engine, engine.open(0), ids_of(40))
+        detach(stock)
+    thread.join(60)
+    assert len(found) == 4 and all(torch.equal(one, expected) for one in found)
+
+
+def test_a_quantised_norm_after_rope_is_refused_too(root: Path):
+    """Where logits are coarse the layers are compared one by one, and that is fine enough."""
+    from tests.packings import needs
+
+    needs("bitsandbytes")
+    torch.manual_seed(0)
+    hunyuan = tf.HunYuanDenseV1ForCausalLM(tf.HunYuanDenseV1Config(**BASE, head_dim=32)).eval()
+    for name, parameter in hunyuan.named_parameters():
+        if name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
+            parameter.data = torch.rand_like(parameter) + 0.5
+    hunyuan.save_pretrained(root / "hunyuan")
+    packed_one = tf.AutoModelForCausalLM.from_pretrained(
+        root / "hunyuan", dtype=torch.float32, quantization_config=tf.BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(UnsupportedModel, match=r"HunYuanDenseV1ForCausalLM.* logits differ from the stock model's"):
+        attach(packed_one)
+
+
+def test_a_model_whose_layers_give_keys_of_two_dtypes_is_refused_by_name(root: Path):
+    mixed = copy.deepcopy(packed("plain", root))
+    mixed.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"].double()}),
+        with_kwargs=True)
+    mixed.model.layers[1].self_attn.double().register_forward_hook(
+        lambda module, args, out: (out[0].float(), *out[1:]))
+    with pytest.raises(UnsupportedModel, match=r"keys of \['torch.float32', 'torch.float64'\]; expected one"):
+        attach(mixed)

@@ -1,0 +1,106 @@
+"""One small model as people load it: plain, quantised by several libraries, with adapters. What is not installed is
+skipped, by name."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.architectures import make
+
+BASE = dict(vocab_size=401, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+CONFIGS = {"llama": lambda: tf.LlamaConfig(**BASE), "qwen2": lambda: tf.Qwen2Config(**BASE),
+           "qwen3": lambda: tf.Qwen3Config(**BASE, head_dim=64)}
+PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "peft": "peft", "gguf": "gguf"}
+
+
+def needs(package: str) -> None:
+    """Skip where it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, which is not installed here: pip install locret-stream[quantised]")
+
+
+def _torchao(config: Callable[[Any], Any]) -> Callable[[Path, torch.dtype], PreTrainedModel]:
+    def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+        needs("torchao")
+        import torchao.quantization as ao
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=tf.TorchAoConfig(
+            config(ao)))
+
+    return load
+
+
+def _bitsandbytes(**options: Any) -> Callable[[Path, torch.dtype], PreTrainedModel]:
+    def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+        needs("bitsandbytes")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=tf.BitsAndBytesConfig(
+            **options))
+
+    return load
+
+
+def _plain(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+PACKINGS: dict[str, Callable[[Path, torch.dtype], PreTrainedModel]] = {
+    "plain": _plain,
+    "torchao-int8": _torchao(lambda ao: ao.Int8WeightOnlyConfig()),
+    "torchao-int8-dynamic": _torchao(lambda ao: ao.Int8DynamicActivationInt8WeightConfig()),
+    "torchao-int4": _torchao(lambda ao: ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(32))),
+    "bitsandbytes-8": _bitsandbytes(load_in_8bit=True),
+    "bitsandbytes-4": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "bitsandbytes-4-nested": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                                           bnb_4bit_use_double_quant=True),
+}
+EXACT = ("plain", "torchao-int8", "torchao-int4")
+"""Those that compute in the dtype of activations; the others round these inside of a layer."""
+
+
+@cache
+def base(name: str = "llama", seed: int = 0) -> PreTrainedModel:
+    """A random model in bf16, never changed."""
+    return make(name, dtype=torch.bfloat16, seed=seed, config=CONFIGS[name]())
+
+
+@cache
+def _saved(name: str, seed: int, root: Path) -> Path:
+    base(name, seed).save_pretrained(folder := root / f"{name}-{seed}")
+    return folder
+
+
+def packed(packing: str, root: Path, *, name: str = "llama", seed: int = 0,
+           dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The base as that packing loads it; `root` is a folder for all tests of a process."""
+    return PACKINGS[packing](_saved(name, seed, root), dtype).eval()
+
+
+def with_adapter(model: PreTrainedModel, *names: str, rank: int = 4, seed: int = 1) -> Any:
+    """A PEFT model around a copy, with LoRA adapters that change much; the last one is active."""
+    needs("peft")
+    import peft
+
+    wrapped = None
+    for number, name in enumerate(names or ("default",)):
+        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj", "down_proj"])
+        if wrapped is None:
+            wrapped = peft.get_peft_model(copy.deepcopy(model), config, adapter_name=name)
+        else:
+            wrapped.add_adapter(name, config)
+        noise = torch.Generator().manual_seed(seed + number)
+        for path, parameter in wrapped.named_parameters():
+            if f".lora_B.{name}." in path:
+                parameter.data = torch.randn(parameter.shape, generator=noise).to(parameter) * 0.05
+        wrapped.set_adapter(name)
+    return wrapped.eval()
