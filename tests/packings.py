@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.architectures import make
 
-BASE = dict(vocab_size=401, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+BASE = dict(vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 CONFIGS = {"llama": lambda: tf.LlamaConfig(**BASE), "qwen2": lambda: tf.Qwen2Config(**BASE),
            "qwen3": lambda: tf.Qwen3Config(**BASE, head_dim=64)}
@@ -100,7 +100,56 @@ def with_adapter(model: PreTrainedModel, *names: str, rank: int = 4, seed: int =
             wrapped.add_adapter(name, config)
         noise = torch.Generator().manual_seed(seed + number)
         for path, parameter in wrapped.named_parameters():
-            if f".lora_B.{name}." in path:
-                parameter.data = torch.randn(parameter.shape, generator=noise).to(parameter) * 0.05
+            if f".lora_A.{name}." in path or f".lora_B.{name}." in path:
+                parameter.data = torch.randn(parameter.shape, generator=noise).to(parameter) * 0.1
         wrapped.set_adapter(name)
     return wrapped.eval()
+
+
+def as_gguf(model: PreTrainedModel, tokenizer: tf.PreTrainedTokenizerFast, path: Path, kind: str = "Q8_0") -> Path:
+    """A Llama and its byte-level tokenizer as llama.cpp's converter would write them, in one quantisation."""
+    needs("gguf")
+    needs("accelerate")
+    import json
+
+    import gguf
+
+    config, definition = model.config, json.loads(tokenizer.backend_tokenizer.to_str())
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = {index: token for token, index in tokenizer.get_vocab().items()}
+    added = {each["id"]: each["special"] for each in definition["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([tokens.get(index, f"<unused{index}>") for index in range(config.vocab_size)])
+    writer.add_token_types([gguf.TokenType.CONTROL if added.get(index) else gguf.TokenType.USER_DEFINED
+                            if index in added else gguf.TokenType.NORMAL if index in tokens else gguf.TokenType.UNUSED
+                            for index in range(config.vocab_size)])
+    writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair
+                             for pair in definition["model"]["merges"]])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        data = tensor.float().numpy()
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if part in name:  # llama.cpp rotates neighbours where transformers rotates halves
+                data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        how = gguf.GGMLQuantizationType.F32 if data.ndim == 1 else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(names.get_name(name, (".weight",)) + ".weight" if not (
+            found := names.get_name(name, (".weight",))).endswith(".weight") else found,
+            gguf.quants.quantize(data, how), raw_dtype=how)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -29,7 +29,7 @@ from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.probes import Attention, Heard, Oracle, PerHeadOracle
 from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
-from locret_stream.models import attach, detach
+from locret_stream.models import attach, detach, named_weights
 from locret_stream.policies import Listening, all_knobs
 from locret_stream.runtime import Runtime
 from locret_stream.runtime.loading import in_passing
@@ -56,20 +56,21 @@ class Bench:
         definition = getattr(self.tokenizer, "backend_tokenizer", None)
         told = definition.to_str() if definition is not None else str(sorted(self.tokenizer.get_vocab().items()))
         frame = ChatFrame(TextCodec(self.tokenizer, vocab=self.shape[0].vocab), self.tokenizer)
-        return Origin(weights=digest_tensors(self.model.state_dict().items()), tokenizer=digest_text(told), heads="",
-                      text=self.text.name, tasks=suite.VERSION, architecture=digest_text(self._attached[2]),
+        return Origin(weights=digest_tensors(named_weights(self.model)), tokenizer=digest_text(told), heads="",
+                      text=self.text.name, tasks=suite.VERSION, architecture=digest_text(self._attached[4]),
                       template=digest_text(frame.literals))
 
     @property
-    def shape(self) -> tuple[ModelShape, str]:
-        """Of the model, and the fingerprint that heads are checked against. Raises UnsupportedModel."""
-        return self._attached[:2]
+    def shape(self) -> tuple[ModelShape, str, str, str]:
+        """Of the model, and what else heads are checked against: fingerprint, sketch, form. Raises UnsupportedModel."""
+        return self._attached[:4]
 
     @functools.cached_property
-    def _attached(self) -> tuple[ModelShape, str, str]:
+    def _attached(self) -> tuple[ModelShape, str, str, str, str]:
         attachment = in_passing(lambda: attach(self.model))
         detach(self.model)
-        return attachment.shape, attachment.fingerprint, attachment.architecture
+        return (attachment.shape, attachment.fingerprint, attachment.sketch, attachment.form,
+                attachment.architecture)
 
     def task(self, cell: Cell) -> Task:
         """What a cell is measured on. Raises ConfigError: a task that is not there, or a file that was not given."""

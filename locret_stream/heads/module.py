@@ -10,6 +10,7 @@ what comes out for the log odds of beta, the factor by which a unit's worth fall
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -28,8 +29,11 @@ from locret_stream.heads.published import infer_sizes, read_published
 from locret_stream.kernels import score_units
 from locret_stream.kernels.reference import project
 
+_log = logging.getLogger(__name__)
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 VERSION = 1
+KIN_BITS = 32
+"""Of the 128 of a sketch. Those of unrelated models differ in half: in so few by chance once in 10^8 times."""
 
 
 class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,9 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_tokens: of the query in front of every example that they were trained on, 0 for none (Locret-Q).
     budget_shares: what each layer is to get of a budget, in proportion to the others; None for the same each.
     trained_layers: layers that have a head, None for all; in the others every unit scores 0, so the newest stay.
+    fingerprint: of the model as it was, its packed weights and active adapters included. sketch: of its base, in
+        whatever packing (`models.weights.sketch`). form: its quantisation and active adapters in words, "" for a plain
+        one. Older files have neither of the last two.
     """
 
     layers: int
@@ -61,6 +68,8 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     output: Literal["score", "retention"] = "score"
     query_tokens: int = 0
     version: int = VERSION
+    sketch: str | msgspec.UnsetType = msgspec.UNSET
+    form: str | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -85,6 +94,11 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_head(self, layer: int) -> bool:
         return self.trained_layers is None or layer in self.trained_layers
+
+
+def kin(one: str, other: str) -> bool:
+    """Whether two sketches are of one base model, quantised or tuned though it may be."""
+    return (int(one, 16) ^ int(other, 16)).bit_count() <= KIN_BITS
 
 
 class RetainingHeads(nn.Module):
@@ -182,8 +196,14 @@ class RetainingHeads(nn.Module):
                                 f"expected {expected.get(name, 'none')}")
         self.load_state_dict({name: t.float() for name, t in tensors.items()})
 
-    def check_fits(self, shape: ModelShape, fingerprint: str = "") -> None:
+    def check_fits(self, shape: ModelShape, fingerprint: str = "", sketch: str = "", form: str = "") -> None:
         """Refuse to serve another model than the one these heads were made for; "" leaves the fingerprint unchecked.
+
+        Another packing of the same base, or the base under an adapter, is served, with a warning: K and V are nearly
+        those that the heads were trained on.
+
+        Args:
+            sketch: of the model's base. form: how it differs from a plain one, in words; "" if it does not.
 
         Raises:
             HeadsMismatch: naming the first tensor with both shapes, or both fingerprints.
@@ -204,7 +224,16 @@ class RetainingHeads(nn.Module):
             raise HeadsMismatch(f"retaining heads of another model: they are for {self.config.layers} layers, this "
                                 f"model has {shape.layers}; train heads for it with `locret-stream train-heads`")
         own = self.config.fingerprint
-        if own and fingerprint and own != fingerprint:
+        if not own or not fingerprint or own == fingerprint:
+            return
+        theirs = self.config.form or ""
+        if (form or theirs) and (not sketch or not self.config.sketch):
+            _log.warning("retaining heads that were trained for %s serve a quantised or adapted model (%s): whether it "
+                         "is of the same base cannot be told, as the heads bear no sketch of theirs", own, form)
+        elif (form or theirs) and kin(sketch, self.config.sketch):
+            _log.warning("retaining heads that were trained on their model as %s serve the same base as %s: what they "
+                         "keep may be a little worse", theirs or "plain weights", form or "plain weights")
+        else:
             raise HeadsMismatch(f"retaining heads of another model of the same shape: they were trained for {own}, "
                                 f"this model is {fingerprint}; train heads for it with `locret-stream train-heads`")
 

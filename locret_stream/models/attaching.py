@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from locret_stream.errors import LocretError, UnsupportedModel
 from locret_stream.models.attachment import Attachment, Attended, LayerCall
-from locret_stream.models.weights import adapters, form, shadow
+from locret_stream.models.weights import adapters, base_of, form, shadow
 
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], Attachment]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
@@ -24,13 +24,15 @@ def attach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> Attac
     """The attachment of this model object: made and self-tested once, then shared and counted.
 
     Args:
-        model: a transformers causal LM; it is never changed. Move or cast it before attaching.
+        model: a transformers causal LM, or PEFT's around one; it is never changed. Move or cast it, and choose its
+            adapters, before attaching.
         attn: "auto" (what the model itself uses, sdpa or eager), "sdpa" or "eager".
         number: one attachment belongs to one thread; another number gives another one over the same weights.
 
     Raises:
         UnsupportedModel: not such a model, or the self-test found logits that differ from the stock model's.
     """
+    model = base_of(model)
     with _lock:
         made = _attached.setdefault(model, {}) if isinstance(model, PreTrainedModel) else {}
         attachment = made.get((attn, number))
@@ -59,6 +61,7 @@ def _make(model: PreTrainedModel, attn: str) -> Attachment:
 
 def detach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> int:
     """Give one use back; the last one forgets the shadow. Returns the uses that are left."""
+    model = base_of(model)
     with _lock:
         made = _attached.get(model, {})
         if (attn, number) not in made:
@@ -77,6 +80,7 @@ def attached(model: PreTrainedModel | Attachment) -> Iterator[Attachment]:
     if isinstance(model, Attachment):
         yield model
         return
+    model = base_of(model)
     with _lock:
         number = min([0, *(number for _, number in _attached.get(model, {}))]) - 1 if isinstance(
             model, PreTrainedModel) else 0

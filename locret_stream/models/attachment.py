@@ -15,7 +15,7 @@ import functools
 import json
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from locret_stream.config import ModelShape
 from locret_stream.errors import UnsupportedModel
+from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
 from locret_stream.models.rotary import Place, RopeTables, Rotary
-from locret_stream.models.weights import adapters, fingerprint, form, quantisation, shadow, sketch
+from locret_stream.models.weights import adapters, fingerprint, form, named_weights, quantisation, shadow, sketch
 
 NAME = "locret"  # of our attention function; has no mask function, so transformers builds no mask for it
 
@@ -130,7 +131,20 @@ class Attachment:
         for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
                      "_attn_implementation", "attn_implementation"):
             config.pop(name, None)
+        if isinstance(config.get("quantization_config"), dict):
+            config["quantization_config"].pop("gguf_file", None)  # its name; what is in it are the weights
         return json.dumps(config, sort_keys=True, default=str)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that it computes with, by its name in the model; see `weights.named_weights`."""
+        prefix = self._shadow.base_model_prefix
+        yield from named_weights(self._shadow)
+        for name, tensor in named_weights(self._decoder):
+            yield f"{prefix}.{name}", tensor
+
+    def check_heads(self, heads: RetainingHeads) -> None:
+        """Raises HeadsMismatch: they are of another model."""
+        heads.check_fits(self.shape, self.fingerprint, self.sketch, self.form)
 
     # -- reading the model ------------------------------------------------------------------------------------
 

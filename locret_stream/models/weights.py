@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from locret_stream.errors import UnsupportedModel
+
 _PLAIN = (Tensor, nn.Parameter)
 SKETCH_BITS = 128
 
@@ -148,14 +150,39 @@ def _scales(state: Any) -> Tensor:
     return scales.to(torch.bfloat16)
 
 
+def base_of(model: Any) -> Any:
+    """The transformers model in a PEFT one; anything else as it is.
+
+    Raises:
+        UnsupportedModel: its adapters work outside of the layers.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "get_base_model") or not hasattr(model, "peft_config"):
+        return model
+    for name in model.active_adapters:
+        config = model.peft_config[name]
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModel(f"adapter {name!r} is {getattr(config.peft_type, 'value', config.peft_type)}, which "
+                                   "puts virtual tokens in front of every call; expected one that changes layers, such "
+                                   "as LoRA")
+    return model.get_base_model()
+
+
 # -- adapters ---------------------------------------------------------------------------------------------------
 
 
 def adapters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the adapters (PEFT's) that take part in the model's forward."""
+    """Names of the adapters (PEFT's) that take part in the model's forward.
+
+    Raises:
+        UnsupportedModel: a forward would change the weights.
+    """
     active: dict[str, None] = {}
     for module in model.modules():
         if _is_tuner(module):
+            if module.disable_adapters and getattr(module, "merged_adapters", ()):
+                raise UnsupportedModel(f"the adapters {module.merged_adapters} are merged into the weights and "
+                                       "disabled: the next forward would take them out of weights that are shared; "
+                                       "expected unmerge_adapter() first")
             active |= dict.fromkeys(_active(module))
     return tuple(active)
 

@@ -139,13 +139,17 @@ class Runtime:
         self._names = self._number = self._yielding = 0
 
     @classmethod
-    def from_pretrained(cls, model: str | Path, *, dtype: str | torch.dtype = "auto", device: str | None = None,
+    def from_pretrained(cls, model: str | Path, *, dtype: str | torch.dtype = "auto",
+                        device: str | Mapping[str, Any] | None = None, quantization: Any = None,
                         **options: Any) -> Runtime:
-        """A runtime over a model folder, a hub id, or "bundled" (the small model that comes with the library).
+        """A runtime over a model folder, a GGUF file, the folder of a PEFT adapter, a hub id, or "bundled" (the small
+        model that comes with the library).
 
         Args:
-            dtype: of the weights; "auto" is the checkpoint's own, and fp32 on a CPU.
-            device: such as "cuda"; by default CUDA where there is one.
+            dtype: of the weights; "auto" is the checkpoint's own, and fp32 on a CPU unless it is quantised.
+            device: such as "cuda"; by default CUDA where there is one. "auto", or a dict of devices by module, spreads
+                the layers: each one's memory lies beside it.
+            quantization: a quantiser's config of transformers (such as BitsAndBytesConfig), applied while loading.
             options: as for `Runtime(...)`. For "bundled" heads, budget and chunk size have defaults of their own.
         """
         path: str | Path = model
@@ -156,9 +160,7 @@ class Runtime:
                     options[name] = value
         device = check_device(device)
         dtype = check_dtype(dtype)
-        if dtype == "auto" and device == "cpu":
-            dtype = torch.float32
-        return cls(lambda: load_model(path, dtype, device), lambda: load_tokenizer(path), **options)
+        return cls(lambda: load_model(path, dtype, device, quantization), lambda: load_tokenizer(path), **options)
 
     # -- opening and closing ----------------------------------------------------------------------------------
 
@@ -263,7 +265,7 @@ class Runtime:
         if self._heads is None:
             return None
         heads = self._heads if isinstance(self._heads, RetainingHeads) else RetainingHeads.load(self._heads)
-        heads.check_fits(attachment.shape, attachment.fingerprint)
+        attachment.check_heads(heads)
         if attachment.dtype.itemsize < 4 and heads is self._heads:
             heads = copy.deepcopy(heads)  # it is the caller's, and rounding cannot be taken back
         # In the model's own precision, as their authors run them; what they give is summed in fp32 in any case.
@@ -398,7 +400,7 @@ class Runtime:
         self._check_open(but_closing=True)
         engine, heads = self.engine, getattr(self.engine.policy, "heads", None)
         return Identity(
-            weights=digest_tensors(self.model.state_dict().items()),
+            weights=digest_tensors(self.attachment.named_weights()),
             architecture=digest_text(self.attachment.architecture),
             dtype=str(self.attachment.dtype).removeprefix("torch."),
             tokenizer=self.codec.fingerprint,

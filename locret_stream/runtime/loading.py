@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +22,9 @@ BUNDLED = Path(__file__).parents[1] / "assets" / "bundled"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def check_device(device: str | None) -> str:
-    """A device that can be used here; None: CUDA where there is one, else the CPU.
+def check_device(device: str | Mapping[str, Any] | None) -> str | Mapping[str, Any]:
+    """A device that can be used here; None: CUDA where there is one, else the CPU. "auto" and devices by module are
+    left to transformers, which needs accelerate for them.
 
     Raises:
         ConfigError: it cannot.
@@ -29,6 +32,11 @@ def check_device(device: str | None) -> str:
     best = "cuda" if torch.cuda.is_available() else "cpu"
     if device is None:
         return best
+    if device == "auto" or isinstance(device, Mapping):
+        if not importlib.util.find_spec("accelerate"):
+            raise ConfigError(f"device is {device!r}: a model over several devices needs accelerate, which is not "
+                              "installed here; expected `pip install accelerate`, or one device")
+        return device
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
@@ -49,26 +57,75 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def load_model(path: str | Path, dtype: str | torch.dtype, device: str) -> Any:
-    """The causal language model in a folder, ready to answer.
+def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping[str, Any],
+               quantization: Any = None) -> Any:
+    """The causal language model in a folder or a GGUF file, ready to answer.
+
+    Args:
+        dtype: "auto" is the checkpoint's own; on a CPU float32, unless it is quantised.
+        device: one, or what transformers takes for `device_map`: "auto", or devices by module.
+        quantization: transformers' config of a quantiser, to be applied while loading.
 
     Raises:
         UnsupportedModel: it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
     with _readable(path), _no_bar() if path == BUNDLED else contextlib.nullcontext():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        source, options = _source(path)
+        spread = device == "auto" or isinstance(device, Mapping)
+        packed = quantization is not None or (not options and _is_packed(_base(path)))
+        if quantization is not None:
+            options["quantization_config"] = quantization
+        if dtype == "auto" and device == "cpu" and not packed:
+            dtype = torch.float32
+        if spread or (packed and importlib.util.find_spec("accelerate")):  # what is packed cannot always be moved
+            options["device_map"] = device if spread else {"": device}
+            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options).eval()
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options).to(device).eval()
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Its tokenizer.
+    """Its tokenizer; of an adapter's folder without one that of its base.
 
     Raises:
         UnsupportedModel: it cannot be loaded.
     """
     from transformers import AutoTokenizer
     with _readable(path):
-        return AutoTokenizer.from_pretrained(path)
+        source, options = _source(path)
+        if not list(Path(path).glob("tokenizer*")):
+            source = _base(source)
+        return AutoTokenizer.from_pretrained(source, **options)
+
+
+def _source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
+    """What transformers is to load from, and with which options."""
+    if str(path).endswith(".gguf") and Path(path).is_file():
+        missing = [name for name in ("gguf", "accelerate") if not importlib.util.find_spec(name)]
+        if missing:
+            raise ImportError(f"GGUF files need {' and '.join(missing)}, which are not installed here: pip install "
+                              "'locret-stream[gguf]'")
+        return Path(path).parent, {"gguf_file": Path(path).name}
+    return path, {}
+
+
+def _base(path: str | Path) -> str | Path:
+    """What the adapter in a folder that PEFT wrote is for, which is loaded with it; of others the path itself."""
+    told = Path(path) / "adapter_config.json"
+    if not told.is_file():
+        return path
+    if not importlib.util.find_spec("peft"):
+        raise ImportError("the folder of an adapter needs peft, which is not installed here: pip install "
+                          "'locret-stream[peft]'")
+    return json.loads(told.read_bytes())["base_model_name_or_path"]
+
+
+def _is_packed(path: str | Path) -> bool:
+    """Whether the checkpoint says that it is quantised; what cannot be read fails when it is loaded."""
+    from transformers import PreTrainedConfig
+    with contextlib.suppress(OSError, ValueError):
+        return "quantization_config" in PreTrainedConfig.get_config_dict(path)[0]
+    return False
 
 
 @contextlib.contextmanager
@@ -91,8 +148,8 @@ def _readable(path: str | Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer: {error}; "
-                               'expected a folder with config.json, weights and tokenizer files, a hub id, or "bundled"'
-                               ) from error
+                               'expected a folder with config.json, weights and tokenizer files, that of an adapter, a '
+                               'GGUF file, a hub id, or "bundled"') from error
 
 
 def in_passing(work: Callable[[], T]) -> T:

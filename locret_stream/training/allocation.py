@@ -103,7 +103,7 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
     config, folder = config or AllocationConfig(), Path(heads)
     with attached(model) as attachment, alone_in(folder):
         loaded = RetainingHeads.load(folder)
-        loaded.check_fits(attachment.shape, attachment.fingerprint)
+        attachment.check_heads(loaded)
         digest = digest_of(loaded)
         loaded = loaded.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)
         found = usable(attachment.shape, examples, config.units, config.chunk_size, config.examples, verb="allocate",

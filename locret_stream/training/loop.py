@@ -116,7 +116,7 @@ class _Run:
     def run(self, limit: int) -> TrainResult:
         done = self.folder.result()
         if done is not None:  # what is vouched for is looked at
-            self.folder.heads().check_fits(self.attachment.shape, self.attachment.fingerprint)
+            self.attachment.check_heads(self.folder.heads())
             return done
         started = time.monotonic()
         restored = self.folder.restore(self.heads, self.optimizer)
@@ -235,7 +235,8 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
         head_dim=shape.head_dim, width=config.width, act=config.act or attachment.activation,
         input_norm=config.input_norm, bias=config.bias or config.output == "retention", label=config.label,
         alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
-        features=config.features, hidden=shape.hidden, output=config.output, query_tokens=config.query_tokens)
+        features=config.features, hidden=shape.hidden, output=config.output, query_tokens=config.query_tokens,
+        sketch=attachment.sketch, form=attachment.form)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         heads = RetainingHeads(described)

@@ -1,0 +1,299 @@
+"""Models as people load them, in a runtime: GGUF files, adapters, quantised folders; what their snapshots and heads
+belong to; and what is refused, by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers as tf
+
+from locret_stream import HeadsMismatch, Runtime, SnapshotMismatch, UnsupportedModel
+from locret_stream.config import Budget
+from locret_stream.models import attach, attached, detach, named_weights
+from locret_stream.snapshot import Identity
+from locret_stream.snapshot.identity import digest_tensors
+from locret_stream.training import Example, TrainConfig, train_heads
+from tests.architectures import CONFIGS, make
+from tests.context.support import TEXT, tokenizer
+from tests.kit import build, ids_of, logits_at_each, random_heads, stock_logits
+from tests.packings import PACKINGS, as_gguf, base, needs, packed, with_adapter
+
+tf.logging.set_verbosity_error()
+SMALL = dict(budget=Budget(units=20, sinks=2, stabilizers=3), chunk_size=8, policy="keydiff", max_live=1)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+@asynccontextmanager
+async def running(model: Any, **options: Any) -> AsyncIterator[Runtime]:
+    async with Runtime(model, tokenizer(), **SMALL | options) as runtime:
+        yield runtime
+
+
+async def identity_of(model: Any, **options: Any) -> Identity:
+    async with running(model, **options) as runtime:
+        return runtime.identity
+
+
+# -- what snapshots belong to -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_plain_model_is_known_by_its_state_dict(name: str):
+    """So that snapshots and results of before packings were known stay valid."""
+    stock = make(name)
+    expected = digest_tensors(stock.state_dict().items())
+    assert digest_tensors(named_weights(stock)) == expected
+    assert digest_tensors(attach(stock).named_weights()) == expected
+    assert attach(stock).form == ""
+
+
+async def test_snapshots_tell_packings_of_one_base_apart(root: Path):
+    found = {packing: await identity_of(packed(packing, root)) for packing in PACKINGS}
+    assert len({(one.weights, one.architecture) for one in found.values()}) == len(PACKINGS)
+    assert len({one.weights for one in found.values()}) == len(PACKINGS)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+async def test_the_same_packing_loaded_again_or_used_already_is_the_same(packing: str, root: Path):
+    """bitsandbytes repacks 4-bit weights in its first forward, rounding their scales."""
+    first = await identity_of(packed(packing, root))
+    used = packed(packing, root)
+    with torch.no_grad():
+        used(torch.tensor([ids_of(9)]))
+    assert await identity_of(used) == first
+    fingerprints = {attach(one).fingerprint for one in (used, packed(packing, root))}
+    assert len(fingerprints) == 1 and "0x" not in attach(used).architecture
+
+
+@pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-4"])
+async def test_a_session_goes_on_in_its_own_packing_alone(packing: str, root: Path, tmp_path: Path):
+    async with running(packed(packing, root), store=tmp_path) as runtime, runtime.open("log") as ctx:
+        await ctx.feed(TEXT)
+        count = ctx.memory.tokens
+    async with running(packed("plain", root), store=tmp_path) as runtime:
+        with pytest.raises(SnapshotMismatch, match="made with other weights"):
+            async with runtime.open("log"):
+                pass
+    async with running(packed(packing, root), store=tmp_path) as runtime, runtime.open("log") as ctx:
+        assert ctx.memory.tokens == count
+
+
+# -- adapters -----------------------------------------------------------------------------------------------------
+
+
+async def test_an_adapted_model_streams_as_its_own_forward_computes_and_another_adapter_is_another_identity():
+    adapted = with_adapter(base(), "one", "two").float()
+    found, ids = {}, ids_of(40)
+    for name in ("one", "two"):
+        adapted.set_adapter(name)
+        found[name] = await identity_of(adapted)
+        engine = build("streaming_llm", on=adapted, units=48)
+        assert engine.attachment.form == f"adapter {name}"
+        gap = logits_at_each(engine, engine.open(0), ids) - stock_logits(adapted, ids)
+        assert gap.abs().max() <= 1e-5
+        detach(adapted)
+    with adapted.disable_adapter():
+        off = await identity_of(adapted)
+        assert attach(adapted).form == ""
+        detach(adapted)
+    plain = await identity_of(make_plain())
+    assert off.weights == plain.weights and off.architecture == plain.architecture
+    assert len({found["one"].weights, found["two"].weights, plain.weights}) == 3
+
+
+def make_plain() -> tf.PreTrainedModel:
+    return make("llama", dtype=torch.bfloat16, config=base().config).float()
+
+
+async def test_an_adapter_that_is_loaded_and_idle_changes_nothing():
+    alone, beside = with_adapter(base(), "one").float(), with_adapter(base(), "one", "two").float()
+    beside.set_adapter("one")
+    assert (await identity_of(alone)).weights == (await identity_of(beside)).weights
+
+
+async def test_merged_weights_are_their_own():
+    adapted = with_adapter(base()).float()
+    attached_one = await identity_of(adapted)
+    merged = with_adapter(base()).float().merge_and_unload()
+    saved = make_plain()
+    saved.load_state_dict(merged.state_dict())
+    found = await identity_of(merged)
+    assert found.weights == (await identity_of(saved)).weights
+    assert found.weights not in (attached_one.weights, (await identity_of(make_plain())).weights)
+
+
+def test_switching_adapters_under_a_running_attachment_is_refused_by_name():
+    adapted = with_adapter(base(), "one", "two").float()
+    attach(adapted)
+    adapted.set_adapter("one")
+    with pytest.raises(UnsupportedModel, match=r"adapters \['two'\], and \['one'\] are active now; expected the same"):
+        attach(adapted)
+
+
+def test_adapters_merged_and_disabled_are_refused_as_a_forward_would_change_shared_weights():
+    adapted = with_adapter(base()).float()
+    adapted.merge_adapter()
+    weights = adapted.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    before = weights.clone()
+    with adapted.disable_adapter(), pytest.raises(UnsupportedModel, match=r"merged into the weights and disabled"):
+        attach(adapted)
+    assert torch.equal(weights, before)
+
+
+def test_prompt_tuning_is_refused_by_name():
+    needs("peft")
+    import peft
+
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedModel, match="'default' is PROMPT_TUNING, which puts virtual tokens in front"):
+        attach(peft.get_peft_model(make_plain(), config))
+
+
+async def test_the_folder_of_an_adapter_is_a_model(root: Path, tmp_path: Path):
+    base().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    adapted = with_adapter(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32))
+    adapted.save_pretrained(tmp_path / "adapter")
+    async with Runtime.from_pretrained(tmp_path / "adapter", **SMALL) as runtime:
+        assert runtime.attachment.form == "adapter default"
+        async with runtime.open() as ctx:
+            await ctx.feed(TEXT)
+
+
+# -- GGUF ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_gguf_file_is_a_model(root: Path, tmp_path: Path):
+    path = as_gguf(base(), tokenizer(), tmp_path / "tiny.Q8_0.gguf")
+    async with Runtime.from_pretrained(path, **SMALL) as runtime:
+        assert runtime.attachment.form == "gguf" and runtime.attachment.dtype == torch.float32
+        line = TEXT.partition("\n")[0]
+        assert runtime.count_tokens(line) == len(tokenizer().encode(line, add_special_tokens=False))
+        first = runtime.identity
+        async with runtime.open(system="Be brief.") as ctx:
+            await ctx.feed(TEXT)
+    moved = path.rename(tmp_path / "renamed.gguf")
+    async with Runtime.from_pretrained(moved, **SMALL) as runtime:
+        assert runtime.identity == first
+    coarse = as_gguf(base(), tokenizer(), tmp_path / "tiny.Q4_0.gguf", "Q4_0")
+    async with Runtime.from_pretrained(coarse, **SMALL) as runtime:
+        assert runtime.identity.weights != first.weights
+
+
+async def test_a_gguf_file_that_is_none_is_refused_by_name(tmp_path: Path):
+    needs("gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\x00" * 40)
+    with pytest.raises(UnsupportedModel, match=r"broken\.gguf cannot be loaded as a causal language model"):
+        async with Runtime.from_pretrained(tmp_path / "broken.gguf", **SMALL):
+            pass
+
+
+# -- quantised folders --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-4", "bitsandbytes-8"])
+async def test_a_quantised_folder_is_a_model(packing: str, root: Path, tmp_path: Path):
+    stock = packed(packing, root, dtype=torch.bfloat16)
+    expected = await identity_of(stock)
+    stock.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    async with Runtime.from_pretrained(tmp_path, **SMALL) as runtime:
+        assert runtime.attachment.quantised and runtime.attachment.dtype == torch.bfloat16
+        assert runtime.identity.weights == expected.weights
+
+
+async def test_a_model_is_quantised_while_it_is_loaded(tmp_path: Path):
+    needs("bitsandbytes")
+    base().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    how = tf.BitsAndBytesConfig(load_in_4bit=True)
+    async with Runtime.from_pretrained(tmp_path, quantization=how, **SMALL) as runtime:
+        assert "Linear4bit" in runtime.attachment.form
+
+
+# -- heads --------------------------------------------------------------------------------------------------------
+
+
+def examples() -> list[Example]:
+    return [Example(ids=torch.tensor(ids_of(60, seed=seed)), answer_spans=((40, 60),)) for seed in range(6)]
+
+
+def trained(model: Any, out: Path) -> Path:
+    train_heads(model, examples(), out, TrainConfig(steps=3, width=16, warmup=0.1))
+    return out
+
+
+@pytest.mark.parametrize("trained_on", ["plain", "torchao-int8", "bitsandbytes-4"])
+async def test_heads_trained_on_one_packing_serve_another_with_a_warning(trained_on: str, root: Path, tmp_path: Path,
+                                                                         caplog: pytest.LogCaptureFixture):
+    heads = trained(packed(trained_on, root), tmp_path / "heads")
+    for packing in ("plain", "torchao-int8", "bitsandbytes-4"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "locret_stream.heads"):
+            async with running(packed(packing, root), policy="locret", heads=heads) as runtime, runtime.open() as ctx:
+                await ctx.feed(TEXT)
+        told = [record.getMessage() for record in caplog.records if record.name.startswith("locret_stream.heads")]
+        assert ["serve the same base" in line for line in told] == ([] if packing == trained_on else [True])
+
+
+async def test_heads_of_another_base_are_refused_in_every_packing(root: Path, tmp_path: Path):
+    heads = trained(packed("plain", root), tmp_path / "heads")
+    for packing in ("plain", "torchao-int8", "bitsandbytes-4"):
+        with pytest.raises(HeadsMismatch, match="another model of the same shape"):
+            async with running(packed(packing, root, seed=7), policy="locret", heads=heads):
+                pass
+
+
+async def test_heads_of_the_base_serve_it_under_an_adapter_with_a_warning(root: Path, tmp_path: Path,
+                                                                          caplog: pytest.LogCaptureFixture):
+    heads = trained(packed("plain", root), tmp_path / "heads")
+    with caplog.at_level(logging.WARNING, "locret_stream.heads"):
+        async with running(with_adapter(packed("plain", root)), policy="locret", heads=heads):
+            pass
+    assert "as plain weights serve the same base as adapter default" in caplog.text
+
+
+def test_heads_without_a_sketch_serve_a_quantised_model_and_say_that_it_cannot_be_told(
+        root: Path, caplog: pytest.LogCaptureFixture):
+    with attached(packed("plain", root)) as plain:
+        old = random_heads(plain)
+        old.config = msgspec.structs.replace(old.config, fingerprint=plain.fingerprint)
+    assert b"sketch" not in msgspec.json.encode(old.config)  # digests of older files stay what they were
+    with attached(packed("torchao-int8", root)) as other, caplog.at_level(logging.WARNING, "locret_stream.heads"):
+        other.check_heads(old)
+    assert "cannot be told" in caplog.text
+
+
+@pytest.mark.parametrize("packing", [name for name in PACKINGS if name != "plain"])
+def test_a_sketch_is_of_the_base(packing: str, root: Path):
+    from locret_stream.heads.module import kin
+
+    plain, other = attach(packed("plain", root)), attach(packed(packing, root))
+    assert kin(plain.sketch, other.sketch)
+    assert not kin(other.sketch, attach(packed("plain", root, seed=7)).sketch)
+    assert plain.fingerprint != other.fingerprint
+
+
+def test_heads_learn_alike_on_a_quantised_base(root: Path, tmp_path: Path):
+    """Labels are made of the quantised model's own K and V: the loss falls as it does on the plain one."""
+    def losses(packing: str) -> tuple[float, float]:
+        seen: list[float] = []
+        train_heads(packed(packing, root), examples(), tmp_path / packing,
+                    TrainConfig(steps=12, width=16, warmup=0.1, lr=5e-3),
+                    progress=lambda at: seen.append(at.loss) if at.loss else None)
+        return sum(seen[:3]) / 3, sum(seen[-3:]) / 3
+
+    plain, quantised = losses("plain"), losses("bitsandbytes-4")
+    assert quantised[1] < quantised[0] and plain[1] < plain[0]
+    assert quantised[0] == pytest.approx(plain[0], rel=0.2)
