@@ -21,13 +21,13 @@ BASE = dict(vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_l
             num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 CONFIGS = {"llama": lambda: tf.LlamaConfig(**BASE), "qwen2": lambda: tf.Qwen2Config(**BASE),
            "qwen3": lambda: tf.Qwen3Config(**BASE, head_dim=64)}
-PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "peft": "peft", "gguf": "gguf"}
+EXTRAS = {"torchao": "quantised", "bitsandbytes": "quantised", "accelerate": "gguf", "gguf": "gguf", "peft": "peft"}
 
 
 def needs(package: str) -> None:
     """Skip where it is not installed."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}, which is not installed here: pip install locret-stream[quantised]")
+        pytest.skip(f"needs {package}, which is not installed here: pip install 'locret-stream[{EXTRAS[package]}]'")
 
 
 def _torchao(config: Callable[[Any], Any]) -> Callable[[Path, torch.dtype], PreTrainedModel]:
