@@ -110,14 +110,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         total, weight = self.units * shape.layers, sum(allocation)
         exact = [total * share / weight for share in allocation]
         protected, advice = self.sinks + self.stabilizers, self.allocation in ("auto", "adaptive") and bool(shares)
-        if advice and most is not None:
+        if advice and most is not None and max(_rounded(exact, total)) > most:
             exact = _capped(exact, most)
         if advice:
             exact = _raised(exact, [1 if window else protected + 1 for window in shape.sliding])
-        units = [math.floor(x + 1e-9) for x in exact]  # a whole number that lost its last bit is one
-        by_remainder = sorted(range(shape.layers), key=lambda i: (units[i] - exact[i], i))
-        for i in by_remainder[: total - sum(units)]:
-            units[i] += 1
+        units = _rounded(exact, total)
         capped = tuple(min(u, w) if w else u for u, w in zip(units, shape.sliding, strict=True))
         least = (protected + 1 if advice else protected + PYRAMID_BETA if self.allocation == "pyramid" else
                  (protected + 1) * weight / (min(allocation) * shape.layers))
@@ -147,6 +144,15 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             step = 2 * (free - least) / (shape.layers - 1)
             return tuple(protected + 2 * free - least - step * layer for layer in range(shape.layers))
         return (1.0,) * shape.layers
+
+
+def _rounded(exact: list[float], total: int) -> list[int]:
+    """Whole numbers of that sum, by largest remainder."""
+    units = [math.floor(x + 1e-9) for x in exact]  # a whole number that lost its last bit is one
+    by_remainder = sorted(range(len(exact)), key=lambda i: (units[i] - exact[i], i))
+    for i in by_remainder[: total - sum(units)]:
+        units[i] += 1
+    return units
 
 
 def _capped(exact: list[float], most: int) -> list[float]:

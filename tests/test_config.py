@@ -7,7 +7,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from locret_stream.config import Budget, ModelShape, Sampling, StreamConfig, budget_from, check_window, unit_bytes
@@ -96,6 +96,7 @@ def test_auto_takes_the_shares_of_the_heads():
 
 
 @given(st.integers(1, 400), st.lists(st.floats(0.05, 20), min_size=1, max_size=8).map(tuple))
+@example(83, (1.0, 1.5, 1.5, 1.125, 1.3125, 1.8125, 12.625, 0.080078125))  # one share is 400.6, and 400 rounded
 def test_shares_of_heads_give_way_to_the_window(units: int, shares: tuple[float, ...]):
     """They were found for another budget; the sum stays, and where nothing is over the window they are as they were."""
     budget, shape = Budget(units=units, sinks=0, stabilizers=0), shape_of(len(shares))
