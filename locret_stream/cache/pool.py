@@ -3,11 +3,12 @@
     bytes = slots * sum over layers of H * (b_l + chunk) * unit_l  +  scratch
     unit_l = (2 or 3) * D * item + 4 * planes + 8      (3: K, rotated K, V; 2 in a layer without RoPE, and where the
                                                         kernels rotate keys as they load them)
-    scratch = H * max_l(b_l) * max(D * item, 8)
+    scratch = H * max_l(b_l) * max(D * item, 8)        (on each device that holds layers)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from locret_stream.kernels import slot_units
 class LayerBuffers:
     """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
 
-    `rotated` is `keys` itself where no rotated keys are held.
+    `rotated` is `keys` itself where no rotated keys are held. `scratch` is the area that all layers of a device use.
     """
 
     keys: Tensor
@@ -29,19 +30,20 @@ class LayerBuffers:
     values: Tensor
     scores: Tensor
     positions: Tensor
+    scratch: Tensor
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, each once."""
+        """All that is the layer's own, each once."""
         own = [self.keys, self.values, self.scores, self.positions]
         return own if self.rotated is self.keys else [*own, self.rotated]
 
     def write_each(self, slots: Tensor, ranks: Tensor, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
         """One new unit [A, H, 1, D] for each of A slots [A], at its own rank [A], behind the committed ones.
 
-        On CUDA the indices stay on the device: nothing waits for it.
+        On an accelerator the indices stay on the device: nothing waits for it.
         """
-        if len(slots) == 1 and not slots.is_cuda:
+        if len(slots) == 1 and slots.device.type == "cpu":
             slot, rank = int(slots), int(ranks)
             slot_units(self.keys, slot, rank, rank + 1).copy_(keys)
             slot_units(self.values, slot, rank, rank + 1).copy_(values)
@@ -61,29 +63,37 @@ class Pool:
         budgets: b_l for every layer, [L].
         rope: for every layer, whether rotated keys are held beside the keys.
         planes: fp32 numbers held per unit: the score first, then what the policy declares.
+        device: of all layers, or one for every layer: a layer's memory lies where the layer works.
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
-                 rope: tuple[bool, ...], planes: int, dtype: torch.dtype, device: torch.device):
+                 rope: tuple[bool, ...], planes: int, dtype: torch.dtype,
+                 device: torch.device | Sequence[torch.device]):
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
         self.planes, self.rope = planes, rope
         heads, dim = shape.kv_heads, shape.head_dim
+        row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
+        devices = [device] * len(budgets) if isinstance(device, torch.device) else device
+        self.devices = tuple(dict.fromkeys(devices))
+        scratches = {each: torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=each)
+                     for each in self.devices}
+        self.scratch = next(iter(scratches.values()))
         self.layers: list[LayerBuffers] = []
-        for units, rotates in zip(budgets, rope, strict=True):
+        for units, rotates, device in zip(budgets, rope, devices, strict=True):
             capacity = units + chunk_size
             keys = torch.zeros(slots, heads, capacity, dim, dtype=dtype, device=device)
             self.layers.append(LayerBuffers(
                 keys=keys, rotated=torch.zeros_like(keys) if rotates else keys, values=torch.zeros_like(keys),
                 scores=torch.zeros(slots, planes, heads, capacity, device=device),
-                positions=torch.zeros(slots, heads, capacity, dtype=torch.int64, device=device)))
-        row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
-        self.scratch = torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=device)
+                positions=torch.zeros(slots, heads, capacity, dtype=torch.int64, device=device),
+                scratch=scratches[device]))
 
     @property
     def bytes_resident(self) -> int:
         """Bytes that the pool's tensors really hold."""
-        tensors = [t for layer in self.layers for t in layer.tensors] + [self.scratch]
-        return sum(t.untyped_storage().nbytes() for t in tensors)
+        scratches = {id(layer.scratch): layer.scratch for layer in self.layers}
+        tensors = [t for layer in self.layers for t in layer.tensors]
+        return sum(t.untyped_storage().nbytes() for t in (*tensors, *scratches.values()))
 
     @property
     def slot_bytes(self) -> int:
@@ -96,4 +106,5 @@ class Pool:
         units = sum((budget + self.chunk_size) * unit_bytes(shape, self.planes, key_copies=2 if rotates else 1)
                     for budget, rotates in zip(self.budgets, self.rope, strict=True))
         row = max(shape.head_dim * shape.item_bytes, 8)
-        return self.slots * shape.kv_heads * units + shape.kv_heads * max(self.budgets) * row
+        scratch = shape.kv_heads * max(self.budgets) * row
+        return self.slots * shape.kv_heads * units + len(self.devices) * scratch

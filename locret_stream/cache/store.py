@@ -73,7 +73,7 @@ class UnitStore:
             return
         budget = keep.shape[1]
         compact_units([buffers.keys[self.slot, :, :total], buffers.values[self.slot, :, :total],
-                       *buffers.scores[self.slot, :, :, :total], positions[:, :total]], keep, self.pool.scratch)
+                       *buffers.scores[self.slot, :, :, :total], positions[:, :total]], keep, buffers.scratch)
         if buffers.rotated is not buffers.keys:
             rotate(layer, self.keys(layer, budget), 0, self.rotated(layer, budget))
         self.counts[layer] = budget

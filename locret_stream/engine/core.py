@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Engine:
         shares: share of the total budget per layer that the heads recommend, for `allocation="auto"`.
 
     Attributes:
-        triton: whether operations run in Triton.
+        triton: for every layer, whether its operations run in Triton.
         capacity: how many tokens a policy that never evicts can hold; None: no end.
         on_load: for every layer, whether its keys are rotated as they are loaded, so that no rotated ones are held.
 
@@ -56,11 +57,12 @@ class Engine:
         self.chunk_size = config.chunk_size
         check_window(self.budgets, self.chunk_size, shape)
         self.tables = attachment.tables(max(self.budgets) + self.chunk_size)
-        self.triton = uses_triton(torch.empty(0, device=attachment.device))
+        devices = [place.device for place in attachment.places]
+        self.triton = [uses_triton(torch.empty(0, device=device)) for device in devices]
         self.on_load = [pair is not None and attachment.rotates_on_load(layer)
                         for layer, pair in enumerate(self.tables.layers)]
         self.pool = Pool(shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
-                         device=attachment.device,
+                         device=devices,
                          rope=tuple(copies == 2 for copies in attachment.key_copies))
         policy.expect_declared()
         # Layers that hold their whole window evict nothing that they could still see.
@@ -73,7 +75,7 @@ class Engine:
                                   "expected fewer than the budget")
         self.decoder = Decoder(self)
         self._decoding: list[EngineState] = []  # who took the last step
-        self._masks: dict[tuple[int, int, int], Tensor] = {}  # the last ones used: in a long stream always the same
+        self._masks: dict[tuple[Any, ...], Tensor] = {}  # the last ones used: in a long stream always the same
 
     @property
     def bytes_resident(self) -> int:
@@ -170,7 +172,7 @@ class Engine:
         state.committed_ids.extend(tensors["history"].tolist())
         state.peaks = tensors["peaks"].tolist() if "peaks" in tensors else list(state.store.counts)
         if "last_hidden" in tensors:
-            state.last_hidden = tensors["last_hidden"].to(self.attachment.device, copy=True)
+            state.last_hidden = tensors["last_hidden"].to(self.attachment.last_device, copy=True)
         state.policy_state = {name: tensors[f"policy.{name}"].to(tensor.device, copy=True)
                               for name, tensor in state.policy_state.items()}
         return state
@@ -411,8 +413,8 @@ class Engine:
     def _by_kernel(self, call: LayerCall, total: int) -> bool:
         """Whether `prefill_attention` is the fast way: in Triton always, in torch where it needs no mask."""
         window = self.shape.sliding[call.layer]
-        return self.triton or (self.attachment.attn == "sdpa" and call.softcap is None and call.sinks is None
-                               and (window is None or window >= total))
+        return self.triton[call.layer] or (self.attachment.attn == "sdpa" and call.softcap is None
+                                           and call.sinks is None and (window is None or window >= total))
 
     def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
         """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""
@@ -420,13 +422,14 @@ class Engine:
         first = max(0, start + 1 - window) if window else 0
         if new == 1:
             return first, None
-        key = (start - first, new, window or 0)
+        device = self.attachment.places[layer].device
+        key = (start - first, new, window or 0, device)
         mask = self._masks.pop(key, None)
         if mask is None:
-            held = torch.arange(first, start + new, device=self.attachment.device)
+            held = torch.arange(first, start + new, device=device)
             distance = held[start - first:, None] - held[None]
             mask = additive_mask((distance >= 0) & (distance < (window or start + new + 1)), self.attachment.dtype)
-        while len(self._masks) >= MASKS:
+        while len(self._masks) >= MASKS * len(self.pool.devices):
             del self._masks[next(iter(self._masks))]
         self._masks[key] = mask
         return first, mask

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ class Decoder:
 
     def __init__(self, engine: Engine):
         self.engine = weakref.proxy(engine)  # which owns this: the pool's memory is freed when it goes
-        self._graphed = (engine.triton and engine.attachment.device.type == "cuda"
-                         and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
+        self._graphed = (all(engine.triton) and engine.attachment.device.type == "cuda"
+                         and len(engine.pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph] = {}
 
     def run(self, states: Sequence[EngineState]) -> None:
@@ -97,18 +97,18 @@ class Decoder:
         """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets. Logits [A, vocab]
         fp32."""
         engine, attachment, tables = self.engine, self.engine.attachment, self.engine.tables
-        slots = batch[1]
         # Layers of one budget have always equally many units, but for the focus; and those of one table turn alike.
-        kinds = [(units, engine.shape.sliding[layer], id(tables.layers[layer]))
+        kinds = [(units, engine.shape.sliding[layer], id(tables.layers[layer]), attachment.places[layer].device)
                  for layer, units in enumerate(engine.budgets)]
-        shared: dict[tuple[int, int | None, int], tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
+        shared: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
 
         def step(call: LayerCall) -> Attended:
             layer, heads, buffers = call.layer, call.q.shape[1], engine.pool.layers[call.layer]
             if kinds[layer] not in shared:
-                ranks = batch[2 + layer]
-                shared[kinds[layer]] = ranks, ranks + 1, tables.turns(layer, ranks)
-            ranks, lengths, turns = shared[kinds[layer]]
+                here = batch.to(attachment.places[layer].device)
+                ranks = here[2 + layer]
+                shared[kinds[layer]] = here[1], ranks, ranks + 1, tables.turns(layer, ranks)
+            slots, ranks, lengths, turns = shared[kinds[layer]]
             cos = sin = None
             if engine.on_load[layer]:
                 cos, sin = (table[0] for table in tables.layers[layer])

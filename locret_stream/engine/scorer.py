@@ -60,12 +60,12 @@ class Scorer:
         if self.chunks:
             logprobs = self._logprobs(ids, hidden)
             for chunk in self.chunks:
-                chunk.logprobs = logprobs
+                chunk.logprobs = logprobs.to(chunk.k.device)
                 self.scores[chunk.layer] = self._all_units(chunk)
         if not self.state.focus:
             return self.scores
-        front = torch.arange(len(self.state.focus), device=hidden.device)
-        return [total if window else total.index_fill(-1, front, 0.0)
+        count = len(self.state.focus)
+        return [total if window else total.index_fill(-1, torch.arange(count, device=total.device), 0.0)
                 for total, window in zip(self.scores, self.engine.shape.sliding, strict=True)]
 
     def _all_units(self, chunk: Chunk) -> Tensor:
@@ -80,9 +80,11 @@ class Scorer:
         """log p(id | everything before it), [T]; nan for the first token of a stream. Blockwise over the vocabulary."""
         before = self.state.last_hidden
         rows = torch.cat([hidden[:, :1] if before is None else before, hidden[:, :-1]], dim=1)
-        target = torch.tensor(ids, device=hidden.device)
-        out = [self.engine.attachment.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
-               .gather(1, target[i:i + block, None])[:, 0] for i in range(0, len(ids), block)]
+        out = []
+        for i in range(0, len(ids), block):
+            found = self.engine.attachment.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
+            target = torch.tensor(ids[i:i + block], device=found.device)
+            out.append(found.gather(1, target[:, None])[:, 0])
         logprobs = torch.cat(out)
         if before is None:
             logprobs[0] = float("nan")

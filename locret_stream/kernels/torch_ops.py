@@ -29,7 +29,7 @@ def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> No
     indices: dict[int, Tensor] = {}  # of the rows of all heads, by how many rows lie between two heads
     for x in planes:
         apart, ragged = divmod(x.stride(0), x.stride(1))
-        if keep.is_cuda or ragged or x.stride(1) != x[0, 0].numel():
+        if keep.device.type != "cpu" or ragged or x.stride(1) != x[0, 0].numel():
             reference.compact_units([x], keep, scratch)
             continue
         if apart not in indices:
@@ -43,7 +43,7 @@ def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> No
 def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int = 0) -> Tensor:
     """`reference.select_units`: by the least key that stays, which needs no sorting."""
     count = scores.shape[-1]
-    if scores.is_cuda or count <= budget:
+    if scores.device.type != "cpu" or count <= budget:
         return reference.select_units(scores, budget, sinks, stabilizers)
     keys = reference.competing_keys(scores, sinks, stabilizers)
     least = torch.from_numpy(numpy.partition(keys.numpy(), count - budget, axis=-1)[..., count - budget, None])

@@ -140,7 +140,8 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
 
 
 def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:
-    return ((found.float() - expected).square().mean().sqrt() / scale.clamp(min=1e-6)).item()
+    off = (found.float() - expected.to(found.device)).square().mean().sqrt()
+    return off.item() / max(scale.item(), 1e-6)
 
 
 def _read_whole(stock: PreTrainedModel, ids: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:

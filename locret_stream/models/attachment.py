@@ -87,7 +87,7 @@ class Attachment:
 
     Attributes:
         shape: sizes of the model.
-        places: by layer, the device and dtypes that it works in.
+        places: by layer, the device and dtypes that it works in. last_device: where hidden states come out.
         fingerprint: of the weights' content and the attention config, independent of the floating-point dtype.
         sketch: of the base model, whatever its quantisation. form: that and the active adapters in words, "" if plain.
         adapters: names of those that were active when it was made; it goes on with these.
@@ -98,6 +98,9 @@ class Attachment:
         self.adapters, self.form, self.quantised = adapters(model), form(model), quantisation(model) != ""
         self.attn = self._base_attention(model, attn)
         self._shadow = shadow(model)
+        if self.quantised and self._shadow._forward_pre_hooks:  # compressed-tensors unpacks in a model's first forward
+            with torch.no_grad():
+                self._shadow(torch.arange(3, device=model.device)[None], use_cache=False)
         self._shadow.set_attn_implementation(NAME)
         self._decoder = self._shadow.get_decoder()
         prefix = self._shadow.base_model_prefix
@@ -115,7 +118,7 @@ class Attachment:
         self._step: Step | None = None
         self._graded = False  # whether what runs is to leave a graph
         self._input: Tensor | None = None  # of the attention module that is running
-        self.places, self._last_device = self._probe_places(model)
+        self.places, self.last_device = self._probe_places(model)
         self.shape = self._read_shape(model)
         self._rotary.found([self._probe_rope(module) for module in self._attentions], self.places, self.shape.head_dim)
         for module in self._attentions:
@@ -141,6 +144,19 @@ class Attachment:
         yield from named_weights(self._shadow)
         for name, tensor in named_weights(self._decoder):
             yield f"{prefix}.{name}", tensor
+
+    def put_beside(self, heads: RetainingHeads, dtype: torch.dtype | None = None) -> RetainingHeads:
+        """The heads, each moved to where its layer works."""
+        for layer, place in enumerate(self.places):
+            for net in (heads.fc1[layer], heads.fc2[layer]):
+                net.to(place.device, dtype)
+        return heads
+
+    def expect_one_device(self, what: str) -> None:
+        """Raises UnsupportedModel: the layers are spread over several."""
+        devices = {str(place.device) for place in self.places} | {str(self.last_device)}
+        if len(devices) > 1:
+            raise UnsupportedModel(f"{what} needs a model on one device; found its layers on {sorted(devices)}")
 
     def check_heads(self, heads: RetainingHeads) -> None:
         """Raises HeadsMismatch: they are of another model."""
@@ -285,7 +301,7 @@ class Attachment:
     def _probe_head(self) -> bool:
         """Whether logits are what the output embeddings give and nothing more: then the rest of the causal LM's
         forward, which takes longer than a small head, is spared."""
-        x = torch.linspace(-3, 3, 2 * self.shape.hidden, dtype=self.dtype, device=self._last_device)
+        x = torch.linspace(-3, 3, 2 * self.shape.hidden, dtype=self.dtype, device=self.last_device)
         x = x.view(1, 2, self.shape.hidden)
         try:
             return torch.equal(self._whole_logits(x), self._head(x))

@@ -52,7 +52,8 @@ class Rotary:
         """Of the layer at positions [1, T]: [1, T, width] each."""
         like = torch.empty(1, dtype=place.keys, device=place.device)
         per_type = isinstance(getattr(self._real, "rope_type", None), dict)
-        return self._real(like, positions, *([self._layer_types[layer]] if per_type else []))
+        cos, sin = self._real(like, positions, *([self._layer_types[layer]] if per_type else []))
+        return cos.to(place.device), sin.to(place.device)  # of a spread model the module works on a device of its own
 
     @torch.no_grad()
     def tables(self, capacity: int) -> RopeTables:

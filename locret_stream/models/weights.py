@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from locret_stream.errors import UnsupportedModel
 
 _PLAIN = (Tensor, nn.Parameter)
+_QUANTISERS = ("bitsandbytes.", "hqq.", "gptqmodel.", "auto_gptq.", "awq.", "optimum.quanto.", "auto_round.")
 SKETCH_BITS = 128
 
 
@@ -88,6 +89,8 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         prefix = f"{path}." if path else ""
         if _of_bitsandbytes(module):
             own = _of_quantised(module)
+        elif type(module).state_dict is not nn.Module.state_dict and not module._modules:  # HQQ: scales are no buffers
+            own = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
         else:
             own = {name: t for name, t in (*module._parameters.items(), *module._buffers.items())
                    if t is not None and name not in module._non_persistent_buffers_set and id(t) not in left_out}
@@ -234,7 +237,7 @@ def quantisation(model: PreTrainedModel) -> str:
     """What packs the model's weights, in words; "" where nothing does."""
     config = getattr(model.config, "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
-    kinds = {type(module).__name__ for module in model.modules() if _of_bitsandbytes(module)}
+    kinds = {type(module).__name__ for module in model.modules() if type(module).__module__.startswith(_QUANTISERS)}
     kinds |= {type(p).__name__ for p in model.parameters() if hasattr(p, "__tensor_flatten__")}
     words = [str(getattr(method, "value", method))] if method else []
     return " ".join(words + ([f"({', '.join(sorted(kinds))})"] if kinds else []))

@@ -269,7 +269,7 @@ class Runtime:
         if attachment.dtype.itemsize < 4 and heads is self._heads:
             heads = copy.deepcopy(heads)  # it is the caller's, and rounding cannot be taken back
         # In the model's own precision, as their authors run them; what they give is summed in fp32 in any case.
-        return heads.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)
+        return attachment.put_beside(heads, attachment.dtype if attachment.dtype.itemsize < 4 else None)
 
     async def aclose(self) -> None:
         """Close all open contexts, which saves stored ones; let the running step finish, free the memory. Idempotent.

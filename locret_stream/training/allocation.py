@@ -103,6 +103,7 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
     config, folder = config or AllocationConfig(), Path(heads)
     with attached(model) as attachment, alone_in(folder):
         loaded = RetainingHeads.load(folder)
+        attachment.expect_one_device("training")
         attachment.check_heads(loaded)
         digest = digest_of(loaded)
         loaded = loaded.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)

@@ -61,6 +61,7 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
     """
     config = config or TrainConfig()
     with attached(model) as attachment:
+        attachment.expect_one_device("training")
         limit = min(config.max_tokens, attachment.shape.window)
         if isinstance(data, (str, os.PathLike)):
             if tokenizer is None:

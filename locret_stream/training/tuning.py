@@ -111,6 +111,7 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
     with attached(model) as attachment:
         def begin(fresh: bool) -> _Run:
             first = RetainingHeads.load(folder, _first_weights(folder))
+            attachment.expect_one_device("training")
             attachment.check_heads(first)
             return _Run(attachment, first.to(attachment.device), examples, held_out, background, config, folder,
                         progress or (lambda at: None), fresh)

@@ -49,7 +49,7 @@ def test_a_quantised_model_streams_as_its_own_forward_computes(packing: str, dty
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()
     exact = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     print(f"{packing} {dtype}: {gap:.2e}")
-    assert gap <= (exact if packing in EXACT else 4e-2)
+    assert gap <= (exact if packing in EXACT else 2e-2 if dtype == torch.float32 else 8e-2)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
