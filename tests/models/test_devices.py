@@ -6,12 +6,15 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from locret_stream.engine import Engine
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models import attach, detach
+from locret_stream.snapshot.identity import digest_tensors
 from locret_stream.training import Example, train_heads
-from tests.kit import WITH_HEADS, build, feed, ids_of, logits_at_each, model, random_heads
+from tests.kit import WITH_HEADS, build, feed, ids_of, logits_at_each, model, random_heads, stock_logits
+from tests.packings import needs
 from tests.pretend import CPU, ONE, TWO, There, put, spread
 
 
@@ -85,3 +88,20 @@ def test_heads_are_not_trained_on_several_devices(tmp_path):
             UnsupportedModel, match=r"training needs a model on one device; found its layers on \['xpu:0', 'xpu:1'\]"):
         train_heads(stock, [Example(ids=torch.arange(1, 30), answer_spans=((20, 29),))] * 3, tmp_path)
     detach(stock)
+
+
+def test_layers_that_wait_on_the_disk_are_the_same_model(tmp_path):
+    """accelerate brings their weights in for a forward; between forwards they are on no device."""
+    needs("accelerate")
+    stock = model()
+    stock.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk",
+              "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    apart = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, dtype=torch.float32,
+                                                 offload_folder=tmp_path / "weights")
+    assert apart.model.layers[1].self_attn.q_proj.weight.is_meta
+    mine, theirs = attach(apart), attach(stock)
+    assert mine.fingerprint == theirs.fingerprint and mine.sketch == theirs.sketch
+    assert digest_tensors(mine.named_weights()) == digest_tensors(theirs.named_weights())
+    engine, ids = build("streaming_llm", on=apart, units=48), ids_of(30)
+    assert (logits_at_each(engine, engine.open(0), ids) - stock_logits(stock, ids)).abs().max() <= 1e-5

@@ -13,7 +13,7 @@ import transformers as tf
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models import attach, detach, self_test
 from tests.kit import build, feed, ids_of
-from tests.packings import BASE, EXACT, PACKINGS, packed
+from tests.packings import BASE, EXACT, PACKINGS, needs, packed
 
 tf.logging.set_verbosity_error()
 COUNT, CHUNK = 60, 16
@@ -120,8 +120,6 @@ def test_generating_beside_the_engine_gives_what_it_gave_alone(root: Path):
 
 def test_a_quantised_norm_after_rope_is_refused_too(root: Path):
     """Where logits are coarse the layers are compared one by one, and that is fine enough."""
-    from tests.packings import needs
-
     needs("bitsandbytes")
     torch.manual_seed(0)
     hunyuan = tf.HunYuanDenseV1ForCausalLM(tf.HunYuanDenseV1Config(**BASE, head_dim=32)).eval()
@@ -144,3 +142,48 @@ def test_a_model_whose_layers_give_keys_of_two_dtypes_is_refused_by_name(root: P
         lambda module, args, out: (out[0].float(), *out[1:]))
     with pytest.raises(UnsupportedModel, match=r"keys of \['torch.float32', 'torch.float64'\]; expected one"):
         attach(mixed)
+
+
+@pytest.mark.slow
+def test_a_model_that_hqq_packed_is_attached(root: Path):
+    needs("hqq")
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    stock = packed("plain", root)
+    AutoHQQHFModel.quantize_model(stock, quant_config=BaseQuantizeConfig(nbits=4, group_size=64),
+                                  compute_dtype=torch.float32, device="cpu")
+    attachment = attach(stock)
+    assert "HQQLinear" in attachment.form and self_test(stock, attachment) <= 2e-5
+    assert any(name.endswith("q_proj.scale") for name, _ in attachment.named_weights())
+
+
+@pytest.mark.slow
+def test_a_model_that_compressed_tensors_packed_is_attached(root: Path):
+    """It is unpacked in the first forward of the model as a whole: in a tree of its own the user's stays packed."""
+    needs("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    made = packed("plain", root)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(
+        num_bits=4, type="int", symmetric=True, strategy="group", group_size=32))
+    config = QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], format="pack-quantized")
+    apply_quantization_config(made, config)
+    for module in made.modules():
+        if hasattr(module, "quantization_scheme"):
+            rows = module.weight.data.unflatten(1, (-1, 32))
+            module.weight_scale.data.copy_(rows.abs().amax(-1) / 7.5)
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(made)
+    made.save_pretrained(root / "compressed", state_dict=made.state_dict())
+    compressor.update_config(root / "compressed")
+    stock = tf.AutoModelForCausalLM.from_pretrained(root / "compressed", dtype=torch.float32)
+    attachment = attach(stock)
+    assert attachment.form == "compressed-tensors" and self_test(stock, attachment) <= 2e-5
+    assert "weight_packed" in stock.model.layers[0].self_attn.q_proj._parameters
