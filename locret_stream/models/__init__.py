@@ -3,9 +3,9 @@ turns its keys and queries, `gradients` lets gradients through, `weights` knows 
 
 from locret_stream.models.attaching import attach, attached, detach, self_test
 from locret_stream.models.attachment import Attachment, Attended, LayerCall, additive_mask
-from locret_stream.models.gradients import differentiable
+from locret_stream.models.gradients import differentiable, expect_gradients
 from locret_stream.models.rotary import RopeTables
 from locret_stream.models.weights import named_weights
 
 __all__ = ["Attachment", "Attended", "LayerCall", "RopeTables", "additive_mask", "attach", "attached", "detach",
-           "differentiable", "named_weights", "self_test"]
+           "differentiable", "expect_gradients", "named_weights", "self_test"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from locret_stream.models.attachment import Attachment
+from locret_stream.errors import UnsupportedModel
+from locret_stream.models.attachment import Attachment, Attended, LayerCall
 
 
 @contextmanager
@@ -41,6 +44,34 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
                 layer.forward = forward
         for module, own in weights:
             module._parameters.update(own)
+
+
+def expect_gradients(attachment: Attachment) -> None:
+    """Try whether gradients arrive: some quantisers' layers let none through, and what is behind them would not learn.
+
+    Raises:
+        UnsupportedModel: they do not.
+    """
+    scales = [nn.Parameter(torch.ones((), device=place.device)) for place in attachment.places]
+    tables = attachment.tables(3)
+
+    def step(call: LayerCall) -> Attended:
+        layer = call.layer
+        v = call.v * scales[layer].to(call.v.dtype)
+        return tables.rotate(layer, call.q, 0), tables.rotate(layer, call.k, 0), v, None
+
+    reason = ""
+    try:
+        with differentiable(attachment), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*an autograd kernel was not registered", UserWarning)  # what is tried
+            out = attachment.hidden(torch.arange(3, device=attachment.device)[None], step)
+            found = torch.autograd.grad(out.float().square().mean(), scales, allow_unused=True)
+    except RuntimeError as error:
+        found, reason = [None], f" ({error})"
+    if any(gradient is None for gradient in found):
+        raise UnsupportedModel(f"gradients do not pass through this model's layers, {attachment.form or 'as they are'}"
+                               f"{reason}; expected the plain weights of the same base: heads tuned on them serve it, "
+                               "too")
 
 
 def _checkpointed(attachment: Attachment, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ from locret_stream.errors import ConfigError, ModelError
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.heads.files import alone_in, flush, replace
 from locret_stream.heads.module import CONFIG, WEIGHTS
-from locret_stream.models import Attachment, LayerCall, attached, differentiable
+from locret_stream.models import Attachment, LayerCall, attached, differentiable, expect_gradients
 from locret_stream.policies import make_policy
 from locret_stream.training import checkpoint as files
 from locret_stream.training.background import Background, Reading, context_behind
@@ -112,6 +112,7 @@ def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], exa
         def begin(fresh: bool) -> _Run:
             first = RetainingHeads.load(folder, _first_weights(folder))
             attachment.expect_one_device("training")
+            expect_gradients(attachment)
             attachment.check_heads(first)
             return _Run(attachment, first.to(attachment.device), examples, held_out, background, config, folder,
                         progress or (lambda at: None), fresh)

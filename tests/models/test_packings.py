@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from locret_stream.errors import UnsupportedModel
-from locret_stream.models import attach, detach, self_test
+from locret_stream.models import attach, detach, differentiable, expect_gradients, self_test
 from tests.kit import build, feed, ids_of
 from tests.packings import BASE, EXACT, PACKINGS, needs, packed
 
@@ -49,7 +49,7 @@ def test_a_quantised_model_streams_as_its_own_forward_computes(packing: str, dty
     assert engine.pool.bytes_resident == engine.pool.formula_bytes()
     exact = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     print(f"{packing} {dtype}: {gap:.2e}")
-    assert gap <= (exact if packing in EXACT else 2e-2 if dtype == torch.float32 else 8e-2)
+    assert gap <= (exact if packing in EXACT else 8e-2)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
@@ -187,3 +187,26 @@ def test_a_model_that_compressed_tensors_packed_is_attached(root: Path):
     attachment = attach(stock)
     assert attachment.form == "compressed-tensors" and self_test(stock, attachment) <= 2e-5
     assert "weight_packed" in stock.model.layers[0].self_attn.q_proj._parameters
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_gradients_pass_or_it_is_said_before_anything_is_tuned(packing: str, root: Path):
+    """int8 of activations has none, nor has bitsandbytes' 4 bit where its kernel for CPUs is used."""
+    attachment, scale = attach(packed(packing, root)), torch.nn.Parameter(torch.zeros(()))
+    tables, ids = attachment.tables(12), torch.arange(5, 17)[None]
+
+    def loss() -> torch.Tensor:
+        return attachment.logits(attachment.hidden(ids, lambda call: (
+            tables.rotate(call.layer, call.q, 0), tables.rotate(call.layer, call.k, 0),
+            call.v * scale.exp() if call.layer == 0 else call.v, None))).float().square().mean()
+
+    try:
+        expect_gradients(attachment)
+    except UnsupportedModel as error:
+        assert packing not in EXACT and "gradients do not pass through this model's layers" in str(error)
+        return
+    with differentiable(attachment):
+        [found] = torch.autograd.grad(loss(), scale)
+    with torch.no_grad():
+        above, below = (loss() for scale.data in (torch.tensor(0.05), torch.tensor(-0.05)))
+    assert found.item() == pytest.approx((above - below).item() / 0.1, rel=0.01 if packing in EXACT else 0.3)
