@@ -203,6 +203,7 @@ BROKEN = {
     "between a user's turn": "{% for m in messages %}{{ loop.index ~ m.content }}{% endfor %}",
     "once others": "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
     "0 times, or out": "{% for m in messages %}{{ m.content | e }}{% endfor %}",
+    "1 times, or out of order": "{% for m in messages | reverse %}{{ m.content }}|{% endfor %}",
 }
 
 

@@ -280,6 +280,33 @@ async def test_a_reply_that_reaches_the_limit_leaves_a_usable_context(monkeypatc
             expect_same(await snap(fork, settle=False), await snap(ctx, settle=False))
 
 
+@pytest.mark.parametrize("before", ["nothing", "a feed", "a reply"])
+async def test_the_longest_prompt_that_fits_is_taken(before: str):
+    """What the template writes around it is counted to the token."""
+    async def prepared(ctx) -> list[int]:
+        if before != "nothing":
+            await ctx.feed([9] * 4)
+        if before == "a reply":
+            async for _ in ctx.generate([8], max_new_tokens=2, ignore_eos=True):
+                pass
+        return ids_in(ctx)
+
+    async with tiny(policy="full", units=80) as runtime:
+        async with runtime.open() as ctx:
+            used = await prepared(ctx)
+            async for _ in ctx.generate([8], max_new_tokens=1, ignore_eos=True):
+                pass
+            closing = literals(runtime, END)
+            assert ids_in(ctx)[-len(closing):] == closing
+            fits = 80 - (ctx.memory.tokens - len(closing) - 2)  # beside the prompt's own token and the sampled one
+        for size in (fits, fits + 1):
+            async with runtime.open() as ctx:
+                assert await prepared(ctx) == used
+                with pytest.raises(BudgetExceeded):
+                    await anext(ctx.generate([8] * size))
+                assert ctx.memory.tokens == (80 if size == fits else len(used))
+
+
 async def test_a_prompt_that_does_not_fit_is_refused_whole(monkeypatch):
     async with tiny(policy="full", units=60) as runtime, runtime.open() as ctx:
         await ctx.feed([9] * 40)

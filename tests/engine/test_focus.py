@@ -319,6 +319,34 @@ def test_what_was_held_at_most_counts_the_focus():
     assert state.peaks == state.store.counts == [len(QUERY)] * engine.shape.layers
 
 
+@pytest.mark.parametrize(("old", "new"), [(QUERY, OTHER), (OTHER, QUERY), (QUERY, []), (OTHER, LONG)])
+def test_another_focus_takes_the_place_of_the_one_before_and_of_nothing_else(old: list[int], new: list[int]):
+    """While the budget has room for all, on a grid point: the stream's units stay, each with its score."""
+    engine = engine_of()
+    state = run(engine, 0, ids_of(CHUNK), {0: old}, 5)
+    before = engine.export(state)
+    assert engine.focus(state, new) == CHUNK
+    after = engine.export(state)
+    assert_same({name: after[name] for name in after if name != "focus"},
+                {name: before[name] for name in before if name != "focus"})
+    assert after["focus"].tolist() == new and state.store.counts == [len(new) + CHUNK] * engine.shape.layers
+
+
+def test_fewer_units_than_are_protected_are_none_of_a_snapshot():
+    """Behind a focus there may be fewer than the budget holds: where the one before it was longer."""
+    engine = engine_of()
+    saved, protected = engine.export(run(engine, 0, ids_of(5 * CHUNK), {0: QUERY}, 5)), SINKS + STABILIZERS
+    for count in range(1, UNITS - len(QUERY) + 1):
+        cut = {name: tensor[..., :count, :] if name.endswith(("keys", "values")) else
+               tensor[..., :count] if name.endswith(("scores", "positions")) else tensor
+               for name, tensor in saved.items()}
+        if count > protected:
+            engine.load(cut, 1)
+        else:
+            with pytest.raises(SnapshotCorrupt, match=r"0\.keys"):
+                engine.load(cut, 1)
+
+
 def test_receipts_tell_of_the_stream_alone():
     engine = engine_of()
     state = run(engine, 0, ids_of(5 * CHUNK), {0: QUERY}, 5)
