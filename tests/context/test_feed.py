@@ -196,6 +196,34 @@ async def test_a_source_is_never_closed_by_us(kind: type, how: str):
             assert ids_in(ctx) == literals(runtime, USER) + data(runtime, TEXT)
 
 
+@pytest.mark.parametrize("drained", [False, True])
+async def test_a_source_that_has_ended_is_asked_for_no_more(drained: bool):
+    """As a file that somebody writes to: what comes behind its end belongs to the next feed."""
+    class Growing:
+        def __init__(self) -> None:
+            self.left = ["first\n", None, "second\n"]
+
+        def __iter__(self) -> Growing:
+            return self
+
+        def __next__(self) -> str:
+            if not self.left or (piece := self.left.pop(0)) is None:
+                raise StopIteration
+            return piece
+
+    async with tiny() as runtime, runtime.open(raw=True) as ctx:
+        source = Growing()
+        feed = ctx.feed(source)
+        if drained:
+            await feed
+        else:
+            async for _ in feed:
+                pass
+        assert ids_in(ctx) == data(runtime, "first\n") and source.left == ["second\n"]
+        await ctx.feed(source)
+        assert ids_in(ctx) == data(runtime, "first\n") + data(runtime, "second\n")
+
+
 async def test_a_generator_that_was_left_goes_on():
     async def lines():
         for n in range(6):
