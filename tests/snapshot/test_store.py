@@ -29,11 +29,13 @@ from locret_stream.errors import (
     StoreError,
 )
 from locret_stream.snapshot import Branch, Store
+from locret_stream.snapshot.branch import check_manifest
 from locret_stream.snapshot.chain import read_log
-from locret_stream.snapshot.format import VERSION
+from locret_stream.snapshot.format import VERSION, Manifest, unpack
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.vault import folder_of, hashed
+from tests.snapshot.forge import page_ref, sound_manifest
 from tests.snapshot.support import (
     BUDGETS,
     CHUNK,
@@ -1109,6 +1111,20 @@ def test_looking_while_others_delete_tells_what_is_left(local, monkeypatch):
         assert [one.generation for one in local.list()] == [2]
         assert [one.generation for one in local.info("alice")] == [2]
         assert [(one.generation, one.problem) for one in local.verify()] == [(2, "")]
+
+
+@pytest.mark.parametrize("lie", [
+    {"seen": 29}, {"counts": (5,)}, {"counts": (12, 5)}, {"tokens": 29}, {"pages": (page_ref("c" * 32, 5, 5, 0, 0),)},
+    {"pages": (page_ref("c" * 32, 6, 5, 4, 4),)}, {"pages": (page_ref("c" * 32, 0, 10, 4, 5),)},
+    {"pages": (page_ref("c" * 32, 0, 10, 4, 4), page_ref("d" * 32, 9, 30, 4, 4))},
+    {"pages": (page_ref("d" * 32, 10, 30, 4, 4), page_ref("c" * 32, 0, 10, 4, 4))}], ids=str)
+def test_a_manifest_whose_numbers_cannot_be_true_is_refused_before_anything_is_read_by_them(lie: dict):
+    manifest, sections, _ = unpack(sound_manifest(), Manifest, "it")
+    check_manifest(manifest, sections, (11, 7), "it")
+    with pytest.raises(SnapshotCorrupt, match="^it: "):
+        check_manifest(msgspec.structs.replace(manifest, **lie), sections, (11, 7), "it")
+    with pytest.raises(SnapshotCorrupt, match="expected state and masks"):
+        check_manifest(manifest, {"state": sections["state"]}, (11, 7), "it")
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
