@@ -1121,7 +1121,7 @@ def test_looking_while_others_delete_tells_what_is_left(local, monkeypatch):
 def test_a_manifest_whose_numbers_cannot_be_true_is_refused_before_anything_is_read_by_them(lie: dict):
     manifest, sections, _ = unpack(sound_manifest(), Manifest, "it")
     check_manifest(manifest, sections, (11, 7), "it")
-    with pytest.raises(SnapshotCorrupt, match="^it: "):
+    with pytest.raises(SnapshotCorrupt, match=r"^it: "):
         check_manifest(msgspec.structs.replace(manifest, **lie), sections, (11, 7), "it")
     with pytest.raises(SnapshotCorrupt, match="expected state and masks"):
         check_manifest(manifest, {"state": sections["state"]}, (11, 7), "it")
