@@ -368,6 +368,20 @@ def test_every_byte_of_an_alias_and_of_a_record_is_covered(master: Master, file:
     assert not [one for one in store.verify() if one.problem]
 
 
+def test_an_alias_and_a_record_hold_for_one_name_only_and_not_for_each_other(master: Master):
+    store, own = local_store(master.now, key=master.key), master.now / folder_of("bob") / "branch"
+    known, other = master.now / f"n-{hashed('bob')}", master.now / f"n-{hashed('carol')}"
+    strange = master.now / folder_of("carol") / "branch"
+    for place, content in ((own, known), (known, own), (known, other), (strange, own)):
+        before = place.read_bytes() if place.exists() else None
+        place.write_bytes(content.read_bytes())
+        with pytest.raises(SnapshotCorrupt):
+            record(store.files, hashed("bob")) if place == known else alias(store.files, place.parent.name)
+        assert [one for one in store.verify() if one.problem]
+        place.unlink() if before is None else place.write_bytes(before)
+    assert not [one for one in store.verify() if one.problem]
+
+
 def test_what_stands_in_an_alias_or_a_record_of_a_later_format_is_too_new_and_stays(master: Master):
     store = local_store(master.now, key=master.key)
     for path in (master.now / f"n-{hashed('bob')}", master.now / folder_of("bob") / "branch"):

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from locret_stream.context.saving import storing
 from locret_stream.errors import SnapshotNotFound
 from tests.context.support import tiny
 from tests.snapshot.support import everything
 
 
+@pytest.mark.parametrize("closing", [True, False])
 @pytest.mark.parametrize("waiting", [2, 5])
-async def test_forgets_during_a_save_wait_for_it_and_hang_nothing(tmp_path: Path, waiting: int, monkeypatch):
-    """More of them than there are storing threads; the context is closing, so nothing refuses them."""
+async def test_forgets_during_a_save_wait_for_it_and_hang_nothing(tmp_path: Path, waiting: int, closing: bool,
+                                                                  monkeypatch):
+    """More of them than there are storing threads. Nothing refuses them: the context is closing, which ends its save,
+    or they are asked of the store, and the save runs to its end."""
     async with tiny(store=tmp_path) as runtime:
         ctx = await runtime.open("alice").__aenter__()
         await ctx.feed("The pass key of falcon is 48213.\n" * 9)
@@ -32,21 +36,29 @@ async def test_forgets_during_a_save_wait_for_it_and_hang_nothing(tmp_path: Path
         saving = asyncio.create_task(ctx.snapshot())
         try:
             assert await asyncio.to_thread(inside.wait, 20)
-            closing = asyncio.create_task(ctx.aclose(save=False))
-            await asyncio.sleep(0)
-            forgetting = [asyncio.create_task(runtime.forget("alice")) for _ in range(waiting)]
+            tasks = [saving]
+            if closing:
+                tasks.append(asyncio.create_task(ctx.aclose(save=False)))
+                await asyncio.sleep(0)
+                forgetting = [asyncio.create_task(runtime.forget("alice")) for _ in range(waiting)]
+            else:
+                forgetting = [asyncio.ensure_future(storing(runtime, runtime.store.forget, "alice"))
+                              for _ in range(waiting)]
             await asyncio.sleep(0.2)  # every storing thread has one by now
             assert not any(task.done() for task in forgetting)
         finally:
             go.set()
-        tasks = [saving, closing, *forgetting]
+        tasks += forgetting
         _, hanging = await asyncio.wait(tasks, timeout=20)
         runtime.storing._max_workers += waiting  # else what hangs would keep the process from ending
         for _ in range(waiting):
             runtime.storing.submit(int)
         await asyncio.gather(*tasks, return_exceptions=True)
         assert not hanging
+        if not closing:
+            assert saving.result().generation == 2
+            await ctx.aclose(save=False)
         told = [await task if task.exception() is None else task.exception() for task in forgetting]
         assert sum(isinstance(one, list) and len(one) > 0 for one in told) == 1
         assert sum(isinstance(one, SnapshotNotFound) or one == [] for one in told) == waiting - 1
-    assert everything(tmp_path) == {}
+    assert not [path for path, content in everything(tmp_path).items() if content is not None]
