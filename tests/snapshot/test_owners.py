@@ -615,6 +615,15 @@ def test_a_log_gives_everything_that_was_accepted(local, damage):
     assert chain(local, "alice") == accepted and chain(local, "bob") == [*other.ids, *other.pending]
 
 
+def test_the_log_of_a_session_that_was_forgotten_and_begun_anew_is_read_with_its_own_key(local):
+    branch, toy = begin(local, "alice", tokens=30)
+    save(branch, toy)
+    again(local).forget("alice")
+    other, another = begin(again(local), "alice", 2, 41)
+    save(other, another)
+    assert ids_of(ids for ids, _ in branch.read_chain(IDENTITY).pieces()) == [*another.ids, *another.pending]
+
+
 def test_a_log_with_a_part_missing_is_none(local):
     branch, toy = begin(local, "alice", tokens=200)
     save(branch, toy)
