@@ -159,6 +159,14 @@ def test_a_lineage_that_was_gone_on_with_outlives_questions_that_were_asked_once
     assert tip_of(stored, None).tokens == 5 and tip_of(stored, boundary(99, 49)).tokens == 5
 
 
+def test_whatever_was_used_last_stays():
+    """However many lineages were gone on with before: else nothing new could ever begin."""
+    stored = {one.key: (one.tokens, one) for one in (
+        *(boundary(number, number // 4) for number in range(80)), *(boundary(number, number) for number in (90, 91)))}
+    stay = [stored[key][1].tokens for key in kept(stored, 16)]
+    assert {90, 91} <= set(stay) and len({stored[key][1].lineage for key in kept(stored, 16)}) == LINEAGES
+
+
 def test_the_largest_lineage_gives_first():
     stored: dict[bytes, Any] = {one.key: (one.tokens, one) for one in (
         *(boundary(number, 1, stream=number == 1) for number in range(1, 41)),

@@ -51,10 +51,9 @@ def goes_on_from(known: Mapping[bytes, Boundary], said: Sequence[Said]) -> list[
 
 
 def as_base(boundary: Boundary, start: bytes, said: Sequence[Said]) -> Boundary:
-    """That boundary as the one that another system text and other tools go on from: a lineage of its own."""
+    """That boundary as the one that another system text and other tools go on from: the lineage of that agent."""
     top = heading(split(said)[0]) or boundary.system  # trimmed away, it still is the one that is held
-    lineage = digest(b"late", boundary.lineage, start, top)[:16]
-    return msgspec.structs.replace(boundary, start=start, system=top, lineage=lineage,
+    return msgspec.structs.replace(boundary, start=start, system=top, lineage=digest(b"late", start, top)[:16],
                                    key=digest(b"late", boundary.key, start, top))
 
 

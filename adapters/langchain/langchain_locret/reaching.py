@@ -117,7 +117,8 @@ class _Search:
             raise self._lost()
         await threads.begin_anew(thread)
         goes_on = any(one.role == "assistant" for one in said)
-        if self._known and self._why == OTHER_MESSAGES and not goes_on:
+        if self._known and self._why == OTHER_MESSAGES and not goes_on and not thread.hinted:
+            thread.hinted = True  # once: calls on the side look just like it
             _log.warning("thread %r holds %d messages, and the %d given do not go on from them, so they begin anew. "
                          "Give every call the whole history, answers included", request.thread,
                          max(len(boundary.ledger) // 16 for boundary in self._known.values()), len(said))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from langchain_locret.boundaries import Boundary
 
-LINEAGES = 16  # without a stream that stay
+LINEAGES, RECENT = 16, 8  # without a stream that stay; of these, those used last stay whatever they are
 SHARE = 4
 Stored = Mapping[bytes, tuple[int, Boundary]]  # key: number of the snapshot, and what it holds
 
@@ -21,14 +21,16 @@ def kept(stored: Stored, most: int) -> dict[bytes, bool]:
     """The keys of the boundaries that stay; True: also where the store grows too large.
 
     Args:
-        most: boundaries of one lineage, and streams of one. Of 16 lineages without a stream, those that were asked once
-            go first, then those not used for long; all together have at most four times as many, and the one with most
-            gives its oldest.
+        most: boundaries of one lineage, and streams of one. Of the lineages without a stream the 8 used last stay, and
+            8 more: those that were asked once go first, then those not used for long. All together have at most four
+            times as many boundaries, and the one with most gives its oldest.
     """
     lineages = _lineages(stored)
     streams = {key for line in lineages for key in [key for key in line if stored[key][1].stream][-most:]}
     plain = [line for line in lineages if not streams & set(line)]
-    gone = sorted(plain, key=lambda line: (_gone_on(stored, line), stored[line[-1]][0]))[:max(len(plain) - LINEAGES, 0)]
+    plain.sort(key=lambda line: stored[line[-1]][0])
+    older = sorted(plain[:-RECENT], key=lambda line: (_gone_on(stored, line), stored[line[-1]][0]))
+    gone = older[:max(len(plain) - LINEAGES, 0)]
     lines = [line[-most:] for line in lineages if line not in gone]
     while sum(map(len, lines)) > max(SHARE * most, len(lines)):
         max(lines, key=len).pop(0)

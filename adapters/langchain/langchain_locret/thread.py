@@ -38,7 +38,8 @@ class Thread:
         stale: another owner saved the session meanwhile.
         before: how it stood before this turn told it anything; None: it was told nothing yet. saved: numbers of the
             snapshots made since then.
-        users: calls that have it or wait for it. told: it was told something since it is at hand.
+        users: calls that have it or wait for it. told: it was told something since it is at hand. hinted: that every
+            call is to be given the whole history was said.
     """
 
     session: str | None
@@ -49,6 +50,7 @@ class Thread:
     stale: bool = False
     users: int = 0
     told: bool = False
+    hinted: bool = False
     before: Before | None = None
     saved: list[int] = field(default_factory=list)
 
