@@ -411,6 +411,7 @@ class StreamingContext:
             raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
                               "expected it to be finished first")
         branch = await saving.storing(self._host, self._host.store.branch, self.name)
+        branch.vault.needs = session.branch.vault.needs  # manifests never change: to read them all again takes long
         try:
             async with session.still(in_slot=True):
                 await saving.storing(self._host, session.branch.expect_newest)

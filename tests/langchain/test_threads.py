@@ -234,6 +234,28 @@ def test_callers_who_do_not_await_absorb_too_also_inside_a_loop(chat: LocretChat
     assert chat.thread_memory("elsewhere") is None
 
 
+def test_threads_are_listed_and_looked_at_after_a_restart(script: Script, tmp_path: Path):
+    seen: list[int] = []
+    with model(tmp_path, save="run") as chat:
+        chat.ingest(iter(["one ", "two ", "three"]), thread_id="a", progress=seen.append)
+        before = chat.thread_memory("a")
+        chat.invoke("hello", thread("b" * 500))
+        assert seen == [4, 8, 13] and "a" in chat.list_threads()
+    with model(tmp_path) as chat:
+        after = chat.thread_memory("a")
+        assert (after.tokens, after.units) == (before.tokens, before.units)
+        first, second = sorted(chat.list_threads())
+        assert first == "a" and second.startswith("sha256:") and asyncio.run(chat.alist_threads()) == [first, second]
+        assert chat.thread_memory("elsewhere") is None and len(chat.list_threads()) == 2
+
+
+def test_a_model_without_heads_is_told_so_at_once(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match='policy="keydiff"'):
+        LocretChatModel(model=str(tmp_path))
+    assert LocretChatModel(model=str(tmp_path), policy="keydiff").profile
+
+
 async def test_waiting_for_a_turn_may_time_out_too(chat: LocretChatModel, script: Script):
     script.delay = 0.05
     first = asyncio.create_task(chat.ainvoke([HumanMessage("long enough to wait for")], thread("a")))

@@ -31,7 +31,7 @@ class Absorption:
     meanwhile, other threads go on between the pieces.
 
     Attributes:
-        ended: it has nothing of the thread any more.
+        ended: it has nothing of the thread any more. characters: that memory has taken in.
 
     Args:
         request: the messages the stream comes behind; of none it comes behind what the thread was told last.
@@ -39,7 +39,7 @@ class Absorption:
 
     def __init__(self, request: Request, label: str):
         self._request, self._label = request, label
-        self._sha, self._characters = hashlib.sha256(), 0
+        self._sha, self.characters = hashlib.sha256(), 0
         self._alone = asyncio.Lock()  # `abort` comes after whatever runs
         self._has = self._whole = self.ended = False
 
@@ -103,7 +103,7 @@ class Absorption:
             async with self._threads.gate:
                 await self._thread.ctx.push(text)
             self._sha.update(text.encode())
-            self._characters += len(text)
+            self.characters += len(text)
 
     async def finish(self) -> HumanMessage:
         """The stand-in for all of it; what it stands for is durable, where the store can be written.
@@ -114,12 +114,12 @@ class Absorption:
         async with self._alone:
             self._expect_going()
             threads, thread = self._threads, self._thread
-            if not self._characters:
+            if not self.characters:
                 raise EmptySource("the stream ended without any text; expected some")
             async with threads.gate:
                 await thread.ctx.flush()
                 await thread.ctx.push(self._closing)
-                message = stand_in(self._label, self._characters, self._sha.hexdigest())
+                message = stand_in(self._label, self.characters, self._sha.hexdigest())
                 said = [*self._request.said[:-1], *read([message])]
                 keys = [*self._after.keys[:-1], digest(self._after.keys[-2], said[-1].digest)]
                 thread.at = threads.boundary(thread, replace(self._after, keys=keys), said)

@@ -13,6 +13,7 @@ from langchain_locret.messages import Said, chain, digest
 from locret_stream import LocretError
 from locret_stream.snapshot import check_name
 
+PREFIX = "langchain/"  # of the sessions in which threads are stored
 LEDGER = 512  # messages by which a trimmed history can be proven to be the end of what was absorbed
 RECEIPTS = 8  # answers of a trimmed history whose receipts are tried
 
@@ -116,11 +117,11 @@ def what_differs(known: Iterable[Boundary], start: bytes, said: Sequence[Said]) 
 
 def session_name(thread: str) -> str:
     """The name under which a thread is stored: its own where that can be, else a digest; never another thread's."""
-    name = f"langchain/{thread}"
+    name = f"{PREFIX}{thread}"
     if not thread.startswith("sha256:"):
         try:
             check_name(name)
             return name
         except LocretError:
             pass
-    return f"langchain/sha256:{hashlib.sha256(thread.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    return f"{PREFIX}sha256:{hashlib.sha256(thread.encode('utf-8', 'surrogatepass')).hexdigest()}"

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import codecs
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from langchain_core.runnables import RunnableConfig, ensure_config
 
 from langchain_locret.home import CLOSED
-from langchain_locret.threads import Threads
 from locret_stream import ConfigError, ContextClosed, InvalidText
-from locret_stream.context import Memory
 
 T = TypeVar("T")
 
@@ -52,14 +50,6 @@ def _stop_when_idle(loop: asyncio.AbstractEventLoop) -> None:
         loop.stop()
     for task in left:
         task.add_done_callback(lambda _: loop.call_soon(_stop_when_idle, loop))
-
-
-def look(thread_id: str) -> Callable[[Threads], Any]:
-    """What a thread holds, to be asked on its home's loop."""
-    async def found(threads: Threads) -> Memory | None:
-        return threads.memory(str(thread_id))
-
-    return found
 
 
 def with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from langchain_locret import remembering
 from langchain_locret.absorb import Absorption
-from langchain_locret.calls import expect_ended, look, read_text, run_alone, tool_choice_of, with_thread
+from langchain_locret.calls import expect_ended, read_text, run_alone, tool_choice_of, with_thread
 from langchain_locret.home import BOUNDARIES, Home, Settings
 from langchain_locret.messages import RECEIPT, check_label, read
-from langchain_locret.profile import may_show_tools
+from langchain_locret.profile import check_heads, may_show_tools
 from langchain_locret.render import ToolPrompt
 from langchain_locret.thread import (
     TOOLS_LEFT_OUT,
@@ -158,6 +158,7 @@ class LocretChatModel(BaseChatModel):
         user_key(key)  # raises
         if self.policy is not None and self.policy not in POLICIES:
             make_policy(self.policy)  # raises UnknownPolicy, with the closest name
+        check_heads(self.model, self.heads, self.policy)
         if self.store is not None and not isinstance(self.store, (str, Path, Store)):
             raise ConfigError(f"store is a {type(self.store).__name__}; expected a folder, a URL or a Store")
         if self.timeout is not None and not self.timeout > 0:
@@ -357,7 +358,8 @@ class LocretChatModel(BaseChatModel):
     # -- threads ----------------------------------------------------------------------------------------------
 
     async def aingest(self, source: Any, *, thread_id: str, label: str = "text",
-                      history: Sequence[BaseMessage] = (), tools: Sequence[Any] = ()) -> HumanMessage:
+                      history: Sequence[BaseMessage] = (), tools: Sequence[Any] = (),
+                      progress: Callable[[int], None] | None = None) -> HumanMessage:
         """Absorb a stream of text into a thread as one message; returns a small stand-in to keep in the history.
 
         The source is read only as fast as memory takes it in; other threads go on meanwhile, calls on this one wait.
@@ -369,6 +371,7 @@ class LocretChatModel(BaseChatModel):
             label: what the stand-in calls it, one line of at most 80 characters.
             history: the messages it comes behind; of none, it comes behind what the thread was told last.
             tools: those that the thread is used with, where the history is its beginning.
+            progress: called after each piece with the characters that memory has taken in.
 
         Raises:
             EmptySource, SourceError, InvalidText, InputError; otherwise as a call of the model.
@@ -377,7 +380,8 @@ class LocretChatModel(BaseChatModel):
             raise InputError("thread_id is None; expected the thread that absorbs the stream")
         if isinstance(source, Path):
             with source.open("rb") as file:
-                return await self.aingest(file, thread_id=thread_id, label=label, history=history, tools=tools)
+                return await self.aingest(file, thread_id=thread_id, label=label, history=history, tools=tools,
+                                          progress=progress)
         request = Request(said=read(history), thread=str(thread_id), on_change=self.on_change,
                           on_mismatch=self.on_mismatch,
                           tools=tuple(convert_to_openai_tool(tool) for tool in tools))
@@ -393,6 +397,8 @@ class LocretChatModel(BaseChatModel):
                 text = read_text(decode, piece) if isinstance(piece, bytes) else piece
                 if text:
                     await life.acall(lambda _, text=text: absorption.push(text))
+                    if progress is not None:
+                        progress(absorption.characters)
             read_text(decode, b"", final=True)
             return await life.acall(lambda _: absorption.finish())
         finally:
@@ -423,12 +429,25 @@ class LocretChatModel(BaseChatModel):
         return await self.home.life.acall(lambda threads: threads.forget(str(thread_id)))
 
     def thread_memory(self, thread_id: str) -> Memory | None:
-        """What a thread holds now: tokens accepted, units per layer, bytes; None if it is not at hand."""
-        return self.home.life.call(look(thread_id)) if self.home.loaded else None
+        """What a thread holds: tokens accepted, units per layer, bytes; None if it was told nothing. One that is not at
+        hand is brought back from the store."""
+        return self.home.life.call(lambda threads: remembering.memory(threads, str(thread_id)))
 
     async def athread_memory(self, thread_id: str) -> Memory | None:
         """As `thread_memory`."""
-        return await self.home.life.acall(look(thread_id)) if self.home.loaded else None
+        return await self.home.life.acall(lambda threads: remembering.memory(threads, str(thread_id)))
+
+    def list_threads(self) -> list[str]:
+        """Threads that are stored, by name; one whose name does not fit a session's goes by "sha256:" and its digest.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return self.home.life.call(remembering.stored_threads)
+
+    async def alist_threads(self) -> list[str]:
+        """As `list_threads`."""
+        return await self.home.life.acall(remembering.stored_threads)
 
     def memory_text(self, thread_id: str) -> list[Passage]:
         """What stands in a thread's memory, as text: runs of tokens in order, each with the share of it that memory

@@ -1,4 +1,5 @@
-"""What can be said of a model before it is loaded: whether its chat template tells of tools."""
+"""What can be said of a model before it is loaded: whether its chat template tells of tools, and whether it can score
+what stays."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import locret_stream
+from locret_stream import ConfigError
 
 _BUNDLED = Path(locret_stream.__file__).parent / "assets" / "bundled"
 
@@ -33,3 +35,13 @@ def _template_in(folder: Path) -> str | None:
         found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
         return None if found is None else str(found)
     return None
+
+
+def check_heads(model: str, heads: Any, policy: str | None) -> None:
+    """Raises:
+        ConfigError: a folder of a model that is to be scored with retaining heads, and none were given.
+    """
+    if model != "bundled" and heads is None and policy in (None, "locret") and (
+            Path(model).expanduser() / "config.json").is_file():
+        raise ConfigError(f"{model} was given without heads=, which the policy 'locret' scores with; expected "
+                          'policy="keydiff", which needs none, or heads=<folder> made by `locret-stream train-heads`')

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from langchain_locret.boundaries import session_name
+from langchain_locret.boundaries import PREFIX, session_name
 from langchain_locret.retention import tip_of
 from langchain_locret.threads import Threads
 from locret_stream import InputError
+from locret_stream.context import Memory
 from locret_stream.context.session import to_the_end
 from locret_stream.snapshot.told import Passage, Told, told
 
@@ -24,6 +25,30 @@ async def memory_text(threads: Threads, name: str) -> list[Passage]:
         SnapshotError: it cannot be read, or there is no log.
     """
     return await _look(threads, name, lambda found, decode: found.kept(decode)) or []
+
+
+async def memory(threads: Threads, name: str) -> Memory | None:
+    """What a thread holds where it rests, or was told something last; None if it was told nothing."""
+    thread = threads.named(name)
+    if thread.open and thread.lock.locked():  # busy: as it is in this moment
+        return thread.ctx.memory
+    async with threads.using(thread), thread.lock, threads.gate:
+        try:
+            await threads.look_up(thread)
+            tip = thread.live or tip_of(thread.stored or {}, None)
+            if tip is None:
+                return None
+            await threads.go(thread, tip)
+            return thread.ctx.memory
+        finally:
+            await to_the_end(threads.rest(thread))
+
+
+async def stored_threads(threads: Threads) -> list[str]:
+    """Names of the threads in the store."""
+    store = threads.runtime.store
+    found = [] if store is None else await asyncio.to_thread(store.list)
+    return [one.name.removeprefix(PREFIX) for one in found if one.name.startswith(PREFIX)]
 
 
 async def recall(threads: Threads, name: str, words: str, start: int | None, end: int | None,

@@ -38,7 +38,6 @@ from locret_stream import (
     StaleOwner,
     StoreError,
 )
-from locret_stream.context import Memory
 from locret_stream.context.session import to_the_end
 
 _log = logging.getLogger(__name__)
@@ -306,11 +305,6 @@ class Threads:
         thread.stored = {key: thread.stored[key] for key in stay}
         if thread.open:
             thread.ctx.keep = {thread.stored[key][0]: pinned for key, pinned in stay.items()}
-
-    def memory(self, name: str) -> Memory | None:
-        """What a thread holds that is at hand."""
-        thread = self._threads.get(session_name(name))
-        return thread.ctx.memory if thread is not None and thread.open else None
 
     async def seal(self, name: str) -> bool:
         """Make the boundary where a thread rests durable; False if it is not at hand."""
