@@ -32,8 +32,9 @@ def test_pretended_devices_insist_on_themselves():
     assert isinstance(one, There) and one.tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("name", "policy"), [("llama", "locret"), ("gemma3", "h2o"), ("smollm3", "sirllm"),
-                                              ("llama", "nacl")])
+@pytest.mark.parametrize(("name", "policy"), [
+    ("llama", "locret"), ("gemma3", "sirllm"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("smollm3", "h2o"), ("llama", "nacl")))])
 def test_each_layer_keeps_its_memory_where_it_works(name: str, policy: str):
     ids = ids_of(37)
     heads = random_heads(attach(model(name)), policy=policy) if policy in WITH_HEADS else None

@@ -32,7 +32,8 @@ def stock_in_pieces(of: tf.PreTrainedModel, ids: list[int], size: int) -> torch.
                       for part in (ids[i:i + size] for i in range(0, len(ids), size))])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+                         ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_quantised_model_streams_as_its_own_forward_computes(packing: str, dtype: torch.dtype, root: Path):
     """With a full budget, read in the same pieces: what rounds activations rounds them by the piece."""
