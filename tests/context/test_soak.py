@@ -192,20 +192,20 @@ class Agent:
 def inject(monkeypatch: pytest.MonkeyPatch, chance: float) -> dict[str, float]:
     """Slots are refused and the store fails now and then; the chance may be changed."""
     at, dice = {"chance": chance}, random.Random(SEED)
-    acquire, storing = Slots.acquire, saving.storing
+    acquire, on = Slots.acquire, saving._on
 
     async def refused(self: Slots, *arguments) -> int:
         if dice.random() < at["chance"]:
             raise NoSlot("injected: no slot")
         return await acquire(self, *arguments)
 
-    async def failing(host, work, *arguments):
+    async def failing(threads, work, *arguments):
         if getattr(work, "__name__", "") not in ("__exit__", "prune") and dice.random() < at["chance"] / 3:
             raise StoreError("injected: the disk is full")
-        return await storing(host, work, *arguments)
+        return await on(threads, work, *arguments)
 
     monkeypatch.setattr(Slots, "acquire", refused)
-    monkeypatch.setattr(saving, "storing", failing)
+    monkeypatch.setattr(saving, "_on", failing)
     return at
 
 

@@ -419,14 +419,14 @@ def no_slot(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], N
 
 def no_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
     def inject(fails: Callable[[], bool]) -> None:
-        real = saving.storing
+        real = saving._on
 
-        async def storing(host, work, *arguments):
+        async def failing(threads, work, *arguments):
             if getattr(work, "__name__", "") not in ("__exit__", "prune") and fails():
                 raise StoreError("injected: the disk is full")
-            return await real(host, work, *arguments)
+            return await real(threads, work, *arguments)
 
-        monkeypatch.setattr(saving, "storing", storing)
+        monkeypatch.setattr(saving, "_on", failing)
     return inject
 
 
@@ -440,7 +440,7 @@ async def test_a_slot_refused_anywhere_leaves_what_a_replay_gives(tmp_path: Path
 
 @pytest.mark.parametrize("every", EVERY)
 async def test_a_store_that_fails_anywhere_leaves_what_a_replay_gives(tmp_path: Path, monkeypatch, caplog, every: int):
-    assert await places(tmp_path, monkeypatch, caplog, no_store(monkeypatch), every) > 40
+    assert await places(tmp_path, monkeypatch, caplog, no_store(monkeypatch), every) > 60
 
 
 async def _fork(ctx: StreamingContext, name: str | None = None) -> None:
