@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from locret_stream.errors import UnsupportedModel
 _PLAIN = (Tensor, nn.Parameter)
 _QUANTISERS = ("bitsandbytes.", "hqq.", "gptqmodel.", "auto_gptq.", "awq.", "optimum.quanto.", "auto_round.")
 SKETCH_BITS = 128
+WAIT_MS = 2000
 
 
 # -- a second tree over the same tensors ------------------------------------------------------------------------
@@ -33,13 +35,17 @@ def shadow(model: PreTrainedModel) -> PreTrainedModel:
         for tensor in _beside(module):  # such as scales, or weights that wait on the CPU
             shared[id(tensor)] = tensor
         if _of_bitsandbytes(module):
-            shared |= {id(p): _alias(p) for p in module._parameters.values() if p is not None}
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    shared[id(parameter)] = twin = _alias(parameter)
+                    shared[id(getattr(parameter, "quant_state", None))] = getattr(twin, "quant_state", None)
     return copy.deepcopy(model, shared).eval()
 
 
 def _beside(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that a module holds otherwise than as parameters and buffers."""
-    waiting: list[Any] = [value for name, value in vars(module).items()
+    # By `list`, which no other thread can come between: the model may be in use.
+    waiting: list[Any] = [value for name, value in list(vars(module).items())
                           if name not in ("_parameters", "_buffers", "_modules")]
     seen: set[int] = set()
     while waiting:
@@ -50,11 +56,11 @@ def _beside(module: nn.Module) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, Mapping):
-            waiting += [value[name] for name in value] if type(value) is dict else vars(value).values()
+            waiting += list(value.values()) if type(value) is dict else list(vars(value).values())
         elif isinstance(value, (list, tuple, set)):
             waiting += value
         elif hasattr(value, "__dict__") and not callable(value):
-            waiting += vars(value).values()
+            waiting += list(vars(value).values())
 
 
 def _of_bitsandbytes(module: nn.Module) -> bool:
@@ -63,9 +69,27 @@ def _of_bitsandbytes(module: nn.Module) -> bool:
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
     """Another parameter over the same memory. bitsandbytes' forwards move what a parameter holds to the module and
-    repack its data, once: in a tree of their own that leaves the first tree's parameters alone."""
+    repack its data, once: in a tree of their own that leaves the first tree's parameters alone.
+
+    Raises:
+        UnsupportedModel: the model is in use, and a forward that repacks it does not come to an end.
+    """
+    for _ in range(WAIT_MS):
+        twin = _alias_now(parameter)
+        state = getattr(twin, "quant_state", None)
+        packed = bool(getattr(state, "packing_format_for_cpu", False))
+        # Another thread's forward changes these one after another.
+        if state is None or packed == (state.absmax.dim() == 2) == (twin.shape[-1] != 1):
+            return twin
+        time.sleep(1e-3)
+    raise UnsupportedModel("a 4-bit weight of this model and its scales are not of one layout; expected a model that "
+                           "no other thread runs for the first time meanwhile; and loaded anew, where it was saved or "
+                           "its state_dict() taken after it ran on a CPU: bitsandbytes spoils its scales then")
+
+
+def _alias_now(parameter: nn.Parameter) -> nn.Parameter:
     twin = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
-    twin.__dict__.update(vars(parameter))
+    twin.__dict__.update(dict(vars(parameter)))
     if hasattr(parameter, "module"):
         twin.module = None  # it is of the first tree
     if getattr(parameter, "quant_state", None) is not None:
@@ -129,7 +153,7 @@ def _of_quantised(module: nn.Module) -> dict[str, Tensor]:
     rounds their scales."""
     twin = copy.copy(module)
     twin._parameters = {name: p if p is None else _alias(p) for name, p in module._parameters.items()}
-    state = getattr(module._parameters.get("weight"), "quant_state", None)
+    state = getattr(twin._parameters.get("weight"), "quant_state", None)
     if state is None:
         return twin.state_dict()
     scales = _scales(state)  # before it is unpacked, which is where precision would be lost
