@@ -667,3 +667,14 @@ async def test_a_context_closed_while_it_is_saved_lets_the_save_end(at: str, tmp
         assert isinstance(done, ContextClosed) or done.log, "its log is there as well"
         assert len(runtime.store.list()) == isinstance(done, Snapshot)
         assert not [one.problem for one in runtime.store.verify() if one.problem]
+
+
+async def test_the_most_that_was_ever_held_is_known_again(tmp_path: Path):
+    """What a session held at its peak, a reply's tail included, is more than it holds when it is opened anew."""
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.feed([5] * 5 * CHUNK)
+            peak = ctx.memory.peak
+            assert all(most > units for most, units in zip(peak, ctx.memory.units, strict=True))
+        async with runtime.open("a", raw=True) as again:
+            assert again.memory.peak == peak
