@@ -410,17 +410,17 @@ class StreamingContext:
         if session.busy is not None or session.before_commit is not None:
             raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
                               "expected it to be finished first")
-        branch = await saving.storing(self._host, self._host.store.branch, self.name)
-        branch.vault.needs = session.branch.vault.needs  # manifests never change: to read them all again takes long
-        try:
-            async with session.still(in_slot=True):
+        async with session.still(in_slot=True):  # nor is it saved: the new branch knows the newest snapshot
+            branch = await saving.storing(self._host, self._host.store.branch, self.name)
+            branch.vault.needs = session.branch.vault.needs  # manifests never change: reading all again takes long
+            try:
                 await saving.storing(self._host, session.branch.expect_newest)
                 restored = None if number == 0 else await saving.storing(self._host, lambda: branch.load(
                     self._host.identity, self._host.geometry, self._host.engine.budgets, number))
                 await to_the_end(self._replace(session, branch, restored))
-        finally:
-            if self._session is session:
-                branch.close()
+            finally:
+                if self._session is session:
+                    branch.close()
 
     async def _replace(self, session: Session, branch: Branch, restored: Restored | None) -> None:
         """The restored session, None for one from nothing, in the slot of this one, which ends once nothing can fail

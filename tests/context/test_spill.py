@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import permutations
@@ -336,6 +337,33 @@ async def test_a_rewind_cancelled_anywhere_leaves_a_context_that_goes_on(tmp_pat
             runtime.store.forget("a")
 
         assert await cut_at_every_await(run) > 3
+
+
+@pytest.mark.parametrize("where", ["the beginning", "a snapshot"])
+async def test_a_session_that_is_put_away_while_it_is_rewound_stays_its_own_owner(tmp_path: Path, monkeypatch,
+                                                                                  where: str):
+    async with tiny(store=tmp_path, max_live=1) as runtime, runtime.open("a") as ctx, runtime.open("b") as other:
+        await ctx.feed(TEXT)
+        number = 0 if where == "the beginning" else (await ctx.snapshot()).generation
+        await ctx.feed(TEXT)
+        made, go_on, make = threading.Event(), threading.Event(), runtime.store.branch
+
+        def slowly(name: str):
+            branch = make(name)
+            made.set()
+            assert go_on.wait(20)
+            return branch
+
+        monkeypatch.setattr(runtime.store, "branch", slowly)
+        rewinding = asyncio.create_task(ctx.rewind(number))
+        await asyncio.to_thread(made.wait, 20)
+        feeding = asyncio.create_task(other.feed(TEXT)._drain())
+        await asyncio.sleep(0.3)  # time enough to put the first one away, if it may be now
+        go_on.set()
+        await rewinding
+        await feeding
+        await ctx.feed(TEXT)
+        await ctx.snapshot()
 
 
 async def test_a_rewind_does_not_bring_a_stale_owner_to_the_front(tmp_path: Path):
