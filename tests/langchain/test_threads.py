@@ -307,7 +307,7 @@ def test_any_name_of_a_thread_is_a_thread_of_its_own(chat: LocretChatModel, tmp_
     for number, name in enumerate(names):
         assert f"mine is {number}<" in held(chat, name)
         assert held(chat, name).count("user\nmine is") == 1
-    inside = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
+    inside = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.snap")}
     assert len({session_name(str(name)) for name in names}) == len(names) == len(inside)
     for name in names:
         check_name(session_name(str(name)))

@@ -27,9 +27,9 @@ def traces(folder: Path, text: str) -> list[str]:
 
 
 def state(folder: Path) -> dict[str, bytes]:
-    """Every file but the mark that a number was used."""
+    """Every file but what tells which numbers were used: the mark of a deleted one, and the name's record."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and path.suffix != ".gone"}
+            if path.is_file() and path.suffix != ".gone" and not path.name.startswith("n-")}
 
 
 async def cut(chat: LocretChatModel, script: Script, said: list[Any], how: str) -> None:
