@@ -28,10 +28,9 @@ def expect_ended(pid: int) -> None:
 
 def test_tests_of_signals_pass_where_signals_are_ignored():
     """As under nohup, for what a shell runs in the background, and in some CI."""
-    done = run_python(*PYTEST, "tests/test_runtime.py", "tests/test_cli.py", "tests/training/test_loop.py", "-k",
-                      "ctrl_c_in_a_sync or ctrl_c_while_a_stream or ctrl_c_never_tears",
-                      ignored=("INT", "QUIT", "HUP", "TERM"))
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+    done = run_python(*PYTEST, "tests/test_runtime.py", "tests/training/test_loop.py", "-k",
+                      "ctrl_c_in_a_sync or ctrl_c_never_tears", ignored=("INT", "QUIT", "HUP", "TERM"))
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_process_of_a_test_has_ordinary_signals_and_those_it_asks_for_ignored():
