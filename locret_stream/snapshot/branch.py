@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +74,10 @@ class Restored:
     tensors: dict[str, Tensor]
 
 
+_branches: weakref.WeakSet[Branch] = weakref.WeakSet()
+_registering = threading.Lock()
+
+
 class Branch:
     """One owner's view of a branch. One thread at a time.
 
@@ -94,6 +100,8 @@ class Branch:
         self.log: tuple[LogRef, ...] = ()
         self.spool: Spool | None = None
         self.focuses: list[Refocus] = []
+        with _registering:
+            _branches.add(self)
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -301,6 +309,15 @@ class Branch:
         if self.spool is not None:
             self.spool.close()
             self.spool = None
+
+
+def log_of_unsaved(vault: Vault) -> set[str]:
+    """Log parts, as paths inside the session, that owners in this process go on from: a fork that was not saved yet
+    is named by no manifest, and its origin may have put together anew what both came from."""
+    with _registering:
+        branches = [*_branches]
+    return {f"log/{ref.name}" for branch in branches for ref in (branch.log if branch.spool is not None else ())
+            if (branch.vault.files.url, branch.vault.folder) == (vault.files.url, vault.folder)}
 
 
 def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:

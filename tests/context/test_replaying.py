@@ -57,3 +57,18 @@ async def test_what_cannot_be_replayed_says_why(tmp_path: Path):
             await ctx.feed(TEXT)
         with pytest.raises(SnapshotCorrupt, match="without a log"):
             await runtime.replay("a")
+
+
+async def test_a_fork_that_waits_long_for_its_first_save_keeps_the_whole_log(tmp_path: Path):
+    """Its origin goes on, saves again and again, and gives up what only the fork still needs."""
+    async with tiny(store=Store(tmp_path, keep_last=1), max_live=2) as runtime:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(list(range(5, 5 + 3 * CHUNK)))
+            await ctx.snapshot()
+            async with ctx.fork("b") as fork:
+                for start in range(0, 200, 20):
+                    await ctx.push(list(range(5 + start, 25 + start)))
+                    await ctx.snapshot()
+                await fork.push(list(range(300, 320)))
+        assert (await runtime.replay("b")).differs == ()
+        assert all(one.log for one in runtime.store.list())
