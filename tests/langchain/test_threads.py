@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -782,6 +783,12 @@ except KeyboardInterrupt:
 """
 
 
+# transformers imports torchao wherever that is installed, which then tells of its extensions and enums.
+TORCHAO = re.compile(r"Failed to load \S+/torchao/_C_\S+\.so: Could not load this library: \S+/torchao/_C_\S+\.so|"
+                     r"W\d+ .*torch/utils/_pytree\.py:\d+\] <enum '(KernelPreference|ScaleCalculationMode)'> is an "
+                     r"Enum subclass .*")
+
+
 def test_the_end_of_the_process_saves_what_its_last_holder_let_go(tmp_path: Path):
     program = """
 import sys
@@ -793,7 +800,8 @@ main()
 """
     for _ in range(3):
         done = run_python("-c", program, tmp_path, timeout_s=60)
-        assert done.returncode == 0 and not done.stderr, done.stderr
+        ours = [line for line in done.stderr.splitlines() if not TORCHAO.fullmatch(line)]
+        assert done.returncode == 0 and not ours, done.stderr
         assert [row.name for row in Store(tmp_path).list()] == ["langchain/x"]
 
 

@@ -1,6 +1,29 @@
-"""LangChain on a locret_stream memory: threads that never end, in a fixed amount of memory."""
+"""LangChain on a locret_stream memory: threads that never end, in a fixed amount of memory.
 
-from langchain_locret.chat_model import LocretChatModel
-from langchain_locret.thread import LateWarning, RebuildWarning, StateLost, ToolsWarning
+Names resolve on first use. Neither importing the package nor making a model loads torch or transformers, unless the
+model is given a `policy` or a `key` to check.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from langchain_locret.chat_model import LocretChatModel
+    from langchain_locret.thread import LateWarning, RebuildWarning, StateLost, ToolsWarning
 
 __all__ = ["LateWarning", "LocretChatModel", "RebuildWarning", "StateLost", "ToolsWarning"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "chat_model" if name == "LocretChatModel" else "thread"
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import contextlib
 import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import HumanMessage
 
@@ -15,8 +20,12 @@ from langchain_locret.reaching import reach
 from langchain_locret.retention import tip_of
 from langchain_locret.thread import Reached, Request
 from langchain_locret.threads import Threads
-from locret_stream import ConfigError, ContextClosed, EmptySource
+from locret_stream import ConfigError, ContextClosed, EmptySource, InputError, InvalidText
 from locret_stream.context.session import to_the_end
+from locret_stream.context.sources import Puller
+
+if TYPE_CHECKING:
+    from langchain_locret.home import Life
 
 _STREAM = Said("user", secrets.token_hex(16))  # a place in the rendering; nobody says this
 _BEFORE = {"user": [Said("user", "before")],
@@ -24,6 +33,33 @@ _BEFORE = {"user": [Said("user", "before")],
            "assistant": [Said("user", "before"), Said("assistant", "before")],
            "tool": [Said("user", "before"), Said("assistant", "", calls=(("before", {"before": "before"}, "1"),)),
                     Said("tool", "before", call_id="1", answers=0)]}
+
+
+async def absorb(life: Life, source: Any, request: Request, label: str,
+                 progress: Callable[[int], None] | None) -> HumanMessage:
+    """All of a source into a thread of that life; for the caller's event loop, on which the source is read.
+
+    Raises as `LocretChatModel.aingest`.
+    """
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            return await absorb(life, file, request, label, progress)
+    puller, decode, absorption = Puller(source), codecs.getincrementaldecoder("utf-8")(), Absorption(request, label)
+    try:
+        await life.acall(absorption.begin)
+        while (piece := await puller.next()) is not None:
+            if isinstance(piece, list):
+                raise InputError("the source gave token ids; expected text")
+            text = _as_text(decode, piece) if isinstance(piece, bytes) else piece
+            if text:
+                await life.acall(lambda _, text=text: absorption.push(text))
+                if progress is not None:
+                    progress(absorption.characters)
+        _as_text(decode, b"", final=True)
+        return await life.acall(lambda _: absorption.finish())
+    finally:
+        with contextlib.suppress(ContextClosed):  # then it was let go of already
+            await to_the_end(asyncio.wrap_future(life.submit(lambda _: absorption.abort())))
 
 
 class Absorption:
@@ -156,3 +192,10 @@ class Absorption:
         if self.ended:
             raise ContextClosed("the model was closed while a stream was absorbed; the thread is as it was before. "
                                 "Expected the stream to end first")
+
+def _as_text(decoder: codecs.IncrementalDecoder, piece: bytes, *, final: bool = False) -> str:
+    """Bytes of a stream as text. Raises InvalidText."""
+    try:
+        return decoder.decode(piece, final)
+    except UnicodeDecodeError as error:
+        raise InvalidText(f"the source gave bytes that are not UTF-8: {error}; expected text") from error

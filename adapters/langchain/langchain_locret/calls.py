@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_core.runnables import RunnableConfig, ensure_config
 
 from langchain_locret.home import CLOSED
-from locret_stream import ConfigError, ContextClosed, InvalidText
+from locret_stream import ConfigError, ContextClosed
+
+if TYPE_CHECKING:
+    from langchain_core.messages import AIMessageChunk
+
+    from langchain_locret.thread import Request
+    from langchain_locret.threads import Threads
 
 T = TypeVar("T")
+
+
+async def run_turn(threads: Threads, request: Request, emit: Callable[[AIMessageChunk], None]) -> None:
+    """`turns.turn`, which is imported where it runs: it loads torch."""
+    from langchain_locret.turns import turn
+    await turn(threads, request, emit)
 
 
 def expect_ended(turn: Future[None]) -> None:
@@ -83,11 +94,3 @@ def tool_choice_of(choice: Any, tools: Sequence[dict[str, Any]]) -> str:
             raise ConfigError(f"tool_choice is {choice!r} and no tools are bound; expected bind_tools([...]) first")
         raise ConfigError(f"tool_choice is {choice!r}; expected one of the tools {names}, 'any', 'auto' or 'none'")
     return choice
-
-
-def read_text(decoder: codecs.IncrementalDecoder, piece: bytes, *, final: bool = False) -> str:
-    """Bytes of a stream as text. Raises InvalidText."""
-    try:
-        return decoder.decode(piece, final)
-    except UnicodeDecodeError as error:
-        raise InvalidText(f"the source gave bytes that are not UTF-8: {error}; expected text") from error

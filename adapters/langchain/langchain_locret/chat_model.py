@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
-import contextlib
 import os
 import queue
 import warnings
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
-from langchain_core.tools import BaseTool, StructuredTool, ToolException
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
-from langchain_locret import remembering
-from langchain_locret.absorb import Absorption
-from langchain_locret.calls import expect_ended, read_text, run_alone, tool_choice_of, with_thread
-from langchain_locret.home import BOUNDARIES, Home, Settings
-from langchain_locret.messages import RECEIPT, check_label, read
-from langchain_locret.profile import check_heads, may_show_tools
-from langchain_locret.render import ToolPrompt
+import locret_stream
+from langchain_locret.calls import expect_ended, run_turn, tool_choice_of, with_thread
+from langchain_locret.home import BOUNDARIES, Home, Settings, is_store
+from langchain_locret.keeping import ThreadMethods
+from langchain_locret.messages import RECEIPT, read
+from langchain_locret.profile import check_heads, check_key, check_policy, may_show_tools
 from langchain_locret.thread import (
     TOOLS_LEFT_OUT,
     LateWarning,
@@ -40,15 +36,11 @@ from langchain_locret.thread import (
     Save,
     ToolsWarning,
 )
-from langchain_locret.threads import Threads
-from langchain_locret.turns import turn as run_turn
-from locret_stream import ConfigError, ContextClosed, InputError, Runtime, Sampling, Store, __version__
-from locret_stream.context import Memory
-from locret_stream.context.session import to_the_end
-from locret_stream.context.sources import Puller
-from locret_stream.policies import POLICIES, make_policy
-from locret_stream.snapshot.seal import user_key
-from locret_stream.snapshot.told import Passage
+from langchain_locret.tool_prompt import ToolPrompt
+from locret_stream import ConfigError, InputError, Sampling, __version__
+
+if TYPE_CHECKING:  # loads torch
+    from langchain_locret.threads import Threads
 
 _END = object()
 _KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "temperature", "top_p", "top_k",
@@ -60,7 +52,7 @@ _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
-class LocretChatModel(BaseChatModel):
+class LocretChatModel(ThreadMethods, BaseChatModel):
     """A local chat model whose memory of a thread never ends and never grows.
 
         model = LocretChatModel(model="bundled", store="~/.local/share/locret")
@@ -142,9 +134,9 @@ class LocretChatModel(BaseChatModel):
 
     @model_validator(mode="after")
     def _set_locret_home(self) -> LocretChatModel:
-        if self.runtime is not None and not isinstance(self.runtime, Runtime):
+        if self.runtime is not None and not isinstance(self.runtime, locret_stream.Runtime):
             raise ConfigError(f"runtime is a {type(self.runtime).__name__}; expected a locret_stream.Runtime")
-        whole = "a Runtime" if self.runtime is not None else "a Store" if isinstance(self.store, Store) else ""
+        whole = "a Runtime" if self.runtime is not None else "a Store" if is_store(self.store) else ""
         beside = {"a Runtime": _OF_THE_RUNTIME, "a Store": ("key", "boundaries"), "": ()}[whole]
         for name in beside:
             if getattr(self, name) != type(self).model_fields[name].default:
@@ -155,11 +147,10 @@ class LocretChatModel(BaseChatModel):
         key = None if self.key is None else self.key.get_secret_value()
         if key is None and isinstance(self.store, (str, Path)):
             key = os.environ.get("LOCRET_KEY") or None
-        user_key(key)  # raises
-        if self.policy is not None and self.policy not in POLICIES:
-            make_policy(self.policy)  # raises UnknownPolicy, with the closest name
+        check_key(key)
+        check_policy(self.policy)
         check_heads(self.model, self.heads, self.policy)
-        if self.store is not None and not isinstance(self.store, (str, Path, Store)):
+        if self.store is not None and not isinstance(self.store, (str, Path)) and not is_store(self.store):
             raise ConfigError(f"store is a {type(self.store).__name__}; expected a folder, a URL or a Store")
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout is {self.timeout}; expected seconds above 0")
@@ -178,7 +169,7 @@ class LocretChatModel(BaseChatModel):
         return self
 
     def __getstate__(self) -> dict[Any, Any]:
-        if self.runtime is not None or isinstance(self.store, Store):
+        if self.runtime is not None or is_store(self.store):
             raise ConfigError("a model over a Runtime or Store object cannot be pickled; expected one made of names: "
                               "model=..., store=<folder or URL>")
         return super().__getstate__()
@@ -355,142 +346,6 @@ class LocretChatModel(BaseChatModel):
             kwargs["tool_choice"] = tool_choice
         return self.bind(tools=shown, **kwargs)
 
-    # -- threads ----------------------------------------------------------------------------------------------
-
-    async def aingest(self, source: Any, *, thread_id: str, label: str = "text",
-                      history: Sequence[BaseMessage] = (), tools: Sequence[Any] = (),
-                      progress: Callable[[int], None] | None = None) -> HumanMessage:
-        """Absorb a stream of text into a thread as one message; returns a small stand-in to keep in the history.
-
-        The source is read only as fast as memory takes it in; other threads go on meanwhile, calls on this one wait.
-        Cancelled or failed, the thread is as it was before. Once it returned, the stream is as durable as a turn.
-
-        Args:
-            source: text, the Path of a file, or an (async) iterator of str or UTF-8 bytes: an open file, a socket, a
-                growing log.
-            label: what the stand-in calls it, one line of at most 80 characters.
-            history: the messages it comes behind; of none, it comes behind what the thread was told last.
-            tools: those that the thread is used with, where the history is its beginning.
-            progress: called after each piece with the characters that memory has taken in.
-
-        Raises:
-            EmptySource, SourceError, InvalidText, InputError; otherwise as a call of the model.
-        """
-        if thread_id is None:
-            raise InputError("thread_id is None; expected the thread that absorbs the stream")
-        if isinstance(source, Path):
-            with source.open("rb") as file:
-                return await self.aingest(file, thread_id=thread_id, label=label, history=history, tools=tools,
-                                          progress=progress)
-        request = Request(said=read(history), thread=str(thread_id), on_change=self.on_change,
-                          on_mismatch=self.on_mismatch,
-                          tools=tuple(convert_to_openai_tool(tool) for tool in tools))
-        check_label(label)
-        puller, decode = Puller(source), codecs.getincrementaldecoder("utf-8")()
-
-        absorption, life = Absorption(request, label), self.home.life
-        try:
-            await life.acall(absorption.begin)
-            while (piece := await puller.next()) is not None:
-                if isinstance(piece, list):
-                    raise InputError("the source gave token ids; expected text")
-                text = read_text(decode, piece) if isinstance(piece, bytes) else piece
-                if text:
-                    await life.acall(lambda _, text=text: absorption.push(text))
-                    if progress is not None:
-                        progress(absorption.characters)
-            read_text(decode, b"", final=True)
-            return await life.acall(lambda _: absorption.finish())
-        finally:
-            with contextlib.suppress(ContextClosed):  # then it was let go of already
-                await to_the_end(asyncio.wrap_future(life.submit(lambda _: absorption.abort())))
-
-    def ingest(self, source: Any, **options: Any) -> HumanMessage:
-        """`aingest` for callers who do not await, of a source that is not async either."""
-        if isinstance(source, AsyncIterable):
-            raise InputError(f"source is a {type(source).__name__}, which only `aingest` can read; expected text or an "
-                             "iterator of it")
-        return run_alone(self.aingest(source, **options))
-
-    def save_thread(self, thread_id: str) -> bool:
-        """Make a thread durable where it rests; False if it is not at hand (it is stored, or never was)."""
-        return self.home.loaded and self.home.life.call(lambda threads: threads.seal(str(thread_id)))
-
-    async def asave_thread(self, thread_id: str) -> bool:
-        """As `save_thread`."""
-        return self.home.loaded and await self.home.life.acall(lambda threads: threads.seal(str(thread_id)))
-
-    def forget_thread(self, thread_id: str) -> bool:
-        """Remove a thread's memory, every file of it; whether there was any."""
-        return self.home.life.call(lambda threads: threads.forget(str(thread_id)))
-
-    async def aforget_thread(self, thread_id: str) -> bool:
-        """As `forget_thread`."""
-        return await self.home.life.acall(lambda threads: threads.forget(str(thread_id)))
-
-    def thread_memory(self, thread_id: str) -> Memory | None:
-        """What a thread holds: tokens accepted, units per layer, bytes; None if it was told nothing. One that is not at
-        hand is brought back from the store."""
-        return self.home.life.call(lambda threads: remembering.memory(threads, str(thread_id)))
-
-    async def athread_memory(self, thread_id: str) -> Memory | None:
-        """As `thread_memory`."""
-        return await self.home.life.acall(lambda threads: remembering.memory(threads, str(thread_id)))
-
-    def list_threads(self) -> list[str]:
-        """Threads that are stored, by name; one whose name does not fit a session's goes by "sha256:" and its digest.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        return self.home.life.call(remembering.stored_threads)
-
-    async def alist_threads(self) -> list[str]:
-        """As `list_threads`."""
-        return await self.home.life.acall(remembering.stored_threads)
-
-    def memory_text(self, thread_id: str) -> list[Passage]:
-        """What stands in a thread's memory, as text: runs of tokens in order, each with the share of it that memory
-        keeps. The thread is made durable first, and read from the store.
-
-        Raises:
-            SnapshotError: it cannot be read, or the store keeps no log.
-        """
-        return self.home.life.call(lambda threads: remembering.memory_text(threads, str(thread_id)))
-
-    async def amemory_text(self, thread_id: str) -> list[Passage]:
-        """As `memory_text`."""
-        return await self.home.life.acall(lambda threads: remembering.memory_text(threads, str(thread_id)))
-
-    def recall(self, thread_id: str, words: str = "", *, start: int | None = None, end: int | None = None,
-               limit: int = 4) -> list[Passage]:
-        """What a thread was told, whether memory keeps it or not: passages of its log with most of these words, or the
-        text of positions start .. end-1 (at most 4,096 tokens).
-
-        Raises:
-            InputError: neither words nor positions. Otherwise as `memory_text`.
-        """
-        return self.home.life.call(
-            lambda threads: remembering.recall(threads, str(thread_id), words, start, end, limit))
-
-    async def arecall(self, thread_id: str, words: str = "", *, start: int | None = None, end: int | None = None,
-                      limit: int = 4) -> list[Passage]:
-        """As `recall`."""
-        return await self.home.life.acall(
-            lambda threads: remembering.recall(threads, str(thread_id), words, start, end, limit))
-
-    def recall_tool(self) -> BaseTool:
-        """A tool for agents: `recall` of the thread that the agent runs in."""
-        def find(words: str = "", start: int | None = None, end: int | None = None) -> str:
-            return remembering.shown(self.recall(_own_thread(), words, start=start, end=end))
-
-        async def afind(words: str = "", start: int | None = None, end: int | None = None) -> str:
-            return remembering.shown(await self.arecall(_own_thread(), words, start=start, end=end))
-
-        return StructuredTool.from_function(find, afind, name="recall", handle_tool_error=True, description=(
-            "Look up what was said or read earlier in this conversation, word for word. Give words that stand in it, "
-            "or the positions start and end of tokens that an earlier result named."))
-
     def __enter__(self) -> LocretChatModel:
         return self
 
@@ -505,11 +360,3 @@ class LocretChatModel(BaseChatModel):
     async def aclose(self) -> None:
         """As `close`."""
         await asyncio.to_thread(self.home.close)
-
-
-def _own_thread() -> str:
-    """The thread that the caller's graph runs in."""
-    found = with_thread(None, {}).get("thread_id")
-    if found is None:
-        raise ToolException("this conversation has no thread_id, so nothing of it is kept; expected one in the config")
-    return found

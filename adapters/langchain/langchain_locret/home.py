@@ -19,14 +19,17 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from langchain_locret.render import ChatTemplate, ToolPrompt
-from langchain_locret.threads import Threads
-from locret_stream import ContextClosed, Runtime, Store
-from locret_stream.worker import expect_own
+import locret_stream
+from langchain_locret.tool_prompt import ToolPrompt
+from locret_stream import ContextClosed
+
+if TYPE_CHECKING:  # what loads torch is imported where it is used first
+    from langchain_locret.threads import Threads
+    from locret_stream import Runtime
 
 T = TypeVar("T")
 BOUNDARIES = 32  # snapshots of a thread that stay: how far back time travel is cheap
@@ -56,9 +59,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def identity(self) -> Any:
         """Equal for settings that may share a runtime."""
         parts = [self.model, *((name, id(value) if _is_object(value) else repr(value)) for name, value in self.options),
-                 id(self.store) if isinstance(self.store, Store) else self.store, self.key, self.boundaries,
+                 id(self.store) if is_store(self.store) else self.store, self.key, self.boundaries,
                  id(self.runtime), repr(self.replies), repr(self.template_options), self.tool_prompt]
         return tuple(parts)
+
+
+def is_store(value: Any) -> bool:
+    """Whether it is a `locret_stream.Store`; torch is not loaded to tell that a folder is none."""
+    return _is_object(value) and isinstance(value, locret_stream.Store)
 
 
 def _is_object(value: Any) -> bool:
@@ -94,7 +102,7 @@ class Life:
         Raises:
             ContextClosed: it is being closed, or this is a fork of its process.
         """
-        expect_own(self._process)
+        _expect_own(self._process)
         with _LOCK:
             if self.closing:
                 raise ContextClosed(CLOSED)
@@ -139,7 +147,9 @@ class Life:
         if self._owned:
             await runtime.__aenter__()
         try:
-            if settings.runtime is None and not isinstance(settings.store, Store):
+            from langchain_locret.render import ChatTemplate
+            from langchain_locret.threads import Threads
+            if settings.runtime is None and not is_store(settings.store):
                 runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
             template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options,
                                     tool_prompt=settings.tool_prompt)
@@ -158,9 +168,9 @@ class Life:
             if self._folder is None:
                 self._folder = tempfile.mkdtemp(prefix="locret-")
             store, key = self._folder, _own_key()  # nobody can read what a crash leaves behind
-        if not isinstance(store, Store):
-            store = Store(store, key=key, keep_last=settings.boundaries)
-        return Runtime.from_pretrained(settings.model, store=store, **dict(settings.options))
+        if not is_store(store):
+            store = locret_stream.Store(store, key=key, keep_last=settings.boundaries)
+        return locret_stream.Runtime.from_pretrained(settings.model, store=store, **dict(settings.options))
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -170,7 +180,7 @@ class Life:
         Raises:
             ContextClosed: this is a fork of its process; nothing was touched.
         """
-        expect_own(self._process)
+        _expect_own(self._process)
         self.retire()
         self.wait()
         if self._failed is not None:
@@ -269,6 +279,13 @@ class Home:
             life, self._life = self._life, None
         if life is not None:
             life.close()
+
+
+def _expect_own(process: int) -> None:
+    """Raises ContextClosed in a fork of that process."""
+    if os.getpid() != process:
+        from locret_stream.worker import expect_own
+        expect_own(process)
 
 
 async def _nothing(threads: Threads) -> None:

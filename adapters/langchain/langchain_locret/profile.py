@@ -1,5 +1,5 @@
-"""What can be said of a model before it is loaded: whether its chat template tells of tools, and whether it can score
-what stays."""
+"""What can be said of a model before it is loaded: whether its chat template tells of tools, whether it can score what
+stays, and whether policy and key are ones."""
 
 from __future__ import annotations
 
@@ -45,3 +45,18 @@ def check_heads(model: str, heads: Any, policy: str | None) -> None:
             Path(model).expanduser() / "config.json").is_file():
         raise ConfigError(f"{model} was given without heads=, which the policy 'locret' scores with; expected "
                           'policy="keydiff", which needs none, or heads=<folder> made by `locret-stream train-heads`')
+
+
+def check_policy(policy: str | None) -> None:
+    """Raises UnknownPolicy, with the closest name."""
+    if policy is not None:
+        from locret_stream.policies import POLICIES, make_policy
+        if policy not in POLICIES:
+            make_policy(policy)
+
+
+def check_key(key: str | None) -> None:
+    """Raises ConfigError: it is none, or the `cryptography` package is not installed."""
+    if key is not None:
+        from locret_stream.snapshot.seal import user_key
+        user_key(key)

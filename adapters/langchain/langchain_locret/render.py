@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from langchain_locret import tool_prompt as words
 from langchain_locret.messages import Said
@@ -30,7 +30,6 @@ _SCHEMA = {"type", "function", "name", "description", "parameters", "properties"
            "allOf", "oneOf", "$ref", "$defs", "definitions", "default", "title", "format", "additionalProperties",
            "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "nullable", "const",
            "strict", "examples", "return"}
-ToolPrompt = Literal["template", "auto"]
 _LEFT = re.compile(r"[\ue000\ue001]|\\ue00[01]")  # a part of a probe
 
 
@@ -135,7 +134,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, codec: TextCodec, frames: ChatFrame, *, options: dict[str, Any] | None = None,
-                 tool_prompt: ToolPrompt = "template"):
+                 tool_prompt: words.ToolPrompt = "template"):
         if frames.raw:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
         self._tokenizer, self.codec, self.frames = tokenizer, codec, frames

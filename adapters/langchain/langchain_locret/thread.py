@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import Said
-from langchain_locret.render import Rendered
 from locret_stream import SnapshotError
-from locret_stream.context import StreamingContext
+
+if TYPE_CHECKING:  # these load torch
+    from langchain_locret.boundaries import Boundary
+    from langchain_locret.render import Rendered
+    from locret_stream.context import StreamingContext
 
 Save = Literal["turn", "run"]
 OnChange = Literal["late", "reread"]

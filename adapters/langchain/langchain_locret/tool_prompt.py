@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from langchain_locret.messages import Said
 
+ToolPrompt = Literal["template", "auto"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NO_TOOLS = "There are no tools now."
 
