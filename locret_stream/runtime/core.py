@@ -379,7 +379,11 @@ class Runtime:
         branches = [context.name for context in self._contexts if context.stored_in(name)]
         if branches:
             raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
-        return await to_the_end(asyncio.wrap_future(self.storing.submit(self.store.forget, name)))
+        own = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves, which storing threads serve
+        try:
+            return await to_the_end(asyncio.wrap_future(own.submit(self.store.forget, name)))
+        finally:
+            own.shutdown(wait=False)
 
     async def replay(self, name: str) -> Replay:
         """Whether a stored session holds, bit for bit, what its log gives when it is fed again: a check for those who
