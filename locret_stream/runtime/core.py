@@ -379,7 +379,7 @@ class Runtime:
         branches = [context.name for context in self._contexts if context.stored_in(name)]
         if branches:
             raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
-        own = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves, which storing threads serve
+        own = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves
         try:
             return await to_the_end(asyncio.wrap_future(own.submit(self.store.forget, name)))
         finally:
