@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import HumanMessage
 
-from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import Said, digest, read, stand_in
-from langchain_locret.reaching import reach
-from langchain_locret.retention import tip_of
-from langchain_locret.thread import Reached, Request
+from langchain_locret.reaching import reach, reach_tip
+from langchain_locret.thread import Request
 from langchain_locret.threads import Threads
 from locret_stream import ConfigError, ContextClosed, EmptySource, InputError, InvalidText
 from locret_stream.context.session import to_the_end
@@ -28,11 +26,6 @@ if TYPE_CHECKING:
     from langchain_locret.home import Life
 
 _STREAM = Said("user", secrets.token_hex(16))  # a place in the rendering; nobody says this
-_BEFORE = {"user": [Said("user", "before")],
-           "system": [Said("system", "before")],
-           "assistant": [Said("user", "before"), Said("assistant", "before")],
-           "tool": [Said("user", "before"), Said("assistant", "", calls=(("before", {"before": "before"}, "1"),)),
-                    Said("tool", "before", call_id="1", answers=0)]}
 
 
 async def absorb(life: Life, source: Any, request: Request, label: str,
@@ -95,17 +88,11 @@ class Absorption:
             threads.absorbing.add(self)
             async with threads.gate:
                 await threads.look_up(thread)
-                tip = None if request.said else tip_of(thread.stored or {}, thread.live)
-                if tip is not None:
-                    await threads.bring(thread, tip, rebuild=request.on_mismatch == "rebuild")
-                    await threads.keep(thread)  # no messages are given that could bring it back
-                    if tip.role not in _BEFORE:
-                        raise ConfigError(f"the thread's last message is of role {tip.role!r}; expected history=<the "
-                                          "messages so far>")
-                    self._request = replace(request, said=[*_BEFORE[tip.role], _STREAM])
-                    self._after = await asyncio.to_thread(self._behind, tip)
+                self._request = replace(request, said=[*request.said, _STREAM])
+                found = None if request.said else await reach_tip(threads, thread, self._request)
+                if found is not None:
+                    self._request, self._after = found
                 else:
-                    self._request = replace(request, said=[*request.said, _STREAM])
                     self._after = await reach(threads, thread, self._request)
                 pieces = self._after.rendered.pieces(self._after.at, self._after.rendered.body)
                 place = max((at for at, piece in enumerate(pieces) if piece.text == _STREAM.content), default=-1)
@@ -115,18 +102,7 @@ class Absorption:
                 encode = threads.template.encode
                 before = encode(pieces[:place], start=self._after.base is None)
                 self._closing = encode(pieces[place + 1:], start=False)
-                await threads.take(thread, before)
-
-    def _behind(self, tip: Boundary) -> Reached:
-        """The place behind a boundary of which only the digests are known: the template is shown a stand-in."""
-        template, said = self._threads.template, self._request.said
-        rendered = template.render(said)
-        at = template.after(said, len(said) - 1, (), rendered)
-        if at is None:
-            raise ConfigError(f"the chat template has no fixed place for a message behind one of role {tip.role!r}; "
-                              "expected history=<the messages so far>")
-        return Reached(rendered, len(said) - 1, at, [tip.key, tip.key], tip, "live", "", said,
-                       len(said) - 1)
+                await threads.take(thread, before, request.focus)
 
     async def push(self, text: str) -> None:
         """Take in a piece; returns when memory has it.

@@ -68,9 +68,11 @@ def with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[s
 
     None, said in so many words, is nobody: whoever calls from inside a thread is then taken out of it.
     """
+    known = ensure_config(config).get("configurable") or {}
+    if "append" in known:
+        kwargs = {"append": known["append"], **kwargs}
     if "thread_id" in kwargs:
         return {**kwargs, "thread_id": None if kwargs["thread_id"] is None else str(kwargs["thread_id"])}
-    known = ensure_config(config).get("configurable") or {}
     found = [known[name] for name in ("session_id", "thread_id") if name in known]
     given = next((one for one in found if one is not None), None)
     return {**kwargs, "thread_id": None if given is None else str(given)} if found else kwargs

@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # loads torch
 
 _END = object()
 _KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "temperature", "top_p", "top_k",
-          "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "parallel_tool_calls"}
+          "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "focus", "append", "parallel_tool_calls"}
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
                    "key", "boundaries")
 _WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning}
@@ -80,6 +80,8 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         on_mismatch: what was stored under another model, policy or budget is read again: "reread" from the messages
             given, "rebuild" from the thread's log of tokens, streams and trimmed messages included.
         save: "turn": every turn is durable before its last chunk; "run": when `save_thread` says so.
+        focus: what memory will be asked about, told to it ahead of what it reads (`StreamingContext.focus`); "" ends
+            it, None leaves a thread's own. Also of one call: `bind(focus=...)`.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
@@ -106,6 +108,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     save: Save = "turn"
     on_change: OnChange = "late"
     on_mismatch: OnMismatch = "reread"
+    focus: str | None = None
     runtime: Any = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 512
     temperature: float | None = None
@@ -313,10 +316,15 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         choice, save = tool_choice_of(kwargs.get("tool_choice"), tools), kwargs.get("save", self.save)
         if save not in get_args(Save):
             raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
+        focus, append = kwargs.get("focus", self.focus), kwargs.get("append") or False
+        if append and kwargs.get("thread_id") is None:
+            raise InputError("append=True without a thread_id; expected the thread that the messages go on from")
+        if append not in (True, False):
+            raise ConfigError(f"append is {append!r}; expected True or False")
         return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
                        sampling=self._sampling({**kwargs, "stop": stop or kwargs.get("stop")}),
                        save=save, on_change=self.on_change, on_mismatch=self.on_mismatch,
-                       timeout_s=kwargs.get("timeout", self.timeout))
+                       timeout_s=kwargs.get("timeout", self.timeout), focus=focus, append=append)
 
     def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Settings of one reply, those of the call before those of the model. Raises ConfigError."""

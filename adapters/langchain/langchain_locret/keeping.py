@@ -25,7 +25,7 @@ class ThreadMethods:
 
     async def aingest(self, source: Any, *, thread_id: str, label: str = "text",
                       history: Sequence[BaseMessage] = (), tools: Sequence[Any] = (),
-                      progress: Callable[[int], None] | None = None) -> HumanMessage:
+                      progress: Callable[[int], None] | None = None, focus: str | None = None) -> HumanMessage:
         """Absorb a stream of text into a thread as one message; returns a small stand-in to keep in the history.
 
         The source is read only as fast as memory takes it in; other threads go on meanwhile, calls on this one wait.
@@ -38,6 +38,7 @@ class ThreadMethods:
             history: the messages it comes behind; of none, it comes behind what the thread was told last.
             tools: those that the thread is used with, where the history is its beginning.
             progress: called after each piece with the characters that memory has taken in.
+            focus: what memory will be asked about; None: the model's.
 
         Raises:
             EmptySource, SourceError, InvalidText, InputError; otherwise as a call of the model.
@@ -46,7 +47,8 @@ class ThreadMethods:
             raise InputError("thread_id is None; expected the thread that absorbs the stream")
         check_label(label)
         request = Request(said=read(history), thread=str(thread_id), on_change=self.on_change,
-                          on_mismatch=self.on_mismatch, tools=tuple(convert_to_openai_tool(tool) for tool in tools))
+                          on_mismatch=self.on_mismatch, tools=tuple(convert_to_openai_tool(tool) for tool in tools),
+                          focus=self.focus if focus is None else focus)
         life = self.home.life
         await life.acall(_loaded)  # so that torch is not loaded on the caller's event loop
         from langchain_locret.absorb import absorb
@@ -67,8 +69,24 @@ class ThreadMethods:
         """As `save_thread`."""
         return self.home.loaded and await self.home.life.acall(lambda threads: threads.seal(str(thread_id)))
 
+    def fork_thread(self, thread_id: str, new_thread_id: str) -> None:
+        """Let a new thread go on from where a thread is now: for another user, or to try something.
+
+        Both are durable then, and go on alone; messages of the old one are the new one's, too. Turns further back are
+        read again by the new one. Forgetting the old thread forgets its forks.
+
+        Raises:
+            InputError: the thread was told nothing, or the new one something. ContextBusy: the new one is in use.
+            ConfigError: a runtime without a store. SnapshotError, StoreError: not forked; the thread is as it was.
+        """
+        self.home.life.call(lambda threads: threads.fork(str(thread_id), str(new_thread_id)))
+
+    async def afork_thread(self, thread_id: str, new_thread_id: str) -> None:
+        """As `fork_thread`."""
+        await self.home.life.acall(lambda threads: threads.fork(str(thread_id), str(new_thread_id)))
+
     def forget_thread(self, thread_id: str) -> bool:
-        """Remove a thread's memory, every file of it; whether there was any."""
+        """Remove a thread's memory, every file of it, and its forks; whether there was any."""
         return self.home.life.call(lambda threads: threads.forget(str(thread_id)))
 
     async def aforget_thread(self, thread_id: str) -> bool:

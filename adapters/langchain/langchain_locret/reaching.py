@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from langchain_locret import late
 from langchain_locret.boundaries import OTHER_MESSAGES, OTHER_SYSTEM, OTHER_TOOLS, Boundary, fitting, what_differs
-from langchain_locret.messages import chain
+from langchain_locret.messages import Said, chain
+from langchain_locret.retention import tip_of
 from langchain_locret.thread import Reached, Request, Source, StateLost, Thread
 from langchain_locret.threads import Threads
-from locret_stream import SnapshotError
+from locret_stream import ConfigError, SnapshotError
 
 _log = logging.getLogger(__name__)
 UNUSABLE = "its snapshot cannot be used"
+_HELD = {"user": [Said("user", "before")],
+         "system": [Said("system", "before")],
+         "assistant": [Said("user", "before"), Said("assistant", "before")],
+         "tool": [Said("user", "before"), Said("assistant", "", calls=(("before", {"before": "before"}, "1"),)),
+                  Said("tool", "before", call_id="1", answers=0)]}
 
 
 async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:
@@ -25,11 +32,40 @@ async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:
     return await _Search(threads, thread, request).run()
 
 
+async def reach_tip(threads: Threads, thread: Thread, request: Request) -> tuple[Request, Reached] | None:
+    """Bring the thread's context to where it was told something last, ahead of these messages; None if it never was.
+
+    Of what it holds only digests are known, so the template is shown stand-ins, in the request that comes back.
+
+    Raises:
+        SnapshotError: it cannot be brought there. ConfigError: the template has no fixed place there, or the tools are
+            others than the thread was told of.
+    """
+    tip = tip_of(thread.stored or {}, thread.live)
+    if tip is None:
+        return None
+    source = await threads.bring(thread, tip, rebuild=request.on_mismatch == "rebuild")
+    await threads.keep(thread)  # no messages are given that could bring it back
+    start = threads.start(request, thread)
+    if request.append and tip.start != start:
+        raise ConfigError(f"thread {request.thread!r} was told of other tools, or how the template is used changed; "
+                          "expected those tools, or the whole history and no append=True")
+    held = _HELD.get(tip.role, [])
+    request = replace(request, said=[*held, *request.said])
+    rendered = await asyncio.to_thread(threads.template.render, request.said, request.tools)
+    at = await asyncio.to_thread(threads.template.after, request.said, len(held), request.tools, rendered)
+    if at is None or not held:
+        raise ConfigError(f"the chat template has no fixed place for a message behind one of role {tip.role!r}; "
+                          "expected the whole history")
+    keys = [*[b""] * len(held), *chain(tip.key, request.said[len(held):])]
+    return request, Reached(rendered, len(held), at, keys, tip, source, "", request.said, len(held))
+
+
 class _Search:
     def __init__(self, threads: Threads, thread: Thread, request: Request):
         self._threads, self._thread, self._request = threads, thread, request
         self._last = max((at + 1 for at, one in enumerate(request.said) if one.stream), default=0)
-        self._start, self._known, self._why = threads.start(request), thread.known(), ""
+        self._start, self._known, self._why = threads.start(request, thread), thread.known(), ""
         self._unusable: set[bytes] = set()
 
     async def run(self) -> Reached:

@@ -40,6 +40,7 @@ class Thread:
         stale: another owner saved the session meanwhile.
         before: how it stood before this turn told it anything; None: it was told nothing yet. saved: numbers of the
             snapshots made since then.
+        owner: of a fork, the session of the thread whose keys it goes on with; "" for its own.
         users: calls that have it or wait for it. told: it was told something since it is at hand. hinted: that every
             call is to be given the whole history was said.
     """
@@ -50,6 +51,7 @@ class Thread:
     at: Boundary | None = None
     stored: dict[bytes, tuple[int, Boundary]] | None = None
     stale: bool = False
+    owner: str = ""
     users: int = 0
     told: bool = False
     hinted: bool = False
@@ -102,6 +104,8 @@ class Request:
         sampling: of `locret_stream.Sampling`. save: when boundaries become snapshots.
         on_change: whether other tools or another system text go in late, or all messages are read again. on_mismatch:
             whether a snapshot of another model or budget is read again from the messages, or from its log.
+        focus: what memory is told that it will be asked about; "" for nothing any more, None: that stays as it is.
+        append: the messages come behind whatever the thread was told last.
     """
 
     said: list[Said]
@@ -113,6 +117,8 @@ class Request:
     on_change: OnChange = "late"
     on_mismatch: OnMismatch = "reread"
     timeout_s: float | None = None
+    focus: str | None = None
+    append: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,12 @@ from langchain_locret.boundaries import (
 )
 from langchain_locret.messages import Said, canonical, chain, digest
 from langchain_locret.render import ChatTemplate
-from langchain_locret.retention import kept
+from langchain_locret.retention import kept, tip_of
 from langchain_locret.thread import Before, Reached, Request, Save, Source, Thread
 from locret_stream import (
+    ConfigError,
+    ContextBusy,
+    InputError,
     Runtime,
     SnapshotCorrupt,
     SnapshotError,
@@ -138,7 +141,7 @@ class Threads:
 
     def _one_of_nobody(self, request: Request) -> Thread:
         """A memory without a name that holds the beginning of these messages, or a new one."""
-        keys = set(chain(self.start(request), request.said)[1:])
+        keys = set(chain(self.start(request, None), request.said)[1:])
         fitting = [one for one in self._loose if not one.users and one.live and one.live.key in keys]
         thread = max(fitting, key=lambda one: len(one.live.ledger), default=Thread(None))
         self._loose = [one for one in self._loose if one is not thread] + [thread]
@@ -168,7 +171,7 @@ class Threads:
             thread.stored = thread.at = None
         if thread.session is None or thread.stored is not None:
             return
-        rows = []
+        rows, thread.owner = [], ""
         try:
             rows = await self._storing(self.runtime.store.info, thread.session)
         except SnapshotNotFound:
@@ -179,13 +182,16 @@ class Threads:
         for row in rows:
             if (boundary := from_note(row.note)) is not None and boundary.tokens == row.tokens:
                 thread.stored[boundary.key] = (row.generation, boundary)
+                thread.owner = boundary.owner
 
     async def _storing(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.wrap_future(self.runtime.storing.submit(work, *arguments))
 
-    def start(self, request: Request) -> bytes:
+    def start(self, request: Request, thread: Thread | None) -> bytes:
         """Key of the boundary before the first message: the thread, the tools, and how the template is used."""
-        owner = b"" if request.thread is None else b"t" + session_name(request.thread).encode()
+        whose = thread.owner if thread is not None and thread.owner else None
+        whose = session_name(request.thread) if whose is None and request.thread is not None else whose
+        owner = b"" if whose is None else b"t" + whose.encode()
         return digest(b"locret-langchain 1", owner, canonical(list(request.tools)), self._salt)
 
     # -- moving to a boundary ---------------------------------------------------------------------------------
@@ -245,10 +251,12 @@ class Threads:
         if thread.session is not None:
             self._choose(thread)
 
-    async def take(self, thread: Thread, ids: list[int]) -> None:
-        """Feed ids; from here on the thread rests at no boundary."""
+    async def take(self, thread: Thread, ids: list[int], focus: str | None = None) -> None:
+        """Feed ids, under that focus unless it is None; from here on the thread rests at no boundary."""
         thread.before = thread.before or Before(thread.told, thread.ctx.parked)
         thread.at, thread.ctx.expendable, thread.told = None, False, True
+        if focus is not None:
+            await thread.ctx.focus(focus)
         if ids:
             await thread.ctx.push(ids)
 
@@ -264,7 +272,8 @@ class Threads:
             lineage = base.lineage
         ledger += b"".join(one.digest for one in rest)
         boundary = Boundary(reached.keys[-1], start, top, ledger[-16 * LEDGER:], thread.ctx.memory.tokens,
-                            said[-1].role, lineage=lineage, stream=said[-1].stream)
+                            said[-1].role, lineage=lineage, stream=said[-1].stream,
+                            owner=thread.owner)
         thread.ctx.note = msgspec.msgpack.encode(boundary)
         return boundary
 
@@ -317,22 +326,78 @@ class Threads:
             finally:
                 await to_the_end(self.rest(thread))
 
+    async def fork(self, name: str, new: str) -> None:
+        """Let a thread of a new name go on, alone, from where a thread was told something last.
+
+        Raises:
+            InputError: the one was told nothing, or the other something. ConfigError: there is no store. ContextBusy:
+                the new one is in use. SnapshotError: it cannot be brought back or saved; both are as they were.
+        """
+        thread, twin = self.named(name), self.named(new)
+        if thread.session is None:
+            raise ConfigError("threads without a store cannot be forked; expected LocretChatModel(store=...)")
+        if twin is thread:
+            raise InputError(f"thread {name!r} was to be forked as itself; expected a new name")
+        async with self.using(thread), self.using(twin), thread.lock:
+            if twin.lock.locked():  # not waited for: who has it may wait for this one
+                raise ContextBusy(f"thread {new!r} is in use; expected a thread that is new")
+            async with twin.lock, self.gate:
+                await to_the_end(self._fork(thread, twin, name, new))
+
+    async def _fork(self, thread: Thread, twin: Thread, name: str, new: str) -> None:
+        """Its context goes on as the new thread; the old one is found again in the store."""
+        try:
+            await self.look_up(twin)
+            if twin.open or twin.stored:
+                raise InputError(f"thread {new!r} holds something already; expected a thread that is new, or "
+                                 "`forget_thread` first")
+            await self.look_up(thread)
+            await self.keep(thread)
+            tip = tip_of(thread.stored or {}, thread.live)
+            if tip is None:
+                raise InputError(f"thread {name!r} was told nothing, so there is nothing to fork")
+            await self.go(thread, tip)
+            if not await self.keep(thread):
+                raise StoreError(f"thread {name!r} cannot be saved, so it cannot be forked; the log tells why")
+            ctx, owner = thread.ctx, thread.owner or thread.session
+            at = msgspec.structs.replace(tip, owner=owner)
+            ctx.note, ctx.keep, thread.ctx = msgspec.msgpack.encode(at), {}, None
+            try:
+                done = await ctx.save_as(twin.session)
+            except BaseException:
+                await ctx.aclose(save=False)
+                raise
+            twin.ctx, twin.at, twin.owner, twin.told = ctx, at, owner, True
+            twin.stored = {at.key: (done.generation, at)}
+            self._choose(twin)
+        finally:
+            await self.rest(thread)
+
     async def forget(self, name: str) -> bool:
-        """Remove a thread's memory, from here and from the store; whether there was any."""
+        """Remove a thread's memory, from here and from the store, and its forks with it; whether there was any."""
         thread = self.named(name)
         async with self.using(thread), thread.lock:
             had = thread.open
-            if thread.open:
-                await thread.ctx.aclose(save=False)
-            thread.ctx = thread.at = None
-            thread.stored, thread.told = {}, False
+            await self._let_go(thread)
             if thread.session is None:
                 return had
+            for fork in [one for one in self._threads.values() if one.owner == thread.session]:
+                async with self.using(fork), fork.lock:
+                    await self._let_go(fork)
             try:
                 await self.runtime.forget(thread.session)
             except SnapshotNotFound:
                 return had
+            except ConfigError:  # a fork, of which the rest belongs to others
+                await self._storing(self.runtime.store.delete, thread.session)
             return True
+
+    async def _let_go(self, thread: Thread) -> None:
+        """It is told nothing any more; what is stored of it is looked up again."""
+        if thread.open:
+            await thread.ctx.aclose(save=False)
+        thread.ctx = thread.at = thread.stored = None
+        thread.owner, thread.told = "", False
 
     async def close(self) -> None:
         """Close all contexts; what rests at a boundary is saved, what is being absorbed is left."""

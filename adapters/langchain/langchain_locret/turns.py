@@ -13,11 +13,11 @@ from langchain_core.messages import AIMessageChunk
 
 from langchain_locret.boundaries import Boundary
 from langchain_locret.messages import RECEIPT, digest, read
-from langchain_locret.reaching import reach
+from langchain_locret.reaching import reach, reach_tip
 from langchain_locret.replies import Reply, response_template, shows_special
 from langchain_locret.thread import TOOLS_LEFT_OUT, Reached, Request, Thread
 from langchain_locret.threads import Threads
-from locret_stream import ConfigError
+from locret_stream import ConfigError, InputError
 from locret_stream.context import Generation
 from locret_stream.text import FrameState
 
@@ -35,7 +35,14 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
     """
     try:
         async with asyncio.timeout(request.timeout_s) as limit, threads.mine(request) as thread:
-            await Turn(threads, thread, request, await reach(threads, thread, request), emit).run()
+            if not request.append:
+                reached = await reach(threads, thread, request)
+            elif (found := await reach_tip(threads, thread, request)) is not None:
+                request, reached = found
+            else:
+                raise InputError(f"thread {request.thread!r} was told nothing yet, so there is nothing to append to; "
+                                 "expected its first messages without append=True")
+            await Turn(threads, thread, request, reached, emit).run()
     except TimeoutError:
         if not limit.expired():
             raise
@@ -60,14 +67,15 @@ class Turn:
         prompt = await self._encode(max(reached.at, reached.rendered.body), None)
         opening, forced = self._opening()
         if body:
-            await self._threads.take(self._thread, body)
+            await self._threads.take(self._thread, body, self._request.focus)
             self._thread.at = self._threads.boundary(self._thread, reached, self._request.said)
             await self._threads.save(self._thread, "turn" if self._request.sampling.get("stop") else self._request.save)
         asked = self._thread.at
-        await self._threads.take(self._thread, prompt + opening)
+        await self._threads.take(self._thread, prompt + opening, self._request.focus)
         begun = self._thread.ctx.memory.tokens
         reply, ended = await self._decode(forced)
         receipt = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
+        receipt |= {"appended": len(self._request.said) - reached.first} if self._request.append else {}
         receipt |= {"why": reached.why} if reached.why else {}
         receipt |= {"late": reached.late} if reached.late else {}
         tools_left_out = bool(self._request.tools) and not self._threads.template.tells_of_tools
@@ -121,7 +129,7 @@ class Turn:
             return
         await threads.go(thread, asked)
         written = threads.template.codec.encode_text(self._written)
-        await threads.take(thread, prompt + written)
+        await threads.take(thread, prompt + written, self._request.focus)
         self._last = written[-16:]
 
     async def _conclude(self, reply: Reply) -> dict[str, Any]:

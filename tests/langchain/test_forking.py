@@ -1,0 +1,140 @@
+"""A thread forked under another name, and messages that come behind whatever a thread was told last."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from langchain_core.messages import HumanMessage, SystemMessage
+
+from langchain_locret import LocretChatModel, RebuildWarning
+from locret_stream import ConfigError, InputError, Store
+from tests.langchain.support import Script, held, memory, model, receipt, rendered, thread
+
+A, B, C = thread("a"), thread("b"), thread("c")
+
+
+def test_a_forked_thread_goes_on_alone(chat: LocretChatModel):
+    """Both go on from what was said until then, streams included, and neither hears of the other again."""
+    history = [SystemMessage("Be brief."), chat.ingest("a line of the log\n" * 50, thread_id="a", label="log",
+                                                       history=[SystemMessage("Be brief.")]), HumanMessage("one")]
+    history += [chat.invoke(history, A)]
+    chat.fork_thread("a", "b")
+    hers, his = [*history, HumanMessage("of alice")], [*history, HumanMessage("of bob")]
+    first, second = chat.invoke(hers, A), chat.invoke(his, B)
+    assert receipt(first)["source"] == "snapshot" and receipt(second)["source"] == "live"
+    assert receipt(second)["fed"] < 30
+    for name, mine, other in (("a", "of alice", "of bob"), ("b", "of bob", "of alice")):
+        shown = held(chat, name)
+        assert shown.count("a line of the log") == 50 and mine in shown and other not in shown
+    trimmed = chat.invoke([second, HumanMessage("more")], B)
+    assert receipt(trimmed)["source"] == "live" and "of bob" in held(chat, "b")
+    with pytest.warns(RebuildWarning):  # what alice said afterwards is not bob's
+        foreign = chat.invoke([first, HumanMessage("whose?")], B)
+    assert receipt(foreign)["reused"] == 0 and "of alice" not in held(chat, "b").replace(first.text, "")
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_fork_is_there_after_a_restart_and_can_be_forked_and_forgotten(script: Script, tmp_path: Path,
+                                                                        encrypted: bool):
+    key = b"k" * 32 if encrypted else None
+    history = [HumanMessage("one")]
+    with model(Store(tmp_path, key=key)) as chat:
+        history += [chat.invoke(history, A)]
+        chat.fork_thread("a", "b")
+    with model(Store(tmp_path, key=key)) as chat:
+        assert sorted(chat.list_threads()) == ["a", "b"]
+        asyncio.run(chat.afork_thread("b", "c"))
+        answer = chat.invoke([*history, HumanMessage("two")], C)
+        assert receipt(answer)["source"] == "live" and receipt(answer)["fed"] < 30
+        assert receipt(chat.invoke([*history, HumanMessage("two")], B))["source"] == "snapshot"
+        assert chat.forget_thread("b") and not chat.forget_thread("b")
+        assert sorted(chat.list_threads()) == ["a", "c"]
+        assert receipt(chat.invoke([*history, HumanMessage("two")], B))["reused"] == 0
+        assert receipt(chat.invoke([*history, HumanMessage("three")], A))["reused"] > 0
+        assert receipt(chat.invoke([*history, HumanMessage("two"), answer, HumanMessage("three")], C))["reused"] > 0
+        assert chat.forget_thread("a")
+        assert sorted(chat.list_threads()) == ["b"]
+        assert receipt(chat.invoke([*history, HumanMessage("two")], C))["reused"] == 0
+
+
+def test_only_what_was_told_something_is_forked_and_only_as_a_new_thread(chat: LocretChatModel):
+    chat.invoke("one", A)
+    chat.invoke("two", B)
+    before = held(chat, "a")
+    for old, new, why in (("a", "b", "holds something already"), ("x", "y", "was told nothing"),
+                          ("a", "a", "forked as itself")):
+        with pytest.raises(InputError, match=why):
+            chat.fork_thread(old, new)
+    assert held(chat, "a") == before and sorted(chat.list_threads()) == ["a", "b"]
+    with model(None) as loose, pytest.raises(ConfigError, match="without a store"):
+        loose.fork_thread("a", "b")
+
+
+def test_just_the_new_message_is_appended_to_what_the_thread_holds(chat: LocretChatModel):
+    history = [SystemMessage("Be brief."), HumanMessage("one")]
+    history += [chat.invoke(history, A)]
+    more = [HumanMessage("two")]
+    answer = chat.bind(append=True).invoke(more, A)
+    assert receipt(answer) | {"state": 0} == {"state": 0, "saved": True, "source": "live", "appended": 1,
+                                              "reused": receipt(answer)["reused"], "fed": receipt(answer)["fed"]}
+    assert held(chat, "a") == rendered([*history, *more, answer])
+    history += [*more, answer, HumanMessage("three")]
+    whole = chat.invoke(history, A)  # the same boundaries as of the whole history
+    assert receipt(whole)["source"] == "live" and "appended" not in receipt(whole)
+    asked = chat.invoke("four", thread("a", append=True))
+    assert held(chat, "a") == rendered([*history, whole, HumanMessage("four"), asked])
+
+
+def test_appending_goes_on_after_a_restart_and_behind_a_stream(script: Script, tmp_path: Path):
+    with model(Store(tmp_path)) as chat:
+        stub = chat.ingest("a line of the log\n" * 50, thread_id="a", label="log")
+    with model(Store(tmp_path)) as chat:
+        answer = chat.invoke("what?", thread("a", append=True))
+        assert receipt(answer)["source"] == "snapshot" and receipt(answer)["fed"] < 30
+        assert held(chat, "a").count("a line of the log") == 50
+        assert receipt(chat.invoke([stub, HumanMessage("what?"), answer, HumanMessage("x")], A))["source"] == "live"
+
+
+def test_appending_to_nothing_or_with_other_tools_is_refused_and_changes_nothing(chat: LocretChatModel):
+    def look(at: str) -> str:
+        """Look a thing up."""
+        return at
+
+    append = chat.bind(append=True)
+    with pytest.raises(InputError, match="thread 'a' was told nothing yet"):
+        append.invoke("one", A)
+    with pytest.raises(InputError, match="without a thread_id"):
+        append.invoke("one")
+    with pytest.raises(ConfigError, match="append is 'yes'"):
+        chat.bind(append="yes").invoke("one", A)
+    chat.invoke("one", A)
+    before = held(chat, "a")
+    with pytest.raises(ConfigError, match="other tools"):
+        chat.bind_tools([look], append=True).invoke("two", A)
+    assert held(chat, "a") == before
+
+
+@pytest.mark.parametrize("how", ["field", "bind", "ingest"])
+def test_memory_is_told_what_it_will_be_asked_about(script: Script, tmp_path: Path, how: str):
+    with model(Store(tmp_path), focus="the door code" if how == "field" else None) as chat:
+        if how == "ingest":
+            chat.ingest("a line of the log\n" * 50, thread_id="a", label="log", focus="the door code")
+        else:
+            (chat if how == "field" else chat.bind(focus="the door code")).invoke("word " * 100, A)
+        codec = chat.home.runtime.codec
+        assert memory(chat, "a")._session.state.focus == codec.encode_text("the door code")
+        assert chat.thread_memory("a").focus == len(codec.encode_text("the door code"))
+        chat.bind(focus="").invoke([HumanMessage("word " * 100)], thread("a", append=True))
+        assert chat.thread_memory("a").focus == 0
+        assert "door code" not in held(chat, "a")
+
+
+def test_a_focus_that_has_no_room_fails_the_call_and_leaves_the_thread(chat: LocretChatModel):
+    history = [HumanMessage("one")]
+    history += [chat.invoke(history, A)]
+    with pytest.raises(ConfigError, match="the focus has"):
+        chat.bind(focus="word " * 5000).invoke([*history, HumanMessage("two")], A)
+    answer = chat.invoke([*history, HumanMessage("two")], A)
+    assert receipt(answer)["reused"] > 0 and chat.thread_memory("a").focus == 0
