@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 import locret_stream
 from langchain_locret.calls import expect_ended, run_turn, tool_choice_of, with_thread
 from langchain_locret.home import BOUNDARIES, Home, Settings, is_store
+from langchain_locret.json_mode import structured
 from langchain_locret.keeping import ThreadMethods
 from langchain_locret.messages import RECEIPT, read
 from langchain_locret.profile import check_heads, check_key, check_policy, may_show_tools
@@ -353,6 +354,28 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         if tool_choice is not None:
             kwargs["tool_choice"] = tool_choice
         return self.bind(tools=shown, **kwargs)
+
+    def with_structured_output(self, schema: dict[str, Any] | type, *, include_raw: bool = False,
+                               method: str = "function_calling", strict: bool | None = None,
+                               **kwargs: Any) -> Runnable[LanguageModelInput, Any]:
+        """The model, replying with what a schema describes.
+
+        Args:
+            schema: a pydantic class, a TypedDict, or a JSON schema with a title.
+            include_raw: give {"raw": the message, "parsed": ..., "parsing_error": None or the error}, and raise none.
+            method: "function_calling": a forced call of a tool. "json_mode", "json_schema": the schema stands in the
+                system text, and the reply is read as JSON. Nothing constrains what the model writes, `strict` neither.
+
+        Raises (when it is asked):
+            OutputParserException: the reply is not what the schema describes.
+        """
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        if method not in ("json_mode", "json_schema"):
+            raise ConfigError(f"method is {method!r}; expected 'function_calling', 'json_mode' or 'json_schema'")
+        if kwargs:
+            raise ConfigError(f"unknown option {min(kwargs)!r}; expected schema, include_raw, method or strict")
+        return structured(self, schema, include_raw=include_raw)
 
     def __enter__(self) -> LocretChatModel:
         return self
