@@ -96,16 +96,17 @@ class StreamingContext:
         Raises:
             StaleOwner, StoreError: it could not be saved; it is closed all the same.
         """
-        session = self._session
-        if session is None or session.closed:
-            return
-        session.check_open()  # in a fork of its process it is not ours to close, or to save
-        try:
-            if save and session.branch is not None and self._host.autosave and session.before_commit is None:
-                if saving.unsaved(session):
-                    await self._save(session)
-        finally:
-            await self._end(session)
+        while (session := self._session) is not None and not session.closed:  # a rewind may put another in its place
+            session.check_open()  # in a fork of its process it is not ours to close, or to save
+            try:
+                if save and session.branch is not None and self._host.autosave and session.before_commit is None:
+                    if saving.unsaved(session):
+                        await self._save(session)
+            except ContextClosed:  # meanwhile, by somebody else
+                if not session.closed:
+                    raise
+            finally:
+                await self._end(session)
 
     async def _end(self, session: Session) -> None:
         if session.closed:
@@ -410,6 +411,14 @@ class StreamingContext:
         if session.busy is not None or session.before_commit is not None:
             raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
                               "expected it to be finished first")
+        owner = object()
+        session.claim("rewind", owner)
+        try:
+            await self._rewind(session, number)
+        finally:
+            session.release(owner)
+
+    async def _rewind(self, session: Session, number: int) -> None:
         async with session.still(in_slot=True):  # nor is it saved: the new branch knows the newest snapshot
             branch = await saving.storing(self._host, self._host.store.branch, self.name)
             branch.vault.needs = session.branch.vault.needs  # manifests never change: reading all again takes long
@@ -431,6 +440,7 @@ class StreamingContext:
                                       raw=session.raw, trusted=session.trusted, focus=self._focus, over=session)
         else:
             past = await saving.revive(self._host, branch, restored, slot)
+        session.check_open()  # it may have been closed while this one was read
         session.end(REWOUND)
         session.close_branch()
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
@@ -464,15 +474,29 @@ class StreamingContext:
             return None
         return session.used_at if self._loop is asyncio.get_running_loop() else None
 
-    async def put_away(self) -> bool:
+    @property
+    def resting_since(self) -> float | None:
+        """As `idle_since`, of one in the middle of an operation that waits itself, for its source or its caller."""
+        session = self._session
+        if session is None or not session.between_steps or session.busy is None or session.branch is None:
+            return None
+        return max(session.came_at, session.used_at) if self._loop is asyncio.get_running_loop() else None
+
+    async def put_away(self, *, midway: bool = False) -> bool:
         """Wait in the store: save, and give the slot away until the next use. False if it was used meanwhile.
+
+        `midway`: also between two steps of an operation.
 
         One without a store, which is expendable then, is closed.
         """
+        if self._session is None or not self._session.between_steps:
+            return False
         if self._live.branch is None:
+            if self._live.busy is not None:
+                return False
             await self.aclose()
             return True
-        return await swapping.put_away(self._live)
+        return await swapping.put_away(self._live, midway=midway)
 
     def stored_in(self, session: str) -> bool:
         """Whether this open context is that stored session or a fork of it."""

@@ -40,6 +40,10 @@ REWOUND = "the context was rewound since this began; expected a new call on the 
 UNDONE = "this was undone together with the turn it began in; expected a new call on the context"
 
 
+def _pending(gate: Future[None] | None) -> bool:
+    return gate is not None and not gate.done()
+
+
 async def to_the_end(work: Awaitable[T]) -> T:
     """The result of `work`, which runs to its end even when the caller is cancelled; that is raised afterwards."""
     task, cancelled = asyncio.ensure_future(work), None
@@ -83,7 +87,8 @@ class Session:
         self.away = False  # its units are in the store, its slot is another's
         self.steps, self.used_at = 0, time.monotonic()  # steps under way; when the last one was given
         self.came_at = self.used_at  # when it got its slot
-        self.stopped: Future[None] | None = None  # not done: a save or a fork needs the committed units to stay
+        self.stopped: Future[None] | None = None  # pending: somebody is inside `still`
+        self.undoing: Future[None] | None = None  # pending: what is accepted is that of a block that is being undone
         self.asks: set[Session] = set()  # scratch copies that run now; they end with this session
         self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
         self.holds_scratch = False  # that backup's slot
@@ -112,8 +117,8 @@ class Session:
 
     @property
     def still_now(self) -> bool:
-        """Whether somebody is in `still`."""
-        return self.stopped is not None and not self.stopped.done()
+        """Whether somebody is inside `still`, or a turn is being undone."""
+        return _pending(self.stopped) or _pending(self.undoing)
 
     @property
     def between_steps(self) -> bool:
@@ -268,15 +273,21 @@ class Session:
                 if position is not None and self.branch is not None:
                     self.branch.note_focus(position, ids, seen)
 
-        if self.before_commit is not None:  # units may move: an open turn needs its backup before
-            await self.before_commit()
-        async with self.still(in_slot=True):
-            await self.submitted(lambda: self.host.worker.submit(id(state), give))
+        done = False
+        while not done:
+            hook = self.before_commit
+            if hook is not None:  # units may move: an open turn needs its backup before
+                await hook()
+            async with self.still(in_slot=True):
+                if self.before_commit in (None, hook):  # else one was opened while this waited
+                    await self.submitted(lambda: self.host.worker.submit(id(state), give))
+                    done = True
 
     async def until_free(self) -> None:
         """Wait while a save or a fork needs the committed units to stay as they are."""
         while self.still_now:
-            await asyncio.shield(asyncio.wrap_future(self.stopped))
+            gate = self.stopped if _pending(self.stopped) else self.undoing
+            await asyncio.shield(asyncio.wrap_future(gate))
 
     @contextlib.asynccontextmanager
     async def still(self, in_slot: bool = False) -> AsyncIterator[None]:
@@ -286,11 +297,15 @@ class Session:
 
         Args:
             in_slot: have one first, and keep it for that long. Raises NoSlot.
+
+        Raises:
+            ContextClosed: it ended while this waited.
         """
         await self.until_free()
         while in_slot and self.away:
             await self.resident()
             await self.until_free()
+        self.check_open()  # it may have ended, or another one taken its place, meanwhile
         self.stopped = gate = Future()
         try:
             yield
@@ -440,7 +455,7 @@ class Session:
 
         Needs no slot of this session: one that was put away is copied out of the store.
         """
-        if self.away:
+        if self.away or _pending(self.undoing):
             async with self.still():
                 return await self.copy(slot)
         return await self.copy(slot)
@@ -461,6 +476,7 @@ class Session:
 
         twin = Session(self.host, await self.submitted(lambda: worker.submit(id(state), copy)), frame, raw=self.raw,
                        trusted=self.trusted)
+        self.check_open()  # rewound meanwhile, what was copied may be of two moments
         twin.system, twin.note = self.system, self.note
         twin.segmenter, twin.segments, twin.ids, twin.left_by_break = held
         return twin

@@ -1,7 +1,7 @@
 """Who has a slot: a session that rests may lose its slot to others, waits in the store, and gets one when it is used.
 
-Resources are taken in this order, and who has one never waits for one that comes before it, so that no interleaving of
-calls can stall:
+Resources are taken in this order, and whoever holds a later one never waits for an earlier one, so that no interleaving
+of calls can stall:
 
 1. the session, for one operation (`Session.claim`: nobody waits for it, ContextBusy is raised),
 2. a live slot: opening a context, and any step of a session that was put away,
@@ -17,6 +17,7 @@ ends with NoSlot at the runtime's deadline.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from concurrent.futures import Future
 
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from locret_stream.context import saving
 from locret_stream.context.session import Session, to_the_end
-from locret_stream.errors import ContextBusy, ContextClosed
+from locret_stream.errors import ContextBusy, ContextClosed, LocretError
+
+_log = logging.getLogger(__name__)
 
 
 async def make_resident(session: Session) -> None:
@@ -36,7 +39,11 @@ async def make_resident(session: Session) -> None:
     if session.between_steps and session.branch is not None:
         with session.host.yield_slot(session.came_at) as wanted:
             if wanted:
-                await put_away(session, midway=True)
+                try:
+                    await put_away(session, midway=True)
+                except LocretError as error:  # that others wait is no reason to fail what this one does
+                    session.came_at = time.monotonic()
+                    _log.warning("%r could not be put away and keeps its slot: %s", session.branch.name, error)
     while session.away:
         await _bring_back(session)
 
@@ -96,6 +103,8 @@ async def _bring_back(session: Session) -> None:
                 session.away, session.came_at = False, time.monotonic()
                 session.rested()
             else:
+                if in_it:  # a turn was undone meanwhile: the state goes on in another session, which has no slot
+                    session.host.engine.put_away(session.state)
                 session.host.release_slot(slot, scratch=False)
     finally:
         session.returning = None

@@ -20,29 +20,37 @@ class Turn:
     def __init__(self, session: Session):
         self.session, self.past = session, session
         self._backup: Session | None = None
+        self._copying = asyncio.Lock()  # several calls of the context may come to their first commit at once
 
     async def begin(self) -> None:
         """Raises:
             ContextBusy: a feed or generation is running, or another turn is open.
         """
         session = self.session
-        if session.busy is not None or session.before_commit is not None:
-            raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this context; "
-                              "expected it to be finished first")
-        await session.until_free()
+        while True:
+            session.check_open()
+            if session.busy is not None or session.before_commit is not None:
+                raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this "
+                                  "context; expected it to be finished first")
+            if not session.still_now:
+                break
+            await session.until_free()
         self._mark = session.mark()
         self._hook = self._keep_copy  # one object: a bound method is made anew at every look
         session.before_commit = self._hook
 
     async def _keep_copy(self) -> None:
         """Before the first commit: until then the engine itself can take everything back."""
-        if self._backup is not None:
-            return
+        async with self._copying:
+            if self._backup is None:
+                await self._copy()
+
+    async def _copy(self) -> None:
         session, host = self.session, self.session.host
         await session.resident()  # and so it stays: what has a turn open is not put away
         slot = await host.acquire_slot(scratch=True)
         try:
-            copy = await session.copy(slot)
+            copy = await session.fork(slot)
         except BaseException:
             host.release_slot(slot, scratch=True)
             raise
@@ -61,6 +69,7 @@ class Turn:
         self.session.before_commit = None
         self.past = self.session.back_at(self._mark, self._backup)
         assert self.past.state.seen == self._mark.seen
+        self.past.undoing = Future()
         self.past.claim("undo", self)
         return self.past
 
@@ -77,6 +86,7 @@ class Turn:
                 else:
                     await past.submitted(lambda: past.host.worker.submit(id(past.state), self._take_back))
         finally:
+            past.undoing.set_result(None)
             past.release(self)
 
     def _take_back(self) -> None:

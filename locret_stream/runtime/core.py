@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import math
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -134,6 +135,7 @@ class Runtime:
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
+        self._counting = threading.Lock()  # of what follows, and of contexts and those that yield
         self._not_before: weakref.WeakKeyDictionary[StreamingContext, float] = weakref.WeakKeyDictionary()
         self._open = self._closing = False
         self._names = self._number = self._yielding = 0
@@ -289,7 +291,7 @@ class Runtime:
 
     async def _close(self) -> None:
         failed: list[LocretError] = []
-        for context in [*self._contexts]:
+        for context in self._open_contexts():
             try:
                 await context.aclose()
             except LocretError as error:
@@ -376,7 +378,7 @@ class Runtime:
         self._check_open()
         if self.store is None:
             raise ConfigError("this runtime has no store; expected Runtime(..., store=<folder or URL>)")
-        branches = [context.name for context in self._contexts if context.stored_in(name)]
+        branches = [context.name for context in self._open_contexts() if context.stored_in(name)]
         if branches:
             raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
         own = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves
@@ -441,16 +443,26 @@ class Runtime:
 
     async def _make_room(self) -> bool:
         """Let what was idle longest wait in the store, or close what is expendable; False if nothing was idle."""
-        idle = [(since, context) for context in self._contexts if (since := context.idle_since) is not None
-                and time.monotonic() >= self._not_before.get(context, 0.0)]
-        for _, context in sorted(idle, key=lambda pair: pair[0]):
+        now, contexts = time.monotonic(), [context for context in self._open_contexts()
+                                           if time.monotonic() >= self._not_before.get(context, 0.0)]
+        idle = [(since, context) for context in contexts if (since := context.idle_since) is not None]
+        idle.sort(key=lambda pair: pair[0])
+        # Behind these what is at work but waits itself, for a source that gives nothing or a caller who asks no more.
+        slow = [(since, context) for context in contexts if (since := context.resting_since) is not None
+                and now - since >= TURN_S]
+        slow.sort(key=lambda pair: pair[0])
+        for midway, (_, context) in (*((False, pair) for pair in idle), *((True, pair) for pair in slow)):
             try:
-                if await context.put_away():
+                if await context.put_away(midway=midway):
                     return True
             except LocretError as error:
                 self._not_before[context] = time.monotonic() + LOOK_AGAIN_S
                 _log.warning("%r could not be put away and keeps its slot: %s", context.name, error)
         return False
+
+    def _open_contexts(self) -> list[StreamingContext]:
+        with self._counting:  # contexts of other event loops come and go on other threads
+            return [*self._contexts]
 
     def rested(self) -> None:
         """A session came to rest; for contexts."""
@@ -460,11 +472,13 @@ class Runtime:
     def yield_slot(self, since: float) -> Iterator[bool]:
         """Whether a session that has had its slot since then is to give it to somebody who waits; for contexts."""
         wanted = self._live_slots.waiting > self._yielding and time.monotonic() - since >= TURN_S
-        self._yielding += wanted
+        with self._counting:
+            self._yielding += wanted
         try:
             yield wanted
         finally:
-            self._yielding -= wanted
+            with self._counting:
+                self._yielding -= wanted
 
     async def make_resident(self, session: Session) -> None:
         """`swapping.make_resident`; for contexts."""
@@ -493,9 +507,13 @@ class Runtime:
     def adopt(self, context: StreamingContext) -> None:
         """Count an open context. Raises ContextBusy for a stored session that is open already."""
         self._check_open()
-        if context.stored and any(other.stored and other.name == context.name for other in self._contexts):
+        with self._counting:
+            taken = context.stored and any(other.stored and other.name == context.name for other in self._contexts)
+            if not taken:
+                self._contexts.add(context)
+        if taken:
             raise ContextBusy(f"session {context.name!r} is open already in this runtime; expected one owner at a time")
-        self._contexts.add(context)
 
     def drop(self, context: StreamingContext) -> None:
-        self._contexts.discard(context)
+        with self._counting:
+            self._contexts.discard(context)

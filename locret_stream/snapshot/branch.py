@@ -316,7 +316,9 @@ def log_of_unsaved(vault: Vault) -> set[str]:
     is named by no manifest, and its origin may have put together anew what both came from."""
     with _registering:
         branches = [*_branches]
-    return {f"log/{ref.name}" for branch in branches for ref in (branch.log if branch.spool is not None else ())
+    forks = [branch for branch in branches if branch.spool is not None and branch.base is not None
+             and branch.base[0] != branch.name]
+    return {f"log/{ref.name}" for branch in forks for ref in branch.log
             if (branch.vault.files.url, branch.vault.folder) == (vault.files.url, vault.folder)}
 
 
