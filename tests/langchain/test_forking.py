@@ -9,8 +9,9 @@ import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
 
 from langchain_locret import LocretChatModel, RebuildWarning
-from locret_stream import ConfigError, InputError, Store
+from locret_stream import ConfigError, ContextBusy, InputError, Store
 from tests.langchain.support import Script, held, memory, model, receipt, rendered, thread
+from tests.langchain.test_undone import SECRET, traces
 
 A, B, C = thread("a"), thread("b"), thread("c")
 
@@ -59,6 +60,17 @@ def test_a_fork_is_there_after_a_restart_and_can_be_forked_and_forgotten(script:
         assert receipt(chat.invoke([*history, HumanMessage("two")], C))["reused"] == 0
 
 
+def test_a_forgotten_fork_leaves_nothing_of_what_it_was_told(script: Script, tmp_path: Path):
+    history = [HumanMessage("one")]
+    with model(Store(tmp_path)) as chat:
+        history += [chat.invoke(history, A)]
+        chat.fork_thread("a", "b")
+        chat.invoke([*history, HumanMessage(SECRET * 20)], B)
+        assert traces(tmp_path, SECRET)
+        assert chat.forget_thread("b")
+        assert not traces(tmp_path, SECRET)
+
+
 def test_only_what_was_told_something_is_forked_and_only_as_a_new_thread(chat: LocretChatModel):
     chat.invoke("one", A)
     chat.invoke("two", B)
@@ -70,6 +82,19 @@ def test_only_what_was_told_something_is_forked_and_only_as_a_new_thread(chat: L
     assert held(chat, "a") == before and sorted(chat.list_threads()) == ["a", "b"]
     with model(None) as loose, pytest.raises(ConfigError, match="without a store"):
         loose.fork_thread("a", "b")
+
+
+async def test_a_thread_in_use_is_not_forked_into(chat: LocretChatModel, script: Script):
+    """Nor is it waited for: two that fork each other would wait for ever."""
+    await chat.ainvoke("one", A)
+    loop, answering = asyncio.get_running_loop(), asyncio.Event()
+    script.delay, script.on_token = 0.1, lambda: loop.call_soon_threadsafe(answering.set)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        busy = group.create_task(chat.ainvoke("two", B))
+        await answering.wait()
+        with pytest.raises(ContextBusy, match="thread 'b' is in use"):
+            await chat.afork_thread("a", "b")
+    assert busy.result().text == "You said: two" and receipt(await chat.ainvoke("two", B))["source"] == "snapshot"
 
 
 def test_just_the_new_message_is_appended_to_what_the_thread_holds(chat: LocretChatModel):

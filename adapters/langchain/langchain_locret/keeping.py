@@ -79,11 +79,11 @@ class ThreadMethods:
             InputError: the thread was told nothing, or the new one something. ContextBusy: the new one is in use.
             ConfigError: a runtime without a store. SnapshotError, StoreError: not forked; the thread is as it was.
         """
-        self.home.life.call(lambda threads: threads.fork(str(thread_id), str(new_thread_id)))
+        self.home.life.call(lambda threads: _fork(threads, str(thread_id), str(new_thread_id)))
 
     async def afork_thread(self, thread_id: str, new_thread_id: str) -> None:
         """As `fork_thread`."""
-        await self.home.life.acall(lambda threads: threads.fork(str(thread_id), str(new_thread_id)))
+        await self.home.life.acall(lambda threads: _fork(threads, str(thread_id), str(new_thread_id)))
 
     def forget_thread(self, thread_id: str) -> bool:
         """Remove a thread's memory, every file of it, and its forks; whether there was any."""
@@ -169,6 +169,11 @@ def _remembering() -> Any:
     """The module, which loads torch."""
     from langchain_locret import remembering
     return remembering
+
+
+async def _fork(threads: Threads, name: str, new: str) -> None:
+    from langchain_locret.forking import fork
+    await fork(threads, name, new)
 
 
 async def _loaded(threads: Threads) -> None:

@@ -1,12 +1,17 @@
-"""LangGraph: one durable snapshot per agent run, and memory that goes with its thread. Needs the `agents` extra."""
+"""LangGraph: one durable snapshot per agent run, facts of its Store as late messages, and memory that goes with its
+thread. Needs the `agents` extra."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
 from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse
+from langchain.agents.middleware.types import PrivateStateAttr
+from langchain_core.messages import HumanMessage, RemoveMessage
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime as GraphRuntime
 
 from langchain_locret.calls import with_thread
@@ -52,6 +57,67 @@ class LocretMiddleware(AgentMiddleware):
         if not isinstance(request.model, LocretChatModel):  # a fallback, say
             return request
         return request.override(model_settings={**request.model_settings, "save": "run"})
+
+
+class FactsState(AgentState):
+    """What FactsMiddleware told the thread already: each fact's text, by its key in the Store."""
+
+    locret_facts: NotRequired[Annotated[dict[str, str], PrivateStateAttr]]
+
+
+class FactsMiddleware(AgentMiddleware[FactsState]):
+    """For `create_agent(..., middleware=[FactsMiddleware(("facts", "alice"))], store=store)`: facts of LangGraph's
+    Store are told in a message ahead of the question, each once, and again when they change or go.
+
+    Rewritten into the system prompt they would be read anew, all of them, whenever one changes.
+
+    Args:
+        namespace: where they are in the Store, those in namespaces below it too; or what gives it for a run.
+        most: facts that are told of at most, in the Store's order.
+    """
+
+    state_schema = FactsState
+
+    def __init__(self, namespace: tuple[str, ...] | Callable[[GraphRuntime], tuple[str, ...]], *, most: int = 100):
+        super().__init__()
+        if not callable(namespace) and not (isinstance(namespace, tuple) and namespace):
+            raise ConfigError(f"namespace is {namespace!r}; expected a tuple of names, or a function of the runtime")
+        self.namespace, self.most = namespace, most
+
+    def before_agent(self, state: FactsState, runtime: GraphRuntime) -> dict[str, Any] | None:
+        """Tells what is new. Raises ConfigError: the agent has no store."""
+        return _tell(state, _store(runtime).search(self._where(runtime), limit=self.most))
+
+    async def abefore_agent(self, state: FactsState, runtime: GraphRuntime) -> dict[str, Any] | None:
+        """As `before_agent`."""
+        return _tell(state, await _store(runtime).asearch(self._where(runtime), limit=self.most))
+
+    def _where(self, runtime: GraphRuntime) -> tuple[str, ...]:
+        return self.namespace(runtime) if callable(self.namespace) else self.namespace
+
+
+def _store(runtime: GraphRuntime) -> Any:
+    if runtime.store is None:
+        raise ConfigError("the agent has no store; expected create_agent(..., store=<a LangGraph Store>)")
+    return runtime.store
+
+
+def _tell(state: FactsState, items: list[Any]) -> dict[str, Any] | None:
+    """A message with the facts that differ from what was told, ahead of the newest message of the user."""
+    told = state.get("locret_facts") or {}
+    now = {json.dumps([*item.namespace, item.key], ensure_ascii=False):
+           f"- {item.key}: {json.dumps(item.value, ensure_ascii=False)}" for item in items}
+    new = [text for key, text in now.items() if told.get(key) != text]
+    gone = [text for key, text in told.items() if key not in now]
+    if not new and not gone:
+        return None
+    parts = [("Facts that hold from now on:", new), ("These hold no more:", gone)]
+    fact = HumanMessage("\n".join(line for title, lines in parts if lines for line in (title, *lines)))
+    last = state["messages"][-1] if state["messages"] else None
+    if not isinstance(last, HumanMessage):
+        return {"messages": [fact], "locret_facts": now}
+    whole = [*state["messages"][:-1], fact, last]
+    return {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES), *whole], "locret_facts": now}
 
 
 def _thread() -> str | None:

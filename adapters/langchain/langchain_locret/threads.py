@@ -27,12 +27,10 @@ from langchain_locret.boundaries import (
 )
 from langchain_locret.messages import Said, canonical, chain, digest
 from langchain_locret.render import ChatTemplate
-from langchain_locret.retention import kept, tip_of
+from langchain_locret.retention import kept
 from langchain_locret.thread import Before, Reached, Request, Save, Source, Thread
 from locret_stream import (
     ConfigError,
-    ContextBusy,
-    InputError,
     Runtime,
     SnapshotCorrupt,
     SnapshotError,
@@ -94,7 +92,7 @@ class Threads:
         thread.before = None
         thread.saved.clear()
         if thread.stored is not None:
-            self._choose(thread)
+            self.choose(thread)
 
     async def undo(self, thread: Thread) -> None:
         """Leave nothing of what this turn told the thread: neither in memory nor in snapshots nor in the log. It then
@@ -219,7 +217,7 @@ class Threads:
         ctx = self.runtime.open(thread.session, raw=True, at=number, on_mismatch="rebuild")
         await ctx.__aenter__()
         thread.ctx, thread.at = ctx, None
-        self._choose(thread)
+        self.choose(thread)
         if ctx.memory.tokens != boundary.tokens:
             raise SnapshotCorrupt(f"snapshot {number} of {thread.session!r}: its log gives {ctx.memory.tokens} tokens; "
                                   f"expected {boundary.tokens}")
@@ -249,7 +247,7 @@ class Threads:
         await ctx.__aenter__()
         thread.ctx = ctx
         if thread.session is not None:
-            self._choose(thread)
+            self.choose(thread)
 
     async def take(self, thread: Thread, ids: list[int], focus: str | None = None) -> None:
         """Feed ids, under that focus unless it is None; from here on the thread rests at no boundary."""
@@ -305,10 +303,10 @@ class Threads:
         if thread.before is not None:  # nothing is given up for a turn that may fail
             thread.saved.append(done.generation)
         else:
-            self._choose(thread)
+            self.choose(thread)
         return True
 
-    def _choose(self, thread: Thread) -> None:
+    def choose(self, thread: Thread) -> None:
         """Leave those boundaries that stay; the store clears the others away after its next save."""
         stay = kept(thread.stored, self.runtime.store.keep_last)
         thread.stored = {key: thread.stored[key] for key in stay}
@@ -326,53 +324,6 @@ class Threads:
             finally:
                 await to_the_end(self.rest(thread))
 
-    async def fork(self, name: str, new: str) -> None:
-        """Let a thread of a new name go on, alone, from where a thread was told something last.
-
-        Raises:
-            InputError: the one was told nothing, or the other something. ConfigError: there is no store. ContextBusy:
-                the new one is in use. SnapshotError: it cannot be brought back or saved; both are as they were.
-        """
-        thread, twin = self.named(name), self.named(new)
-        if thread.session is None:
-            raise ConfigError("threads without a store cannot be forked; expected LocretChatModel(store=...)")
-        if twin is thread:
-            raise InputError(f"thread {name!r} was to be forked as itself; expected a new name")
-        async with self.using(thread), self.using(twin), thread.lock:
-            if twin.lock.locked():  # not waited for: who has it may wait for this one
-                raise ContextBusy(f"thread {new!r} is in use; expected a thread that is new")
-            async with twin.lock, self.gate:
-                await to_the_end(self._fork(thread, twin, name, new))
-
-    async def _fork(self, thread: Thread, twin: Thread, name: str, new: str) -> None:
-        """Its context goes on as the new thread; the old one is found again in the store."""
-        try:
-            await self.look_up(twin)
-            if twin.open or twin.stored:
-                raise InputError(f"thread {new!r} holds something already; expected a thread that is new, or "
-                                 "`forget_thread` first")
-            await self.look_up(thread)
-            await self.keep(thread)
-            tip = tip_of(thread.stored or {}, thread.live)
-            if tip is None:
-                raise InputError(f"thread {name!r} was told nothing, so there is nothing to fork")
-            await self.go(thread, tip)
-            if not await self.keep(thread):
-                raise StoreError(f"thread {name!r} cannot be saved, so it cannot be forked; the log tells why")
-            ctx, owner = thread.ctx, thread.owner or thread.session
-            at = msgspec.structs.replace(tip, owner=owner)
-            ctx.note, ctx.keep, thread.ctx = msgspec.msgpack.encode(at), {}, None
-            try:
-                done = await ctx.save_as(twin.session)
-            except BaseException:
-                await ctx.aclose(save=False)
-                raise
-            twin.ctx, twin.at, twin.owner, twin.told = ctx, at, owner, True
-            twin.stored = {at.key: (done.generation, at)}
-            self._choose(twin)
-        finally:
-            await self.rest(thread)
-
     async def forget(self, name: str) -> bool:
         """Remove a thread's memory, from here and from the store, and its forks with it; whether there was any."""
         thread = self.named(name)
@@ -389,7 +340,7 @@ class Threads:
             except SnapshotNotFound:
                 return had
             except ConfigError:  # a fork, of which the rest belongs to others
-                await self._storing(self.runtime.store.delete, thread.session)
+                await asyncio.to_thread(self.runtime.store.delete, thread.session)  # which may wait for a save
             return True
 
     async def _let_go(self, thread: Thread) -> None:
