@@ -1,0 +1,137 @@
+"""Calls of one context beside each other: whoever waited looks again, so that no slot has two owners and what is
+saved is never of two moments."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from locret_stream import ContextBusy, ContextClosed, Store
+from locret_stream.context import saving
+from tests.context.support import CHUNK, expect_free, ids_in, tiny
+from tests.context.test_swapping import expect_replay, ids_of
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """The next call of that function of `saving` says that it began, and waits."""
+    began, go_on, real = asyncio.Event(), asyncio.Event(), getattr(saving, name)
+
+    async def waits(*arguments, **options):
+        monkeypatch.setattr(saving, name, real)
+        began.set()
+        await go_on.wait()
+        return await real(*arguments, **options)
+
+    monkeypatch.setattr(saving, name, waits)
+    return began, go_on
+
+
+async def test_a_second_rewind_and_a_generation_beside_a_rewind_are_refused(tmp_path: Path, monkeypatch):
+    """Both would write into the slot that the first one restores into."""
+    async with tiny(store=Store(tmp_path, keep_last=5), max_live=1) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, 5 * CHUNK))
+            first = await ctx.snapshot()
+            await ctx.push(ids_of(2, 2 * CHUNK))
+            began, go_on = slow(monkeypatch, "revive")
+            rewinding = asyncio.create_task(ctx.rewind(first))
+            await began.wait()
+            with pytest.raises(ContextBusy, match="rewind"):
+                await ctx.rewind(first)
+            with pytest.raises(ContextBusy, match="rewind"):
+                await anext(ctx.generate([7], max_new_tokens=3))
+            with pytest.raises(ContextBusy, match="rewind"):
+                async with ctx.turn():
+                    pass
+            go_on.set()
+            await rewinding
+            assert ids_in(ctx) == ids_of(1, 5 * CHUNK)
+            await expect_replay(ctx, plain)
+        expect_free(runtime)
+
+
+async def test_closing_beside_a_rewind_closes_whatever_is_there(tmp_path: Path, monkeypatch):
+    """Its slot is given back once, and the name can be opened again."""
+    async with tiny(store=Store(tmp_path, keep_last=5), max_live=1) as runtime:
+        for unsaved in (False, True):
+            ctx = await runtime.open("a", raw=True).__aenter__()
+            await ctx.push(ids_of(1, 3 * CHUNK))
+            first = await ctx.snapshot()
+            if unsaved:
+                await ctx.push([7])
+            began, go_on = slow(monkeypatch, "revive")
+            rewinding = asyncio.create_task(ctx.rewind(first))
+            await began.wait()
+            closing = asyncio.create_task(ctx.aclose())
+            await asyncio.sleep(0.02)
+            go_on.set()
+            await closing
+            await asyncio.wait([rewinding])
+            assert rewinding.exception() is None or isinstance(rewinding.exception(), ContextClosed)
+            assert ctx.closed
+            expect_free(runtime)
+
+
+async def test_what_is_saved_or_copied_while_a_turn_is_undone_knows_nothing_of_it(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=2, scratch=2) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, CHUNK + 2))
+            before, saved = ids_in(ctx), []
+
+            async def undone() -> None:
+                with pytest.raises(KeyError):
+                    async with ctx.turn():
+                        await ctx.push(ids_of(2, 3))
+                        inside.set()
+                        await leave.wait()
+                        raise KeyError
+
+            for _ in range(5):
+                inside, leave = asyncio.Event(), asyncio.Event()
+                turn = asyncio.create_task(undone())
+                await inside.wait()
+                blocked = [asyncio.create_task(ctx.receipts()) for _ in range(3)]  # steps that the undoing waits for
+                leave.set()
+                while not turn.done() and not ctx._session.still_now:  # noqa: ASYNC110 (nothing there to wait for)
+                    await asyncio.sleep(0)
+                saved.append(await ctx.snapshot())
+                async with ctx.fork() as fork:
+                    assert ids_in(fork) == before
+                    await expect_replay(fork, plain)
+                await asyncio.gather(turn, *blocked, return_exceptions=True)
+            assert {one.tokens for one in saved} == {len(before)}
+            assert ids_in(ctx) == before
+
+
+async def test_a_turn_that_waited_looks_again_before_it_begins(tmp_path: Path, monkeypatch):
+    """A feed began meanwhile: its commits would be without a backup."""
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push(ids_of(1, CHUNK + 2))
+        async with ctx._session.still():
+            turn = ctx.turn()
+            opening = asyncio.create_task(turn.__aenter__())
+            await asyncio.sleep(0)
+            feeding = asyncio.create_task(ctx.push(ids_of(2, 2 * CHUNK)))
+            await asyncio.sleep(0.01)
+        with pytest.raises(ContextBusy, match="push"):
+            await opening
+        await feeding
+        assert ids_in(ctx) == ids_of(1, CHUNK + 2) + ids_of(2, 2 * CHUNK)
+
+
+async def test_two_first_commits_of_one_turn_make_one_backup(tmp_path: Path):
+    """A feed and a focus at once; with the only scratch slot, and none is left taken."""
+    async with tiny(store=tmp_path, slot_timeout_s=2) as runtime:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, CHUNK + 2))
+            before = ids_in(ctx)
+            with pytest.raises(KeyError):
+                async with ctx.turn():
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(ctx.push(ids_of(2, 2 * CHUNK)))
+                        group.create_task(ctx.focus("bird"))
+                    raise KeyError
+            assert ids_in(ctx) == before and not ctx.memory.focus
+        expect_free(runtime)
