@@ -470,7 +470,8 @@ class Runtime:
 
     @contextlib.contextmanager
     def yield_slot(self, since: float) -> Iterator[bool]:
-        """Whether a session that has had its slot since then is to give it to somebody who waits; for contexts."""
+        """For contexts: whether a session that got its slot at that time (`time.monotonic`) is to give it up now, as
+        others wait and it had its turn. No more do so at once than wait."""
         wanted = self._live_slots.waiting > self._yielding and time.monotonic() - since >= TURN_S
         with self._counting:
             self._yielding += wanted
