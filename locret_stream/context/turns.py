@@ -81,10 +81,8 @@ class Turn:
         try:
             with contextlib.suppress(ContextClosed):  # closed meanwhile
                 await asyncio.wrap_future(settled)
-                if past.away:  # undoing waits for no slot: what is pending is not in it
-                    self._take_back()
-                else:
-                    await past.submitted(lambda: past.host.worker.submit(id(past.state), self._take_back))
+                # Undoing waits for no slot: what is pending is in none.
+                await past.submitted(lambda: past.host.worker.submit(id(past.state), self._take_back))
         finally:
             past.undoing.set_result(None)
             past.release(self)

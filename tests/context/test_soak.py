@@ -35,6 +35,7 @@ class Agent:
         self.runtime, self.name, self.done = runtime, f"agent {number}", done
         self.random = random.Random(1000 * SEED + number)
         self.ids: list[int] = []
+        self.moves: collections.deque[str] = collections.deque(maxlen=8)  # the last ones
         self.past: list[list[int]] = [[]]  # what any of its snapshots may hold
 
     def fresh(self, most: int) -> list[int]:
@@ -56,23 +57,26 @@ class Agent:
 
     def find(self, ctx: StreamingContext) -> None:
         """After a close that failed, it rests where it was saved last: perhaps when it lost its slot amid a call."""
-        if ctx.memory.tokens != len(self.ids):
-            at, history = ctx.memory.tokens, ctx._session.state.history
+        at, history = ctx.memory.tokens, ctx._session.state.history
+        if at != len(self.ids) or history != self.ids[-1024:]:
             [self.ids] = [past[:at] for past in self.past if past[:at][-1024:] == history and len(past) >= at][-1:]
         self.drop_held(ctx)
         self.past = [[*self.ids]]
+        self.moves.append("open")
 
     def drop_held(self, ctx: StreamingContext) -> None:
         for queue in (ctx._session.ids, ctx._session.segments):
             queue.clear()
 
     def check(self, ctx: StreamingContext) -> None:
-        assert ctx.memory.tokens == len(self.ids) and ctx._session.state.history == self.ids[-1024:], self.name
+        assert ctx.memory.tokens == len(self.ids) and ctx._session.state.history == self.ids[-1024:], (
+            f"{self.name} after {[*self.moves]}")
         self.past.append([*self.ids])
         self.past = self.past[-400:]
 
     async def act(self, ctx: StreamingContext) -> None:
         what = self.random.choice(list(self.MOVES))
+        self.moves.append(what)
         before = len(self.ids)
         try:
             async with asyncio.timeout(STALLED_S):
@@ -83,6 +87,7 @@ class Agent:
         except (NoSlot, StoreError) as error:
             assert "injected" in str(error), error
             self.done[f"told: {error}"] += 1
+            self.moves.append("told")
             if what in ("push", "cancelled feed", "reply", "kept turn"):
                 self.learn(ctx, before)
 

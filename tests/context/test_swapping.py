@@ -13,7 +13,7 @@ import pytest
 
 from locret_stream import NoSlot, Runtime, Store, StoreError, StreamingContext
 from locret_stream.context import saving
-from locret_stream.runtime import core
+from locret_stream.runtime import core, slots
 from locret_stream.runtime.slots import Slots
 from tests.context.support import (
     CHUNK,
@@ -52,10 +52,10 @@ async def until(true: Callable[[], bool]) -> None:
 # -- nothing stalls -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-async def test_forks_asks_and_turns_of_many_contexts_on_few_slots_never_stall(tmp_path: Path, slots: int):
+@pytest.mark.parametrize("live", [1, 2])
+async def test_forks_asks_and_turns_of_many_contexts_on_few_slots_never_stall(tmp_path: Path, live: int):
     """All at once, each with a fork whose origin has to leave its slot for it."""
-    async with tiny(store=tmp_path, max_live=slots) as runtime, tiny(max_live=2) as plain, AsyncExitStack() as stack:
+    async with tiny(store=tmp_path, max_live=live) as runtime, tiny(max_live=2) as plain, AsyncExitStack() as stack:
         contexts = [await stack.enter_async_context(runtime.open(f"c{n}", raw=True)) for n in range(8)]
 
         async def use(number: int, ctx: StreamingContext) -> None:
@@ -80,8 +80,9 @@ async def test_forks_asks_and_turns_of_many_contexts_on_few_slots_never_stall(tm
             await expect_replay(ctx, plain)
 
 
-async def test_who_waits_already_gets_the_slot_of_a_context_that_comes_to_rest(tmp_path: Path):
-    """Not only of one that is at rest when the waiting begins."""
+async def test_who_waits_already_gets_the_slot_of_a_context_that_comes_to_rest(tmp_path: Path, monkeypatch):
+    """Not only of one that is at rest when the waiting begins; and at once, not at the next look around."""
+    monkeypatch.setattr(slots, "LOOK_AGAIN_S", 30.0)
     async with tiny(store=tmp_path, max_live=1, slot_timeout_s=20) as runtime, runtime.open("a", raw=True) as ctx:
         feed = ctx.feed(iter([[7]] * 50))
         await anext(feed)
@@ -155,6 +156,29 @@ async def test_asking_saving_undoing_and_closing_wait_for_no_live_slot(tmp_path:
             await feed.aclose()
         async with runtime.open("a") as ctx:
             expect_same(settled(await snap(ctx)), settled(await snap(plain)))
+
+
+async def test_turns_never_wait_for_each_others_slots(tmp_path: Path):
+    """One is in the only live slot and comes to its first commit, the other waits in the store and does, too: whoever
+    had the only scratch slot without a live one would wait for ever."""
+    async with tiny(store=tmp_path, max_live=1, scratch=1, slot_timeout_s=20) as runtime:
+        async with runtime.open("a", raw=True) as one, runtime.open("b", raw=True) as other:
+            for ctx in (one, other):
+                await ctx.push(ids_of(1, CHUNK))
+            assert one.away
+            one._session.accept(ids_of(5, CHUNK))  # as a reply's end does: the chunk waits for the next call
+            async with asyncio.timeout(10):
+                async def turn(ctx: StreamingContext) -> None:
+                    async with ctx.turn():
+                        await ctx.push(ids_of(2, 2 * CHUNK))
+
+                late = other.turn()
+                await late.__aenter__()  # it stays in its slot from here on
+                first = asyncio.create_task(turn(one))
+                await until(lambda: runtime._live_slots.waiting == 1 or runtime._scratch_slots.free == 0)
+                await other.push(ids_of(3, 2 * CHUNK))
+                await late.__aexit__(None, None, None)
+                await first
 
 
 async def test_a_turn_is_undone_where_every_slot_is_refused(tmp_path: Path):
