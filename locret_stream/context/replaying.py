@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,7 +45,9 @@ async def replay(host: Host, name: str) -> Replay:
         try:
             stored = await saving.restore(host, branch, slot)
             held, tokens = await _everything(stored), stored.state.position
-            fed = await saving.feed_log(host, await saving.storing(host, branch.read_chain, host.identity), slot)
+            number = branch.base[1]  # the log of this one: its owner may have saved again meanwhile
+            chain = await saving.storing(host, lambda: branch.read_chain(host.identity, number))
+            fed = await saving.feed_log(host, chain, slot)
             given = await _everything(fed)
         finally:
             branch.close()
@@ -61,7 +62,7 @@ async def _everything(session: Session) -> dict[str, Tensor]:
     await session.commit()
     engine, state = session.host.engine, session.state
     tensors = await session.step(lambda: {key: tensor.cpu() for key, tensor in engine.export(state).items()})
-    return tensors | {"held": await asyncio.to_thread(saving.held_of, session)}
+    return tensors | {"held": saving.held_of(session)}
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -135,3 +135,20 @@ async def test_two_first_commits_of_one_turn_make_one_backup(tmp_path: Path):
                     raise KeyError
             assert ids_in(ctx) == before and not ctx.memory.focus
         expect_free(runtime)
+
+
+async def test_who_needs_the_units_to_stay_needs_it_of_what_takes_the_place_of_an_undone_turn(tmp_path: Path):
+    """A named fork copies the log of the session, while a turn of it is undone and it is fed on."""
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push(ids_of(1, CHUNK + 2))
+        with pytest.raises(KeyError):
+            async with ctx.turn():
+                copying = ctx._session.still()
+                await copying.__aenter__()
+                raise KeyError
+        feeding = asyncio.create_task(ctx.push(ids_of(2, 2 * CHUNK)))
+        await asyncio.sleep(0.05)
+        assert not feeding.done() and ctx._session.state.seen == CHUNK
+        await copying.__aexit__(None, None, None)
+        await feeding
+        assert ids_in(ctx) == ids_of(1, CHUNK + 2) + ids_of(2, 2 * CHUNK)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from locret_stream import ConfigError, SnapshotCorrupt, SnapshotNotFound, Store
+from locret_stream.context import saving
 from tests.context.support import CHUNK, TEXT, tiny
 from tests.context.test_snapshots import replies
 
@@ -72,3 +73,21 @@ async def test_a_fork_that_waits_long_for_its_first_save_keeps_the_whole_log(tmp
                 await fork.push(list(range(300, 320)))
         assert (await runtime.replay("b")).differs == ()
         assert all(one.log for one in runtime.store.list())
+
+
+async def test_a_session_that_is_saved_while_it_is_replayed_is_not_called_another(tmp_path: Path, monkeypatch):
+    """What is held and the log are those of one snapshot."""
+    async with tiny(store=Store(tmp_path, keep_last=5), max_live=2) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push(list(range(5, 5 + 3 * CHUNK)))
+        await ctx.snapshot()
+        restore = saving.restore
+
+        async def then_saved(*arguments):
+            restored = await restore(*arguments)
+            await ctx.push(list(range(50, 50 + 2 * CHUNK)))
+            await ctx.snapshot()
+            return restored
+
+        monkeypatch.setattr(saving, "restore", then_saved)
+        replayed = await runtime.replay("a")
+        assert (replayed.tokens, replayed.differs) == (3 * CHUNK, ())
