@@ -164,6 +164,25 @@ def test_law_6_it_moves_with_exports_and_forks(policy: str, on: str):
         assert_same(engine.export(fork), engine.export(state))
 
 
+def test_law_6_units_put_away_are_saved_and_copied_as_if_they_were_in_their_slot():
+    """Out of their own snapshot, and out of no other."""
+    engine = engine_of()
+    state = run(engine, 0, ids_of(4 * CHUNK + 1), {0: QUERY}, 5)
+    saved, there = engine.export(state), engine.moment(state, state.position)
+    strangers = [engine.export(run(engine, 1, ids_of(count), {0: focus}, 5))
+                 for count, focus in ((4 * CHUNK + 1, OTHER), (5 * CHUNK + 1, QUERY))]
+    engine.put_away(state)
+    away = engine.moment(state, state.position, saved)
+    assert away.counts == there.counts
+    assert_same(away.state, there.state)
+    assert_same(dict(enumerate(away.positions)), dict(enumerate(there.positions)))
+    assert_same(engine.export(engine.fork(state, 1, saved)), saved)
+    for stranger in strangers:
+        for use in (engine.fork, engine.moment):
+            with pytest.raises(SnapshotCorrupt, match="found units of position"):
+                use(state, 1 if use == engine.fork else state.position, stranger)
+
+
 def test_law_6_units_put_away_come_back_behind_it():
     engine = engine_of()
     state = run(engine, 0, ids_of(4 * CHUNK + 1), {0: QUERY}, 5)

@@ -664,14 +664,19 @@ def test_a_fork_is_of_one_moment_whoever_accepts_ids_meanwhile():
     assert twins[0].pending == state.pending
 
 
-@pytest.mark.parametrize("name", ["pending", "history", "focus", "next_focus"])
-def test_the_first_id_behind_the_vocabulary_is_none_of_a_snapshot(name: str):
+def with_a_focus_that_waits() -> tuple[Engine, dict[str, torch.Tensor]]:
+    """An engine, and a context of it that has a focus, pending ids and another focus behind them."""
     engine = engine_of("streaming_llm")
     state = engine.open(0)
     engine.focus(state, [7])
     feed(engine, state, ids_of(30))
     engine.focus(state, [8])
-    exported = engine.export(state)
+    return engine, engine.export(state)
+
+
+@pytest.mark.parametrize("name", ["pending", "history", "focus", "next_focus"])
+def test_the_first_id_behind_the_vocabulary_is_none_of_a_snapshot(name: str):
+    engine, exported = with_a_focus_that_waits()
     for strange, known in ((engine.shape.vocab, engine.shape.vocab - 1), (-1, 0)):
         for id in (known, strange):
             changed = {key: tensor.clone() for key, tensor in exported.items()}
@@ -685,12 +690,7 @@ def test_the_first_id_behind_the_vocabulary_is_none_of_a_snapshot(name: str):
 
 @pytest.mark.parametrize("name", ["seen", "pending", "history", "focus", "next_focus", "last_hidden", "0.keys"])
 def test_a_tensor_of_no_dimension_or_of_one_too_many_is_none_of_a_snapshot(name: str):
-    engine = engine_of("streaming_llm")
-    state = engine.open(0)
-    engine.focus(state, [7])
-    feed(engine, state, ids_of(30))
-    engine.focus(state, [8])
-    exported = engine.export(state)
+    engine, exported = with_a_focus_that_waits()
     for strange in (torch.zeros((), dtype=exported[name].dtype), exported[name][None]):
         if strange.dim() or name != "seen":
             with pytest.raises(SnapshotCorrupt, match=f"{name!r} is .*; expected"):
