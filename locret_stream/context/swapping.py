@@ -100,7 +100,8 @@ async def _bring_back(session: Session) -> None:
                     id(session.state), lambda: put_back(units))))
         finally:  # cancelled meanwhile, it is in the slot all the same
             if in_it and not session.closed:
-                session.away, session.came_at = False, time.monotonic()
+                session.away = False
+                session.came_at = session.used_at = time.monotonic()
                 session.rested()
             else:
                 if in_it:  # a turn was undone meanwhile: the state goes on in another session, which has no slot

@@ -456,6 +456,8 @@ class Runtime:
                 if await context.put_away(midway=midway):
                     return True
             except LocretError as error:
+                if context.closed:  # meanwhile, and its slot came free
+                    continue
                 self._not_before[context] = time.monotonic() + LOOK_AGAIN_S
                 _log.warning("%r could not be put away and keeps its slot: %s", context.name, error)
         return False

@@ -31,7 +31,7 @@ class Slots:
 
     def __init__(self, free: list[int]):
         self._free, self._waiting, self._lock = deque(free), deque[_Request](), threading.Lock()
-        self.size = len(free)
+        self.size, self._closed = len(free), False
 
     @property
     def free(self) -> int:
@@ -43,8 +43,9 @@ class Slots:
         return len(self._waiting)
 
     def dismiss(self) -> None:
-        """Who waits for a slot is told that the runtime closes."""
+        """Who waits for a slot, or comes for one later, is told that the runtime closes."""
         with self._lock:
+            self._closed = True
             waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if request.slot.set_running_or_notify_cancel():
@@ -82,13 +83,15 @@ class Slots:
             NoSlot: none came free in time. ContextClosed: the runtime closes.
         """
         with self._lock:
+            if self._closed:
+                raise ContextClosed(CLOSED)
             if self._free:
                 return self._free.popleft()
             request = _Request(id(asyncio.get_running_loop()))
             self._waiting.append(request)
         deadline = time.monotonic() + timeout_s
+        slot = asyncio.wrap_future(request.slot)
         try:
-            slot = asyncio.wrap_future(request.slot)
             while not slot.done():
                 if make_room is not None and await make_room():
                     await asyncio.sleep(0)  # what came free may be this one's
@@ -105,6 +108,7 @@ class Slots:
             return slot.result()
         except BaseException:
             self._withdraw(request)
+            slot.cancel()  # nobody awaits it: an error it may still be given is no one's to hear
             raise
 
     def _withdraw(self, request: _Request) -> None:

@@ -4,13 +4,17 @@ saved is never of two moments."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from pathlib import Path
 
 import pytest
 
 from locret_stream import ContextBusy, ContextClosed, Store
 from locret_stream.context import saving
-from tests.context.support import CHUNK, expect_free, ids_in, tiny
+from locret_stream.runtime.slots import Slots
+from tests.context.support import CHUNK, expect_free, expect_same, ids_in, snap, tiny
+from tests.context.test_snapshots import settled
 from tests.context.test_swapping import expect_replay, ids_of
 
 
@@ -152,3 +156,97 @@ async def test_who_needs_the_units_to_stay_needs_it_of_what_takes_the_place_of_a
         await copying.__aexit__(None, None, None)
         await feeding
         assert ids_in(ctx) == ids_of(1, CHUNK + 2) + ids_of(2, 2 * CHUNK)
+
+
+async def test_a_focus_that_waited_while_a_turn_opened_is_undone_with_it(tmp_path: Path):
+    """It moves units, so the turn needs its backup before, whoever waited first."""
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True) as ctx, tiny() as plain:
+        await ctx.push(ids_of(1, 2 * CHUNK))
+        before = settled(await snap(ctx))
+        turn = ctx.turn()
+        async with ctx._session.still():
+            opening = asyncio.create_task(turn.__aenter__())
+            await asyncio.sleep(0)
+            focusing = asyncio.create_task(ctx.focus("bird"))
+            await asyncio.sleep(0.01)
+        await opening
+        await focusing
+        assert ctx.memory.focus
+        assert not await turn.__aexit__(KeyError, KeyError(), None), "it raises, and is undone"
+        assert not ctx.memory.focus
+        expect_same(settled(await snap(ctx)), before)
+        await expect_replay(ctx, plain)
+
+
+async def test_a_turn_undone_while_its_units_come_back_gives_the_slot_back(tmp_path: Path, monkeypatch):
+    """They come back for a session that has ended: the one in its place still waits in the store."""
+    async with tiny(store=tmp_path, max_live=1) as runtime, tiny() as plain:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, CHUNK + 2))
+            before = ids_in(ctx)
+            assert await ctx.put_away()
+            copying, go_on, real = threading.Event(), threading.Event(), runtime.engine.bring_back
+
+            def waits(*arguments):
+                copying.set()
+                assert go_on.wait(20)
+                real(*arguments)
+
+            monkeypatch.setattr(runtime.engine, "bring_back", waits)
+
+            async def undone() -> None:
+                async with ctx.turn():
+                    await ctx.push(ids_of(2, 3))
+                    coming.append(asyncio.create_task(ctx.receipts()))
+                    await asyncio.to_thread(copying.wait, 20)
+                    raise KeyError
+
+            coming: list[asyncio.Task] = []
+            turn = asyncio.create_task(undone())
+            await asyncio.to_thread(copying.wait, 20)
+            await asyncio.sleep(0.05)
+            go_on.set()
+            with pytest.raises(KeyError):
+                await turn
+            with pytest.raises(ContextClosed, match="undone"):
+                await coming[0]
+            assert ctx.away and ids_in(ctx) == before
+            expect_free(runtime)
+            assert (await ctx.snapshot()).tokens == len(before), "saved out of the store"
+            monkeypatch.undo()
+            await expect_replay(ctx, plain)
+        expect_free(runtime)
+
+
+async def test_what_is_expendable_is_not_closed_once_it_is_used():
+    """It was idle when somebody chose it to make room, and is used by the time it would be closed."""
+    async with tiny(max_live=1) as runtime, runtime.open() as ctx:
+        ctx.expendable = True
+        feed = ctx.feed(ids_of(1, 5))
+        await anext(feed)
+        for midway in (False, True):
+            assert not await ctx.put_away(midway=midway)
+        await feed.aclose()
+        assert not ctx.closed and await ctx.put_away() and ctx.closed
+
+
+async def test_who_comes_for_a_slot_of_a_runtime_that_closes_is_told_at_once():
+    """Not after `slot_timeout_s`; and who left while it waited leaves no error behind that nobody heard."""
+    unheard: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: unheard.append(what))
+    taken = Slots([])
+    waiting, leaving = (asyncio.create_task(taken.acquire(30, "live")) for _ in range(2))
+    await asyncio.sleep(0.01)
+    taken.dismiss()
+    leaving.cancel()
+    async with asyncio.timeout(5):
+        with pytest.raises(ContextClosed):
+            await waiting
+        with pytest.raises(ContextClosed):
+            await taken.acquire(30, "live")
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    del waiting, leaving
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert not unheard

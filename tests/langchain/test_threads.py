@@ -65,6 +65,31 @@ async def test_thirty_two_threads_in_eight_slots_know_only_their_own(script: Scr
     assert max(len(ended) - 1 - ended[::-1].index(number) for number in range(32)) == 127
 
 
+async def test_a_turn_that_prepares_keeps_its_slot_from_the_turns_of_other_threads(script: Script, monkeypatch):
+    """Without a store an idle thread is closed for its slot; one at work is not idle, though it feeds nothing yet."""
+    with model(None, max_live=2) as chat:
+        said: dict[str, list[Any]] = {}
+        for name in ("a", "b"):
+            said[name] = [HumanMessage(f"{name} begins")]
+            said[name] += [await chat.ainvoke(said[name], thread(name)), HumanMessage(f"{name} goes on")]
+        template, preparing, go_on = chat.home._life.threads.template, threading.Event(), threading.Event()
+        real = template.render
+
+        def waits(messages: Any, *tools: Any) -> Any:
+            if any("a goes on" in one.content for one in messages):
+                preparing.set()
+                assert go_on.wait(20)
+            return real(messages, *tools)
+
+        monkeypatch.setattr(template, "render", waits)
+        going_on = asyncio.create_task(chat.ainvoke(said["a"], thread("a")))
+        await asyncio.to_thread(preparing.wait, 20)
+        await chat.ainvoke([HumanMessage("c begins")], thread("c"))
+        go_on.set()
+        assert receipt(await going_on)["source"] == "live"
+        assert receipt(await chat.ainvoke(said["b"], thread("b")))["source"] == "rebuild"
+
+
 async def test_nobodys_calls_beyond_the_slots_take_their_turns(script: Script, tmp_path: Path):
     with model(tmp_path, max_live=2) as chat:
         async with asyncio.timeout(60):

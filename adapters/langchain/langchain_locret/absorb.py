@@ -87,6 +87,7 @@ class Absorption:
             self._has = True
             threads.absorbing.add(self)
             async with threads.gate:
+                threads.at_work(thread)
                 await threads.look_up(thread)
                 self._request = replace(request, said=[*request.said, _STREAM])
                 found = None if request.said else await reach_tip(threads, thread, self._request)

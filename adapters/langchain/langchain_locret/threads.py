@@ -70,6 +70,7 @@ class Threads:
         thread = self.named(request.thread) if request.thread is not None else self._one_of_nobody(request)
         async with self.using(thread), thread.lock, self.gate:
             try:
+                self.at_work(thread)
                 await self.look_up(thread)
                 yield thread
                 await to_the_end(self.rest(thread))
@@ -86,6 +87,12 @@ class Threads:
             yield
         finally:
             thread.users -= 1
+
+    @staticmethod
+    def at_work(thread: Thread) -> None:
+        """Until it rests, nobody closes its context for the slot: a turn prepares for a while before it feeds."""
+        if thread.open:
+            thread.ctx.expendable = False
 
     def settle(self, thread: Thread) -> None:
         """What this turn told the thread stays."""
