@@ -106,6 +106,15 @@ async def test_closing_without_saving_leaves_the_newest_snapshot(tmp_path: Path)
             expect_same(settled(await snap(ctx)), before)
 
 
+async def test_a_context_is_closed_before_it_is_opened_and_after():
+    async with tiny() as runtime:
+        ctx = runtime.open("a")
+        assert ctx.closed
+        async with ctx:
+            assert not ctx.closed
+        assert ctx.closed
+
+
 async def test_an_expendable_context_makes_room_while_nothing_runs_in_it():
     async with tiny(max_live=1, slot_timeout_s=0.1) as runtime:
         async with runtime.open() as ctx:

@@ -130,6 +130,29 @@ async def test_a_reply_goes_on_where_it_was_when_others_had_a_turn_in_between(tm
         assert found == expected
 
 
+async def test_what_cannot_be_saved_keeps_its_slot_and_is_not_tried_at_every_step(tmp_path: Path, monkeypatch):
+    """One try each time that its turn is over, whatever it is used for meanwhile."""
+    monkeypatch.setattr(core, "TURN_S", 0.2)
+    tries, loop = [], asyncio.get_running_loop()
+
+    async def full(session: object) -> None:
+        tries.append(loop.time())
+        raise StoreError("injected: the disk is full")
+
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=1, autosave=False) as runtime:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, CHUNK + 2))
+            monkeypatch.setattr(saving, "save", full)
+            opening = asyncio.create_task(runtime.open("b").__aenter__())
+            steps = 0
+            while not opening.done():
+                await ctx.receipts()
+                steps += 1
+            with pytest.raises(NoSlot):
+                await opening
+            assert not ctx.away and 1 <= len(tries) <= 1 / 0.2 + 3 < steps
+
+
 async def test_asking_saving_undoing_and_closing_wait_for_no_live_slot(tmp_path: Path):
     """Each of a context that waits in the store, while another is at work in the only slot."""
     async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.1) as runtime, tiny() as other, other.open() as plain:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.processes import run_python
 
 PROGRAM = """
+import asyncio
 import sys
 def heavy():
     return [name for name in ("torch", "transformers", "triton") if name in sys.modules]
@@ -17,7 +18,7 @@ model = LocretChatModel(model="bundled", store=sys.argv[1], tool_prompt="auto", 
 model.bind_tools([{"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}])
 model.with_config(configurable={"thread_id": "x"}), model.model_copy(update={"max_tokens": 4})
 model.with_structured_output({"title": "T", "description": "t", "type": "object", "properties": {}})
-assert not model.save_thread("x") and model.profile["tool_calling"]
+assert not model.save_thread("x") and not asyncio.run(model.asave_thread("x")) and model.profile["tool_calling"]
 model.close()
 print(heavy())
 """

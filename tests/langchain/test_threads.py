@@ -29,6 +29,7 @@ from locret_stream import (
 from locret_stream.snapshot import check_name
 from tests.langchain.support import (
     Script,
+    answer,
     held,
     memory,
     model,
@@ -96,6 +97,15 @@ async def test_nobodys_calls_beyond_the_slots_take_their_turns(script: Script, t
             answers = await chat.abatch([[HumanMessage(f"question {number}")] for number in range(12)])
         assert [answer.text for answer in answers] == [f"You said: question {number}" for number in range(12)]
         assert chat.home.runtime.store.list() == []
+
+
+async def test_that_every_call_is_to_be_given_the_whole_history_is_said_once(chat: LocretChatModel, caplog):
+    """Calls on the side, a title or a guard, look just like an agent that gives the newest message alone."""
+    history: list[Any] = [HumanMessage("begins")]
+    history += [await chat.ainvoke(history, thread("a"))]
+    for number in range(4):
+        await chat.ainvoke([HumanMessage(f"on the side {number}")], thread("a"))
+    assert caplog.text.count("Give every call the whole history") == 1
 
 
 async def test_calls_on_one_thread_wait_for_each_other_and_each_uses_its_own_messages(chat: LocretChatModel):
@@ -696,7 +706,33 @@ def test_models_of_the_same_settings_share_one_runtime_and_weights_load_on_first
     assert time.perf_counter() - began < 2
     one.invoke("hello", thread("a"))
     assert two.home.loaded and not other.home.loaded
+    assert not one.home._life._running, "calls that ended are let go of"
     one.close()
+
+
+def test_closing_ends_calls_that_run_as_if_cancelled(script: Script, tmp_path: Path):
+    """It does not wait for the rest of a long answer, and the thread is as it was."""
+    with model(tmp_path) as chat:
+        said = [HumanMessage("one")]
+        said += [chat.invoke(said, thread("a")), HumanMessage("two")]
+        script.say, script.delay = (lambda shown: "word " * 400), 0.05
+        begun, failed = script.sampled, []
+
+        def asks() -> None:
+            try:
+                chat.invoke(said, thread("a"))
+            except ContextClosed as error:
+                failed.append(error)
+
+        asking = threading.Thread(target=asks)
+        asking.start()
+        while script.sampled < begun + 3:
+            time.sleep(0.01)
+        chat.close()
+        asking.join(20)
+        assert failed and script.sampled < begun + 100
+        script.say, script.delay = answer, 0.0
+        assert receipt(chat.invoke(said, thread("a")))["source"] == "snapshot"
 
 
 def test_a_runtime_of_ones_own_is_left_running(tmp_path: Path, script: Script):
