@@ -24,7 +24,7 @@ from locret_stream.training import Example, TrainConfig, train_heads
 from tests.architectures import CONFIGS, make
 from tests.context.support import TEXT, tokenizer
 from tests.kit import build, ids_of, logits_at_each, random_heads, stock_logits
-from tests.packings import PACKINGS, as_gguf, base, needs, packed, with_adapter
+from tests.packings import IN_NIBBLES, PACKINGS, as_gguf, base, needs, packed, save_in_nibbles, with_adapter
 
 tf.logging.set_verbosity_error()
 SMALL = dict(budget=Budget(units=20, sinks=2, stabilizers=3), chunk_size=8, policy="keydiff", max_live=1)
@@ -65,7 +65,7 @@ async def test_snapshots_tell_packings_of_one_base_apart(root: Path):
     assert len({one.weights for one in found.values()}) == len(PACKINGS)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", [*PACKINGS, *IN_NIBBLES])
 async def test_the_same_packing_loaded_again_or_used_already_is_the_same(packing: str, root: Path):
     """bitsandbytes repacks 4-bit weights in its first forward, rounding their scales."""
     first = await identity_of(packed(packing, root))
@@ -77,7 +77,30 @@ async def test_the_same_packing_loaded_again_or_used_already_is_the_same(packing
     assert len(fingerprints) == 1 and "0x" not in attach(used).architecture
 
 
-@pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("packing", IN_NIBBLES)
+async def test_gptq_and_awq_are_the_same_before_and_after_their_first_forward(packing: str, dtype: torch.dtype,
+                                                                              root: Path):
+    """In half precision it repacks weights on CPUs, and one with gradients has them never repacked."""
+    fresh, used, graded = (packed(packing, root, dtype=dtype) for _ in range(3))
+    with torch.no_grad():
+        used(torch.tensor([ids_of(9)]))
+    graded(torch.tensor([ids_of(9)])).logits.sum().backward()
+    digests = {digest_tensors(named_weights(one)) for one in (fresh, used, graded)}
+    buffers = {name: (id(t), t.dtype) for name, t in fresh.named_buffers()}
+    found = [await identity_of(one) for one in (fresh, used, graded)]
+    assert len(digests) == 1 and {one.weights for one in found} == digests
+    assert {attach(one).fingerprint for one in (fresh, used, graded, packed(packing, root))} == {
+        attach(fresh).fingerprint}
+    assert {name: (id(t), t.dtype) for name, t in fresh.named_buffers()} == buffers
+
+
+async def test_gptq_and_awq_of_one_base_are_two_models_and_neither_is_the_plain_one(root: Path):
+    found = [await identity_of(packed(packing, root)) for packing in ("plain", "gptq-stand-in", "awq-stand-in")]
+    assert len({one.weights for one in found}) == 3
+
+
+@pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-4", *IN_NIBBLES])
 async def test_a_session_goes_on_in_its_own_packing_alone(packing: str, root: Path, tmp_path: Path):
     async with running(packed(packing, root), store=tmp_path) as runtime, runtime.open("log") as ctx:
         await ctx.feed(TEXT)
@@ -214,6 +237,18 @@ async def test_a_quantised_folder_is_a_model(packing: str, root: Path, tmp_path:
         assert runtime.identity.weights == expected.weights
 
 
+@pytest.mark.parametrize("packing", ["gptq", "awq"])
+async def test_a_folder_in_gptq_or_awq_is_a_model(packing: str, root: Path, tmp_path: Path):
+    expected = await identity_of(packed(packing, root, dtype=torch.float16))
+    save_in_nibbles(packing, base(), tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    async with Runtime.from_pretrained(tmp_path, **SMALL) as runtime:
+        assert runtime.attachment.form.startswith(f"{packing} (") and runtime.attachment.dtype == torch.float16
+        assert runtime.identity.weights == expected.weights
+        async with runtime.open() as ctx:
+            await ctx.feed(TEXT)
+
+
 async def test_a_model_is_quantised_while_it_is_loaded(tmp_path: Path):
     needs("bitsandbytes")
     base().save_pretrained(tmp_path)
@@ -233,6 +268,19 @@ def examples() -> list[Example]:
 def trained(model: Any, out: Path) -> Path:
     train_heads(model, examples(), out, TrainConfig(steps=3, width=16, warmup=0.1))
     return out
+
+
+@pytest.mark.parametrize("packing", IN_NIBBLES)
+async def test_heads_of_the_plain_model_serve_gptq_and_awq_with_a_warning(packing: str, root: Path, tmp_path: Path,
+                                                                          caplog: pytest.LogCaptureFixture):
+    heads = trained(packed("plain", root), tmp_path / "heads")
+    with caplog.at_level(logging.WARNING, "locret_stream.heads"):
+        async with running(packed(packing, root), policy="locret", heads=heads) as runtime, runtime.open() as ctx:
+            await ctx.feed(TEXT)
+    assert "serve the same base" in caplog.text
+    with pytest.raises(HeadsMismatch, match="another model of the same shape"):
+        async with running(packed(packing, root, seed=7), policy="locret", heads=heads):
+            pass
 
 
 @pytest.mark.parametrize("trained_on", ["plain", "torchao-int8", "bitsandbytes-4"])
@@ -276,7 +324,7 @@ def test_heads_without_a_sketch_serve_a_quantised_model_and_say_that_it_cannot_b
     assert "cannot be told" in caplog.text
 
 
-@pytest.mark.parametrize("packing", [name for name in PACKINGS if name != "plain"])
+@pytest.mark.parametrize("packing", [*(name for name in PACKINGS if name != "plain"), *IN_NIBBLES])
 def test_a_sketch_is_of_the_base(packing: str, root: Path):
     from locret_stream.heads.module import kin
 
@@ -320,6 +368,22 @@ def test_what_is_missing_is_named_with_how_to_get_it(name: str, message: str, tm
     (tmp_path / name).write_text("{}")
     with pytest.raises(UnsupportedModel, match=message):
         Runtime.from_pretrained(tmp_path / name if name.endswith("gguf") else tmp_path, **SMALL).start()
+
+
+@pytest.mark.parametrize(("method", "has", "missing"), [
+    ("gptq", (), "gptqmodel and optimum"), ("gptq", ("optimum",), "gptqmodel"), ("gptq", ("gptqmodel",), "optimum"),
+    ("awq", (), "gptqmodel")])
+def test_what_gptq_and_awq_need_is_named_at_once(method: str, has: tuple[str, ...], missing: str, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch):
+    """transformers names one package after another, and then a GPU that is not needed."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in (
+        {"gptqmodel", "optimum"} - set(has)) else object() if name in (*has, "accelerate") else real(name, *rest))
+    save_in_nibbles(method, base(), tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    told = rf"{method.upper()} checkpoints need {missing}, not .* pip install {missing.replace('and ', '')},"
+    with pytest.raises(UnsupportedModel, match=told):
+        Runtime.from_pretrained(tmp_path, **SMALL).start()
 
 
 @pytest.mark.usefixtures("nothing_more")

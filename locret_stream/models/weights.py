@@ -113,6 +113,8 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         prefix = f"{path}." if path else ""
         if _of_bitsandbytes(module):
             own = _of_quantised(module)
+        elif _repacks(module):
+            own = _repacked(module, model.dtype)
         elif type(module).state_dict is not nn.Module.state_dict and not module._modules:  # HQQ: scales are no buffers
             own = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
         else:
@@ -163,6 +165,29 @@ def _of_quantised(module: nn.Module) -> dict[str, Tensor]:
     told = f"{state.quant_type}|{state.blocksize}|{tuple(state.shape)}"
     return kept | {"weight.scales": scales, "weight.made_with": torch.frombuffer(
         bytearray(told.encode()), dtype=torch.uint8)}
+
+
+def _repacks(module: nn.Module) -> bool:
+    """Whether it is a layer of gptqmodel (GPTQ, AWQ) whose forward on a CPU repacks its weights, once."""
+    return type(module).__module__.startswith("gptqmodel.") and hasattr(module, "_cpu_transformed") and not any(
+        t.is_meta for t in module._buffers.values() if t is not None)
+
+
+@torch.no_grad()
+def _repacked(module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What such a layer computes by in that dtype of activations, as if its forward had run; zero points in integers,
+    as it was given them."""
+    twin = copy.copy(module)
+    twin._buffers = dict(module._buffers)
+    if not twin._cpu_transformed:
+        twin.linear_mode = None  # a first forward with gradients has it stay as it is
+        twin(torch.zeros(1, twin.in_features, dtype=dtype, device=twin.scales.device))
+    own = {name: t for name, t in (*twin._parameters.items(), *twin._buffers.items())
+           if t is not None and name not in twin._non_persistent_buffers_set}
+    zeros = own.get("qzeros")
+    if zeros is not None and zeros.is_floating_point():  # (8 - zero) * scale
+        own["qzeros"] = (8 - zeros.float() / own["scales"].float()).nan_to_num().round().to(torch.uint8)
+    return own
 
 
 def _scales(state: Any) -> Tensor:

@@ -18,7 +18,8 @@ from locret_stream.errors import ConfigError, UnsupportedModel
 T = TypeVar("T")
 BUNDLED = Path(__file__).parents[1] / "assets" / "bundled"
 
-
+LOADERS = {"gptq": ("gptqmodel", "optimum", "accelerate"), "awq": ("gptqmodel", "accelerate")}
+"""By quantisation what transformers needs, where it does not name all of it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -73,7 +74,9 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
     with _readable(path), _no_bar() if path == BUNDLED else contextlib.nullcontext():
         source, options = _source(path)
         spread = device == "auto" or isinstance(device, Mapping)
-        packed = quantization is not None or (not options and _is_packed(_base(path)))
+        packing = quantization if quantization is not None else None if options else _packing(_base(path))
+        packed = packing is not None
+        _expect_loader(packing)
         if quantization is not None:
             options["quantization_config"] = quantization
         if dtype == "auto" and device == "cpu" and not packed:
@@ -120,12 +123,21 @@ def _base(path: str | Path) -> str | Path:
     return json.loads(told.read_bytes())["base_model_name_or_path"]
 
 
-def _is_packed(path: str | Path) -> bool:
-    """Whether the checkpoint says that it is quantised; what cannot be read fails when it is loaded."""
+def _packing(path: str | Path) -> Any:
+    """How the checkpoint says that it is quantised, None if not; what cannot be read fails when it is loaded."""
     from transformers import PreTrainedConfig
     with contextlib.suppress(OSError, ValueError):
-        return "quantization_config" in PreTrainedConfig.get_config_dict(path)[0]
-    return False
+        return PreTrainedConfig.get_config_dict(path)[0].get("quantization_config")
+    return None
+
+
+def _expect_loader(packing: Any) -> None:
+    method = packing.get("quant_method") if isinstance(packing, Mapping) else getattr(packing, "quant_method", None)
+    method = str(getattr(method, "value", method))
+    missing = [name for name in LOADERS.get(method, ()) if not importlib.util.find_spec(name)]
+    if missing:
+        raise ImportError(f"{method.upper()} checkpoints need {' and '.join(missing)}, not installed here: "
+                          f"pip install {' '.join(missing)}, or take the plain checkpoint of the same base")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import transformers as tf
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models import attach, detach, differentiable, expect_gradients, self_test
 from tests.kit import build, feed, ids_of
-from tests.packings import BASE, EXACT, PACKINGS, needs, packed
+from tests.packings import BASE, EXACT, IN_NIBBLES, PACKINGS, needs, packed
 
 tf.logging.set_verbosity_error()
 COUNT, CHUNK = 60, 16
@@ -34,7 +34,7 @@ def stock_in_pieces(of: tf.PreTrainedModel, ids: list[int], size: int) -> torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
                          ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", [*PACKINGS, *IN_NIBBLES])
 def test_a_quantised_model_streams_as_its_own_forward_computes(packing: str, dtype: torch.dtype, root: Path):
     """With a full budget, read in the same pieces: what rounds activations rounds them by the piece."""
     stock = packed(packing, root, dtype=dtype)
@@ -190,7 +190,7 @@ def test_a_model_that_compressed_tensors_packed_is_attached(root: Path):
     assert "weight_packed" in stock.model.layers[0].self_attn.q_proj._parameters
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", [*PACKINGS, *IN_NIBBLES])
 def test_gradients_pass_or_it_is_said_before_anything_is_tuned(packing: str, root: Path):
     """int8 of activations has none, nor has bitsandbytes' 4 bit where its kernel for CPUs is used."""
     attachment, scale = attach(packed(packing, root)), torch.nn.Parameter(torch.zeros(()))
