@@ -120,16 +120,16 @@ class Store:
         return sorted(found, key=lambda snapshot: snapshot.name)
 
     def info(self, name: str) -> list[Snapshot]:
-        """All snapshots of a session or fork, oldest first; one that cannot be read has a `problem`.
+        """All snapshots of a session or fork, oldest first; one that is damaged or locked has a `problem`.
 
         Raises:
-            SnapshotNotFound, StoreError.
+            SnapshotNotFound. StoreError: one of them cannot be read just now, which tells nothing of it.
         """
         vault, found = self._found(name)
         out = []
         for number in found:
             with suppress(SnapshotNotFound):  # deleted in this moment
-                out.append(self._describe(vault, vault.manifest_path(name, number)))
+                out.append(self._describe(vault, vault.manifest_path(name, number), of_all=False))
         return out
 
     def verify(self, name: str | None = None) -> list[Verified]:
@@ -150,15 +150,18 @@ class Store:
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
         return vault, found
 
-    def _describe(self, vault: Vault, path: str) -> Snapshot:
+    def _describe(self, vault: Vault, path: str, *, of_all: bool = True) -> Snapshot:
         """Raises:
-            SnapshotNotFound: it was deleted meanwhile.
+            SnapshotNotFound: it was deleted meanwhile. StoreError: it cannot be read; among those `of_all` names that
+                is a `problem` of its own.
         """
         try:
             manifest, size = vault.manifest_at(path)
         except SnapshotNotFound:
             raise
         except SnapshotError as error:
+            if isinstance(error, StoreError) and not isinstance(error, Locked) and not of_all:
+                raise
             number, encrypted = int(path.rpartition("/")[2].removesuffix(".snap")), False
             with suppress(SnapshotCorrupt):  # a folder that is a link
                 encrypted = vault.encrypted

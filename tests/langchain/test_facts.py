@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -51,3 +52,30 @@ def test_an_agent_without_a_store_or_a_namespace_is_refused(chat: LocretChatMode
     for namespace in ("facts", ()):
         with pytest.raises(ConfigError, match="a tuple of names"):
             FactsMiddleware(namespace)
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+async def test_a_fact_beyond_the_most_that_are_told_at_once_is_not_told_as_gone(chat: LocretChatModel, how: str):
+    store = InMemoryStore()
+    agent = create_agent(chat, [], checkpointer=InMemorySaver(), store=store,
+                         middleware=[FactsMiddleware(("facts",), most=2)])
+
+    async def ask(said: str) -> str:
+        given: Any = {"messages": [HumanMessage(said)]}
+        return (await agent.ainvoke(given, T) if how == "async" else agent.invoke(given, T))["messages"][-3].text
+
+    for key in "abc":
+        store.put(("facts",), key, {"is": key})
+    assert await ask("one") == 'Facts that hold from now on:\n- a: {"is": "a"}\n- b: {"is": "b"}'
+    store.delete(("facts",), "a")
+    store.put(("facts",), "a", {"is": "a"})  # the newest now, and so the third
+    assert await ask("two") == 'Facts that hold from now on:\n- c: {"is": "c"}'
+    store.delete(("facts",), "a")
+    assert await ask("three") == 'These hold no more:\n- a: {"is": "a"}'
+
+
+def test_a_fact_of_any_value_is_told(chat: LocretChatModel):
+    store = InMemoryStore()
+    store.put(("facts",), "since", {"at": datetime(2026, 1, 2)})
+    agent = create_agent(chat, [], store=store, middleware=[FactsMiddleware(("facts",))])
+    assert "2026-01-02" in agent.invoke({"messages": [HumanMessage("one")]}, T)["messages"][0].text

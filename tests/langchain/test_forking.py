@@ -163,3 +163,24 @@ def test_a_focus_that_has_no_room_fails_the_call_and_leaves_the_thread(chat: Loc
         chat.bind(focus="word " * 5000).invoke([*history, HumanMessage("two")], A)
     answer = chat.invoke([*history, HumanMessage("two")], A)
     assert receipt(answer)["reused"] > 0 and chat.thread_memory("a").focus == 0
+
+
+async def test_a_thread_is_forgotten_with_its_forks_however_busy_these_are(script: Script, tmp_path: Path):
+    """While one fork is waited for nobody opens another one again."""
+    with model(Store(tmp_path, keep_last=8)) as chat:
+        history = [HumanMessage("one")]
+        history += [await chat.ainvoke(history, A)]
+        for name in ("x", "y"):
+            await chat.afork_thread("a", name)
+            await chat.ainvoke([*history, HumanMessage("mine")], thread(name))
+        script.delay = 0.05
+        busy = asyncio.create_task(chat.ainvoke([*history, HumanMessage("long " * 8)], thread("y")))
+        await asyncio.sleep(0.2)
+        forgetting = asyncio.create_task(chat.aforget_thread("a"))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(chat.ainvoke([*history, HumanMessage("more")], thread("x")))
+        async with asyncio.timeout(30):
+            await busy
+            assert await forgetting
+            assert receipt(await late)["reused"] == 0
+        assert await chat.alist_threads() == ["x"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
-from langchain_core.messages.utils import message_chunk_to_message
+from langchain_core.messages.utils import message_chunk_to_message, trim_messages
 from pydantic import BaseModel
 
 from locret_stream import Runtime
@@ -21,6 +21,7 @@ from tests.langchain.support import (
     model,
     receipt,
     rendered,
+    runtime,
     thread,
     tiny_model,
     tokenizer,
@@ -143,3 +144,27 @@ async def test_a_token_is_one_event(script: Script, tmp_path: Path, how: str):
         assert len(told) <= script.sampled
         ids = tokenizer().encode("Let me look behind the rake.", add_special_tokens=False)
         assert len([chunk for chunk in told if chunk.text]) <= len(ids) + 1
+
+
+STRICT = """{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{%- endif %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def test_histories_can_be_trimmed_by_a_template_whose_roles_alternate(script: Script, tmp_path: Path):
+    """Trimming counts parts of a history, from its end."""
+    history = [HumanMessage("one " * 20), AIMessage("two " * 20), HumanMessage("three " * 20), AIMessage("four " * 20)]
+    with model(None, on=runtime(tmp_path, template=STRICT)) as chat:
+        whole = chat.get_num_tokens_from_messages(history)
+        parts = [chat.get_num_tokens_from_messages([one]) for one in history]
+        assert abs(sum(parts) - whole) <= 4 and min(parts) > 20
+        for count in (1, 2, 3, 4):
+            kept = trim_messages(history, max_tokens=sum(parts[-count:]), strategy="last", token_counter=chat)
+            assert kept == history[-count:]
+
+
+def test_one_stop_string_is_one(script: Script, tmp_path: Path):
+    script.say = lambda shown: "No DNA at the END of it"
+    with model(tmp_path) as chat:
+        assert chat.invoke("hello", stop="END").text == "No DNA at the "  # type: ignore[arg-type]

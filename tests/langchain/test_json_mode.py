@@ -12,6 +12,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from pydantic import BaseModel
 
 from langchain_locret import LateWarning, LocretChatModel
+from langchain_locret.json_mode import parsed
 from locret_stream import ConfigError
 from tests.langchain.support import Script, held, receipt, thread
 
@@ -60,6 +61,11 @@ def test_a_reply_that_does_not_fit_is_an_error_that_says_why(chat: LocretChatMod
     found = chat.with_structured_output(Wanted, method="json_mode", include_raw=True).invoke("Whose?")
     assert found["parsed"] is None and found["raw"].text == reply
     assert isinstance(found["parsing_error"], OutputParserException) and why in str(found["parsing_error"])
+
+
+def test_a_reply_nested_too_deep_is_no_json():
+    with pytest.raises(OutputParserException, match="it is no JSON"):
+        parsed(AIMessage("[" * 100_000, response_metadata={}), {}, dict)
 
 
 def test_a_reply_that_was_cut_off_is_never_completed(chat: LocretChatModel, script: Script):

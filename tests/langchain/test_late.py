@@ -182,3 +182,14 @@ def test_no_hint_names_what_the_model_does_not_take():
         LocretChatModel(model="x", on_change=value)
     for value in ("reread", "rebuild"):
         LocretChatModel(model="x", on_mismatch=value)
+
+
+def test_a_thread_that_knows_of_no_tools_is_not_told_that_there_are_none(script: Script, tmp_path: Path):
+    """Other options of the template are another beginning, too."""
+    history: list[Any] = [HumanMessage("one")]
+    with model(Store(tmp_path)) as chat:
+        history += [chat.invoke(history, thread("a")), HumanMessage("two")]
+    with model(Store(tmp_path), template_options={"enable_thinking": False}) as chat:
+        with pytest.warns(LateWarning, match="how the template is used"):
+            answer = chat.invoke(history, thread("a"))
+        assert receipt(answer)["late"] == "how the template is used" and "no tools" not in held(chat, "a")

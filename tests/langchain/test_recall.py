@@ -12,7 +12,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_locret import LocretChatModel
 from langchain_locret.middleware import LocretMiddleware
-from locret_stream import InputError, Store
+from locret_stream import ConfigError, InputError, Store, StoreError
+from locret_stream.context import StreamingContext
 from tests.langchain.support import Script, held, memory, model, receipt, thread
 
 A = thread("a")
@@ -69,3 +70,27 @@ async def test_an_agent_recalls_its_own_thread(script: Script, tmp_path: Path, h
 def test_the_tool_says_what_it_takes():
     tool = LocretChatModel(model="x").recall_tool()
     assert tool.name == "recall" and set(tool.args) == {"words", "start", "end"}
+
+
+def test_what_has_no_log_is_not_taken_for_nothing_told(script: Script, tmp_path: Path, monkeypatch):
+    with model(None) as chat:
+        chat.invoke("The code is 48213.", A)
+        for look in (lambda: chat.recall("a", "code"), lambda: chat.memory_text("a")):
+            with pytest.raises(ConfigError, match="no store"):
+                look()
+    with model(Store(tmp_path)) as chat:
+        async def full(ctx: StreamingContext) -> None:
+            raise StoreError("injected: the disk is full")
+
+        monkeypatch.setattr(StreamingContext, "snapshot", full)
+        chat.invoke("The code is 48213.", A)
+        with pytest.raises(StoreError, match="cannot be saved"):
+            chat.recall("a", "code")
+
+
+def test_a_call_of_the_tool_that_asks_for_nothing_does_not_end_the_run(script: Script, tmp_path: Path):
+    call = '<tool_call>\n{"name": "recall", "arguments": {}}\n</tool_call>'
+    script.say = lambda shown: "I see." if "neither words nor positions" in shown[-400:] else call
+    with model(Store(tmp_path)) as chat:
+        said = create_agent(chat, tools=[chat.recall_tool()]).invoke({"messages": [HumanMessage("hello")]}, A)
+        assert said["messages"][-1].text == "I see."

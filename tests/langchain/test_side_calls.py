@@ -9,10 +9,12 @@ import pytest
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
 
-from langchain_locret import LocretChatModel
+from langchain_locret import LocretChatModel, StateLost
 from langchain_locret.boundaries import Boundary
 from langchain_locret.retention import LINEAGES, SHARE, kept, tip_of
-from locret_stream import Store
+from locret_stream import Store, StoreError
+from locret_stream.snapshot import Branch
+from locret_stream.snapshot.vault import Vault
 from tests.langchain.support import Script, held, model, receipt, rendered, thread
 
 A = thread("a")
@@ -175,3 +177,94 @@ def test_the_largest_lineage_gives_first():
     counts = {lineage: sum(one.lineage == bytes([lineage]) for one in stay) for lineage in range(1, 8)}
     assert sum(counts.values()) == SHARE * 8 + 1 and max(counts.values()) <= 6
     assert 1 in [one.tokens for one in stay]
+
+
+def test_a_snapshot_that_cannot_be_read_just_now_is_not_given_up(script: Script, tmp_path: Path, monkeypatch):
+    """One read fails: the call is refused, and once the store can be read again the stream is there."""
+    with model(Store(tmp_path, keep_last=2)) as chat:
+        stub = chat.ingest(LOG, thread_id="a")
+        history: list[BaseMessage] = [stub, HumanMessage("what?")]
+        history += [chat.invoke(history, A), HumanMessage("next")]
+        guard(chat, 3)
+
+        def fails(*_: Any) -> None:
+            raise StoreError("injected: connection reset")
+
+        for name, error in (("load", StateLost), ("read_manifest", StateLost)):
+            with monkeypatch.context() as patch:
+                patch.setattr(Branch if name == "load" else Vault, name, fails)
+                with pytest.raises(error):
+                    chat.invoke(history, A)
+        guard(chat, 3, start=3)
+        answer = chat.invoke(history, A)
+        assert receipt(answer)["source"] == "snapshot" and "line 0 of the log" in held(chat, "a")
+    with model(Store(tmp_path, keep_last=2)) as chat:
+        assert receipt(chat.invoke(history, A))["source"] == "snapshot"
+
+
+def test_a_store_that_cannot_be_read_when_a_thread_is_looked_up_costs_it_nothing(script: Script, tmp_path: Path,
+                                                                                 monkeypatch):
+    with model(Store(tmp_path, keep_last=2)) as chat:
+        stub = chat.ingest(LOG, thread_id="a")
+    with model(Store(tmp_path, keep_last=2)) as chat:
+        real = Vault.manifest_at
+
+        def fails(self: Vault, path: str) -> Any:
+            if path.endswith("1.snap"):
+                raise StoreError("injected: connection reset")
+            return real(self, path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Vault, "manifest_at", fails)
+            with pytest.raises(StoreError, match="connection reset"):
+                guard(chat, 1)
+        guard(chat, 4)
+        assert receipt(chat.invoke([stub, HumanMessage("what?")], A))["source"] == "snapshot"
+
+
+def test_calls_under_another_budget_cost_a_thread_no_stream(script: Script, tmp_path: Path):
+    """What another runtime cannot use stays for the one that can."""
+    with model(Store(tmp_path, keep_last=2), budget=512) as chat:
+        stub = chat.ingest(LOG, thread_id="a")
+        history: list[BaseMessage] = [stub, HumanMessage("what?")]
+        history += [chat.invoke(history, A), HumanMessage("next")]
+    with model(Store(tmp_path, keep_last=2), budget=1024) as other:
+        with pytest.raises(StateLost, match="budgets"):
+            other.invoke(history, A)
+        guard(other, 3)
+    with model(Store(tmp_path, keep_last=2), budget=512) as chat:
+        assert receipt(chat.invoke(history, A))["source"] == "snapshot" and "line 0 of the log" in held(chat, "a")
+
+
+@pytest.mark.parametrize("closed_by", ["a call that timed out", "a fork"])
+async def test_what_another_process_absorbed_meanwhile_is_found_and_kept(script: Script, tmp_path: Path,
+                                                                         closed_by: str):
+    """Nothing of the thread is open here then, so nobody is warned that the other one saves."""
+    with model(Store(tmp_path, keep_last=2)) as here, model(Store(tmp_path, keep_last=2)) as there:
+        history: list[BaseMessage] = [HumanMessage("one")]
+        history += [await here.ainvoke(history, A)]
+        if closed_by == "a fork":
+            await here.afork_thread("a", "b")
+        else:
+            script.delay = 0.05
+            with pytest.raises(TimeoutError):
+                await here.ainvoke([*history, HumanMessage("x")], A, timeout=0.2)
+            script.delay = 0.0
+        stub = await there.aingest(LOG, thread_id="a", history=history)
+        theirs = [*history, stub, HumanMessage("what?")]
+        theirs += [await there.ainvoke(theirs, A), HumanMessage("next")]
+        assert receipt(await here.ainvoke(theirs, A))["source"] == "snapshot"
+        for turn in range(3):  # and goes on with what it was told here
+            history += [HumanMessage(f"more {turn}")]
+            history += [await here.ainvoke(history, A)]
+        assert receipt(await there.ainvoke(theirs, A))["source"] == "snapshot"
+        assert "line 0 of the log" in held(there, "a")
+
+
+def test_a_title_asked_after_the_first_turn_is_not_where_a_thread_goes_on(script: Script, tmp_path: Path):
+    with model(Store(tmp_path)) as chat:
+        agent = [SystemMessage("Agent."), HumanMessage("The code of falcon is 48213.")]
+        chat.invoke(agent, A)
+        chat.invoke([SystemMessage("Write a title."), HumanMessage("falcon")], A)
+        chat.invoke([HumanMessage("What is the code?")], thread("a", append=True))
+        assert "The code of falcon is 48213." in held(chat, "a") and "title" not in held(chat, "a")

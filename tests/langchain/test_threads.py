@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import threading
 import time
@@ -14,8 +15,9 @@ import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
-from langchain_locret import LocretChatModel, StateLost
+from langchain_locret import LocretChatModel, StateLost, threads
 from langchain_locret.boundaries import session_name
+from langchain_locret.threads import Threads
 from locret_stream import (
     ConfigError,
     ContextClosed,
@@ -29,7 +31,6 @@ from locret_stream import (
 from locret_stream.snapshot import check_name
 from tests.langchain.support import (
     Script,
-    answer,
     held,
     memory,
     model,
@@ -91,12 +92,28 @@ async def test_a_turn_that_prepares_keeps_its_slot_from_the_turns_of_other_threa
         assert receipt(await chat.ainvoke(said["b"], thread("b")))["source"] == "rebuild"
 
 
+async def test_more_threads_at_once_than_are_kept_at_hand_are_all_answered(script: Script, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(threads, "THREADS", 2)
+    with model(tmp_path) as chat:
+        async with asyncio.timeout(120):
+            answers = await asyncio.gather(*(chat.ainvoke(f"hello {number}", thread(number)) for number in range(40)))
+        assert [answer.text for answer in answers] == [f"You said: hello {number}" for number in range(40)]
+        await chat.ainvoke("once more", thread("last"))  # those that were still used then may go now
+        assert len(chat.home._life.threads._threads) == 2
+
+
 async def test_nobodys_calls_beyond_the_slots_take_their_turns(script: Script, tmp_path: Path):
     with model(tmp_path, max_live=2) as chat:
         async with asyncio.timeout(60):
             answers = await chat.abatch([[HumanMessage(f"question {number}")] for number in range(12)])
         assert [answer.text for answer in answers] == [f"You said: question {number}" for number in range(12)]
         assert chat.home.runtime.store.list() == []
+
+
+@pytest.mark.parametrize("seconds", ["5", 0, -1, True])
+def test_a_timeout_that_cannot_be_is_refused(chat: LocretChatModel, seconds: Any):
+    with pytest.raises(ConfigError, match="timeout"):
+        chat.invoke("hello", thread("a"), timeout=seconds)
 
 
 async def test_that_every_call_is_to_be_given_the_whole_history_is_said_once(chat: LocretChatModel, caplog):
@@ -651,6 +668,35 @@ async def test_streams_cancelled_at_random_leave_no_thread_locked(chat: LocretCh
             assert (await chat.ainvoke("hello", thread(str(number)))).text == "You said: hello"
 
 
+async def test_a_file_is_read_in_parts_of_bounded_size_whatever_its_lines(chat: LocretChatModel, tmp_path: Path):
+    file, told = tmp_path / "one-line.json", []
+    file.write_text("wörd " * 40_000)
+    stub = await chat.aingest(file, thread_id="a", progress=told.append)
+    assert told[-1] == 200_000 and len(told) >= 3
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in stub.text
+    for wrong in (tmp_path / "missing", tmp_path):
+        with pytest.raises(SourceError, match="cannot be opened"):
+            await chat.aingest(wrong, thread_id="b")
+
+
+async def test_closing_while_a_stream_that_is_whole_lets_go_does_not_cancel_its_caller(script: Script, tmp_path: Path,
+                                                                                       monkeypatch):
+    rest, closing = Threads.rest, []
+
+    async def slow(of: Threads, one: Any) -> None:
+        if not closing:
+            closing.append(threading.Thread(target=chat.close))
+            closing[0].start()
+            await asyncio.sleep(0.3)
+        await rest(of, one)
+
+    monkeypatch.setattr(Threads, "rest", slow)
+    with model(tmp_path) as chat:
+        stub = await chat.aingest("log " * 9, thread_id="a")
+        closing[0].join()
+        assert receipt(await chat.ainvoke([stub, HumanMessage("what?")], thread("a")))["source"] == "snapshot"
+
+
 async def test_closing_while_a_stream_waits_leaves_it(chat: LocretChatModel):
     gate = asyncio.Event()
 
@@ -715,6 +761,7 @@ def test_closing_ends_calls_that_run_as_if_cancelled(script: Script, tmp_path: P
     with model(tmp_path) as chat:
         said = [HumanMessage("one")]
         said += [chat.invoke(said, thread("a")), HumanMessage("two")]
+        say = script.say
         script.say, script.delay = (lambda shown: "word " * 400), 0.05
         begun, failed = script.sampled, []
 
@@ -731,7 +778,7 @@ def test_closing_ends_calls_that_run_as_if_cancelled(script: Script, tmp_path: P
         chat.close()
         asking.join(20)
         assert failed and script.sampled < begun + 100
-        script.say, script.delay = answer, 0.0
+        script.say, script.delay = say, 0.0
         assert receipt(chat.invoke(said, thread("a")))["source"] == "snapshot"
 
 

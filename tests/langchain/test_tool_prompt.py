@@ -120,3 +120,15 @@ def test_the_profile_is_known_before_anything_is_loaded(tmp_path: Path):
     assert LocretChatModel(model=str(tmp_path), tool_prompt="auto").profile["tool_calling"]
     (tmp_path / "chat_template.jinja").write_text("{% for tool in tools %}{% endfor %}")
     assert LocretChatModel(model=str(tmp_path)).profile["tool_calling"]
+
+
+@pytest.mark.parametrize("history", [[], [SystemMessage("Be brief.")]])
+@pytest.mark.parametrize("template", [CHATML, NO_SYSTEM])
+def test_a_stream_comes_behind_tools_told_in_words(script: Script, tmp_path: Path, template: str, history: list):
+    """Also where the template has no place for a system text, so that it stands in the message itself."""
+    with model(None, on=plain(template, store=tmp_path), tool_prompt="auto") as chat:
+        stub = chat.ingest("a line of the log\n" * 9, thread_id="a", tools=[look], history=history)
+        answer = chat.bind_tools([look]).invoke([*history, stub, HumanMessage("what?")], A)
+        assert receipt(answer)["reused"] > 0 and receipt(answer)["fed"] < 30
+        shown = held(chat, "a")
+        assert shown.count("a line of the log\n") == 9 and shown.index('"look"') < shown.index("a line of the log")

@@ -130,3 +130,73 @@ async def test_a_call_that_fails_at_its_last_step_is_undone_too(script: Script, 
         answer = await chat.ainvoke([HumanMessage("hello")], A)
         assert len(saved) == 2 and not traces(tmp_path, SECRET)
         assert isinstance(answer, AIMessage) and receipt(answer)["source"] == "new"
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+@pytest.mark.parametrize("to", ["an earlier message", "nothing"])
+async def test_a_call_cut_short_while_it_goes_back_leaves_the_thread_where_it_was(script: Script, tmp_path: Path,
+                                                                                  monkeypatch, to: str, how: str):
+    """The memory has gone there by then; what follows must not be answered from it, nor saved as what it was."""
+    from locret_stream.context import StreamingContext
+
+    replace, loop = StreamingContext._replace, asyncio.get_running_loop()
+
+    async def slow(ctx: StreamingContext, *arguments: Any) -> None:
+        await replace(ctx, *arguments)
+        if how == "cancel":
+            loop.call_soon_threadsafe(turn.cancel)
+        await asyncio.sleep(0.4)
+
+    with model(Store(tmp_path, keep_last=8)) as chat:
+        history: list[Any] = [HumanMessage("one")]
+        history += [await chat.ainvoke(history, A), HumanMessage("two")]
+        history += [await chat.ainvoke(history, A)]
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamingContext, "_replace", slow)
+            other = [*history[:2], HumanMessage("edited")] if to == "an earlier message" else [HumanMessage("another")]
+            turn = asyncio.create_task(chat.ainvoke(other, A, timeout=0.2 if how == "timeout" else None))
+            with pytest.raises(asyncio.CancelledError if how == "cancel" else TimeoutError):
+                await turn
+        history += [HumanMessage("three")]
+        history += [await chat.ainvoke(history, A)]
+        assert receipt(history[-1])["source"] == "snapshot" and held(chat, "a") == rendered(history)
+    with model(Store(tmp_path, keep_last=8)) as chat:
+        history += [HumanMessage("four")]
+        answer = await chat.ainvoke(history, A)
+        assert receipt(answer)["source"] == "snapshot" and held(chat, "a") == rendered([*history, answer])
+
+
+async def test_a_turn_cut_short_when_its_context_was_closed_leaves_no_byte(script: Script, tmp_path: Path, monkeypatch):
+    """Another owner saved meanwhile, so that the context cannot go on; the call ends before the answer is out."""
+    from langchain_locret.threads import Threads
+    from locret_stream import StaleOwner
+    from locret_stream.context import StreamingContext
+
+    snapshot, rest, loop, saves = StreamingContext.snapshot, Threads.rest, asyncio.get_running_loop(), []
+
+    async def stale(ctx: StreamingContext) -> Any:
+        saves.append(1)
+        if len(saves) == 2:
+            raise StaleOwner("injected: another owner saved")
+        return await snapshot(ctx)
+
+    async def slow(threads: Threads, one: Any) -> None:
+        await rest(threads, one)
+        if len(saves) == 2:
+            saves.append(1)
+            loop.call_soon_threadsafe(turn.cancel)
+            await asyncio.sleep(0.3)
+
+    with model(Store(tmp_path, keep_last=4)) as chat:
+        history: list[Any] = [HumanMessage("one")]
+        history += [await chat.ainvoke(history, A)]
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamingContext, "snapshot", stale)
+            patch.setattr(Threads, "rest", slow)
+            turn = asyncio.create_task(chat.ainvoke([*history, HumanMessage(SECRET * 40)], A))
+            with pytest.raises(asyncio.CancelledError):
+                await turn
+        answer = await chat.ainvoke([*history, HumanMessage("next")], A)
+        assert receipt(answer)["source"] == "snapshot" and held(chat, "a") == rendered(
+            [*history, HumanMessage("next"), answer])
+        assert not traces(tmp_path, SECRET)

@@ -18,13 +18,14 @@ from langchain_locret.messages import Said, digest, read, stand_in
 from langchain_locret.reaching import reach, reach_tip
 from langchain_locret.thread import Request
 from langchain_locret.threads import Threads
-from locret_stream import ConfigError, ContextClosed, EmptySource, InputError, InvalidText
+from locret_stream import ConfigError, ContextClosed, EmptySource, InputError, InvalidText, SourceError
 from locret_stream.context.session import to_the_end
 from locret_stream.context.sources import Puller
 
 if TYPE_CHECKING:
     from langchain_locret.home import Life
 
+_BLOCK = 1 << 16  # bytes of a file that are read at once
 _STREAM = Said("user", secrets.token_hex(16))  # a place in the rendering; nobody says this
 
 
@@ -35,8 +36,12 @@ async def absorb(life: Life, source: Any, request: Request, label: str,
     Raises as `LocretChatModel.aingest`.
     """
     if isinstance(source, Path):
-        with source.open("rb") as file:
-            return await absorb(life, file, request, label, progress)
+        try:
+            file = source.open("rb")
+        except OSError as error:
+            raise SourceError(f"{source} cannot be opened: {error}; expected a file of text") from error
+        with file:  # not by lines: a file may be one
+            return await absorb(life, iter(lambda: file.read(_BLOCK), b""), request, label, progress)
     puller, decode, absorption = Puller(source), codecs.getincrementaldecoder("utf-8")(), Absorption(request, label)
     try:
         await life.acall(absorption.begin)
@@ -51,8 +56,8 @@ async def absorb(life: Life, source: Any, request: Request, label: str,
         _as_text(decode, b"", final=True)
         return await life.acall(lambda _: absorption.finish())
     finally:
-        with contextlib.suppress(ContextClosed):  # then it was let go of already
-            await to_the_end(asyncio.wrap_future(life.submit(lambda _: absorption.abort())))
+        with contextlib.suppress(ContextClosed):  # then it was let go of already, or is while the model closes
+            await to_the_end(life.acall(lambda _: absorption.abort()))
 
 
 class Absorption:
@@ -96,12 +101,13 @@ class Absorption:
                 else:
                     self._after = await reach(threads, thread, self._request)
                 pieces = self._after.rendered.pieces(self._after.at, self._after.rendered.body)
-                place = max((at for at, piece in enumerate(pieces) if piece.text == _STREAM.content), default=-1)
+                place = max((at for at, piece in enumerate(pieces) if piece.text.endswith(_STREAM.content)), default=-1)
                 if place < 0:
                     raise ConfigError("the chat template does not show a message ahead of its generation prompt; "
                                       "expected a template that does")
                 encode = threads.template.encode
-                before = encode(pieces[:place], start=self._after.base is None)
+                ahead = replace(pieces[place], text=pieces[place].text.removesuffix(_STREAM.content))  # a system text
+                before = encode([*pieces[:place], ahead], start=self._after.base is None)
                 self._closing = encode(pieces[place + 1:], start=False)
                 await threads.take(thread, before, request.focus)
 
@@ -135,7 +141,7 @@ class Absorption:
                 message = stand_in(self._label, self.characters, self._sha.hexdigest())
                 said = [*self._request.said[:-1], *read([message])]
                 keys = [*self._after.keys[:-1], digest(self._after.keys[-2], said[-1].digest)]
-                thread.at = threads.boundary(thread, replace(self._after, keys=keys), said)
+                thread.at = threads.boundary(thread, replace(self._after, keys=keys), self._request, said)
                 await threads.keep(thread)
             self._whole = True
             return message

@@ -27,6 +27,7 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             each, the last 512. tokens: accepted. role: of the last message.
         lineage: names the chain of messages that it is of, by how that began. stream: it ends an absorbed stream.
         owner: of a thread that was forked, the session of the thread whose keys it goes on with; "" for its own.
+        tools: whether it may have been told of tools.
     """
 
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -39,6 +40,7 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     lineage: Annotated[bytes, Meta(max_length=16)] = b""
     stream: bool = False
     owner: Annotated[str, Meta(max_length=256)] = ""
+    tools: bool = True
 
     def proves(self, start: bytes, said: Sequence[Said]) -> bool:
         """Whether these messages are the end of what is held, its own system messages or none ahead of them, and what

@@ -25,7 +25,7 @@ from langchain_locret.calls import expect_ended, run_turn, tool_choice_of, with_
 from langchain_locret.home import BOUNDARIES, Home, Settings, is_store
 from langchain_locret.json_mode import structured
 from langchain_locret.keeping import ThreadMethods
-from langchain_locret.messages import RECEIPT, read
+from langchain_locret.messages import RECEIPT, Said, read
 from langchain_locret.profile import check_heads, check_key, check_policy, may_show_tools
 from langchain_locret.thread import (
     TOOLS_LEFT_OUT,
@@ -156,8 +156,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         check_heads(self.model, self.heads, self.policy)
         if self.store is not None and not isinstance(self.store, (str, Path)) and not is_store(self.store):
             raise ConfigError(f"store is a {type(self.store).__name__}; expected a folder, a URL or a Store")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(f"timeout is {self.timeout}; expected seconds above 0")
+        _check_timeout(self.timeout)
         self._sampling({})
         options = {name: getattr(self, name) for name in
                    ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
@@ -221,12 +220,23 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage],
                                      tools: Sequence[dict[str, Any] | type | Callable | Any] | None = None) -> int:
-        """How many tokens the template and these messages make, the generation prompt left out."""
+        """How many tokens the template and these messages make, the generation prompt left out. Messages that are no
+        conversation for the template (a part of one, as trimming counts it) are counted each behind a question."""
         said, shown = read(messages), tuple(convert_to_openai_tool(tool) for tool in tools or ())
 
+        def one_by_one(threads: Threads) -> int:
+            asked = Said("user", "?")
+            alone = threads.template.count([asked])
+            return sum(threads.template.count([one]) if one.role in ("user", "system") else
+                       threads.template.count([asked, one]) - alone for one in said)
+
         def count(threads: Threads) -> int:
-            rendered = threads.template.render(said, shown)
-            return len(threads.template.encode(rendered.pieces(0, rendered.body or None), start=True))
+            try:
+                return threads.template.count(said, shown)
+            except ConfigError:
+                if shown:
+                    raise
+                return one_by_one(threads)
 
         return self.home.life.call(lambda threads: asyncio.to_thread(count, threads))
 
@@ -318,6 +328,8 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         if save not in get_args(Save):
             raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
         focus, append = kwargs.get("focus", self.focus), kwargs.get("append") or False
+        timeout_s = kwargs.get("timeout", self.timeout)
+        _check_timeout(timeout_s)
         if append and kwargs.get("thread_id") is None:
             raise InputError("append=True without a thread_id; expected the thread that the messages go on from")
         if append not in (True, False):
@@ -325,14 +337,15 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
                        sampling=self._sampling({**kwargs, "stop": stop or kwargs.get("stop")}),
                        save=save, on_change=self.on_change, on_mismatch=self.on_mismatch,
-                       timeout_s=kwargs.get("timeout", self.timeout), focus=focus, append=append)
+                       timeout_s=timeout_s, focus=focus, append=append)
 
     def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Settings of one reply, those of the call before those of the model. Raises ConfigError."""
         found = {name: getattr(self, name) if kwargs.get(name) is None else kwargs[name] for name in _SAMPLING}
         found = {name: value for name, value in found.items() if value is not None}
         found["max_new_tokens"] = kwargs.get("max_tokens") or self.max_tokens
-        found["stop"] = tuple(kwargs.get("stop") or self.stop or ())
+        stop = kwargs.get("stop") or self.stop or ()
+        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         Sampling(**found)
         return found
 
@@ -391,3 +404,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     async def aclose(self) -> None:
         """As `close`."""
         await asyncio.to_thread(self.home.close)
+
+
+def _check_timeout(seconds: Any) -> None:
+    """Raises ConfigError."""
+    if seconds is not None and (not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0):
+        raise ConfigError(f"timeout is {seconds!r}; expected seconds above 0")

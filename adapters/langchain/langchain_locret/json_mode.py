@@ -34,7 +34,7 @@ def parsed(reply: AIMessage, schema: dict[str, Any], kind: Any) -> Any:
     text, why = reply.text, ""
     try:
         found = parse_json_markdown(text, parser=json.loads)  # its own parser would complete what was cut off
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         found, why = None, f"it is no JSON: {error}"
     if not why and not isinstance(found, dict):
         why = f"it is a {type(found).__name__}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import BaseMessage, HumanMessage
@@ -12,7 +13,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_locret.calls import run_alone, with_thread
 from langchain_locret.messages import check_label, read
 from langchain_locret.thread import Request
-from locret_stream import InputError
+from locret_stream import InputError, LocretError
 
 if TYPE_CHECKING:  # these load torch
     from langchain_locret.threads import Threads
@@ -119,7 +120,7 @@ class ThreadMethods:
         keeps. The thread is made durable first, and read from the store.
 
         Raises:
-            SnapshotError: it cannot be read, or the store keeps no log.
+            SnapshotError: it cannot be saved or read, or the store keeps no log. ConfigError: there is no store.
         """
         return self.home.life.call(lambda threads: _remembering().memory_text(threads, str(thread_id)))
 
@@ -147,14 +148,25 @@ class ThreadMethods:
     def recall_tool(self) -> BaseTool:
         """A tool for agents: `recall` of the thread that the agent runs in."""
         def find(words: str = "", start: int | None = None, end: int | None = None) -> str:
-            return _remembering().shown(self.recall(_own_thread(), words, start=start, end=end))
+            with _told_to_the_model():
+                return _remembering().shown(self.recall(_own_thread(), words, start=start, end=end))
 
         async def afind(words: str = "", start: int | None = None, end: int | None = None) -> str:
-            return _remembering().shown(await self.arecall(_own_thread(), words, start=start, end=end))
+            with _told_to_the_model():
+                return _remembering().shown(await self.arecall(_own_thread(), words, start=start, end=end))
 
         return StructuredTool.from_function(find, afind, name="recall", handle_tool_error=True, description=(
             "Look up what was said or read earlier in this conversation, word for word. Give words that stand in it, "
             "or the positions start and end of tokens that an earlier result named."))
+
+
+@contextmanager
+def _told_to_the_model() -> Iterator[None]:
+    """What a call asks for wrongly, or what cannot be read, is the tool's answer: the agent's run goes on."""
+    try:
+        yield
+    except LocretError as error:
+        raise ToolException(str(error)) from error
 
 
 def _own_thread() -> str:

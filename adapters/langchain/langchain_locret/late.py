@@ -50,17 +50,19 @@ def goes_on_from(known: Mapping[bytes, Boundary], said: Sequence[Said]) -> list[
     return found
 
 
-def as_base(boundary: Boundary, start: bytes, said: Sequence[Said]) -> Boundary:
+def as_base(boundary: Boundary, start: bytes, said: Sequence[Said], *, tools: bool) -> Boundary:
     """That boundary as the one that another system text and other tools go on from: the lineage of that agent."""
     top = heading(split(said)[0]) or boundary.system  # trimmed away, it still is the one that is held
-    return msgspec.structs.replace(boundary, start=start, system=top, lineage=digest(b"late", start, top)[:16],
+    return msgspec.structs.replace(boundary, start=start, system=top, tools=tools,
+                                   lineage=digest(b"late", start, top)[:16],
                                    key=digest(b"late", boundary.key, start, top))
 
 
-def what_is_new(boundary: Boundary, start: bytes, said: Sequence[Said]) -> str:
+def what_is_new(boundary: Boundary, start: bytes, said: Sequence[Said], *, tools: bool) -> str:
     """In words."""
     system = "the system prompt" if heading(split(said)[0]) not in (b"", boundary.system) else ""
-    return " and ".join(filter(None, (system, "the tools" if boundary.start != start else "")))
+    other = "the tools" if tools or boundary.tools else "how the template is used"
+    return " and ".join(filter(None, (system, other if boundary.start != start else "")))
 
 
 def write(template: ChatTemplate, said: Sequence[Said], count: int, tools: Sequence[dict[str, Any]], *,

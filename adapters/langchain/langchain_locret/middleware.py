@@ -86,11 +86,17 @@ class FactsMiddleware(AgentMiddleware[FactsState]):
 
     def before_agent(self, state: FactsState, runtime: GraphRuntime) -> dict[str, Any] | None:
         """Tells what is new. Raises ConfigError: the agent has no store."""
-        return _tell(state, _store(runtime).search(self._where(runtime), limit=self.most))
+        store = _store(runtime)
+        items = store.search(self._where(runtime), limit=self.most)
+        left = [store.get(*where) for where in _not_among(items, state)]
+        return _tell(state, [*items, *(item for item in left if item is not None)])
 
     async def abefore_agent(self, state: FactsState, runtime: GraphRuntime) -> dict[str, Any] | None:
         """As `before_agent`."""
-        return _tell(state, await _store(runtime).asearch(self._where(runtime), limit=self.most))
+        store = _store(runtime)
+        items = await store.asearch(self._where(runtime), limit=self.most)
+        left = [await store.aget(*where) for where in _not_among(items, state)]
+        return _tell(state, [*items, *(item for item in left if item is not None)])
 
     def _where(self, runtime: GraphRuntime) -> tuple[str, ...]:
         return self.namespace(runtime) if callable(self.namespace) else self.namespace
@@ -102,11 +108,21 @@ def _store(runtime: GraphRuntime) -> Any:
     return runtime.store
 
 
+def _name(item: Any) -> str:
+    return json.dumps([*item.namespace, item.key], ensure_ascii=False)
+
+
+def _not_among(items: list[Any], state: FactsState) -> list[tuple[tuple[str, ...], str]]:
+    """Namespace and key of what was told and is not among the items: gone, or beyond the most that are searched."""
+    found = {_name(item) for item in items}
+    told = [json.loads(name) for name in state.get("locret_facts") or {} if name not in found]
+    return [(tuple(namespace), key) for *namespace, key in told]
+
+
 def _tell(state: FactsState, items: list[Any]) -> dict[str, Any] | None:
     """A message with the facts that differ from what was told, ahead of the newest message of the user."""
     told = state.get("locret_facts") or {}
-    now = {json.dumps([*item.namespace, item.key], ensure_ascii=False):
-           f"- {item.key}: {json.dumps(item.value, ensure_ascii=False)}" for item in items}
+    now = {_name(item): f"- {item.key}: {json.dumps(item.value, ensure_ascii=False, default=str)}" for item in items}
     new = [text for key, text in now.items() if told.get(key) != text]
     gone = [text for key, text in told.items() if key not in now]
     if not new and not gone:

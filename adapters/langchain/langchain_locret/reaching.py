@@ -66,7 +66,6 @@ class _Search:
         self._threads, self._thread, self._request = threads, thread, request
         self._last = max((at + 1 for at, one in enumerate(request.said) if one.stream), default=0)
         self._start, self._known, self._why = threads.start(request, thread), thread.known(), ""
-        self._unusable: set[bytes] = set()
 
     async def run(self) -> Reached:
         found = await self._of_these_messages()
@@ -97,16 +96,16 @@ class _Search:
         """Behind what they go on from, told of another system text or other tools."""
         said, tools = self._request.said, self._request.tools
         for count, boundary in await asyncio.to_thread(late.goes_on_from, self._known, said):
-            new = late.what_is_new(boundary, self._start, said)
+            new = late.what_is_new(boundary, self._start, said, tools=bool(tools))
             if count < self._last:
                 break
-            if not new or boundary.key in self._unusable:
+            if not new or boundary.key in self._thread.unusable:
                 continue
             written = await asyncio.to_thread(late.write, self._threads.template, said, count, tools,
-                                              no_tools=boundary.start != self._start)
+                                              no_tools=boundary.tools and boundary.start != self._start)
             if written is None:
                 continue
-            base = late.as_base(boundary, self._start, said)
+            base = late.as_base(boundary, self._start, said, tools=bool(tools))
             keys = [*[b""] * count, *chain(base.key, said[count:])]
             if (again := await self._again(keys, count)) is not None:
                 return again
@@ -126,7 +125,7 @@ class _Search:
         """Where these messages were asked before, late: behind what went in then."""
         said, tools = self._request.said, self._request.tools
         for deeper in range(len(said), count, -1):
-            boundary = self._known.get(keys[deeper])
+            boundary = self._known.get(keys[deeper]) if keys[deeper] not in self._thread.unusable else None
             at = None if boundary is None else await asyncio.to_thread(
                 self._threads.template.after, said, deeper, tools, self._rendered)
             if at is not None and (source := await self._bring(boundary)) is not None:
@@ -140,7 +139,6 @@ class _Search:
             return await self._threads.bring(self._thread, boundary, rebuild=self._request.on_mismatch == "rebuild")
         except SnapshotError as error:
             self._why = f"{UNUSABLE}: {error}"
-            self._unusable.add(boundary.key)
             _log.warning("thread %r: a snapshot cannot be used and is passed over: %s", self._request.thread, error)
             return None
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from langchain_locret.boundaries import PREFIX, session_name
 from langchain_locret.retention import tip_of
 from langchain_locret.threads import Threads
-from locret_stream import InputError
+from locret_stream import ConfigError, InputError, StoreError
 from locret_stream.context import Memory
 from locret_stream.context.session import to_the_end
 from locret_stream.snapshot.told import Passage, Told, told
@@ -22,7 +22,7 @@ async def memory_text(threads: Threads, name: str) -> list[Passage]:
     """What memory holds, run by run; [] for a thread that was told nothing.
 
     Raises:
-        SnapshotError: it cannot be read, or there is no log.
+        SnapshotError: it cannot be saved or read, or there is no log. ConfigError: there is no store.
     """
     return await _look(threads, name, lambda found, decode: found.kept(decode)) or []
 
@@ -81,10 +81,16 @@ async def _look(threads: Threads, name: str, work: Callable[[Told, Callable[[lis
         await threads.look_up(thread)
         await threads.keep(thread)
         tip = tip_of(thread.stored or {}, thread.live)
+        number = thread.stored[tip.key][0] if tip is not None and tip.key in (thread.stored or {}) else None
         await to_the_end(threads.rest(thread))
-        if tip is None or tip.key not in (thread.stored or {}):
+        if tip is None:
             return None
-        number = thread.stored[tip.key][0]
+        if thread.session is None:
+            raise ConfigError(f"thread {name!r} has no log, as there is no store; expected LocretChatModel(store=...), "
+                              "or a Runtime with one")
+        if number is None:
+            raise StoreError(f"thread {name!r} cannot be saved, so its log cannot be read; expected a store that can "
+                             "be written: the warning before this one tells why it cannot")
         return await to_the_end(asyncio.to_thread(lambda: work(told(
             threads.runtime.store, session_name(name), number, tokenizer=codec.fingerprint), decode)))
 

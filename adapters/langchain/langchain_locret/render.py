@@ -197,6 +197,11 @@ class ChatTemplate:
                          if message.content and span.start not in found)
         return Rendered(whole, len(body) if whole.startswith(body) else 0, begins, ends, left_out, probes)
 
+    def count(self, said: Sequence[Said], tools: Sequence[dict[str, Any]] = ()) -> int:
+        """Tokens of a conversation, the generation prompt left out. Raises as `render`."""
+        rendered = self.render(said, tools)
+        return len(self.encode(rendered.pieces(0, rendered.body or None), start=True))
+
     def after(self, said: Sequence[Said], count: int, tools: Sequence[dict[str, Any]],
               rendered: Rendered) -> int | None:
         """Where in the rendering of the whole conversation what follows its first `count` messages begins.

@@ -39,9 +39,11 @@ def kept(stored: Stored, most: int) -> dict[bytes, bool]:
 
 
 def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
-    """Where the thread was told something last; what was asked once, on the side, is passed over."""
+    """Where the thread was told something last; what was asked once, on the side, is passed over. While nothing was
+    gone on with, that is what was asked with another system text than the thread began with."""
     lineages = _lineages(stored)
-    main = [line for line in lineages if _gone_on(stored, line)]
+    main = [line for line in lineages if _gone_on(stored, line)] or [
+        line for line in lineages if stored[line[-1]][1].system == stored[lineages[0][-1]][1].system]
     of_side = {stored[line[-1]][1].lineage for line in lineages if main and line not in main}
     if live is not None and live.lineage not in of_side:
         return live

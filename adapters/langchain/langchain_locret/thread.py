@@ -37,6 +37,8 @@ class Thread:
         session: its name in the store; None for what is nobody's, or without a store: that leaves nothing behind.
         at: the boundary where the open context rests; None while a turn moves it, or without a context.
         stored: boundaries with a snapshot, by key; None: not looked up yet.
+        unusable: keys of stored boundaries whose snapshots could not be brought back in this turn; they stay stored,
+            as another turn, or a runtime of another budget, may bring them back.
         stale: another owner saved the session meanwhile.
         before: how it stood before this turn told it anything; None: it was told nothing yet. saved: numbers of the
             snapshots made since then.
@@ -50,6 +52,7 @@ class Thread:
     ctx: StreamingContext | None = None
     at: Boundary | None = None
     stored: dict[bytes, tuple[int, Boundary]] | None = None
+    unusable: set[bytes] = field(default_factory=set)
     stale: bool = False
     owner: str = ""
     users: int = 0
@@ -67,7 +70,8 @@ class Thread:
         return self.at if self.open else None
 
     def known(self) -> dict[bytes, Boundary]:
-        found = {key: boundary for key, (_, boundary) in (self.stored or {}).items()}
+        """Boundaries that it can be brought to, by key."""
+        found = {key: boundary for key, (_, boundary) in (self.stored or {}).items() if key not in self.unusable}
         if self.live is not None:
             found[self.live.key] = self.live
         return found

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -104,12 +104,10 @@ class Threads:
     async def undo(self, thread: Thread) -> None:
         """Leave nothing of what this turn told the thread: neither in memory nor in snapshots nor in the log. It then
         rests at a boundary that it had before."""
-        before, thread.before = thread.before, None
-        if before is not None:
-            parked = thread.ctx.parked
-            await thread.ctx.aclose(save=False)
+        if thread.before is not None:
+            await self._close_unsaved(thread)
+            before, thread.before = thread.before, None
             saved, thread.saved = thread.saved, []
-            saved += [parked] if parked not in (0, before.parked) else []
             thread.at, thread.told = None, before.told
             if thread.stored is not None:
                 thread.stored = {key: one for key, one in thread.stored.items() if one[0] not in saved}
@@ -128,14 +126,22 @@ class Threads:
     async def rest(self, thread: Thread) -> None:
         """After a turn: at a boundary, or closed without saving, so that the next one begins at a snapshot."""
         if thread.open and (thread.at is None or thread.stale):
-            await thread.ctx.aclose(save=False)
-        if thread.stale:
-            thread.stored, thread.stale = None, False
-        if not thread.open:
-            thread.ctx = thread.at = None
+            await self._close_unsaved(thread)
+        if not thread.open:  # others may save in the session from here on: its boundaries are looked up again
+            thread.ctx = thread.at = thread.stored = None
+            thread.stale = False
         elif thread.session is None:
             thread.ctx.expendable = True
         await self._retire()
+
+    async def _close_unsaved(self, thread: Thread) -> None:
+        """Close its context without saving. What a turn that may still be undone left in the store is remembered."""
+        if thread.ctx is None:
+            return
+        parked = thread.ctx.parked
+        if thread.before is not None and parked not in (0, thread.before.parked):
+            thread.saved.append(parked)
+        await thread.ctx.aclose(save=False)
 
     def named(self, name: str) -> Thread:
         """The thread of that name, wherever its memory is."""
@@ -159,14 +165,14 @@ class Threads:
             if thread.open:
                 await thread.ctx.aclose()
         for session, thread in list(self._threads.items())[:-THREADS]:
-            if thread.users:
+            if thread.users or self._threads.get(session) is not thread:  # another call retires it, or did
                 continue
             async with self.using(thread), thread.lock:  # who asks for it meanwhile waits
                 await self.keep(thread)
                 if thread.open:
                     await thread.ctx.aclose(save=False)
                 thread.ctx = thread.at = None
-            if not thread.users:
+            if not thread.users and self._threads.get(session) is thread:
                 del self._threads[session]
 
     async def look_up(self, thread: Thread) -> None:
@@ -174,6 +180,7 @@ class Threads:
         if thread.open and thread.session is not None and await thread.ctx.fenced():
             await thread.ctx.aclose(save=False)
             thread.stored = thread.at = None
+        thread.unusable &= {thread.live.key} if thread.live is not None else set()  # others may be usable by now
         if thread.session is None or thread.stored is not None:
             return
         rows, thread.owner = [], ""
@@ -211,12 +218,16 @@ class Threads:
         snapshot is of another model, policy or budget, or damaged.
 
         Raises:
-            SnapshotError: it cannot be; it counts as not stored from here on.
+            SnapshotError: it cannot be; in this turn it is not tried again. It stays stored, unless it is not there.
         """
         try:
             return await self.go(thread, boundary)
+        except SnapshotNotFound:
+            thread.stored.pop(boundary.key, None)
+            raise
         except SnapshotError as error:
-            number = thread.stored.pop(boundary.key, (0, None))[0]
+            thread.unusable.add(boundary.key)
+            number = thread.stored[boundary.key][0]
             if not rebuild or not isinstance(error, (SnapshotMismatch, SnapshotCorrupt)):
                 raise
         if thread.open:
@@ -245,7 +256,12 @@ class Threads:
         """Put the thread's context where a snapshot of that number is; 0 is the beginning."""
         await self.keep(thread)
         if thread.open and thread.session is not None and not thread.stale:
-            await thread.ctx.rewind(number)
+            at, thread.at = thread.at, None  # cancelled, it may rest here or there
+            try:
+                await thread.ctx.rewind(number)
+            except Exception:
+                thread.at = at
+                raise
             return
         if thread.open:
             await thread.ctx.aclose(save=False)
@@ -265,20 +281,20 @@ class Threads:
         if ids:
             await thread.ctx.push(ids)
 
-    def boundary(self, thread: Thread, reached: Reached, said: Sequence[Said]) -> Boundary:
-        """Where the context rests now, all of `said` being held."""
+    def boundary(self, thread: Thread, reached: Reached, request: Request, said: Sequence[Said]) -> Boundary:
+        """Where the context rests now, all of `said` being held: the request's messages, or these and the answer."""
         if reached.base is None:
             system, rest = split(said)
-            start, top, ledger = reached.keys[0], heading(system), b""
+            start, top, ledger, tools = reached.keys[0], heading(system), b"", bool(request.tools)
             lineage = reached.keys[min(len(system) + 1, len(said))][:16]
         else:
             base = reached.base
             start, top, ledger, rest = base.start, base.system, base.ledger, said[reached.count:]
-            lineage = base.lineage
+            lineage, tools = base.lineage, base.tools
         ledger += b"".join(one.digest for one in rest)
         boundary = Boundary(reached.keys[-1], start, top, ledger[-16 * LEDGER:], thread.ctx.memory.tokens,
                             said[-1].role, lineage=lineage, stream=said[-1].stream,
-                            owner=thread.owner)
+                            owner=thread.owner, tools=tools)
         thread.ctx.note = msgspec.msgpack.encode(boundary)
         return boundary
 
@@ -298,7 +314,7 @@ class Threads:
     async def _keep(self, thread: Thread) -> bool:
         if thread.session is None or thread.live is None or thread.stale:
             return False
-        if thread.at.key in thread.stored:
+        if thread.at.key in thread.stored and thread.at.key not in thread.unusable:
             return True
         try:
             done = await thread.ctx.snapshot()
@@ -307,6 +323,7 @@ class Threads:
             thread.stale = isinstance(error, StaleOwner)  # then its boundaries are to be looked up again
             return False
         thread.stored[thread.at.key] = (done.generation, thread.at)
+        thread.unusable.discard(thread.at.key)
         if thread.before is not None:  # nothing is given up for a turn that may fail
             thread.saved.append(done.generation)
         else:
@@ -339,16 +356,23 @@ class Threads:
             await self._let_go(thread)
             if thread.session is None:
                 return had
-            for fork in [one for one in self._threads.values() if one.owner == thread.session]:
-                async with self.using(fork), fork.lock:
+            async with AsyncExitStack() as stack:
+                held: list[Thread] = []
+                while forks := [one for one in self._threads.values()
+                                if one.owner == thread.session and one not in held]:
+                    for fork in forks:  # nobody opens one again before all is gone
+                        await stack.enter_async_context(self.using(fork))
+                        await stack.enter_async_context(fork.lock)
+                    held += forks
+                for fork in held:
                     await self._let_go(fork)
-            try:
-                await self.runtime.forget(thread.session)
-            except SnapshotNotFound:
-                return had
-            except ConfigError:  # a fork, of which the rest belongs to others
-                await asyncio.to_thread(self.runtime.store.delete, thread.session)  # which may wait for a save
-            return True
+                try:
+                    await self.runtime.forget(thread.session)
+                except SnapshotNotFound:
+                    return had
+                except ConfigError:  # a fork, of which the rest belongs to others
+                    await asyncio.to_thread(self.runtime.store.delete, thread.session)  # which may wait for a save
+                return True
 
     async def _let_go(self, thread: Thread) -> None:
         """It is told nothing any more; what is stored of it is looked up again."""

@@ -68,7 +68,7 @@ class Turn:
         opening, forced = self._opening()
         if body:
             await self._threads.take(self._thread, body, self._request.focus)
-            self._thread.at = self._threads.boundary(self._thread, reached, self._request.said)
+            self._thread.at = self._threads.boundary(self._thread, reached, self._request, self._request.said)
             await self._threads.save(self._thread, "turn" if self._request.sampling.get("stop") else self._request.save)
         asked = self._thread.at
         await self._threads.take(self._thread, prompt + opening, self._request.focus)
@@ -139,7 +139,7 @@ class Turn:
         key, saved = digest(reached.keys[-1], answer.digest), False
         if thread.open:
             await thread.ctx.push(threads.runtime.frames.close_reply(FrameState(turn="assistant"), self._last)[0])
-            thread.at = threads.boundary(thread, replace(reached, keys=[*reached.keys, key]),
+            thread.at = threads.boundary(thread, replace(reached, keys=[*reached.keys, key]), self._request,
                                          [*self._request.said, answer])
             saved = await threads.save(thread, self._request.save)
         return {"state": key.hex(), "saved": saved}
