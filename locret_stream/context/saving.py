@@ -196,8 +196,8 @@ async def resume(host: Host, branch: Branch, slot: int, generation: int | None =
 
 
 async def fork(origin: Session, slot: int, name: str | None) -> Session:
-    """A copy of a session in another slot; with a name it is stored too, as a branch."""
-    if name is None or origin.branch is None:
+    """A copy of a session in another slot; of a stored one, with a name, it is stored too, as a branch."""
+    if name is None:
         return await origin.fork(slot)
     async with origin.still():  # its log and pages are copied too
         session = await origin.copy(slot)
