@@ -109,7 +109,7 @@ async def test_closing_without_saving_leaves_the_newest_snapshot(tmp_path: Path)
 async def test_a_context_is_closed_before_it_is_opened_and_after():
     async with tiny() as runtime:
         ctx = runtime.open("a")
-        assert ctx.closed
+        assert ctx.closed and not ctx.away and not ctx.parked
         async with ctx:
             assert not ctx.closed
         assert ctx.closed
