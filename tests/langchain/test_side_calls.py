@@ -190,10 +190,10 @@ def test_a_snapshot_that_cannot_be_read_just_now_is_not_given_up(script: Script,
         def fails(*_: Any) -> None:
             raise StoreError("injected: connection reset")
 
-        for name, error in (("load", StateLost), ("read_manifest", StateLost)):
+        for owner, name in ((Branch, "load"), (Vault, "read_manifest")):
             with monkeypatch.context() as patch:
-                patch.setattr(Branch if name == "load" else Vault, name, fails)
-                with pytest.raises(error):
+                patch.setattr(owner, name, fails)
+                with pytest.raises(StoreError, match="connection reset"):
                     chat.invoke(history, A)
         guard(chat, 3, start=3)
         answer = chat.invoke(history, A)

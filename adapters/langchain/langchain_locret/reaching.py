@@ -12,7 +12,7 @@ from langchain_locret.messages import Said, chain
 from langchain_locret.retention import tip_of
 from langchain_locret.thread import Reached, Request, Source, StateLost, Thread
 from langchain_locret.threads import Threads
-from locret_stream import ConfigError, SnapshotError
+from locret_stream import ConfigError, SnapshotError, StoreError
 
 _log = logging.getLogger(__name__)
 UNUSABLE = "its snapshot cannot be used"
@@ -27,7 +27,7 @@ async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:
     """Bring the thread's context to the deepest boundary of these messages.
 
     Raises:
-        StateLost: a stream that was absorbed cannot be reached.
+        StateLost: a stream that was absorbed cannot be reached. StoreError: the store cannot be read just now.
     """
     return await _Search(threads, thread, request).run()
 
@@ -134,9 +134,15 @@ class _Search:
         return None
 
     async def _bring(self, boundary: Boundary) -> Source | None:
-        """Bring the context there; None where its snapshot cannot be used."""
+        """Bring the context there; None where its snapshot cannot be used.
+
+        Raises:
+            StoreError: it cannot be read just now. To read the messages again instead would lose what it holds.
+        """
         try:
             return await self._threads.bring(self._thread, boundary, rebuild=self._request.on_mismatch == "rebuild")
+        except StoreError:
+            raise
         except SnapshotError as error:
             self._why = f"{UNUSABLE}: {error}"
             _log.warning("thread %r: a snapshot cannot be used and is passed over: %s", self._request.thread, error)
