@@ -36,6 +36,16 @@ def test_a_forked_thread_goes_on_alone(chat: LocretChatModel):
     assert receipt(foreign)["reused"] == 0 and "of alice" not in held(chat, "b").replace(first.text, "")
 
 
+def test_a_thread_that_holds_something_is_no_place_for_a_fork(script: Script, tmp_path: Path):
+    """Saved or not."""
+    with model(Store(tmp_path), save="run") as chat:
+        for one in (A, B):
+            chat.invoke("hello", one)
+        with pytest.raises(InputError, match="holds something already"):
+            chat.fork_thread("a", "b")
+        assert chat.save_thread("b") and "hello" in held(chat, "b")
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_fork_is_there_after_a_restart_and_can_be_forked_and_forgotten(script: Script, tmp_path: Path,
                                                                         encrypted: bool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.messages.utils import message_chunk_to_message, trim_messages
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
-from locret_stream import Runtime
+from langchain_locret.calls import tool_choice_of
+from locret_stream import ConfigError, Runtime
 from tests.langchain.support import (
     PROMPT,
     Script,
@@ -168,3 +171,11 @@ def test_one_stop_string_is_one(script: Script, tmp_path: Path):
     script.say = lambda shown: "No DNA at the END of it"
     with model(tmp_path) as chat:
         assert chat.invoke("hello", stop="END").text == "No DNA at the "  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("choice", ["look", {"type": "function", "function": {"name": "look"}}, {"name": "look"}])
+def test_a_tool_may_be_named_in_each_form_that_providers_know(choice: Any):
+    tools = [convert_to_openai_tool(look), convert_to_openai_tool(asked)]
+    assert tool_choice_of(choice, tools) == "look"
+    with pytest.raises(ConfigError, match="expected one of the tools"):
+        tool_choice_of(json.loads(json.dumps(choice).replace("look", "find")), tools)

@@ -59,6 +59,18 @@ def test_a_malformed_call_is_an_invalid_one_that_says_what_was_written(inside: s
         assert "".join(inside.split()) in "".join(message.invalid_tool_calls[0]["args"].split())
 
 
+def test_calls_of_one_reply_are_numbered_one_by_one():
+    """LangChain puts the chunks of a call together by its number."""
+    reply = Reply(THINKING, PROMPT, [])
+    chunks = [*reply.feed(CALL + "<tool_call>[]</tool_call>" + CALL.replace("look", "find")), *reply.finish()]
+    assert [call["index"] for chunk in chunks for call in chunk.tool_call_chunks] == [0, 1, 2]
+
+
+def test_what_a_malformed_call_says_is_kept_as_it_was_written():
+    message = parsed('<tool_call>{"name": "", "arguments": {"wörd": "🙂"}}</tool_call>')
+    assert '{"wörd": "🙂"}' in message.invalid_tool_calls[0]["args"]
+
+
 def test_a_call_whose_arguments_are_a_string_of_json_is_read():
     message = parsed('<tool_call>{"name": "look", "arguments": "{\\"at\\": 1}"}</tool_call>')
     assert message.tool_calls[0]["args"] == {"at": 1}
