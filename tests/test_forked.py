@@ -166,3 +166,27 @@ main()
 def test_a_chat_model_is_refused_in_a_forked_process_which_ends_by_itself(tmp_path: Path):
     pytest.importorskip("langchain_core")
     assert len(expect_refused(LANGCHAIN, tmp_path)["uses"]) == 2
+
+
+LOCKED = """
+import os, sys, threading
+import langchain_locret.home as home
+held = threading.Event()
+def hold():
+    with home._LOCK:
+        held.set()
+        threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if home._LOCK.acquire(timeout=5) else 1)
+sys.stdout.write(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_lock_that_another_thread_held_at_the_fork_is_free_in_the_child():
+    """That thread is not there, so nobody would ever give it back, and the child could not end."""
+    assert run_python("-c", LOCKED, timeout_s=60).stdout == "0"

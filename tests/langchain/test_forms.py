@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_core.messages.utils import message_chunk_to_message, trim_messages
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from langchain_locret.calls import tool_choice_of
 from locret_stream import ConfigError, Runtime
@@ -21,6 +22,7 @@ from tests.langchain.support import (
     PROMPT,
     Script,
     held,
+    memory,
     model,
     receipt,
     rendered,
@@ -29,6 +31,7 @@ from tests.langchain.support import (
     tiny_model,
     tokenizer,
 )
+from tests.tiny_tokenizers import trained, wrap
 
 THINKING = {"start_anchor": PROMPT, "fields": {
     "content": {"content_args": {"strip": False}}, "thinking": {"open": "<think>", "close": "</think>"},
@@ -179,3 +182,17 @@ def test_a_tool_may_be_named_in_each_form_that_providers_know(choice: Any):
     assert tool_choice_of(choice, tools) == "look"
     with pytest.raises(ConfigError, match="expected one of the tools"):
         tool_choice_of(json.loads(json.dumps(choice).replace("look", "find")), tools)
+
+
+def test_a_thread_begins_as_its_tokenizer_begins_a_text():
+    """Some write a space ahead of it, which is no part of what comes later."""
+    known = wrap(trained("metaspace"), template=(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:"
+        "{% endif %}"))
+    small = LlamaForCausalLM(LlamaConfig(vocab_size=len(known), hidden_size=16, intermediate_size=32,
+                                         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+    with model(None, on=Runtime(small, known, policy="streaming_llm", budget=512, chunk_size=64), max_tokens=2) as chat:
+        chat.invoke("hello", thread("a"))
+        ids = memory(chat, "a")._session.state.history
+        begin = known.encode("user: ", add_special_tokens=False)
+        assert known.convert_ids_to_tokens(begin)[0].startswith("▁") and list(ids[:len(begin) - 1]) == begin[:-1]

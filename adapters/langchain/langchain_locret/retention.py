@@ -44,10 +44,10 @@ def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
     lineages = _lineages(stored)
     main = [line for line in lineages if _gone_on(stored, line)] or [
         line for line in lineages if stored[line[-1]][1].system == stored[lineages[0][-1]][1].system]
-    of_side = {stored[line[-1]][1].lineage for line in lineages if main and line not in main}
+    of_side = {stored[line[-1]][1].lineage for line in lineages if line not in main}
     if live is not None and live.lineage not in of_side:
         return live
-    return max((stored[line[-1]] for line in main or lineages), key=lambda one: one[0], default=(0, None))[1]
+    return max((stored[line[-1]] for line in main), key=lambda one: one[0], default=(0, None))[1]
 
 
 def _lineages(stored: Stored) -> list[list[bytes]]:
