@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from types import TracebackType
 
 from locret_stream.config import Sampling
@@ -72,6 +73,11 @@ class StreamingContext:
             slot = await self._host.acquire_slot(scratch=False)
             try:
                 session = await self._enter(slot)
+                try:
+                    self._host.check_open()  # a runtime that closes meanwhile has passed this context over
+                except BaseException:
+                    session.close_branch()
+                    raise
             except BaseException:
                 self._host.release_slot(slot, scratch=False)
                 raise
@@ -90,18 +96,21 @@ class StreamingContext:
     async def aclose(self, *, save: bool = True) -> None:
         """Give the slot back; a stored context is saved first (`autosave`). Idempotent. Waits for no slot.
 
-        Running operations end as if cancelled. With save=False what was not saved is dropped: the session then rests
-        at its newest snapshot.
+        Running operations end as if cancelled, and so does an open `turn()`: it is undone, and what was accepted before
+        it is saved. With save=False what was not saved is dropped: the session then rests at its newest snapshot.
 
         Raises:
             StaleOwner, StoreError: it could not be saved; it is closed all the same.
         """
         while (session := self._session) is not None and not session.closed:  # a rewind may put another in its place
             session.check_open()  # in a fork of its process it is not ours to close, or to save
+            saved = save and session.branch is not None and self._host.autosave
+            if saved and session.turn is not None:
+                await self._undo(session.turn)
+                continue
             try:
-                if save and session.branch is not None and self._host.autosave and session.before_commit is None:
-                    if saving.unsaved(session):
-                        await self._save(session)
+                if saved and saving.unsaved(session):
+                    await self._save(session)
             except ContextClosed:  # meanwhile, by somebody else
                 if not session.closed:
                     raise
@@ -301,18 +310,23 @@ class StreamingContext:
 
         Raises:
             ContextBusy: a feed or generation is running, or another turn is open.
+            ContextClosed (at the end of the block): it was undone, as the context was closed meanwhile.
         """
         turn = Turn(self._live)
         await turn.begin()
         try:
             yield self
+            turn.session.check_open()
         except BaseException:
             if turn.undoable:
-                settled, self._session = turn.session.barrier(), turn.back()
-                await to_the_end(turn.settle(settled))
+                await self._undo(turn)
             raise
         finally:
             turn.end()
+
+    async def _undo(self, turn: Turn) -> None:
+        settled, self._session = turn.session.barrier(), turn.back()
+        await to_the_end(turn.settle(settled))
 
     # -- on disk ----------------------------------------------------------------------------------------------
 
@@ -373,7 +387,8 @@ class StreamingContext:
         self._live.note = note
 
     async def save_as(self, name: str) -> Snapshot:
-        """Save under a new name, and go on under it: as a fork of that name would, in this context's place.
+        """Save under a new name, and go on under it: as a fork of that name would, in this context's place. Cancelled,
+        it runs to its end first.
 
         What is left for a stale owner, who cannot save under the old name any more and has all it knows.
 
@@ -381,9 +396,14 @@ class StreamingContext:
             ConfigError: the store has something of that name. Otherwise as `snapshot`.
         """
         session = self._stored_session("save_as")
-        await to_the_end(saving.move(session, check_name(name)))
-        self.name = name
-        return await self._save(session)
+        check_name(name)
+
+        async def move() -> Snapshot:
+            await saving.move(session, name)
+            self.name = name
+            return await self._save(session)
+
+        return await to_the_end(move())
 
     async def _save(self, session: Session) -> Snapshot:
         done = await saving.save(session)
@@ -392,7 +412,8 @@ class StreamingContext:
         return done
 
     async def rewind(self, generation: int | Snapshot) -> None:
-        """Go to another snapshot of this session, by its number; operations that are still around are dead.
+        """Go to another snapshot of this session, by its number; operations that are still around are dead, and those
+        that come meanwhile are refused. Cancelled, it is either not done, or done whole.
 
         0 is the beginning, before anything was told; a system text given to `open` is there again.
 
@@ -435,16 +456,21 @@ class StreamingContext:
         """The restored session, None for one from nothing, in the slot of this one, which ends once nothing can fail
         any more."""
         slot = session.state.store.slot
-        if restored is None:
-            past = await saving.begin(self._host, branch, slot, self._system if session.system else None,
-                                      raw=session.raw, trusted=session.trusted, focus=self._focus, over=session)
-        else:
-            past = await saving.revive(self._host, branch, restored, slot)
-        session.check_open()  # it may have been closed while this one was read
-        session.end(REWOUND)
+        session.replacing = gate = Future()  # asks, forks and receipts would read a mixture
+        try:
+            await asyncio.wrap_future(session.barrier())
+            if restored is None:
+                past = await saving.begin(self._host, branch, slot, self._system if session.system else None,
+                                          raw=session.raw, trusted=session.trusted, focus=self._focus, over=session)
+            else:
+                past = await saving.revive(self._host, branch, restored, slot)
+            session.check_open()  # it may have been closed while this one was read
+            session.end(REWOUND)
+        finally:
+            gate.set_result(None)
         session.close_branch()
         past.saved_at = None  # so that closing saves it: the newest snapshot is another one
-        past.owned, past.keep = True, self._keep
+        past.owned, past.keep, past.parked = True, self._keep, session.parked
         self._session = past  # here, as a cancellation comes after this has run
         past.rested()
 

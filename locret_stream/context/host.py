@@ -68,6 +68,10 @@ class Host(Protocol):
         """`swapping.stored_units`."""
         ...
 
+    def check_open(self) -> None:
+        """Raises ContextClosed while the runtime closes, and after."""
+        ...
+
     def adopt(self, context: StreamingContext) -> None:
         """Count an open context, so that closing the runtime closes it."""
         ...

@@ -26,6 +26,7 @@ from locret_stream.context.session import Segment, Session, to_the_end
 from locret_stream.errors import (
     ConfigError,
     ContextBusy,
+    ContextClosed,
     InputError,
     LocretError,
     SnapshotCorrupt,
@@ -52,7 +53,12 @@ async def storing(host: Host, work: Callable[..., T], *arguments: Any) -> T:
 
 
 async def _on(threads: Executor, work: Callable[..., T], *arguments: Any) -> T:
-    return await to_the_end(asyncio.wrap_future(threads.submit(work, *arguments)))
+    try:
+        future = threads.submit(work, *arguments)
+    except RuntimeError as error:  # they were shut down
+        raise ContextClosed("the runtime was closed meanwhile; expected a call inside `async with Runtime...`"
+                            ) from error
+    return await to_the_end(asyncio.wrap_future(future))
 
 
 async def save(session: Session) -> Snapshot:

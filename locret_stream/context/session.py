@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from locret_stream.context.host import Host
+    from locret_stream.context.turns import Turn
     from locret_stream.snapshot import Branch
     from locret_stream.snapshot.log import Refocus
 
@@ -88,9 +89,11 @@ class Session:
         self.steps, self.used_at = 0, time.monotonic()  # steps under way; when the last one was given
         self.came_at = self.used_at  # when it got its slot
         self.stopped: Future[None] | None = None  # pending: somebody is inside `still`
+        self.replacing: Future[None] | None = None  # pending: another state is written into its slot
         self.undoing: Future[None] | None = None  # pending: what is accepted is that of a block that is being undone
         self.asks: set[Session] = set()  # scratch copies that run now; they end with this session
         self.before_commit: Callable | None = None  # an open `turn()` makes its backup here
+        self.turn: Turn | None = None  # that one
         self.holds_scratch = False  # that backup's slot
 
     # -- who may act ------------------------------------------------------------------------------------------
@@ -201,8 +204,14 @@ class Session:
         await self.host.make_resident(self)
 
     async def submitted(self, submit: Callable[[], Future[T]]) -> T:
-        """Queue a step that needs no slot, or for which the session is known to have one; cancelled as `step` is."""
+        """Queue a step that needs no slot, or for which the session is known to have one; cancelled as `step` is.
+
+        While a rewind writes another state into the slot it waits: ContextClosed is raised once that is there.
+        """
         self.check_open()
+        while _pending(self.replacing):
+            await asyncio.shield(asyncio.wrap_future(self.replacing))
+            self.check_open()
         self.used_at = time.monotonic()
         future = submit()
         self.steps += 1

@@ -63,18 +63,23 @@ async def put_away(session: Session, *, midway: bool = False) -> bool:
     if not may():
         return False
     if saving.unsaved(session) or session.branch.base is None:  # told nothing: no snapshot to come back from yet
-        parked = session.parked
         try:
-            session.parked = (await saving.save(session)).generation
+            await to_the_end(_park(session))
         except (ContextBusy, ContextClosed):  # used, or closed, meanwhile
             return False
-        await saving.prune(session, parked)
     if not may() or saving.unsaved(session):
         return False
     slot = session.host.engine.put_away(session.state)
     session.away = True
     session.host.release_slot(slot, scratch=False)
     return True
+
+
+async def _park(session: Session) -> None:
+    """A snapshot that holds its place in the store, instead of the one before that did."""
+    before = session.parked
+    session.parked = (await saving.save(session)).generation
+    await saving.prune(session, before)
 
 
 async def _bring_back(session: Session) -> None:

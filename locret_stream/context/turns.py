@@ -37,7 +37,7 @@ class Turn:
             await session.until_free()
         self._mark = session.mark()
         self._hook = self._keep_copy  # one object: a bound method is made anew at every look
-        session.before_commit = self._hook
+        session.before_commit, session.turn = self._hook, self
 
     async def _keep_copy(self) -> None:
         """Before the first commit: until then the engine itself can take everything back."""
@@ -66,7 +66,7 @@ class Turn:
 
     def back(self) -> Session:
         """The session as it was when the block began; it stays busy until `settle` has run."""
-        self.session.before_commit = None
+        self.session.before_commit = self.session.turn = None
         self.past = self.session.back_at(self._mark, self._backup)
         assert self.past.state.seen == self._mark.seen
         self.past.undoing = Future()
@@ -94,7 +94,8 @@ class Turn:
 
     def end(self) -> None:
         """Give the slot back."""
-        self.session.before_commit, self.session.holds_scratch = None, False
+        self.session.before_commit = self.session.turn = None
+        self.session.holds_scratch = False
         if self._backup is not None:
             self.session.host.release_slot(self._backup.state.store.slot, scratch=True)
         self.session.rested()

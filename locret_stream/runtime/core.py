@@ -195,7 +195,7 @@ class Runtime:
         Args:
             own_thread: run it on an engine thread of its own, over the same weights; otherwise they take turns.
         """
-        self._check_open()
+        self.check_open()
         config = self.engine.config
         twin = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
                        chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
@@ -290,14 +290,16 @@ class Runtime:
         await to_the_end(self._close())
 
     async def _close(self) -> None:
-        failed: list[LocretError] = []
-        for context in self._open_contexts():
-            try:
-                await context.aclose()
-            except LocretError as error:
-                failed.append(error)
-        self._open = self._closing = False
-        await asyncio.to_thread(self._stop)
+        failed: list[Exception] = []
+        try:
+            for context in self._open_contexts():
+                try:
+                    await context.aclose()
+                except Exception as error:  # whatever it is, the others are to be saved
+                    failed.append(error)
+        finally:
+            self._open = self._closing = False
+            await asyncio.to_thread(self._stop)
         if failed:
             for other in failed[1:]:
                 failed[0].add_note(f"and so was another: {other}")
@@ -316,7 +318,8 @@ class Runtime:
         """Whether contexts can be opened in it now."""
         return self._open and not self._closing
 
-    def _check_open(self, but_closing: bool = False) -> None:
+    def check_open(self, but_closing: bool = False) -> None:
+        """Raises ContextClosed while this runtime closes, before and after, and in a fork of its process."""
         if not self._open or (self._closing and not but_closing):
             raise ContextClosed(CLOSED)
         expect_own(self.worker.process)
@@ -353,7 +356,7 @@ class Runtime:
             SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the session cannot go on; it is as it was.
             ContextBusy: the session is open already. ConfigError, NoSlot.
         """
-        self._check_open()
+        self.check_open()
         if on_mismatch not in ("raise", "rebuild"):
             raise ConfigError(f"on_mismatch is {on_mismatch!r}; expected 'raise' or 'rebuild'")
         if at == 0 and on_mismatch == "rebuild":
@@ -375,7 +378,7 @@ class Runtime:
         Raises:
             ContextBusy: it is open in this runtime. SnapshotNotFound, StoreError, ConfigError.
         """
-        self._check_open()
+        self.check_open()
         if self.store is None:
             raise ConfigError("this runtime has no store; expected Runtime(..., store=<folder or URL>)")
         branches = [context.name for context in self._open_contexts() if context.stored_in(name)]
@@ -395,7 +398,7 @@ class Runtime:
             ConfigError: there is no store. SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, StoreError: there is no
                 sound snapshot of this runtime's, or no log. NoSlot, ContextClosed.
         """
-        self._check_open()
+        self.check_open()
         if self.store is None:
             raise ConfigError("this runtime has no store; expected Runtime(..., store=<folder or URL>)")
         return await replay(self, check_name(name))
@@ -403,7 +406,7 @@ class Runtime:
     @functools.cached_property
     def identity(self) -> Identity:
         """What snapshots of this runtime belong to, by content; hashing all weights takes a moment, once."""
-        self._check_open(but_closing=True)
+        self.check_open(but_closing=True)
         engine, heads = self.engine, getattr(self.engine.policy, "heads", None)
         return Identity(
             weights=digest_tensors(self.attachment.named_weights()),
@@ -420,14 +423,14 @@ class Runtime:
     @property
     def memory(self) -> RuntimeMemory:
         """What all slots together hold, at any time; from start to end the same but for a few attention masks."""
-        self._check_open()
+        self.check_open()
         pool = self.engine.pool
         return RuntimeMemory(bytes_resident=self.engine.bytes_resident, bytes_pool=pool.bytes_resident,
                              slots=pool.slots, slot_bytes=pool.slot_bytes)
 
     def count_tokens(self, text: str) -> int:
         """How many tokens feeding this text alone would add, the template's own left out."""
-        self._check_open()
+        self.check_open()
         return len(self.codec.encode_text(text))
 
     async def acquire_slot(self, *, scratch: bool) -> int:
@@ -436,7 +439,7 @@ class Runtime:
         Raises:
             NoSlot, ContextClosed.
         """
-        self._check_open()
+        self.check_open()
         if scratch:
             return await self._scratch_slots.acquire(self._timeout_s, "scratch (for ask and turn)")
         return await self._live_slots.acquire(self._timeout_s, "live", self._make_room)
@@ -509,7 +512,7 @@ class Runtime:
 
     def adopt(self, context: StreamingContext) -> None:
         """Count an open context. Raises ContextBusy for a stored session that is open already."""
-        self._check_open()
+        self.check_open()
         with self._counting:
             taken = context.stored and any(other.stored and other.name == context.name for other in self._contexts)
             if not taken:

@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from locret_stream import ContextBusy, ContextClosed, Store
+from locret_stream import ContextBusy, ContextClosed, Runtime, Store
 from locret_stream.context import saving
 from locret_stream.runtime.slots import Slots
-from tests.context.support import CHUNK, expect_free, expect_same, ids_in, snap, tiny
+from tests.context.support import CHUNK, assert_same, expect_free, expect_same, ids_in, snap, tiny, unstarted
 from tests.context.test_snapshots import settled
 from tests.context.test_swapping import expect_replay, ids_of
 
@@ -250,3 +252,173 @@ async def test_who_comes_for_a_slot_of_a_runtime_that_closes_is_told_at_once():
     await asyncio.sleep(0.01)
     gc.collect()
     assert not unheard
+
+
+@pytest.mark.parametrize("to", ["a snapshot", "the beginning"])
+async def test_nobody_reads_a_mixture_while_a_rewind_writes_into_the_slot(tmp_path: Path, monkeypatch, to: str):
+    """Forks, asks and receipts are of before, or are refused; one that was given before is carried out before."""
+    async with tiny(store=Store(tmp_path, keep_last=5), max_live=3, scratch=2) as runtime:
+        async with runtime.open("a", system="You watch. " * 30) as ctx:
+            await ctx.push(ids_of(1, 2 * CHUNK))
+            first = await ctx.snapshot()
+            await ctx.push(ids_of(2, 3 * CHUNK))
+            before, kept = await snap(ctx), (await ctx.receipts()).kept
+            writing, go_on, real = threading.Event(), threading.Event(), getattr(
+                runtime.engine, "load" if to == "a snapshot" else "commit")
+
+            def slowly(*arguments):
+                result = real(*arguments)
+                if not writing.is_set():
+                    writing.set()
+                    assert go_on.wait(20)
+                return result
+
+            monkeypatch.setattr(runtime.engine, "load" if to == "a snapshot" else "commit", slowly)
+
+            async def forked() -> None:
+                async with ctx.fork() as fork:
+                    assert_same((await snap(fork, settle=False)).tensors, before.tensors)
+
+            async def received() -> None:
+                assert ((await ctx.receipts()).kept == kept).all()
+
+            earlier = [asyncio.create_task(look()) for look in (forked, received)]
+            rewinding = asyncio.create_task(ctx.rewind(first if to == "a snapshot" else 0))
+            await asyncio.to_thread(writing.wait, 20)
+            later = [asyncio.create_task(look) for look in (forked(), received(), ctx.ask("So?", max_new_tokens=2))]
+            await asyncio.sleep(0.05)
+            go_on.set()
+            await rewinding
+            await asyncio.gather(*earlier)
+            for error in await asyncio.gather(*later, return_exceptions=True):
+                assert isinstance(error, ContextClosed) and "rewound" in str(error)
+        expect_free(runtime)
+
+
+async def test_closing_inside_a_turn_undoes_it_and_saves_what_was_accepted_before(tmp_path: Path):
+    runtime = unstarted(store=tmp_path)
+    inside = asyncio.Event()
+
+    async def work() -> None:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, 3 * CHUNK + 2))
+            with pytest.raises(ContextClosed, match="undone"):
+                async with ctx.turn():
+                    await ctx.push(ids_of(2, 2 * CHUNK))
+                    inside.set()
+                    await asyncio.sleep(0.3)
+
+    async with runtime:
+        working = asyncio.create_task(work())
+        await inside.wait()
+    await working
+    async with unstarted(store=tmp_path) as runtime, tiny() as plain, runtime.open("a", raw=True) as ctx:
+        assert ids_in(ctx) == ids_of(1, 3 * CHUNK + 2)
+        await expect_replay(ctx, plain)
+
+
+async def test_an_error_of_any_kind_in_one_context_keeps_no_other_from_being_saved(tmp_path: Path, monkeypatch):
+    """Such as no memory left on the device; the runtime is closed all the same, and can be started again."""
+    runtime = unstarted(store=tmp_path, max_live=3)
+    await runtime.__aenter__()
+    contexts = [await runtime.open(name, raw=True).__aenter__() for name in "abc"]
+    for ctx in contexts:
+        await ctx.push(ids_of(1, CHUNK + 2))
+    real, failed = runtime.engine.moment, []
+
+    def moment(*arguments):
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("injected: out of memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(runtime.engine, "moment", moment)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await runtime.aclose()
+    assert all(ctx.closed for ctx in contexts) and not runtime.running
+    assert len(runtime.store.list()) == 2
+    async with runtime, runtime.open(runtime.store.list()[0].name, raw=True) as ctx:
+        assert ids_in(ctx) == ids_of(1, CHUNK + 2)
+
+
+@pytest.mark.parametrize("name", ["stored", "new"])
+async def test_a_context_that_opens_while_the_runtime_closes_is_refused_or_saved(tmp_path: Path, name: str):
+    """Whatever moment it comes in: what it accepted is there afterwards."""
+    async with unstarted(store=tmp_path) as runtime, runtime.open("stored", raw=True) as ctx:
+        await ctx.push([7])
+    for moment in range(14):
+        runtime, accepted = unstarted(store=tmp_path), []
+        await runtime.__aenter__()
+        branch = runtime.store.branch
+
+        def slowly(name: str, branch=branch) -> object:
+            time.sleep(0.02)
+            return branch(name)
+
+        runtime.store.branch = slowly
+
+        async def use(runtime: Runtime = runtime, accepted: list[int] = accepted) -> None:
+            async with runtime.open(name, raw=True) as ctx:
+                before = ctx.memory.tokens
+                accepted.append(before + await ctx.push(ids_of(1, 20)))
+
+        using = asyncio.create_task(use())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        await runtime.aclose()
+        with suppress(ContextClosed):
+            async with asyncio.timeout(20):
+                await using
+        if accepted:
+            assert {one.name: one.tokens for one in Store(tmp_path).list()}[name] == accepted[-1]
+
+
+async def test_a_cancelled_save_as_is_done_whole(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("old", raw=True) as ctx:
+        await ctx.push(ids_of(1, 20))
+        first = await ctx.snapshot()
+        await ctx.push(ids_of(2, 20))
+        moving = asyncio.create_task(ctx.save_as("new"))
+        await asyncio.sleep(0)
+        moving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert ctx.name == "new" and not ctx.unsaved
+        await ctx.push([7])
+        assert (await ctx.snapshot()).name == "new"
+        await ctx.rewind(1)
+        assert ids_in(ctx) == ids_of(1, 20) + ids_of(2, 20)
+        assert {one.name: one.tokens for one in runtime.store.list()} == {"new": 41, "old": first.tokens}
+
+
+async def test_openings_that_are_cancelled_cost_no_snapshot_that_was_asked_for(tmp_path: Path):
+    """Each had the other context saved, to take its slot."""
+    async with tiny(store=Store(tmp_path, keep_last=4), max_live=1) as runtime, runtime.open("a", raw=True) as ctx:
+        asked = []
+        for number in range(3):
+            await ctx.push(ids_of(number, 10))
+            asked.append((await ctx.snapshot()).generation)
+        for _ in range(5):
+            await ctx.push([7])
+            opening = asyncio.create_task(runtime.open("b").__aenter__())
+            while not ctx._session.still_now:  # noqa: ASYNC110 (nothing there to wait for)
+                await asyncio.sleep(0)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+        await ctx.push([7])
+        last = await ctx.snapshot()
+        assert [one.generation for one in runtime.store.info("a")] == [*asked, last.generation]
+
+
+async def test_a_rewind_forgets_no_snapshot_that_only_held_its_place(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push(ids_of(1, 10))
+        first = await ctx.snapshot()
+        await ctx.push(ids_of(2, 10))
+        async with runtime.open("b"):
+            assert ctx.away
+        parked = ctx.parked
+        await ctx.rewind(first)
+        last = await ctx.snapshot()
+        assert parked and [one.generation for one in runtime.store.info("a")] == [first.generation, last.generation]
