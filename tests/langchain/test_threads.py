@@ -756,6 +756,27 @@ def test_models_of_the_same_settings_share_one_runtime_and_weights_load_on_first
     one.close()
 
 
+def test_an_error_of_any_kind_in_one_thread_keeps_no_other_from_being_saved(script: Script, tmp_path: Path,
+                                                                            monkeypatch):
+    """Such as no memory left on the device."""
+    with model(tmp_path, save="run") as chat:
+        for name in "abc":
+            chat.invoke("hello", thread(name))
+        engine, failed = chat.home.runtime.engine, []
+        real = engine.moment
+
+        def moment(*arguments: Any) -> Any:
+            if not failed:
+                failed.append(1)
+                raise RuntimeError("injected: out of memory")
+            return real(*arguments)
+
+        monkeypatch.setattr(engine, "moment", moment)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            chat.close()
+        assert len(chat.list_threads()) == 2
+
+
 def test_closing_ends_calls_that_run_as_if_cancelled(script: Script, tmp_path: Path):
     """It does not wait for the rest of a long answer, and the thread is as it was."""
     with model(tmp_path) as chat:

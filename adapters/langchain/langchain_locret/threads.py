@@ -382,13 +382,26 @@ class Threads:
         thread.owner, thread.told = "", False
 
     async def close(self) -> None:
-        """Close all contexts; what rests at a boundary is saved, what is being absorbed is left."""
+        """Close all contexts; what rests at a boundary is saved, what is being absorbed is left.
+
+        Raises:
+            Whatever failed first; the others were closed, and saved, all the same.
+        """
+        failed: list[Exception] = []
         for absorption in list(self.absorbing):
-            await absorption.abort()
+            try:
+                await absorption.abort()
+            except Exception as error:
+                failed.append(error)
         for thread in [*self._threads.values(), *self._loose]:
             async with thread.lock, self.gate:
-                await self.keep(thread)
+                try:
+                    await self.keep(thread)
+                except Exception as error:
+                    failed.append(error)
                 if thread.open:
                     await thread.ctx.aclose(save=False)
         self._threads.clear()
         self._loose.clear()
+        if failed:
+            raise failed[0]
