@@ -37,6 +37,10 @@ class Files(Protocol):
         """
         ...
 
+    def head(self, path: str, count: int) -> bytes:
+        """The first `count` bytes of a file, or all of a shorter one. Raises as `read`."""
+        ...
+
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
         """The parts one after another as one file, durable on return; an existing one is replaced whole.
 

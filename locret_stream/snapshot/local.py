@@ -73,35 +73,25 @@ class LocalFiles:
         self._durable: set[tuple[str, int]] = set()  # folders (path, inode) whose place above was synced from here
 
     def read(self, path: str, most: int) -> memoryview:
-        name = self._plain(path)
-        with self._reported(path, "expected a file that may be read"):
+        with self._opened(path) as (handle, size):
+            name = self._path(path)
+            if size > most:
+                raise SnapshotCorrupt(f"{name} has {size} bytes; expected at most {most}")
+            # numpy's memory is neither zeroed first nor mapped in small pages: half of the time of a large read.
             try:
-                handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except FileNotFoundError:
-                raise SnapshotNotFound(f"no {path} in {self.root}") from None
-            except OSError as error:
-                if error.errno in NO_FILE:
-                    raise SnapshotCorrupt(f"{name} is a link or no plain file; it is not read") from None
-                raise
-            try:
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode):
-                    raise SnapshotCorrupt(f"{name} is not a plain file; it is not read")
-                if found.st_size > most:
-                    raise SnapshotCorrupt(f"{name} has {found.st_size} bytes; expected at most {most}")
-                # numpy's memory is neither zeroed first nor mapped in small pages: half of the time of a large read.
-                try:
-                    data, at = memoryview(np.empty(found.st_size, np.uint8)), 0
-                except MemoryError:
-                    raise SnapshotCorrupt(f"{name} has {found.st_size} bytes, more than there is memory") from None
-                while at < len(data):
-                    count = os.readv(handle, [data[at:at + READ_BYTES]])
-                    if not count:
-                        raise SnapshotCorrupt(f"{name} became shorter while it was read")
-                    at += count
-            finally:
-                os.close(handle)
+                data, at = memoryview(np.empty(size, np.uint8)), 0
+            except MemoryError:
+                raise SnapshotCorrupt(f"{name} has {size} bytes, more than there is memory") from None
+            while at < len(data):
+                count = os.readv(handle, [data[at:at + READ_BYTES]])
+                if not count:
+                    raise SnapshotCorrupt(f"{name} became shorter while it was read")
+                at += count
         return data
+
+    def head(self, path: str, count: int) -> bytes:
+        with self._opened(path) as (handle, _):
+            return os.pread(handle, count, 0)
 
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
         posix, target = self.posix, self._plain(path)
@@ -239,6 +229,27 @@ class LocalFiles:
                 os.close(handle)
                 raise
             os.close(handle)  # removed while this waited for it: a lock that nobody else would see
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
+        """A plain file to be read: its handle and its size."""
+        name = self._plain(path)
+        with self._reported(path, "expected a file that may be read"):
+            try:
+                handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:
+                raise SnapshotNotFound(f"no {path} in {self.root}") from None
+            except OSError as error:
+                if error.errno in NO_FILE:
+                    raise SnapshotCorrupt(f"{name} is a link or no plain file; it is not read") from None
+                raise
+            try:
+                found = os.fstat(handle)
+                if not stat.S_ISREG(found.st_mode):
+                    raise SnapshotCorrupt(f"{name} is not a plain file; it is not read")
+                yield handle, found.st_size
+            finally:
+                os.close(handle)
 
     def _path(self, path: str) -> str:
         assert path and not path.startswith("/") and ".." not in path.split("/"), "paths are chosen by the store"

@@ -37,17 +37,14 @@ class RemoteFiles:
                              "two owners could overwrite each other; expected a folder, or an object store")
 
     def read(self, path: str, most: int) -> memoryview:
-        with self._reported(path):
-            try:
-                self.fs.invalidate_cache()  # a listing that was kept knows nothing of other owners
-                found = self.fs.info(self._path(path))
-                if found["type"] != "file":
-                    raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read")
-                if found["size"] > most:
-                    raise SnapshotCorrupt(f"{self.url}/{path} has {found['size']} bytes; expected at most {most}")
-                return memoryview(bytearray(self.fs.cat_file(self._path(path))))
-            except FileNotFoundError:
-                raise SnapshotNotFound(f"no {path} in {self.url}") from None
+        with self._reading(path) as size:
+            if size > most:
+                raise SnapshotCorrupt(f"{self.url}/{path} has {size} bytes; expected at most {most}")
+            return memoryview(bytearray(self.fs.cat_file(self._path(path))))
+
+    def head(self, path: str, count: int) -> bytes:
+        with self._reading(path) as size:  # of an empty file there is no range
+            return bytes(self.fs.cat_file(self._path(path), start=0, end=min(count, size))) if size else b""
 
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
         with self._reported(path):
@@ -116,6 +113,19 @@ class RemoteFiles:
         # An object store lists the marker of a folder, or a file of that name, as if it were inside.
         return sorted(((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found
                        if entry["name"].strip("/") != place.strip("/")), key=lambda item: item[0])
+
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[int]:
+        """The size of a file that is there."""
+        with self._reported(path):
+            try:
+                self.fs.invalidate_cache()  # a listing that was kept knows nothing of other owners
+                found = self.fs.info(self._path(path))
+                if found["type"] != "file":
+                    raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read")
+                yield found["size"]
+            except FileNotFoundError:
+                raise SnapshotNotFound(f"no {path} in {self.url}") from None
 
     @contextlib.contextmanager
     def _reported(self, path: str) -> Iterator[None]:

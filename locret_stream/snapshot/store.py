@@ -36,6 +36,7 @@ from locret_stream.snapshot.seal import Locked, user_key
 from locret_stream.snapshot.vault import Vault, leads
 from locret_stream.snapshot.verifying import Verified, lost, name_of, verify
 
+HEAD_BYTES = 64  # of a manifest, no two of which begin alike: the digest of its header, or the salt that seals it
 GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
 
 
@@ -403,11 +404,15 @@ class Store:
                 vault.locked = False
 
     def _named(self, vault: Vault) -> set[str]:
-        """Paths inside the session that its manifests name; manifests are read once, as their files never change."""
+        """Paths inside the session that its manifests name. Each is read once, and then known by its beginning: where
+        no lock holds collectors off, a save that fails gives its number back, and another manifest takes its path."""
         needs = {}
         for path, _ in vault.manifests():
+            key = path, b""
             try:
-                needs[path] = vault.needs.get(path) or self._needs(vault, path)
+                with suppress(SnapshotNotFound):  # who reads it tells whether it was lost
+                    key = path, self.files.head(f"{vault.folder}/{path}", HEAD_BYTES)
+                needs[key] = vault.needs.get(key) or self._needs(vault, path)
             except SnapshotNotFound:  # deleted in this moment
                 continue
             except SnapshotCorrupt as error:

@@ -90,7 +90,7 @@ class Vault:
         self._wrapped = self._durable = b""  # the stored form of the data key, and the one last known to be durable
         self._plain = False  # known to be stored without encryption
         self.locked = False  # whether nobody else saves or collects here
-        self.needs: dict[str, frozenset[str]] = {}  # what each manifest that was read names; `Store` fills it
+        self.needs: dict[tuple[str, bytes], frozenset[str]] = {}  # what manifests name, by path and beginning
         self._looking = threading.RLock()
 
     def twin(self) -> Vault:

@@ -167,6 +167,15 @@ def test_a_file_of_just_the_limit_is_read_and_one_byte_more_is_refused(files):
         files.read("s/one", 4)
 
 
+def test_the_beginning_of_a_file_is_read_alone(files):
+    files.write("s/one", [b"12345"])
+    files.write("s/empty", [b""])
+    assert [files.head("s/one", count) for count in (2, 5, 9)] == [b"12", b"12345", b"12345"]
+    assert files.head("s/empty", 9) == b""
+    with pytest.raises(SnapshotNotFound, match="no s/two in"):
+        files.head("s/two", 9)
+
+
 def test_a_missing_file_is_not_found(files):
     with pytest.raises(SnapshotNotFound, match="no s/one in"):
         files.read("s/one", MOST)
@@ -440,8 +449,9 @@ def test_what_is_no_plain_file_is_not_read_and_does_not_hang(folder, kind):
     _strange(kind, Path(folder.root) / "s" / "strange")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with pytest.raises(SnapshotCorrupt, match="strange"):
-            folder.read("s/strange", MOST)
+        for use in (folder.read, folder.head):
+            with pytest.raises(SnapshotCorrupt, match="strange"):
+                use("s/strange", MOST)
     assert len(os.listdir("/proc/self/fd")) == before  # no handle stays open
 
 

@@ -24,7 +24,7 @@ from locret_stream.snapshot import Save, Store
 from locret_stream.snapshot.branch import Branch
 from locret_stream.snapshot.format import VERSION
 from locret_stream.snapshot.local import LocalFiles
-from locret_stream.snapshot.vault import folder_of, hashed
+from locret_stream.snapshot.vault import Vault, folder_of, hashed
 from tests.processes import leaving_none
 from tests.snapshot.kill import STEP, Hands, expected
 from tests.snapshot.support import (
@@ -806,6 +806,42 @@ def test_a_collection_that_deletes_what_a_save_rests_on_is_noticed(remote):
     save(fork, other)
     other.ids = None  # what the log rested on is gone, and it says so
     assert same(loaded(store, "bob"), other.record())
+
+
+def test_what_another_manifest_of_the_same_number_needs_is_kept(remote):
+    """A save that fails gives its number back. Who read its manifest meanwhile does not take it for the next one."""
+    branch, toy = begin(remote, "alice", tokens=20)
+    save(branch, toy)
+    store = again(remote)
+    twin, other = branch.fork("bob", toy.seen), toy.twin(5)
+    save(twin, other)
+    with pytest.MonkeyPatch.context() as patch:
+        def fail(vault: Vault, name: str) -> None:
+            patch.undo()
+            save(twin, other.feed(4, twin))
+            store.prune(twin)
+            raise StoreError("a read that fails once")
+
+        patch.setattr(Vault, "expect_claim", fail)
+        with pytest.raises(StoreError, match="fails once"):
+            save(branch, toy.feed(8, branch))
+    assert save(branch, toy.feed(12, branch)).generation == 2
+    save(twin, other.feed(4, twin))
+    store.files.age_s = lambda path: 1e6
+    store.prune(twin)
+    assert needed(remote, "alice") <= stored(remote, "alice")
+    assert same(loaded(again(remote), "alice"), toy.record()) and sound(remote)
+
+
+def test_a_manifest_that_was_read_is_not_read_again(remote):
+    branch, toy = begin(remote, "alice", tokens=20)
+    for _ in range(3):
+        save(branch, toy.feed(8, branch))
+    remote.prune(branch)
+    read, real = [], remote.files.read
+    remote.files.read = lambda path, most: read.append(path) or real(path, most)
+    remote.prune(branch)
+    assert not [path for path in read if path.endswith(".snap")]
 
 
 def test_a_stray_file_among_the_log_parts_is_not_read(tmp_path: Path):
