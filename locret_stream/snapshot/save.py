@@ -184,9 +184,9 @@ class Save:
             if not self._locked:
                 self._expect_undisturbed(manifest)
         except BaseException:
-            branch.tried = ""
-            with suppress(StoreError):  # that it failed matters more
+            with suppress(StoreError):  # that it failed matters more; what could not be deleted is known again
                 vault.files.delete(f"{vault.folder}/{path}")
+                branch.tried = ""
             raise
         vault.remember(branch.name, manifest.generation, self._locked)
 

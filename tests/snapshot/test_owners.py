@@ -434,6 +434,31 @@ def test_a_save_whose_answer_was_lost_does_not_fence_off_its_own_owner(remote, m
     assert remote.info("alice")[2].parent != remote.info("alice")[1].parent and sound(remote)
 
 
+def test_a_save_that_could_be_neither_finished_nor_undone_does_not_fence_off_its_own_owner(store, monkeypatch):
+    """The store is out of reach from the moment on in which the manifest is there."""
+    branch, toy = begin(store, "alice", tokens=20)
+    save(branch, toy)
+    real = store.files.write
+
+    def fail(*arguments: Any) -> Any:
+        raise StoreError("the network is down")
+
+    def write(path: str, parts: Any, **options: Any) -> None:
+        real(path, parts, **options)
+        if path.endswith(".snap"):
+            monkeypatch.setattr(store.files, "read", fail)
+            monkeypatch.setattr(store.files, "delete", fail)
+
+    monkeypatch.setattr(store.files, "write", write)
+    with pytest.raises(StoreError, match="down"):
+        save(branch, toy.feed(8, branch))
+    monkeypatch.undo()
+    first = toy.record()
+    assert save(branch, toy.feed(9, branch)).generation == 3
+    assert same(loaded(again(store), "alice"), toy.record()) and same(loaded(again(store), "alice", 2), first)
+    assert sound(store)
+
+
 def test_a_save_whose_answer_was_lost_is_stale_once_others_went_on_from_it(remote, monkeypatch):
     branch, toy = begin(remote, "alice", tokens=60)
     save(branch, toy)
