@@ -33,6 +33,7 @@ from locret_stream.snapshot.pages import (
     read_page,
     unpack_masks,
 )
+from locret_stream.snapshot.seal import Locked
 from locret_stream.snapshot.vault import Vault
 
 
@@ -136,9 +137,14 @@ class Branch:
         log, coming = restored.manifest.log, restored.tensors.get("next_focus")
         if coming is not None and (coming.dtype != torch.int64 or coming.dim() != 1 or not len(coming)):
             raise SnapshotCorrupt(f"snapshot {number} of {self.name!r}: its state holds a strange focus")
+        newest = own
+        if number != highest:
+            newest = ""
+            with suppress(StoreError):  # a newest one on a bad sector is no reason to refuse the one before
+                newest = self.digest(highest) or ""
         spool = self._spool(log[-1].end if log else 0) if log is not None else None
         self.close()
-        self.head, self.newest = highest, own if number == highest else self.digest(highest) or ""
+        self.head, self.newest = highest, newest
         self.parent, self.base, self.tried = own, (self.name, number, own), ""
         self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
         self.focuses = []
@@ -229,7 +235,7 @@ class Branch:
         """The snapshots there are, if this owner is the one who saves next.
 
         Raises:
-            StaleOwner: another one has saved meanwhile.
+            StaleOwner: another one has saved meanwhile. StoreError: the store cannot be read, so nobody knows.
         """
         found, highest = self.vault.generations(self.name)
         if self.tried and highest == self.head + 1 and self.digest(highest) == self.tried:
@@ -244,16 +250,23 @@ class Branch:
         """A session that was forgotten and begun anew counts from 1 again: then numbers alone would let this one in.
 
         Raises:
-            StaleOwner.
+            StaleOwner. StoreError: as `expect_newest`.
         """
         if self.head in found and self.newest and self.digest(self.head) not in (self.newest, None):
             raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, and begun anew by another. "
                              "Nothing was written; expected one owner: save under a new name, or open it again")
 
     def digest(self, number: int) -> str | None:
-        """Of that snapshot; None if it cannot be read, and then it is no evidence of anything."""
-        with suppress(SnapshotError):
+        """Of that snapshot; None if it is damaged, locked or not there, and then it is no evidence of anything.
+
+        Raises:
+            StoreError: the store cannot be read just now.
+        """
+        try:
             return self.vault.read_manifest(self.name, number)[2]
+        except SnapshotError as error:
+            if isinstance(error, StoreError) and not isinstance(error, Locked):
+                raise
         return None
 
     # -- writing ----------------------------------------------------------------------------------------------
