@@ -220,6 +220,10 @@ class Save:
             except SnapshotError as error:  # damage done to what was stored is no reason to refuse what is new
                 if stay[-1].start < stay[-1].end:
                     break
+                if isinstance(error, StoreError):  # it is no damage: the part stays, for a save that can read it
+                    if not stay[-1].end:  # but no part comes before the first one
+                        raise
+                    break
                 _log.warning("%s: a focus that it may hold is gone, should the session be rebuilt", error)
             stay = stay[:-1]
         start = stay[-1].end if stay else 0

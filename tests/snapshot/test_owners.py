@@ -24,6 +24,7 @@ from locret_stream.snapshot import Save, Store
 from locret_stream.snapshot.branch import Branch
 from locret_stream.snapshot.format import VERSION
 from locret_stream.snapshot.local import LocalFiles
+from locret_stream.snapshot.log import Refocus
 from locret_stream.snapshot.vault import Vault, folder_of, hashed
 from tests.processes import leaving_none
 from tests.snapshot.kill import STEP, Hands, expected
@@ -855,6 +856,28 @@ def test_a_log_part_of_a_later_format_or_a_bad_sector_is_no_reason_to_refuse_wha
     for path in (tmp_path / "store").glob("s-*/log/*"):
         path.write_bytes(of_version(path.read_bytes(), VERSION + 1))
     assert save(branch, toy.feed(20, branch)).generation == 3
+
+
+@pytest.mark.parametrize("tokens", [20, 0])
+def test_a_focus_in_a_log_part_that_cannot_be_read_just_now_is_not_lost(store, tokens: int):
+    """A part of no ids, which the next one takes in: at the very beginning it must, behind others it may stay."""
+    branch, toy = begin(store, "alice", tokens=tokens)
+    save(branch, toy)
+    branch.note_focus(tokens, [1, 2, 3], toy.seen)
+    save(branch, toy)
+    parts = len(branch.log)
+    failing_once(store, branch.log[-1].name)
+    if tokens:
+        save(branch, toy.feed(8, branch))
+        assert len(branch.log) == parts + 1
+    else:
+        with pytest.raises(StoreError, match="fails once"):
+            save(branch, toy.feed(8, branch))
+    save(branch, toy.feed(8, branch))
+    assert len(branch.log) <= parts
+    chain = again(store).branch("alice").read_chain(IDENTITY)
+    assert [event for _, focuses in chain.pieces() for event in focuses] == [Refocus(tokens, (1, 2, 3))]
+    assert same(loaded(again(store), "alice"), toy.record()) and sound(store)
 
 
 def test_a_fork_saved_beside_its_origin_is_encrypted_whoever_looks_for_the_key(tmp_path: Path):
