@@ -293,9 +293,11 @@ class Store:
                 with self._alone(vault, wait=False):
                     if vault.numbers(folder[2:])[0] or (not vault.locked and self.files.age_s(path) < grace_s):
                         return []
+                    self._free(folder, target)  # still alone: the fork may be about to be saved again
             except Busy:  # somebody saves there, perhaps just this fork
                 return []
-        self._free(folder, target)
+        else:
+            self._free(folder, target)
         return [path]
 
     def prune(self, branch: Branch, parked: int = 0, keep: Mapping[int, bool] | None = None) -> Collected:

@@ -25,6 +25,7 @@ from locret_stream.snapshot.branch import Branch
 from locret_stream.snapshot.format import VERSION
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.log import Refocus
+from locret_stream.snapshot.names import write_alias
 from locret_stream.snapshot.vault import Vault, folder_of, hashed
 from tests.processes import leaving_none
 from tests.snapshot.kill import STEP, Hands, expected
@@ -695,6 +696,28 @@ def test_a_name_that_a_dead_fork_left_is_free(store, monkeypatch):
     own, another = begin(again(store), "bob", 3, 9)
     assert save(own, another).session == "bob"
     assert same(loaded(again(store), "bob"), another.record()) and sound(store)
+
+
+def test_a_fork_that_is_saved_while_its_name_is_freed_keeps_it(local, monkeypatch):
+    """A save of it died and left the alias, which others tidy away in the moment in which it is saved again."""
+    branch, toy = begin(local, "alice", tokens=30)
+    save(branch, toy)
+    twin, other = branch.fork("bob", toy.seen), toy.twin(7)
+    write_alias(local.files, folder_of("bob"), branch.vault.folder)
+    saved, real = [], Store._free
+    saving = threading.Thread(target=lambda: saved.append(save(twin, other)))
+
+    def free(*arguments: Any) -> None:
+        saving.start()
+        saving.join(0.3)  # as long as it may take, if nothing holds it off
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_free", free)
+        assert again(local)._tidy(folder_of("bob")) == [f"{folder_of('bob')}/branch"]
+    saving.join(30)
+    assert [one.name for one in saved] == ["bob"] and again(local).has("bob")
+    assert same(loaded(again(local), "bob"), other.record()) and sound(local)
 
 
 # -- the log, when nothing else can be read ---------------------------------------------------------------------------
