@@ -188,11 +188,18 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:
+        import fcntl
         with self._reported(folder):
             handle = self._locked(folder, shared, wait)
+        own = os.getpid()
         try:
             yield True
         finally:
+            # A process that was forked meanwhile has the lock too, and to close it here is not to give it back. But
+            # such a process must not give back its parent's.
+            if os.getpid() == own:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def _rmdir(self, name: str) -> None:

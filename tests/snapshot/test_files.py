@@ -26,6 +26,7 @@ from locret_stream.snapshot.files import Busy, Exists, Files
 from locret_stream.snapshot.local import LocalFiles, Posix
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.store import open_files
+from tests.processes import run_python
 from tests.snapshot.support import Unsynced, everything
 
 MOST = 1 << 20
@@ -343,6 +344,44 @@ def test_a_lock_is_given_back_after_an_error(folder):
         raise KeyError
     with folder.lock("s", shared=False, wait=False) as free:
         assert free
+
+
+FORKED = """
+import os, signal, sys
+from locret_stream.snapshot.files import Busy
+from locret_stream.snapshot.local import LocalFiles
+
+def free():
+    try:
+        with LocalFiles(sys.argv[1]).lock("s", shared=False, wait=False):
+            return True
+    except Busy:
+        return False
+
+left, ending = os.pipe(), os.pipe()
+lock = LocalFiles(sys.argv[1]).lock("s", shared=True)
+lock.__enter__()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os.close(ending[1])
+    if sys.argv[2] == "leaves":
+        lock.__exit__(None, None, None)
+    os.write(left[1], b"1")
+    os.read(ending[0], 1)
+    os._exit(0)
+os.read(left[0], 1)
+held = free()
+lock.__exit__(None, None, None)
+print(held, free())
+os.close(ending[1])
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("child", ["stays", "leaves"])
+def test_a_process_forked_under_a_lock_neither_keeps_it_nor_gives_it_back(tmp_path, child):
+    assert run_python("-c", FORKED, tmp_path / "store", child, timeout_s=60).stdout == "False True\n"
 
 
 def test_whoever_waited_for_a_lock_that_was_removed_takes_the_new_one(folder):
