@@ -34,7 +34,7 @@ from locret_stream.snapshot.names import (
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.seal import Locked, user_key
 from locret_stream.snapshot.vault import Vault, leads
-from locret_stream.snapshot.verifying import Verified, lost, name_of, verify
+from locret_stream.snapshot.verifying import Verified, lost, name_of, nowhere, verify
 
 HEAD_BYTES = 64  # of a manifest, no two of which begin alike: the digest of its header, or the salt that seals it
 GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
@@ -106,10 +106,15 @@ class Store:
         Raises:
             StoreError: the place cannot be read.
         """
-        found, seen = [], set()
+        found, seen, links, told = [], set(), list[Vault](), set[str]()
         for vault in self._vaults():
+            try:
+                manifests = vault.manifests()
+            except SnapshotCorrupt:
+                links.append(vault)
+                continue
             branches: dict[str, Snapshot] = {}
-            for path, _ in reversed(vault.manifests()):
+            for path, _ in reversed(manifests):
                 if (branch := path.rpartition("/")[0]) not in branches:
                     with suppress(SnapshotNotFound):  # deleted in this moment: then the one before
                         branches[branch] = self._describe(vault, path)
@@ -118,6 +123,11 @@ class Store:
         for vault, path, _ in lost(self.files, self._key, seen):
             with suppress(SnapshotNotFound):
                 found.append(self._describe(vault, path))
+                told.add(vault.folder)
+        for vault in links:
+            if vault.folder not in told:
+                with suppress(SnapshotNotFound):
+                    found.append(self._describe(vault, nowhere(vault)))
         return sorted(found, key=lambda snapshot: snapshot.name)
 
     def info(self, name: str) -> list[Snapshot]:
@@ -140,9 +150,14 @@ class Store:
         return verify(self.files, self._key, vaults, name)
 
     def _vaults(self) -> Iterator[Vault]:
+        """Sessions with snapshots, and those of which that cannot be told, for a folder of theirs is a link."""
         for folder in self.files.folders(""):
-            if FOLDER.fullmatch(folder) and (vault := Vault(self.files, folder, self._key)).exists:
-                yield vault
+            if FOLDER.fullmatch(folder):
+                vault, there = Vault(self.files, folder, self._key), True
+                with suppress(SnapshotCorrupt):
+                    there = vault.exists
+                if there:
+                    yield vault
 
     def _found(self, name: str) -> tuple[Vault, list[int]]:
         vault = Vault.locate(self.files, name, self._key)

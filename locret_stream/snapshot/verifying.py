@@ -30,18 +30,24 @@ def verify(files: Files, key: bytes | None, vaults: Sequence[Vault], name: str |
     """What `Store.verify` gives, of those sessions; name: of this alone."""
     out: list[Verified] = []
     seen: set[str] = set()
+    links: list[Vault] = []
     for vault in vaults:
         good: set[str] = set()
-        for path, number in vault.manifests():
-            branch = path.split("/")[1]
-            if name is None or branch == hashed(name):
-                found = _verify(vault, path, number, good)
-                if not found.problem and (vault.numbers(branch)[1], vault.gone(branch, number)) == (number, False):
-                    found = msgspec.structs.replace(found, problem=_unnamed(vault, branch))
-                if not found.problem or (path, number) in vault.manifests():  # else deleted while it was read
-                    out.append(found)
-                    seen.add(branch)
-        out += [found for found in _outrun(vault) if name is None or found.name == name]
+        try:
+            for path, number in vault.manifests():
+                branch = path.split("/")[1]
+                if name is None or branch == hashed(name):
+                    found = _verify(vault, path, number, good)
+                    if not found.problem and (vault.numbers(branch)[1], vault.gone(branch, number)) == (number, False):
+                        found = msgspec.structs.replace(found, problem=_unnamed(vault, branch))
+                    if not found.problem or (path, number) in vault.manifests():  # else deleted while it was read
+                        out.append(found)
+                        seen.add(branch)
+        except SnapshotCorrupt:
+            links.append(vault)
+            continue
+        with suppress(SnapshotCorrupt):  # the log's folder is a link: what needs it has said so
+            out += [found for found in _outrun(vault) if name is None or found.name == name]
     names = [hashed(name)] if name is not None else sorted({*records(files), *(
         folder[2:] for folder in files.folders("") if FOLDER.fullmatch(folder))})
     for vault, path, number in lost(files, key, frozenset(seen), names):
@@ -49,6 +55,8 @@ def verify(files: Files, key: bytes | None, vaults: Sequence[Vault], name: str |
         if found.problem:
             out.append(found)
             seen.add(path.split("/")[1])
+            links = [link for link in links if link.folder != vault.folder]
+    out += [_verify(vault, nowhere(vault), 0, set()) for vault in links]
     for own in names:
         try:
             record(files, own)
@@ -122,6 +130,11 @@ def _verify(vault: Vault, path: str, number: int, good: set[str]) -> Verified:
     except SnapshotError as error:
         return Verified(name=branch, generation=number, problem=str(error), locked=isinstance(error, Locked))
     return Verified(name=branch, generation=number)
+
+
+def nowhere(vault: Vault) -> str:
+    """A path for what is to be told of a session whose snapshots cannot even be counted, for their folder is a link."""
+    return f"m/{vault.folder[2:]}/{0:012d}.snap"
 
 
 def name_of(vault: Vault, path: str) -> str:

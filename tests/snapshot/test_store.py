@@ -1028,6 +1028,36 @@ def test_a_session_that_is_a_link_is_not_followed(local, tmp_path):
     assert everything(tmp_path / "elsewhere") == before
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("inner", ["m", "m/own", "pages", "log"])
+def test_a_link_inside_one_session_keeps_nobody_from_the_others(local, tmp_path, inner, recorded):
+    branch, toy = begin(local, "alice", tokens=30)
+    save(branch, toy)
+    other, another = begin(local, "bob", 2, tokens=30)
+    save(other, another)
+    save(other.fork("carol", another.seen), another)
+    own = Path(local.url) / folder_of("bob") / inner.replace("own", hashed("bob"))
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    for name in ("bob", "carol") if not recorded else ():
+        (Path(local.url) / f"n-{hashed(name)}").unlink()
+    before = everything(tmp_path / "elsewhere")
+    listed, verified = again(local).list(), again(local).verify()
+    assert ("alice", "") in [(one.name, one.problem) for one in listed]
+    assert ("alice", "") in [(one.name, one.problem) for one in verified]
+    told = [one.problem for one in verified if one.problem]
+    assert all("is a link" in problem for problem in told) and bool(told) is (recorded or inner != "m/own")
+    bad = [one.problem for one in listed if one.problem]
+    assert all("is a link" in problem for problem in bad) and len(bad) == {
+        "m": 2 if recorded else 1, "m/own": int(recorded)}.get(inner, 0)
+    rubbish = Path(local.url) / folder_of("alice") / "pages" / ("0" * 32)
+    rubbish.write_bytes(b"rubbish")
+    with suppress(SnapshotCorrupt):
+        again(local).gc()
+    assert not rubbish.exists() and everything(tmp_path / "elsewhere") == before
+    assert holds(local, "alice", toy.record())
+
+
 def test_what_is_no_session_is_left_alone(local):
     branch, toy = begin(local, "alice", tokens=30)
     save(branch, toy)
