@@ -4,12 +4,13 @@ part by part from the newest one back."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound, SnapshotTooNew
 from locret_stream.snapshot.format import Frame, LogPart, LogRef, Manifest, tensors
@@ -101,14 +102,26 @@ def _of_manifest(vault: Vault, manifest: Manifest, sections: dict[str, memoryvie
     if manifest.log is None:
         raise SnapshotCorrupt(f"{name!r} was stored without a log")
     state = tensors(sections["state"], name) if "state" in sections else {}
-    pending, held = state.get("pending"), state.get("held", torch.zeros(0, dtype=torch.uint8))
+    what = f"snapshot {manifest.generation} of {name!r}"
+    pending, held = pending_ids(state, what), state.get("held", torch.zeros(0, dtype=torch.uint8))
     focus = state.get("next_focus", torch.zeros(0, dtype=torch.int64))
-    if pending is None or any(tensor.dtype not in kinds or tensor.dim() != 1 for tensor, kinds in (
-            (pending, (torch.int64, torch.int32)), (held, (torch.uint8,)), (focus, (torch.int64,)))):
-        raise SnapshotCorrupt(f"snapshot {manifest.generation} of {name!r}: its state holds no pending ids, or strange "
-                              "ones")
+    if any(tensor.dtype != kind or tensor.dim() != 1 for tensor, kind in ((held, torch.uint8), (focus, torch.int64))):
+        raise SnapshotCorrupt(f"{what}: its state holds strange bytes that were pulled, or a strange focus")
     focuses = (Refocus(int(focus[0]), tuple(focus[1:].tolist())),) if len(focus) else ()
-    return Chain(vault, name, manifest.log, pending.numpy(), held.numpy(), focuses, manifest.frame, highest, digest)
+    return Chain(vault, name, manifest.log, pending, held.numpy(), focuses, manifest.frame, highest, digest)
+
+
+def pending_ids(state: Mapping[str, Tensor], what: str) -> np.ndarray:
+    """The ids [n] that a snapshot's state holds behind the log.
+
+    Raises:
+        SnapshotCorrupt: it holds none, or what no token id is.
+    """
+    ids = state.get("pending")
+    if ids is None or ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1 or (
+            len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31):
+        raise SnapshotCorrupt(f"{what}: its state holds no pending ids, or strange ones")
+    return ids.numpy()
 
 
 def _parts(vault: Vault, name: str, newest: int) -> tuple[tuple[LogRef, ...], LogPart, Part]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound
-from locret_stream.snapshot.chain import read_log
+from locret_stream.snapshot.chain import pending_ids, read_log
 from locret_stream.snapshot.format import LogRef, PageRef, tensors
 from locret_stream.snapshot.pages import unpack_masks
 from locret_stream.snapshot.store import Store
@@ -131,7 +131,9 @@ def told(store: Store, name: str, generation: int | None = None, *, tokenizer: s
     if tokenizer is not None and manifest.identity.tokenizer != tokenizer:
         raise SnapshotMismatch(f"{what} was made with another tokenizer; expected that of its model", field="tokenizer",
                                found=manifest.identity.tokenizer, expected=tokenizer)
-    pending = tensors(sections["state"], what).get("pending", torch.zeros(0)).numpy().astype(np.int32)
+    if set(sections) != {"state", "masks"}:
+        raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected state and masks")
+    pending = pending_ids(tensors(sections["state"], what), what).astype(np.int32)
     masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)
     living, heads = [], 1
     for ref, mask in zip(manifest.pages, masks, strict=True):
@@ -150,9 +152,15 @@ def _positions(vault: Vault, ref: PageRef, what: str) -> tuple[np.ndarray, int]:
     """Positions of a verified page's units, in the order of its mask, and how many heads all layers have."""
     page = f"{what}, page {ref.name}"
     body, sections = vault.read_named("pages", ref, page)
-    index = tensors(sections["index"], page)
+    index = tensors(sections["index"], page) if "index" in sections else {}
     counts = index.get("counts")
-    if (body.start, body.end) != (ref.start, ref.end) or counts is None or counts.dim() != 2:
+    if (body.start, body.end) != (ref.start, ref.end) or counts is None or counts.dtype != torch.int32 or (
+            counts.dim() != 2 or not counts.numel()):
         raise SnapshotCorrupt(f"{page}: not the page that is named")
-    layers = [index.get(f"{layer}.positions", torch.zeros(0)).numpy().astype(np.int64) for layer in range(len(counts))]
-    return np.concatenate(layers) + ref.start, counts.numel()
+    layers = [index.get(f"{layer}.positions") for layer in range(len(counts))]
+    if any(own is None or own.dtype != torch.int32 or own.dim() != 1 for own in layers):
+        raise SnapshotCorrupt(f"{page}: a layer without positions, or with strange ones")
+    positions = torch.cat(layers).numpy().astype(np.int64) + ref.start
+    if ((positions < ref.start) | (positions >= ref.end)).any():
+        raise SnapshotCorrupt(f"{page}: positions outside {ref.start} to {ref.end}")
+    return positions, counts.numel()

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from locret_stream import Runtime, SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound, Store
+from locret_stream.snapshot.chain import read_chain
 from locret_stream.snapshot.told import told
 from tests.langchain.support import tiny_model, tokenizer
+from tests.snapshot.forge import build, parts_of, resaved
+from tests.snapshot.support import IDENTITY, begin, closed_spools, local_store, save
 
 TEXT = "".join(f"line {number} of the log, worker {number * 37 % 100} is well\n" for number in range(200))
 FACT = "Note that the door code of falcon is 48213.\n"
@@ -80,3 +84,63 @@ async def test_damage_and_other_tokenizers_are_told(store: Store, tmp_path: Path
     damage(tmp_path)
     with pytest.raises(SnapshotCorrupt):
         told(store, "a").find(["falcon"], decode, 2)
+
+
+@pytest.fixture
+def forged(tmp_path: Path) -> Any:
+    """Writes the manifest of a session, or its page, anew, with checksums that hold."""
+    store = local_store(tmp_path)
+    with closed_spools():
+        branch, toy = begin(store, "a", tokens=22)
+        save(branch, toy)
+        manifest, page = next(tmp_path.glob("s-*/m/*/*.snap")), next(tmp_path.glob("s-*/pages/*"))
+
+        def forge(section: str, **changed: torch.Tensor | None) -> Store:
+            header, sections = parts_of(manifest.read_bytes())
+            if section == "index":
+                body, parts = parts_of(page.read_bytes())
+                data = build(2, body["body"], [(name, resaved(content, **changed) if name == section else content)
+                                               for name, content in parts.items()])
+                (page.parent / data[32:48].hex()).write_bytes(data)
+                header["body"]["pages"][0][0], header["body"]["pages"][0][3] = data[32:48].hex(), len(data)
+            elif changed:
+                sections[section] = resaved(sections[section], **changed)
+            else:
+                del sections[section]
+            manifest.write_bytes(build(1, header["body"], list(sections.items())))
+            return store
+
+        yield forge
+
+
+@pytest.mark.parametrize("pending", [
+    None, torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2), torch.zeros(2, dtype=torch.uint8),
+    torch.zeros(2, 2, dtype=torch.int64), torch.tensor(7), torch.tensor([2**40]), torch.tensor([2**31]),
+    torch.tensor([3, -1])], ids=str)
+def test_pending_ids_that_cannot_be_are_damage(forged, pending: torch.Tensor | None):
+    store = forged("state", pending=pending)
+    with pytest.raises(SnapshotCorrupt, match="pending ids"):
+        told(store, "a")
+    with pytest.raises(SnapshotCorrupt, match="pending ids"):
+        read_chain(store.branch("a").vault, "a", IDENTITY)
+
+
+@pytest.mark.parametrize("section", ["state", "masks"])
+def test_a_manifest_without_one_of_its_sections_is_damage(forged, section: str):
+    with pytest.raises(SnapshotCorrupt, match="expected state and masks"):
+        told(forged(section), "a")
+
+
+@pytest.mark.parametrize("changed", [
+    {"1.positions": None}, {"0.positions": torch.zeros(22, dtype=torch.bfloat16)},
+    {"0.positions": torch.zeros(2, 11, dtype=torch.int32)}, {"0.positions": torch.full((22,), 99, dtype=torch.int32)},
+    {"0.positions": torch.full((22,), -1, dtype=torch.int32)}, {"counts": torch.zeros(2, 0, dtype=torch.int32)},
+    {"counts": torch.zeros(0, 2, dtype=torch.int32)}, {"counts": torch.zeros(2, 2)}], ids=str)
+def test_a_page_whose_positions_cannot_be_is_damage(forged, changed: dict[str, torch.Tensor | None]):
+    with pytest.raises(SnapshotCorrupt):
+        told(forged("index", **changed), "a")
+
+
+def test_ids_of_any_width_are_told(forged):
+    store = forged("state", pending=torch.tensor([2**31 - 1, 0]))
+    assert told(store, "a").pending.tolist() == [2**31 - 1, 0] and told(forged("index", more=None), "a").log
