@@ -1,16 +1,35 @@
 """The `locret-stream` command, and `python -m locret_stream`: as little as can stand before Ctrl-C is answered."""
 
+import contextlib
+import os
 import sys
+import threading
 
 
 def main() -> None:
     """Run the command line; Ctrl-C before it is even imported ends as quietly as later."""
     try:
         from locret_stream.cli import app
+        from locret_stream.cli.common import INTERRUPTED, STOPPED
     except KeyboardInterrupt:
         print("\nInterrupted: nothing was fed yet.", file=sys.stderr)
         sys.exit(130)
-    app(args=sys.argv[1:], prog_name="locret-stream")
+    try:
+        app(args=sys.argv[1:], prog_name="locret-stream")
+    except SystemExit as end:
+        if end.code in (INTERRUPTED, *STOPPED.values()):
+            _leave(end.code)
+        raise
+
+
+def _leave(status: int) -> None:
+    """End the process here, if a thread that loads or computes was left behind: one that is inside torch while the
+    interpreter goes aborts the process. All that was acknowledged is durable by now."""
+    if any(thread.daemon for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+                stream.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

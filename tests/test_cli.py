@@ -705,3 +705,30 @@ def test_deleting_all_of_a_name_is_asked_about(small: list[str], tmp_path: Path)
     for verb in ("delete", "forget"):
         assert "expected --yes" in mistake("snapshots", verb, "a", *store)
     assert invoke("snapshots", "delete", "a", "--yes", *store)[0] == 0 and Store(tmp_path).list() == []
+
+
+LEFT_BEHIND = """
+import sys, threading, time
+import torch
+import locret_stream.cli as cli
+def app(**_):
+    def spin():
+        x = torch.rand(300, 300)
+        while True:
+            x = x @ x
+            x = x / x.norm()
+    for _ in range(3):
+        threading.Thread(target=spin, daemon=True).start()
+    time.sleep(0.3)
+    print("said")
+    raise SystemExit(143)
+cli.app = app
+from locret_stream.__main__ import main
+main()
+"""
+
+
+def test_a_signal_while_a_model_loads_ends_with_its_own_status():
+    """The thread that loads is inside torch, and would abort the process when the interpreter goes."""
+    done = run_python("-c", LEFT_BEHIND, timeout_s=120)
+    assert (done.returncode, done.stdout) == (143, "said\n") and "terminate called" not in done.stderr

@@ -46,7 +46,8 @@ class StreamingContext:
         name: of the session, or how it is called in messages.
         resumed: it goes on from a stored session; False for one that begins.
         rebuilt: why it was fed again from its log (`on_mismatch="rebuild"`), "" if it was not.
-        expendable: without a store: whether it may be closed, while nothing runs in it, when its slot is needed.
+        expendable: whether it may be closed, while nothing runs in it, when its slot is needed and it can never wait in
+            the store: there is none, or another owner has saved the session since.
         keep: numbers of its snapshots that stay beside the newest `keep_last`, as long as it is open here; True: also
             where the store's `max_bytes` is exceeded.
     """
@@ -513,7 +514,7 @@ class StreamingContext:
 
         `midway`: also between two steps of an operation.
 
-        One without a store, which is expendable then, is closed.
+        One that is expendable and can never wait there is closed.
         """
         if self._session is None or not self._session.between_steps:
             return False
@@ -522,7 +523,13 @@ class StreamingContext:
                 return False
             await self.aclose()
             return True
-        return await swapping.put_away(self._live, midway=midway)
+        try:
+            return await swapping.put_away(self._live, midway=midway)
+        except StaleOwner:
+            if not self.expendable or self._live.busy is not None:
+                raise
+            await self.aclose(save=False)
+            return True
 
     def stored_in(self, session: str) -> bool:
         """Whether this open context is that stored session or a fork of it."""

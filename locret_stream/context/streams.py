@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Generator
 from typing import Any, Literal
@@ -46,7 +47,8 @@ class _Operation(AsyncIterator[Token]):
     """One token is awaited at a time, whoever asks; `_end` runs however it ends."""
 
     _state = "ended"  # until a constructor succeeded
-    _awaited = False
+    _awaited = _asked = False  # somebody waits now; somebody did at any time
+    _session: Session
 
     def __aiter__(self):
         return self
@@ -55,7 +57,7 @@ class _Operation(AsyncIterator[Token]):
         if self._state == "ended":
             raise StopAsyncIteration
         self._expect_alone()
-        self._awaited = True
+        self._awaited = self._asked = True
         try:
             return await self._advance()
         finally:
@@ -71,6 +73,10 @@ class _Operation(AsyncIterator[Token]):
         self._end()
 
     def __del__(self) -> None:
+        if self._state == "new" and not self._asked and not self._session.closed:
+            name = type(self).__name__.lower()
+            warnings.warn(f"a {name} was dropped before it began, so it did nothing; expected `await` or `async for`",
+                          RuntimeWarning, stacklevel=2, source=self)
         self._end()
 
     def _expect_alone(self) -> None:
@@ -149,6 +155,7 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
     async def _drain(self) -> FeedReport:
         if self._state == "ended":
             return self.report
+        self._asked = True
         self._expect_alone()
         self._begin()
         self._awaited = True

@@ -533,3 +533,13 @@ async def test_what_is_held_is_shown_and_can_be_dropped():
         assert plain._session.state.history[-5:] == ids[-5:]
         await ctx.push("half a li")
         assert await ctx.discard() == 9 and ctx.memory.held == 0
+
+
+@pytest.mark.parametrize("name", ["feed", "generate"])
+async def test_what_is_dropped_before_it_began_says_that_it_did_nothing(name: str):
+    async with tiny() as runtime, runtime.open() as ctx:
+        with pytest.warns(RuntimeWarning, match="did nothing; expected `await` or `async for`"):
+            getattr(ctx, name)("a line\n")
+            gc.collect()
+        await ctx.feed("a line\n")
+        assert await ctx.ask("So?", max_new_tokens=2) is not None

@@ -193,3 +193,34 @@ def test_a_thread_that_knows_of_no_tools_is_not_told_that_there_are_none(script:
         with pytest.warns(LateWarning, match="how the template is used"):
             answer = chat.invoke(history, thread("a"))
         assert receipt(answer)["late"] == "how the template is used" and "no tools" not in held(chat, "a")
+
+
+@pytest.mark.parametrize("tools", [(), (add,)])
+@pytest.mark.parametrize("asked_by", ["One.", "Two.", "Three."])
+def test_a_stream_absorbed_behind_another_beginning_is_there_for_whoever_asks(script: Script, tmp_path: Path,
+                                                                              tools: tuple, asked_by: str):
+    """Absorbed late, it has no answer behind it whose receipt could name it."""
+    with model(Store(tmp_path)) as chat, warnings.catch_warnings():
+        warnings.simplefilter("ignore", LateWarning)
+        history: list[Any] = [HumanMessage("one")]
+        history += [chat.invoke([SystemMessage("One."), *history], A)]
+        history += [chat.ingest("a line of the log\n" * 9, thread_id="a", history=[SystemMessage("Two."), *history],
+                                tools=tools)]
+        said = [SystemMessage(asked_by), *history, HumanMessage("what?")]
+        answer = (chat.bind_tools(tools) if tools else chat).invoke(said, A)
+        assert receipt(answer)["source"] == "live" and held(chat, "a").count("a line of the log\n") == 9
+        assert ("late" in receipt(answer)) == (asked_by != "Two.")
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_many_streams_in_a_row_are_all_reached(script: Script, tmp_path: Path, trimmed: bool):
+    """More than boundaries are kept, so that the answer before them is none of these any more."""
+    with model(Store(tmp_path, keep_last=4)) as chat, warnings.catch_warnings():
+        warnings.simplefilter("ignore", LateWarning)
+        history: list[Any] = [HumanMessage("one")]
+        history += [chat.invoke([SystemMessage("One."), *history], A)]
+        left = history[1:] if trimmed else [SystemMessage("Two."), *history]
+        for number in range(7):
+            left += [chat.ingest(f"stream {number}\n" * 5, thread_id="a", history=left)]
+        answer = chat.invoke([*left, HumanMessage("what?")], A)
+        assert receipt(answer)["source"] == "live" and held(chat, "a").count("stream 6\n") == 5

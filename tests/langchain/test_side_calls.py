@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from langchain_core.runnables import RunnableLambda
 from langchain_locret import LocretChatModel, StateLost
 from langchain_locret.boundaries import Boundary
 from langchain_locret.retention import LINEAGES, SHARE, kept, tip_of
-from locret_stream import Store, StoreError
+from locret_stream import StaleOwner, Store, StoreError
 from locret_stream.snapshot import Branch
 from locret_stream.snapshot.vault import Vault
-from tests.langchain.support import Script, held, model, receipt, rendered, thread
+from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread
+from tests.langchain.test_undone import SECRET, traces
 
 A = thread("a")
 LOG = "".join(f"line {number} of the log\n" for number in range(60))
@@ -148,7 +150,8 @@ def test_a_stream_without_a_history_comes_behind_what_the_thread_is_about(script
 
 
 def boundary(number: int, lineage: int, *, stream: bool = False) -> Boundary:
-    return Boundary(number.to_bytes(32), bytes(32), b"", b"", number, "user", lineage=bytes([lineage]), stream=stream)
+    return Boundary(number.to_bytes(32), bytes(32), b"", b"", number, "assistant", lineage=bytes([lineage]),
+                    stream=stream)
 
 
 def test_a_lineage_that_was_gone_on_with_outlives_questions_that_were_asked_once():
@@ -268,3 +271,78 @@ def test_a_title_asked_after_the_first_turn_is_not_where_a_thread_goes_on(script
         chat.invoke([SystemMessage("Write a title."), HumanMessage("falcon")], A)
         chat.invoke([HumanMessage("What is the code?")], thread("a", append=True))
         assert "The code of falcon is 48213." in held(chat, "a") and "title" not in held(chat, "a")
+
+
+async def test_a_stream_that_another_process_outran_is_not_taken_for_absorbed(script: Script, tmp_path: Path):
+    with model(Store(tmp_path)) as here, model(Store(tmp_path)) as there:
+        history: list[BaseMessage] = [HumanMessage("one")]
+        history += [await here.ainvoke(history, A)]
+
+        async def source() -> Any:
+            yield LOG
+            await there.ainvoke([*history, HumanMessage("meanwhile")], A)
+            yield LOG
+
+        with pytest.raises(StaleOwner, match="absorb the stream again"):
+            await here.aingest(source(), thread_id="a", history=history)
+        answer = await here.ainvoke([*history, HumanMessage("what?")], A)
+        assert receipt(answer)["source"] == "snapshot" and "of the log" not in held(here, "a")
+
+
+@pytest.mark.parametrize("save", ["turn", "run"])
+def test_a_thread_that_another_process_went_on_with_gives_its_slot_to_others(script: Script, tmp_path: Path, save: str):
+    """It can never be saved here again, so it cannot wait in the store."""
+    own = runtime(Store(tmp_path), max_live=1, slot_timeout_s=2)
+    with model(None, on=own, save=save) as here, model(Store(tmp_path)) as there:
+        history: list[BaseMessage] = [HumanMessage("one")]
+        history += [here.invoke(history, A), HumanMessage("two")]
+        history += [there.invoke(history, A), HumanMessage("three")]
+        assert receipt(here.invoke("other", thread("b")))["source"] == "new"
+        assert receipt(here.invoke(history, A))["source"] in ("snapshot", "rebuild")
+        assert held(here, "a").startswith(rendered(history))
+
+
+async def test_a_stream_that_was_outrun_holds_up_no_other_thread(script: Script, tmp_path: Path):
+    """Its source gives nothing for a while; another thread has the only turn, and waits for the only slot."""
+    own = runtime(Store(tmp_path), max_live=1, slot_timeout_s=5)
+    with model(None, on=own) as here, model(Store(tmp_path)) as there:
+        history: list[BaseMessage] = [HumanMessage("one")]
+        history += [await here.ainvoke(history, A)]
+        go_on = asyncio.Event()
+
+        async def source() -> Any:
+            yield LOG
+            await there.ainvoke([*history, HumanMessage("meanwhile")], A)
+            outrun.set()
+            await go_on.wait()
+            yield LOG
+
+        outrun = asyncio.Event()
+        absorbing = asyncio.create_task(here.aingest(source(), thread_id="a", history=history))
+        await outrun.wait()
+        async with asyncio.timeout(4):
+            await here.ainvoke("other", thread("b"))
+        go_on.set()
+        with pytest.raises(StaleOwner):
+            await absorbing
+        assert receipt(await here.ainvoke([*history, HumanMessage("what?")], A))["source"] == "snapshot"
+
+
+async def test_nothing_is_built_on_a_question_that_another_process_may_take_back(script: Script, tmp_path: Path):
+    """Forks, appended messages and recall go on from the last answer, and the secret is gone with its call."""
+    with model(Store(tmp_path, keep_last=5)) as here, model(Store(tmp_path, keep_last=5)) as there:
+        history: list[BaseMessage] = [HumanMessage("one")]
+        history += [await here.ainvoke(history, A)]
+        begun, loop = asyncio.Event(), asyncio.get_running_loop()
+        script.delay, script.on_token = 0.05, lambda: loop.call_soon_threadsafe(begun.set)
+        asking = asyncio.create_task(here.ainvoke([*history, HumanMessage(SECRET * 30)], A))
+        await begun.wait()
+        script.delay = 0.0
+        assert await there.arecall("a", "kumquat") == []
+        await there.afork_thread("a", "b")
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await here.asave_thread("a")
+        await there.ainvoke([HumanMessage("new")], thread("b", append=True))
+    assert not traces(tmp_path, SECRET)

@@ -18,13 +18,15 @@ from langchain_locret.messages import Said, digest, read, stand_in
 from langchain_locret.reaching import reach, reach_tip
 from langchain_locret.thread import Request
 from langchain_locret.threads import Threads
-from locret_stream import ConfigError, ContextClosed, EmptySource, InputError, InvalidText, SourceError
+from locret_stream import ConfigError, ContextClosed, EmptySource, InputError, InvalidText, SourceError, StaleOwner
 from locret_stream.context.session import to_the_end
 from locret_stream.context.sources import Puller
 
 if TYPE_CHECKING:
     from langchain_locret.home import Life
 
+_OUTRUN = ("another owner, such as another process, told the thread something while the stream was absorbed, so it "
+           "cannot be kept; the thread is as the other one left it. Expected one at a time: absorb the stream again")
 _BLOCK = 1 << 16  # bytes of a file that are read at once
 _STREAM = Said("user", secrets.token_hex(16))  # a place in the rendering; nobody says this
 
@@ -110,17 +112,23 @@ class Absorption:
                 before = encode([*pieces[:place], ahead], start=self._after.base is None)
                 self._closing = encode(pieces[place + 1:], start=False)
                 await threads.take(thread, before, request.focus)
+                thread.ctx.expendable = thread.session is not None  # once another owner has saved, nothing can be kept
 
     async def push(self, text: str) -> None:
         """Take in a piece; returns when memory has it.
 
         Raises:
-            InvalidText, BudgetExceeded, StoreError, ContextClosed.
+            InvalidText, BudgetExceeded, StoreError, StaleOwner, ContextClosed.
         """
         async with self._alone:
             self._expect_going()
-            async with self._threads.gate:
-                await self._thread.ctx.push(text)
+            ctx = self._thread.ctx
+            # One that has its slot waits for no turn: that may be waiting for just this slot.
+            async with self._threads.gate if ctx.away else contextlib.nullcontext():
+                try:
+                    await ctx.push(text)
+                except ContextClosed as error:
+                    raise StaleOwner(_OUTRUN) from error
             self._sha.update(text.encode())
             self.characters += len(text)
 
@@ -128,7 +136,7 @@ class Absorption:
         """The stand-in for all of it; what it stands for is durable, where the store can be written.
 
         Raises:
-            EmptySource: there was no text. ContextClosed.
+            EmptySource: there was no text. StaleOwner: another owner told the thread something. ContextClosed.
         """
         async with self._alone:
             self._expect_going()
@@ -136,6 +144,8 @@ class Absorption:
             if not self.characters:
                 raise EmptySource("the stream ended without any text; expected some")
             async with threads.gate:
+                if not thread.open:
+                    raise StaleOwner(_OUTRUN)
                 await thread.ctx.flush()
                 await thread.ctx.push(self._closing)
                 message = stand_in(self._label, self.characters, self._sha.hexdigest())
@@ -143,6 +153,8 @@ class Absorption:
                 keys = [*self._after.keys[:-1], digest(self._after.keys[-2], said[-1].digest)]
                 thread.at = threads.boundary(thread, replace(self._after, keys=keys), self._request, said)
                 await threads.keep(thread)
+                if thread.stale:
+                    raise StaleOwner(_OUTRUN)
             self._whole = True
             return message
 

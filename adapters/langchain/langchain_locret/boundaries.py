@@ -84,19 +84,24 @@ def fitting(known: Mapping[bytes, Boundary], start: bytes, said: Sequence[Said]
             ) -> list[tuple[int, Boundary, list[bytes]]]:
     """Known boundaries of which these messages go on: (messages held, boundary, keys of all boundaries), deepest first.
 
-    Either of just these messages, or, by the receipt of an answer among them, of a longer history whose end they
-    provably are.
+    Either of just these messages, or, by the receipt of an answer among them, or by an absorbed stream, of a longer
+    history whose end they provably are.
 
     Args:
         start: key of the boundary before any message.
     """
     keys = chain(start, said)
     found = [(count, known[keys[count]], keys) for count in range(1, len(said) + 1) if keys[count] in known]
-    trimmed = [at for at, one in enumerate(said)
-               if one.receipt and one.receipt != keys[at + 1] and one.receipt in known]
-    for at in trimmed[-RECEIPTS:]:
-        if known[said[at].receipt].proves(start, said[:at + 1]):
-            longer = [*keys[:at + 1], *chain(said[at].receipt, said[at + 1:])]
+    streams: dict[bytes, list[bytes]] = {}
+    for key, boundary in known.items():
+        if boundary.stream:
+            streams.setdefault(boundary.ledger[-16:], []).append(key)
+    named = [(at, key) for at, one in enumerate(said)
+             for key in (streams.get(one.digest, ()) if one.stream else (one.receipt,))]
+    trimmed = [(at, key) for at, key in named if key != keys[at + 1] and key in known]
+    for at, key in trimmed[-RECEIPTS:]:
+        if known[key].proves(start, said[:at + 1]):
+            longer = [*keys[:at + 1], *chain(key, said[at + 1:])]
             found += [(count, known[longer[count]], longer) for count in range(at + 1, len(said) + 1)
                       if longer[count] in known]
     return sorted(found, key=lambda one: -one[0])

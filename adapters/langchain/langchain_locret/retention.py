@@ -39,15 +39,19 @@ def kept(stored: Stored, most: int) -> dict[bytes, bool]:
 
 
 def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
-    """Where the thread was told something last; what was asked once, on the side, is passed over. While nothing was
-    gone on with, that is what was asked with another system text than the thread began with."""
-    lineages = _lineages(stored)
+    """Where the thread was told something last: the end of an answer or of a stream, as a question without an answer
+    may still be taken back by another process. What was asked once, on the side, is passed over. While nothing was gone
+    on with, that is what was asked with another system text than the thread began with."""
+    def ends(line: list[bytes]) -> list[bytes]:
+        return [key for key in line if stored[key][1].stream or stored[key][1].role == "assistant"]
+
+    lineages = [line for line in _lineages(stored) if ends(line)]
     main = [line for line in lineages if _gone_on(stored, line)] or [
         line for line in lineages if stored[line[-1]][1].system == stored[lineages[0][-1]][1].system]
     of_side = {stored[line[-1]][1].lineage for line in lineages if line not in main}
     if live is not None and live.lineage not in of_side:
         return live
-    return max((stored[line[-1]] for line in main), key=lambda one: one[0], default=(0, None))[1]
+    return max((stored[ends(line)[-1]] for line in main), key=lambda one: one[0], default=(0, None))[1]
 
 
 def _lineages(stored: Stored) -> list[list[bytes]]:

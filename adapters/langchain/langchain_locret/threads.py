@@ -130,7 +130,7 @@ class Threads:
         if not thread.open:  # others may save in the session from here on: its boundaries are looked up again
             thread.ctx = thread.at = thread.stored = None
             thread.stale = False
-        elif thread.session is None:
+        else:
             thread.ctx.expendable = True
         await self._retire()
 
@@ -177,9 +177,11 @@ class Threads:
 
     async def look_up(self, thread: Thread) -> None:
         """Which boundaries of it are stored, where that may not be known; what another owner saved counts."""
-        if thread.open and thread.session is not None and await thread.ctx.fenced():
+        if not thread.open:  # as its slot was needed
+            thread.ctx = thread.at = thread.stored = None
+        elif thread.session is not None and await thread.ctx.fenced():
             await thread.ctx.aclose(save=False)
-            thread.stored = thread.at = None
+            thread.ctx = thread.at = thread.stored = None
         thread.unusable &= {thread.live.key} if thread.live is not None else set()  # others may be usable by now
         if thread.session is None or thread.stored is not None:
             return
