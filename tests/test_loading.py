@@ -393,6 +393,13 @@ def test_several_devices_need_accelerate(device: Any):
         Runtime.from_pretrained("bundled", device=device)
 
 
+async def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path: Path):
+    """Not only that its name is none of the hub's."""
+    with pytest.raises(UnsupportedModel, match="no such folder is here: taken for a hub id"):
+        async with Runtime.from_pretrained(tmp_path / "no" / "model", **SMALL):
+            pass
+
+
 async def test_a_quantiser_that_transformers_cannot_load_here_is_refused_in_one_error(tmp_path: Path):
     base().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)

@@ -8,6 +8,7 @@ import errno
 import functools
 import io
 import json
+import logging
 import os
 import signal
 import stat
@@ -155,9 +156,9 @@ def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int 
 
     Call it outside of an event loop: Ctrl-C then interrupts imports and loading at once.
     """
+    _about_to_load(model)
     from locret_stream.runtime import Runtime
 
-    _about_to_load(model)
     if isinstance(budget, str) and budget.strip().isdecimal():
         budget = int(budget)
     given = {"heads": heads, "budget": budget, "chunk_size": chunk_size, **options}
@@ -179,13 +180,15 @@ def beside(runtime: Runtime, policy: str) -> Runtime:
 
 def load(model: str, **options: Any) -> tuple[Any, Any]:
     """The model and its tokenizer alone; `options` are "device" and "dtype"."""
+    _about_to_load(model)
     from locret_stream.runtime import Runtime
 
-    _about_to_load(model)
     return Runtime.from_pretrained(model, policy="random", **options).load()
 
 
 def _about_to_load(model: str) -> None:
+    for name in ("torchao", "torch.utils._pytree"):  # which speak of themselves wherever torchao is installed
+        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -159,7 +159,8 @@ def _readable(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer: {error}; "
+        why = "" if Path(path).expanduser().exists() else " (no such folder is here: taken for a hub id)"
+        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer{why}: {error}; "
                                'expected a folder with config.json, weights and tokenizer files, that of an adapter, a '
                                'GGUF file, a hub id, or "bundled"') from error
 
