@@ -151,6 +151,11 @@ class Branch:
         if coming is not None and spool is not None:  # it belongs to the next part of the log
             position, *ids = coming.tolist()
             self.focuses.append(Refocus(position, tuple(ids)))
+        # Whoever clears away from here on sees what this owner goes on from; who did before has left nothing whole.
+        if generation is not None and number not in self.vault.generations(self.name)[0]:
+            self.close()
+            raise SnapshotNotFound(f"snapshot {number} of {self.name!r} was cleared away while it was read; expected "
+                                   "one that is there: `Store(keep_last=...)` says how many stay")
         return restored
 
     def reload(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
@@ -324,14 +329,14 @@ class Branch:
             self.spool = None
 
 
-def log_of_unsaved(vault: Vault) -> set[str]:
-    """Log parts, as paths inside the session, that owners in this process go on from: a fork that was not saved yet
-    is named by no manifest, and its origin may have put together anew what both came from."""
+def log_of_owners(vault: Vault) -> set[str]:
+    """Log parts, as paths inside the session, that owners in this process go on from. No manifest may name them any
+    more: a fork was not saved yet and its origin put together anew what both came from, or an owner went back to an
+    older snapshot while the save before that still clears older ones away."""
     with _registering:
         branches = [*_branches]
-    forks = [branch for branch in branches if branch.spool is not None and branch.base is not None
-             and branch.base[0] != branch.name]
-    return {f"log/{ref.name}" for branch in forks for ref in branch.log
+    owners = [branch for branch in branches if branch.spool is not None and branch.base is not None]
+    return {f"log/{ref.name}" for branch in owners for ref in branch.log
             if (branch.vault.files.url, branch.vault.folder) == (vault.files.url, vault.folder)}
 
 

@@ -18,7 +18,7 @@ from locret_stream.errors import (
     SnapshotTooNew,
     StoreError,
 )
-from locret_stream.snapshot.branch import Branch, Snapshot, describe, log_of_unsaved
+from locret_stream.snapshot.branch import Branch, Snapshot, describe, log_of_owners
 from locret_stream.snapshot.files import Busy, Files
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.names import (
@@ -454,7 +454,7 @@ class Store:
         return {f"{folder}/{name}": size for name, size in self.files.sizes(f"{vault.folder}/{folder}").items()}
 
     def _collect(self, vault: Vault, grace_s: float) -> Collected:
-        named, removed, size = self._named(vault) | log_of_unsaved(vault), [], 0
+        named, removed, size = self._named(vault) | log_of_owners(vault), [], 0
         for path, count in (self._sizes(vault, "pages") | self._sizes(vault, "log")).items():
             whole = f"{vault.folder}/{path}"
             if path not in named and (vault.locked or self.files.age_s(whole) >= grace_s):

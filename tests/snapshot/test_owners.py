@@ -240,13 +240,44 @@ def test_pages_that_others_collected_are_written_again(store, fork, monkeypatch)
     other = again(store)
     other.delete("alice")
     monkeypatch.setattr("locret_stream.snapshot.remote.RemoteFiles.age_s", lambda self, path: 1e6)
-    monkeypatch.setattr("locret_stream.snapshot.store.log_of_unsaved", lambda vault: set())  # by another process
+    monkeypatch.setattr("locret_stream.snapshot.store.log_of_owners", lambda vault: set())  # by another process
     other.gc()
     assert stored(other, "alice") == set()
     monkeypatch.undo()
     assert not save(branch, toy.feed(3, branch)).log  # ids that were only there are gone, and that is told
     toy.ids = None
     assert same(loaded(again(store), branch.name), toy.record()) and sound(store)
+
+
+def test_an_owner_who_went_back_keeps_its_log_while_older_snapshots_are_cleared_away(local):
+    """The save before it was durable, and clearing away came only then: after the owner had gone back."""
+    branch, toy = begin(local, "alice", tokens=30)
+    save(branch, toy)
+    save(branch, toy.feed(200, branch))
+    back, old = resume(local, "alice", 1)
+    local.keep_last = 1
+    local.prune(branch)
+    assert [one.generation for one in local.info("alice")] == [2]
+    old.seed = 3
+    assert save(back, old.feed(9, back)).log
+    assert same(loaded(again(local), "alice"), old.record()) and sound(local)
+
+
+def test_what_is_cleared_away_while_an_owner_goes_back_to_it_is_not_there(local, monkeypatch):
+    branch, toy = begin(local, "alice", tokens=30)
+    save(branch, toy)
+    save(branch, toy.feed(200, branch))
+    read = Branch._read
+
+    def slowly(self: Branch, *arguments: object) -> object:
+        found = read(self, *arguments)
+        local.keep_last = 1
+        local.prune(branch)
+        return found
+
+    monkeypatch.setattr(Branch, "_read", slowly)
+    with pytest.raises(SnapshotNotFound, match="cleared away while it was read"):
+        resume(local, "alice", 1)
 
 
 def test_an_owner_who_rewound_saves_though_what_it_rewound_to_was_deleted(store):
