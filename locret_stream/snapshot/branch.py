@@ -329,13 +329,14 @@ class Branch:
             self.spool = None
 
 
-def log_of_owners(vault: Vault) -> set[str]:
-    """Log parts, as paths inside the session, that owners in this process go on from. No manifest may name them any
-    more: a fork was not saved yet and its origin put together anew what both came from, or an owner went back to an
-    older snapshot while the save before that still clears older ones away."""
+def log_of_owners(vault: Vault, *, all_of_them: bool) -> set[str]:
+    """Log parts, as paths inside the session, that owners in this process go on from and no manifest may name any more:
+    forks that were not saved yet, whose origin put together anew what both came from. With `all_of_them`, for clearing
+    away after a save, also those that went back to an older snapshot since; what is deleted on purpose is gone."""
     with _registering:
         branches = [*_branches]
-    owners = [branch for branch in branches if branch.spool is not None and branch.base is not None]
+    owners = [branch for branch in branches if branch.spool is not None and branch.base is not None
+              and (all_of_them or branch.base[0] != branch.name)]
     return {f"log/{ref.name}" for branch in owners for ref in branch.log
             if (branch.vault.files.url, branch.vault.folder) == (vault.files.url, vault.folder)}
 

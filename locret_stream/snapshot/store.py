@@ -339,7 +339,7 @@ class Store:
                 spare = [number for number in found[:-1] if number not in left and not keep.get(number)]
                 while self.max_bytes is not None and spare and self._bytes(vault) > self.max_bytes:
                     self._remove(vault, branch.name, [spare.pop(0)], highest)
-                return self._collect(vault, GRACE_S)
+                return self._collect(vault, GRACE_S, after_a_save=True)
         except Busy:
             return Collected(removed=(), bytes=0)
 
@@ -453,8 +453,8 @@ class Store:
     def _sizes(self, vault: Vault, folder: str) -> dict[str, int]:
         return {f"{folder}/{name}": size for name, size in self.files.sizes(f"{vault.folder}/{folder}").items()}
 
-    def _collect(self, vault: Vault, grace_s: float) -> Collected:
-        named, removed, size = self._named(vault) | log_of_owners(vault), [], 0
+    def _collect(self, vault: Vault, grace_s: float, *, after_a_save: bool = False) -> Collected:
+        named, removed, size = self._named(vault) | log_of_owners(vault, all_of_them=after_a_save), [], 0
         for path, count in (self._sizes(vault, "pages") | self._sizes(vault, "log")).items():
             whole = f"{vault.folder}/{path}"
             if path not in named and (vault.locked or self.files.age_s(whole) >= grace_s):

@@ -240,7 +240,7 @@ def test_pages_that_others_collected_are_written_again(store, fork, monkeypatch)
     other = again(store)
     other.delete("alice")
     monkeypatch.setattr("locret_stream.snapshot.remote.RemoteFiles.age_s", lambda self, path: 1e6)
-    monkeypatch.setattr("locret_stream.snapshot.store.log_of_owners", lambda vault: set())  # by another process
+    monkeypatch.setattr("locret_stream.snapshot.store.log_of_owners", lambda vault, **_: set())  # by another process
     other.gc()
     assert stored(other, "alice") == set()
     monkeypatch.undo()
