@@ -1,5 +1,6 @@
 # Everything runs in .venv, which is made on first use and only remade when the requirements change.
 #   make demo [ARGS="--tokens 50000"]    make test [ARGS="-k laws"]    make lint    make clean
+#   make docs                the pages of docs/ as a site, in site/; no network once what it needs is installed
 #   PYTHON=/path/to/python   the interpreter to make .venv from (3.11 or newer)
 #   JOBS=4                   how many tests run at once; 0 for one after another in one process
 #   PIP_FLAGS="..."          further flags for pip, such as --index-url for a CPU-only torch
@@ -10,8 +11,9 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs-installed
 
-.PHONY: venv demo test lint clean
+.PHONY: venv demo test lint docs clean
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)
@@ -41,7 +43,15 @@ test: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

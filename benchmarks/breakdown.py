@@ -26,7 +26,7 @@ from timing import WARM_UP, tiny_llama
 from locret_stream import Runtime
 from locret_stream.cache import UnitStore
 from locret_stream.config import Budget, StreamConfig
-from locret_stream.engine import Engine, EngineState, core
+from locret_stream.engine import Engine, EngineState, attention
 from locret_stream.evaluation import tasks
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach
@@ -70,8 +70,9 @@ class Clock:
 def timed(engine: Engine) -> Iterator[Clock]:
     """A clock that sees every part of what the engine does inside the block."""
     clock, attachment = Clock(engine.attachment.device), engine.attachment
-    places = [("attention", core, "prefill_attention"), ("selection", engine, "_keep"),
-              ("compaction", UnitStore, "commit"), ("heads", engine.policy, "score"), ("RoPE", engine.tables, "rotate")]
+    places = [("attention", attention, "prefill_attention"), ("selection", engine, "_keep"),
+              ("compaction", UnitStore, "commit"), ("heads", engine.policy, "score"),
+              ("RoPE", engine.layout.tables, "rotate")]
     before = [getattr(holder, name) for _, holder, name in places]
     hooks = []
     for layer in attachment.linears:

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: what a figure was measured with, and the file it is kept in."""
+"""Shared by the benchmarks and `research`: what a figure was measured with, and the file it is kept in."""
 
 from __future__ import annotations
 
@@ -44,12 +44,18 @@ def _triton() -> dict[str, str]:
         return {}
 
 
-def record(name: str, result: dict[str, Any], *, keep: bool) -> None:
-    """Print the result as one JSON object with its circumstances; with `keep` also write it to results/NAME.json."""
-    script = Path(sys.argv[0]).name
+def _command() -> str:
+    """What runs this script from the root of the repository: by its path, or as a module where it was run as one."""
+    spec = sys.modules["__main__"].__spec__
+    script = ["-m", spec.name] if spec else [f"benchmarks/{Path(sys.argv[0]).name}"]
+    return shlex.join(["python", *script, *sys.argv[1:]])
+
+
+def record(name: str, result: dict[str, Any], *, keep: bool, results: Path = RESULTS) -> None:
+    """Print the result as one JSON object with its circumstances; with `keep` also write it to `results`/NAME.json."""
     changed = _git("status", "--porcelain", ":(top)*.py", ":(top)*.toml", ":(top)*.sh", ":(top)locret_stream")
     whole = {
-        "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "command": _command(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
@@ -62,5 +68,5 @@ def record(name: str, result: dict[str, Any], *, keep: bool) -> None:
     text = json.dumps(whole, indent=1)
     print(text)
     if keep:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(text + "\n")
+        results.mkdir(exist_ok=True)
+        (results / f"{name}.json").write_text(text + "\n")

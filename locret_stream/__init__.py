@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from locret_stream.version import __version__
+
 if TYPE_CHECKING:
     from locret_stream.config import Budget, Sampling, StreamConfig
     from locret_stream.context import FeedReport, Replay, StreamingContext, Token
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from locret_stream.shorthand import SyncContext, open_context
     from locret_stream.snapshot import Collected, Snapshot, Store, Verified
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Budget",

@@ -284,7 +284,8 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
                 held = (units,) * shape.layers
             return shape.kv_heads * sum((count + chunk_size) * one for count, one in zip(held, per_unit, strict=True))
 
-        most = max(shape.sliding) if all(shape.sliding) else MOST_UNITS  # what is over a window is given to no one
+        windows = [window for window in shape.sliding if window]  # what is over a window is given to no one
+        most = max(windows) if len(windows) == len(shape.sliding) else MOST_UNITS
         value = _largest(lambda units: takes(units) <= size, most)
         if value < 1:
             capacity = int(size // (shape.kv_heads * sum(per_unit)))

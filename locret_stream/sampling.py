@@ -45,7 +45,8 @@ def sample(logits: Tensor, recent: list[int], position: int, sampling: Sampling,
     """
     scores = logits.float()[None]
     if using:
-        scores = using(torch.tensor([recent or [0]], device=logits.device), scores)
+        ids = torch.tensor([recent or [0]], device=logits.device)
+        scores = using(ids, scores)  # type: ignore[arg-type]  # transformers says LongTensor, a type no tensor has
     if sampling.temperature > 0:
         key = hashlib.blake2b(f"{sampling.seed}/{position}".encode(), digest_size=8).digest()
         noise = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)

@@ -14,6 +14,7 @@ from locret_stream.context import FeedReport, Memory, StreamingContext, Token
 from locret_stream.context.sources import Source
 from locret_stream.errors import ContextClosed
 from locret_stream.runtime import Runtime
+from locret_stream.snapshot import Snapshot
 from locret_stream.worker import expect_own
 
 
@@ -68,6 +69,9 @@ class SyncContext:
 
     def __enter__(self) -> SyncContext:
         expect_own(self._process)
+        if self._thread.ident is not None:
+            raise ContextClosed("this SyncContext was entered before, and is used once; expected another one, made as "
+                                "this was: `with SyncContext(...) as ctx`")
         self._thread.start()
         try:
             self._ctx = self._wait(self._opened.__aenter__())
@@ -99,6 +103,18 @@ class SyncContext:
         """Take in a whole source; as `StreamingContext.feed`."""
         return self._run(self._context().feed(source))
 
+    def push(self, piece: str | bytes | list[int]) -> int:
+        """As `StreamingContext.push`."""
+        return self._run(self._context().push(piece))
+
+    def flush(self) -> int:
+        """As `StreamingContext.flush`."""
+        return self._run(self._context().flush())
+
+    def discard(self) -> int:
+        """As `StreamingContext.discard`."""
+        return self._run(self._context().discard())
+
     def focus(self, text: str | None) -> None:
         """As `StreamingContext.focus`."""
         self._run(self._context().focus(text))
@@ -117,6 +133,18 @@ class SyncContext:
         finally:
             if self._ctx is not None:
                 self._run(reply.aclose())
+
+    def snapshot(self) -> Snapshot:
+        """As `StreamingContext.snapshot`."""
+        return self._run(self._context().snapshot())
+
+    def rewind(self, generation: int | Snapshot) -> None:
+        """As `StreamingContext.rewind`."""
+        self._run(self._context().rewind(generation))
+
+    def save_as(self, name: str) -> Snapshot:
+        """As `StreamingContext.save_as`."""
+        return self._run(self._context().save_as(name))
 
     @property
     def memory(self) -> Memory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.bundled_model import chat, circuits, data, export, pretrain
+from examples.bundled_model.model import SINKS, Kept, Recaller, Shape
 from locret_stream.evaluation import tasks
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach
 from locret_stream.text import Segmenter
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-from bundled_model import chat, circuits, data, export, pretrain
-from bundled_model.model import SINKS, Kept, Recaller, Shape
 
 TEXT = 'def f(x):\n    return x + 1\n\n\nprint("one, two")\nThe cat sat on the mat.\n' * 300
 STAGE = pretrain.Stage(2, 2, 64, (2, 4), 2, 128, recent=(8, 16), kept=(60, 90), mined=2_000)

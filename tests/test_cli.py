@@ -118,6 +118,11 @@ def test_mistakes_are_one_line_and_two(small: list[str], tiny: Path, tmp_path: P
                               "--chunk-size", 32)
     assert "no-such-model" in mistake("run", note, *ask, "--model", tmp_path / "no-such-model", "--policy", "keydiff")
     assert "budget" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydiff", "--budget", "96 parsecs")
+    assert "number of 5,000 digits" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydiff", "--budget",
+                                               "9" * 5000)
+    assert "--ask is empty" in mistake("run", note, "--ask", "", *small)
+    assert "--ask is empty" in mistake("run", note, *ask, "--ask", "", "--session", "a", "--store", tmp_path, *small)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"], "told before anything is read"
 
 
 def test_text_that_is_not_utf8_is_named(small: list[str], tmp_path: Path):
@@ -131,6 +136,7 @@ def test_text_that_is_not_utf8_is_named(small: list[str], tmp_path: Path):
     ('{"fact": "a", "question": "b"}\n', "line 1"),
     ('{"fact": "a", "question": "b", "answer": "c"}\nnonsense\n', "line 2"),
     ('{"fact": " ", "question": "b", "answer": "c"}\n', "empty"),
+    ('{"fact": "a", "question": "b\\u0000", "answer": "c"}\n', "line 1: a NUL character in the question"),
 ])
 def test_facts_files_are_checked(tmp_path: Path, lines: str, complaint: str):
     path = tmp_path / "facts.jsonl"
@@ -138,6 +144,14 @@ def test_facts_files_are_checked(tmp_path: Path, lines: str, complaint: str):
     with pytest.raises(InputError, match=complaint):
         read_facts(path)
     assert complaint in mistake("demo", "--facts", path)
+
+
+def test_facts_may_hold_other_line_ends_and_begin_with_a_mark(tmp_path: Path):
+    path = tmp_path / "facts.jsonl"
+    said = "The note says a\u2028b\u2029c\x85d."
+    line = json.dumps({"fact": said, "question": "What?", "answer": "b"}, ensure_ascii=False)
+    path.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n\r\n{line}".encode())
+    assert [fact.sentence for fact in read_facts(path)] == [said, said]
 
 
 # -- demo ---------------------------------------------------------------------------------------------------------
@@ -173,6 +187,32 @@ def test_demo_takes_own_facts_and_text(small: list[str], tmp_path: Path):
     assert found["recall_recent"] is None and found["restored"] is None
     assert [a["expected"] for a in found["answers"]] == ["rock"]
     assert found["tokens_fed"] > 60 * 21  # bytes are tokens here: the text, the fact and the decoys
+
+
+def test_demo_asks_several_questions_about_one_fact(small: list[str], tmp_path: Path):
+    facts, text = tmp_path / "facts.jsonl", tmp_path / "text.txt"
+    fact = "The moon is made of rock."
+    facts.write_text("".join(json.dumps({"fact": f"{fact}{end}", "question": f"{word} is it?", "answer": "rock"}) + "\n"
+                             for word, end in (("What", ""), ("Which", "\n"))))
+    text.write_text("Nothing to see here.\n" * 60)
+    code, out, err = invoke("demo", "--json", "--facts", facts, "--stream", text, "--no-compare", "--no-restart",
+                            "--seed", 3, *small)
+    assert code == 0 and "1 facts and 110 decoys" in err, err
+    first, second = json.loads(out)["answers"]
+    assert (first["question"], second["question"]) == ("What is it?", "Which is it?")
+    assert first["position"] == second["position"] > 0
+
+
+def test_demo_takes_no_stream_that_can_be_read_only_once(small: list[str], tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe is a pipe or a device" in mistake("demo", "--stream", tmp_path / "pipe", *small)
+
+
+def test_demo_starts_its_new_process_without_another_stores_key(small: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCRET_KEY", "5a" * 32)
+    monkeypatch.setenv("LOCRET_STORE", "s3://nowhere/memories")
+    code, out, err = invoke("demo", "--json", "--tokens", 1000, "--no-compare", *small)
+    assert code == 0 and json.loads(out)["restored"]["same"] == 12, err
 
 
 def test_demo_refuses_a_budget_without_room_for_a_fact(small: list[str], tmp_path: Path):
@@ -216,6 +256,10 @@ def test_lines_are_cut_without_loss():
         lines = list(cut_lines(text[i : i + size] for i in range(0, len(text), size)))
         assert "".join(lines) == text and max(map(len, lines)) <= 4096
         assert lines[-1] == "last"
+    for text in ("one\rtwo\x0cthree\n", "a\u2028b\u2029c\x85d\x1ce\vf", "\r", "\n\r\n\r", "x" * 4096 + "\r\n"):
+        for size in (1, 2, 9):
+            lines = list(cut_lines(text[i : i + size] for i in range(0, len(text), size)))
+            assert "".join(lines) == text and all("\n" not in line[:-1] for line in lines)
     assert count(["aa", "b"], len, None) == 3 and count(iter(["aa", "b", "c"]), len, 2) == 2
 
 
@@ -494,6 +538,63 @@ def test_files_are_read_in_pieces_that_join_and_end_in_a_newline(tmp_path: Path)
         list(file_text(path))
 
 
+def test_a_named_pipe_is_read_as_it_comes(small: list[str], tmp_path: Path):
+    pipe, after = tmp_path / "pipe", tmp_path / "after.txt"
+    os.mkfifo(pipe)
+    after.write_text("More.\n")
+    process = start("run", pipe, after, "--ask", "What?", "--max-new-tokens", 2, "--json", *small)
+    start_python("-c", f"open({str(pipe)!r}, 'w').write('All work and no play.' * 9)")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out)["tokens_fed"] == 21 * 9 + len("\nMore.\n")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_signals_end_the_wait_for_a_named_pipe(small: list[str], tmp_path: Path, begun: bool):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = start("run", pipe, "--ask", "What?", *small)
+    try:
+        wait_for(process, "reading ")
+        if begun:
+            writer = pipe.open("w")  # waits for the reader
+            writer.write("All work and no play.\n")
+            writer.flush()
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        if begun:
+            writer.close()
+    finally:
+        process.kill()
+    assert process.returncode == 143 and "Terminated: " in err and "Traceback" not in err, err
+
+
+def test_train_heads_reads_its_data_once(tiny: Path, tmp_path: Path):
+    """As of `--data <(...)`, whatever is made of the heads then."""
+    pipe, data = tmp_path / "pipe", pairs(tmp_path)
+    os.mkfifo(pipe)
+    process = start("train-heads", "--model", tiny, "--data", pipe, "--out", tmp_path / "heads", "--steps", 2,
+                    "--width", 8, "--held-out", 0.4, "--allocate", "--allocate-units", 16, "--allocate-chunk", 16,
+                    "--json")
+    start_python("-c", f"open({str(pipe)!r}, 'w').write(open({str(data)!r}).read())")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and json.loads(out)["steps"] == 2, err
+
+
+def test_output_in_an_encoding_that_lacks_characters(small: list[str], tmp_path: Path):
+    """What it lacks is written out; JSON stays JSON."""
+    note = tmp_path / "note.txt"
+    note.write_text("Zwölf 🦉.\n", encoding="utf-8")
+    latin, ascii_only = ({**os.environ, "PYTHONIOENCODING": name, "PYTHONUTF8": "1"} for name in ("latin-1", "ascii"))
+    done = run_python("-m", "locret_stream", "inspect", *small, env=latin, encoding="latin-1")
+    assert done.returncode == 0 and "slots · \\u03a3 H" in done.stdout, done.stderr
+    done = run_python("-m", "locret_stream", "run", note, "--ask", "Zwölf 🦉?", "--json", "--max-new-tokens", 4, *small,
+                      env=ascii_only)
+    assert done.returncode == 0 and done.stdout.isascii(), done.stderr
+    assert json.loads(done.stdout)["answers"][0]["question"] == "Zwölf 🦉?"
+
+
 # -- sessions -----------------------------------------------------------------------------------------------------
 
 
@@ -607,6 +708,9 @@ def test_one_damaged_snapshot_hides_no_other(small: list[str], tmp_path: Path):
     assert code == 1 and "b\\nc" in out and "--on-mismatch rebuild" in err and "found" in err
     code, out, err = invoke("snapshots", "info", "a", *store)
     assert code == 1 and "a" in err
+    for verb in (["list"], ["info", "a"]):
+        code, out, err = invoke("snapshots", *verb, *store, "--json")
+        assert code == 1 and err == "" and any(one["problem"] for one in json.loads(out)["snapshots"])
 
 
 @pytest.mark.parametrize("number, status, word, ignored", [
@@ -658,8 +762,9 @@ def test_reading_ends_when_another_owner_takes_the_session(small: list[str], tmp
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and process.poll() is None:
             if store.has("a") and store.info("a")[-1].generation < 1000:
-                vault = store.branch("a").vault
-                Path(store.url, vault.folder, vault.manifest_path("a", 1000)).touch()  # another owner's
+                session_folder = store.branch("a").session_folder
+                path = session_folder.manifest_path("a", 1000)
+                Path(store.url, session_folder.folder, path).touch()  # another owner's
             process.stdin.write("All work and no play.\n")
             process.stdin.flush()
             time.sleep(0.1)

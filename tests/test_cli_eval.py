@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_full_beyond_the_window_is_skipped_and_said(small: list[str], tmp_path: 
     assert "`full` was not run at 1,100 tokens; there" in (tmp_path / "out" / "report.md").read_text()
     assert "no cell can run: full at 1,100" in mistake("eval", *small[:4], "--length", 1100, "--out", tmp_path / "no",
                                                        "--task", "passkey", "--policy", "full")
+
+
+def test_full_that_its_questions_take_beyond_the_window_is_skipped_by_its_real_size(small: list[str], tmp_path: Path):
+    code, out, err = invoke("eval", *small[:4], "--budget", 64, "--chunk-size", 32, "--stabilizers", 8, "--length", 990,
+                            "--out", tmp_path, "--task", "passkey", "--questions", 1, "--policy", "full", "--policy",
+                            "random", "--json")
+    assert code == 0, err
+    [reason] = json.loads(out)["skipped"]
+    size = re.fullmatch(r"full on passkey at 990 tokens: a stream of ([\d,]+) tokens with question and answer, with "
+                        r"chunks of 32 does not fit the model's window of 1,024", reason)
+    assert size and int(size[1].replace(",", "")) > 1024 - 32
 
 
 def test_heads_knobs_and_allocations_are_variants(model: Path, small: list[str], tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Every example runs as its first line says, is short, and says something; so does what README.md shows."""
+"""Every example runs as its first line says, is short, and says something."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from locret_stream.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"train_bundled_model.py", "train_recall_model.py"}  # take most of an hour; tests of their own try them
+ELSEWHERE = {"__init__.py", "train_bundled_model.py"}  # training takes an hour; tests of its own try its parts
 RUNS = {
     "quickstart.py": (["3000"], "truth: "),
     "own_text.py": (["{text}", "What is the door code of falcon?", "Again?"], "after the talk: "),
@@ -102,30 +99,3 @@ def test_own_text_explains_itself_and_its_errors(tmp_path: Path, monkeypatch: py
     empty.write_text("")
     with pytest.raises(SystemExit, match=r"^EmptySource: "):
         run(monkeypatch, "own_text.py", str(empty), "What?")
-
-
-def blocks_of_readme(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "notes.txt").write_text("The door code of falcon is 48213.\nThe door code of heron is 7304.\n")
-    monkeypatch.chdir(tmp_path)
-    for code in blocks_of_readme("python"):
-        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
-        assert capsys.readouterr().out
-
-
-def test_the_commands_of_the_readme_exist():
-    """Every verb and option in a shell block is one that --help knows; every make target is in the Makefile."""
-    lines = [line.partition("  #")[0] for block in blocks_of_readme("sh") for line in block.splitlines()]
-    shown = [found for line in lines if (found := re.search(r"locret-stream ([a-z-]+)(.*)", line))]
-    assert {found[1] for found in shown} >= {"run", "train-heads", "inspect"}
-    for found in shown:
-        text = CliRunner().invoke(app, [found[1], "--help"], env={"COLUMNS": "200"}).stdout
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", found[2]):
-            assert option in text, (found[0], option)
-    makefile = (ROOT / "Makefile").read_text()
-    for target in {found[1] for line in lines if (found := re.match(r"make ([a-z]+)", line))}:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -170,7 +170,7 @@ def test_a_chat_model_is_refused_in_a_forked_process_which_ends_by_itself(tmp_pa
 
 LOCKED = """
 import os, sys, threading
-import langchain_locret.home as home
+import langchain_locret.runtimes as home
 held = threading.Event()
 def hold():
     with home._LOCK:

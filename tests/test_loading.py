@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
 from locret_stream import ConfigError, HeadsMismatch, Runtime, SnapshotMismatch, UnsupportedModel
 from locret_stream.config import Budget
@@ -406,6 +407,43 @@ async def test_a_quantiser_that_transformers_cannot_load_here_is_refused_in_one_
     with pytest.raises(UnsupportedModel, match=r"cannot be loaded as a causal language model(?s:.*)expected a folder"):
         async with Runtime.from_pretrained(tmp_path, quantization=tf.AwqConfig(), **SMALL):
             pass
+
+
+@pytest.mark.parametrize(("name", "damage", "told"), [
+    ("model.safetensors", lambda whole: whole[:-9], r"damaged: model\.safetensors \(.*incomplete.*download or copy"),
+    ("model.safetensors", lambda whole: b"", r"damaged: model\.safetensors"),
+    ("config.json", lambda whole: b"[]", r"damaged: config\.json \(it holds no JSON object\)"),
+    ("tokenizer.json", lambda whole: b"{}", r"KeyError in its tokenizer files: 'added_tokens'"),
+    ("tokenizer.json", lambda whole: whole[:99], r"damaged: tokenizer\.json"),
+    ("adapter_config.json", lambda whole: b"{}", r"adapter_config\.json names no base model"),
+    ("adapter_config.json", lambda whole: b"[]", r"adapter_config\.json names no base model"),
+])
+def test_files_that_were_not_downloaded_whole_are_named(name: str, damage: Any, told: str, tmp_path: Path):
+    """And the error that they gave is the cause, so that one of another origin is not hidden."""
+    if name == "adapter_config.json":
+        needs("peft")
+    base().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / name
+    path.write_bytes(damage(path.read_bytes() if path.exists() else b""))
+    with pytest.raises(UnsupportedModel, match=rf"{tmp_path} cannot be loaded (?s:.*){told}(?s:.*)") as caught:
+        Runtime.from_pretrained(tmp_path, **SMALL).start()
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_weights_that_lack_a_tensor_are_refused(device: str, tmp_path: Path):
+    """transformers would fill it with random numbers, and only print so."""
+    if device == "auto":
+        needs("accelerate")
+    base().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "layers.1" in name)
+    save_file({one: tensor for one, tensor in weights.items() if one != name}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"lack 1 tensors, the first '{name}'; expected a whole checkpoint"):
+        Runtime.from_pretrained(tmp_path, **SMALL, device=device).start()
 
 
 # -- a real one ---------------------------------------------------------------------------------------------------

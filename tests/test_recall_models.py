@@ -13,7 +13,7 @@ from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.runner import Bench
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ROOT / "benchmarks" / "models"
+MODELS = ROOT / "research" / "models"
 NAMES = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
 
 
@@ -53,7 +53,7 @@ def test_heads_of_the_others(policy: str, folder: str, tmp_path: Path):
     assert learned.score > recent.score + 0.5 and len(set(learned.budgets)) > 1
 
 
-@pytest.mark.parametrize("kept", sorted((ROOT / "benchmarks" / "results").glob("policies*.json")),
+@pytest.mark.parametrize("kept", sorted((ROOT / "research" / "results").glob("policies*.json")),
                          ids=lambda path: path.stem)
 def test_kept_tables_are_of_a_model_that_is_kept(kept: Path):
     [origin] = json.loads(kept.read_bytes())["result"]["origins"]

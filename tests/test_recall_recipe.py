@@ -6,13 +6,15 @@ import itertools
 import random
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = str(ROOT / "examples")
+from research import train_recall_model as recipe
+from research.recall_model import data, lessons
+from research.recall_model.circuits import initialise
+
 LENGTH = 256
 
 
@@ -24,26 +26,16 @@ def text() -> str:
 
 
 @pytest.fixture(scope="module")
-def data():
-    sys.path.insert(0, EXAMPLES)
-    try:
-        from recall_model import data
-        yield data
-    finally:
-        sys.path.remove(EXAMPLES)
-
-
-@pytest.fixture(scope="module")
-def writer(data, text):
+def writer(text):
     return data.Writer(data.train_tokenizer(text, 1200), text, "3")
 
 
-def test_markers_are_tokens_of_their_own(data, writer):
+def test_markers_are_tokens_of_their_own(writer):
     ids = writer.tokenizer.encode("?<QX:471\n<AB:067>\n").tokens
     assert ids == ["?", "<", "QX", ":", "4", "7", "1", "Ċ", "<", "AB", ":", "0", "6", "7", ">", "Ċ"]
 
 
-def test_numbers_can_be_tokens_of_their_own(data, text):
+def test_numbers_can_be_tokens_of_their_own(text):
     tokenizer = data.train_tokenizer(text, 2400, digits=3)
     assert tokenizer.encode("?<QX:471\n<AB:067").tokens == ["?", "<", "QX", ":", "471", "Ċ", "<", "AB", ":", "067"]
     assert tokenizer.encode("4711").tokens == ["471", "1"], "the same numbers everywhere, whatever is behind them"
@@ -86,7 +78,7 @@ def test_a_background_is_runs_of_its_text_and_holds_no_mark(writer, text):
     assert 0.9 < followed / (len(lines) - 1) < 1, "runs, not lines of their own, nor one run"
 
 
-def test_figures_are_full_of_digits_and_hold_no_mark(data):
+def test_figures_are_full_of_digits_and_hold_no_mark():
     lines = data.lines_of_figures("a seed", 4000)
     assert len(lines) == 4000 and lines == data.lines_of_figures("a seed", 4000) != data.lines_of_figures("b", 4000)
     whole = "\n".join(lines)
@@ -97,9 +89,7 @@ def test_figures_are_full_of_digits_and_hold_no_mark(data):
 
 
 @pytest.mark.parametrize("seeded", [True, False])
-def test_seeded_heads_of_the_first_layer_look_one_to_four_tokens_back(data, seeded: bool):
-    from recall_model.circuits import initialise
-    from transformers import LlamaConfig, LlamaForCausalLM
+def test_seeded_heads_of_the_first_layer_look_one_to_four_tokens_back(seeded: bool):
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=300, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, attn_implementation="eager",
@@ -114,13 +104,7 @@ def test_seeded_heads_of_the_first_layer_look_one_to_four_tokens_back(data, seed
 
 
 @pytest.fixture(scope="module")
-def lessons(data):
-    from recall_model import lessons
-    return lessons
-
-
-@pytest.fixture(scope="module")
-def taught(data, lessons, text):
+def taught(text):
     """Lessons that are at a state, in a vocabulary with room for all keys and values."""
     words = ["abcdefgh"[i:j] * 2 for i in range(8) for j in range(i, 9)]
     more = "\n".join(" ".join(random.Random(n).choices(words, k=40)) for n in range(60))
@@ -129,7 +113,7 @@ def taught(data, lessons, text):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_what_a_lesson_asks_its_own_marks_answer(lessons, taught, at: int):
+def test_what_a_lesson_asks_its_own_marks_answer(taught, at: int):
     made = taught(at, 676, 900)
     ids, targets, weights, answers = made.batch(60 * made.now.length)
     assert ids.shape == (60, made.now.length) == targets.shape == weights.shape == answers.shape
@@ -165,7 +149,7 @@ def test_repeated_segments_have_few_letters_from_the_second_lesson_on(taught):
         assert rows > 10 and least <= doubtful / rows <= most
 
 
-def test_keys_double_when_answers_are_right_and_lessons_end_with_all_of_them(lessons, taught):
+def test_keys_double_when_answers_are_right_and_lessons_end_with_all_of_them(taught):
     made, yes, no = taught(*lessons.FIRST), torch.ones(50, dtype=torch.bool), torch.zeros(50, dtype=torch.bool)
     for _ in range(30):
         made.heed(no, yes)
@@ -180,9 +164,7 @@ def test_keys_double_when_answers_are_right_and_lessons_end_with_all_of_them(les
     assert states[99][0] == 0, "all keys, but repeated segments are not yet gone on with"
 
 
-def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data, lessons, text, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import train_recall_model as recipe
+def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(text, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--minutes", "60"])
     tokenizer = data.train_tokenizer(text, 1664)
     run = recipe.Run(recipe.parse(), tokenizer, "text")
@@ -209,9 +191,7 @@ def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(data
     assert seeded.lessons == lessons.DONE and len(seeded.optimizers) == 1
 
 
-def test_sequences_grow_by_accuracy_or_else_by_time(data, writer, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import train_recall_model as recipe
+def test_sequences_grow_by_accuracy_or_else_by_time(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--tokens", "512"])
     run = recipe.Run(recipe.parse(), writer.tokenizer, "text")
     assert run.stage == 0 and run.accuracy is None
@@ -229,9 +209,7 @@ def test_sequences_grow_by_accuracy_or_else_by_time(data, writer, tmp_path, monk
     assert run.stage == len(recipe.STAGES) - 1
 
 
-def test_only_a_training_without_circuits_needs_a_vocabulary_for_lessons(data, lessons, writer, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import train_recall_model as recipe
+def test_only_a_training_without_circuits_needs_a_vocabulary_for_lessons(writer, tmp_path, monkeypatch):
     few = ["", "--out", str(tmp_path), "--text", "-", "--minutes", "0.001"]
     monkeypatch.setattr(sys, "argv", [*few, "--seeded"])
     run = recipe.Run(recipe.parse(), writer.tokenizer, "text")

@@ -8,9 +8,11 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from locret_stream import (
     Budget,
@@ -27,6 +29,8 @@ from locret_stream import (
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.models import attach, detach
 from locret_stream.runtime import core as runtime_core
+from locret_stream.snapshot import Store
+from tests.architectures import CONFIGS, make
 from tests.context.support import (
     CHUNK,
     TEXT,
@@ -44,7 +48,6 @@ from tests.context.support import (
     unstarted,
 )
 from tests.kit import assert_same, random_heads
-from tests.kit import model as random_model
 
 
 def our_threads() -> list[str]:
@@ -132,6 +135,13 @@ async def test_slots_that_no_memory_holds_are_refused(monkeypatch: pytest.Monkey
     assert not our_threads() and detach(model()) == 0
 
 
+def random_model(name: str) -> PreTrainedModel:
+    """Of that architecture, with a row for every id of the tokenizer."""
+    config = CONFIGS[name]()
+    config.vocab_size = len(tokenizer())
+    return make(name, config=config)
+
+
 @pytest.mark.parametrize(("name", "policy"), [("llama", "streaming_llm"), ("llama", "infllm"), ("gemma2", "random"),
                                                ("gemma3", "random"), ("smollm3", "keydiff"), ("gpt-oss", "full")])
 async def test_a_size_is_that_of_one_context(name: str, policy: str):
@@ -162,20 +172,20 @@ def test_devices_and_dtypes_that_cannot_be_used_are_refused_at_once(options: dic
 async def test_defaults_of_the_bundled_model_also_stand_for_none():
     async with Runtime.from_pretrained("bundled", budget=None, chunk_size=None, heads=None, max_live=1) as runtime:
         assert runtime.engine.chunk_size == 256 and sum(runtime.engine.budgets) == 4 * 768
-        assert set(runtime.engine.protection) == {(4, 32)}
+        assert set(runtime.engine.layout.protection) == {(4, 32)}
 
 
 async def test_what_never_evicts_holds_the_same_in_every_layer():
     async with Runtime.from_pretrained("bundled", policy="full", max_live=1) as runtime:
         assert set(runtime.engine.budgets) == {768}
     async with Runtime.from_pretrained("bundled", budget=40, max_live=1) as runtime:  # small layers: little protected
-        assert min(runtime.engine.budgets) == 5 and set(runtime.engine.protection) == {(1, 1)}
+        assert min(runtime.engine.budgets) == 5 and set(runtime.engine.layout.protection) == {(1, 1)}
 
 
 def test_the_largest_window_fits_exactly():
     runtime = unstarted(budget=Budget(units=2040, sinks=1, stabilizers=1), max_live=1)
     runtime.start()
-    assert runtime.engine.tables.capacity == 2048
+    assert runtime.engine.layout.tables.capacity == 2048
     asyncio.run(runtime.aclose())
 
 
@@ -278,7 +288,8 @@ async def test_bytes_resident_are_what_the_tensors_hold_from_start_to_end(policy
 
         before, slot = runtime.memory, None
         assert before.bytes_pool == held() == engine.pool.formula_bytes()
-        assert before.bytes_resident == held() + engine.tables.bytes_resident and before.slots == 4  # no mask yet
+        assert before.bytes_resident == held() + engine.layout.tables.bytes_resident  # no mask yet
+        assert before.slots == 4
         async with runtime.open() as ctx, runtime.open() as other:
             for n in range(3):
                 await ctx.feed([n + 5] * 40)
@@ -287,7 +298,7 @@ async def test_bytes_resident_are_what_the_tensors_hold_from_start_to_end(policy
                 assert ctx.memory.bytes_resident == other.memory.bytes_resident == slot == before.slot_bytes
                 assert ctx.memory.bytes_full_cache == ctx.memory.tokens * 2 * 2 * 2 * 8 * 4
             assert 4 * slot + engine.pool.scratch.nbytes == before.bytes_pool
-        masks = sum(mask.nbytes for mask in engine._masks.values())
+        masks = sum(mask.nbytes for mask in engine.attention._masks.values())
         assert runtime.memory.bytes_resident == before.bytes_resident + masks and masks < slot / 2
         assert runtime.memory.bytes_pool == held() == before.bytes_pool
         assert not [t for layer in engine.pool.layers for t in layer.tensors if t.requires_grad]
@@ -303,8 +314,8 @@ async def test_nothing_grows_with_the_stream():
             await ctx.feed(iter([[noise.randrange(400)] * 30 for _ in range(20)]))
             gc.collect()
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-            sizes.append((len(state.committed_ids), len(runtime.worker._queues), ctx._session.held, tensors))
-            assert len(runtime.engine._masks) <= 4
+            sizes.append((len(state.committed_ids), len(runtime.worker._queues), ctx._session.buffered, tensors))
+            assert len(runtime.engine.attention._masks) <= 4
         assert len(set(sizes)) == 1 and sizes[0][:3] == (1024, 0, 0), sizes
         assert ctx.memory.tokens > 3000 and sum(ctx.memory.units) == 2 * UNITS
 
@@ -346,7 +357,7 @@ def test_count_tokens_is_what_feeding_adds():
 async def test_open_context_is_one_context_in_a_private_runtime(folder: str):
     async with open_context(folder, system="You watch.", policy="keydiff", budget=UNITS, chunk_size=CHUNK,
                             name="logs") as ctx:
-        assert ctx.name == "logs" and ctx._host._live_slots.size == 1
+        assert ctx.name == "logs" and ctx._services._live_slots.size == 1
         await ctx.feed(TEXT)
         assert await ctx.ask("q", max_new_tokens=3) is not None
         await expect_free_later(ctx)
@@ -360,7 +371,7 @@ async def test_open_context_is_one_context_in_a_private_runtime(folder: str):
 
 
 async def expect_free_later(ctx) -> None:
-    expect_free(ctx._host, taken=1)
+    expect_free(ctx._services, taken=1)
 
 
 def sync(folder: str, **options) -> SyncContext:
@@ -388,6 +399,31 @@ async def test_sync_context_does_the_same(folder: str):
         assert ids[-3:] == [5, 6, 7] and ids[:ctx.memory.tokens] == ids_in(ctx)
         assert ids[-3 - len(literals(runtime, "<|im_start|>user\n")):-3] == literals(runtime, "<|im_start|>user\n")
     assert memory.tokens == len(ids)
+
+
+def test_sync_context_pushes_and_saves(folder: str, tmp_path: Path):
+    with sync(folder, name="a", store=str(tmp_path)) as ctx:
+        assert ctx.push("half a line") == 0 and ctx.discard() == len("half a line")
+        count = ctx.push("half a line") + ctx.flush()
+        assert count > 0
+        first, tokens = ctx.snapshot(), ctx.memory.tokens
+        ctx.feed(TEXT)
+        assert ctx.snapshot().tokens > first.tokens
+        ctx.rewind(first)
+        assert ctx.memory.tokens == tokens
+        assert ctx.save_as("b").name == "b"
+    assert [one.name for one in Store(tmp_path).list()] == ["a", "b"]
+    assert not our_threads()
+
+
+def test_sync_context_is_entered_once(folder: str):
+    with sync(folder) as ctx:
+        with pytest.raises(ContextClosed, match="entered before, and is used once; expected another one"), ctx:
+            pass
+        ctx.feed("still open\n")
+    with pytest.raises(ContextClosed, match="expected another one"), ctx:
+        pass
+    assert not our_threads()
 
 
 def test_sync_context_has_a_focus(folder: str):
@@ -425,7 +461,7 @@ def test_sync_context_before_and_after_its_block(folder: str):
 def test_ctrl_c_in_a_sync_context_stops_the_work_and_waits_for_it(folder: str):
     with sync(folder) as ctx:
         ctx.feed("before")
-        engine, commit = ctx._ctx._host.engine, ctx._ctx._host.engine.commit
+        engine, commit = ctx._ctx._services.engine, ctx._ctx._services.engine.commit
         engine.commit = lambda state: (time.sleep(0.05), commit(state))  # so that Ctrl-C hits a step
         for endless in (lambda: ctx.feed(iter(lambda: [7] * 3, None)),
                         lambda: ctx.ask("q", max_new_tokens=10**6, ignore_eos=True),

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret_stream.errors import ConfigError, InvalidText, InvalidTokens
-from locret_stream.text import HARD_LIMIT, SOFT_LIMIT, Detokenizer, Held, Segmenter, TextCodec, segmenter
+from locret_stream.text import HARD_LIMIT, SOFT_LIMIT, Detokenizer, Segmenter, SegmenterState, TextCodec, segmenter
 from locret_stream.text.segmenter import cut
 from tests.tiny_tokenizers import KINDS, NAMED, ORDINARY, SPECIAL, corpus, make, trained, wrap
 
@@ -94,7 +94,7 @@ def test_a_snapshot_of_what_is_held_goes_on_the_same(small_limits, text, place):
     head, tail = split(data, [place])
     first = Segmenter()
     segments = first.push(head)
-    held = msgspec.msgpack.decode(msgspec.msgpack.encode(first.held), type=Held)
+    held = msgspec.msgpack.decode(msgspec.msgpack.encode(first.state), type=SegmenterState)
     assert len(held.text) < small_limits[1] and len(held.tail) <= 3
     assert segments + fed([tail], Segmenter(held)) == specified(text, *small_limits)
 
@@ -122,8 +122,8 @@ def test_where_the_cuts_fall(text: str, lengths: list[int]):
 def test_a_run_of_newlines_waits_for_what_follows():
     cutter = Segmenter()
     assert [cutter.push(piece) for piece in ("a\n", "\n", "b")] == [[], [], ["a\n\n"]]
-    assert cutter.held == Held("b")
-    assert cutter.flush() == ["b"] and cutter.flush() == [] and cutter.held == Held()
+    assert cutter.state == SegmenterState("b")
+    assert cutter.flush() == ["b"] and cutter.flush() == [] and cutter.state == SegmenterState()
 
 
 def test_a_megabyte_line_one_character_at_a_time_is_linear():
@@ -144,10 +144,10 @@ def test_a_megabyte_line_one_character_at_a_time_is_linear():
 def test_a_piece_that_is_not_text_changes_nothing(piece):
     cutter = Segmenter()
     cutter.push("one\ntw")
-    before = cutter.held
+    before = cutter.state
     with pytest.raises(InvalidText, match="expected"):
         cutter.push(piece)
-    assert cutter.held == before
+    assert cutter.state == before
     assert cutter.push("o\nt") == ["two\n"]
 
 
@@ -168,14 +168,15 @@ def test_an_unfinished_character_stays_until_it_is_finished_or_dropped():
     for attempt in (cutter.flush, lambda: cutter.push("b")):
         with pytest.raises(InvalidText, match="inside a character"):
             attempt()
-        assert cutter.held == Held("a", "漢".encode()[:-1])
-    assert Segmenter(cutter.held).push("漢\nb".encode()[-3:]) == ["a漢\n"]
+        assert cutter.state == SegmenterState("a", "漢".encode()[:-1])
+    assert Segmenter(cutter.state).push("漢\nb".encode()[-3:]) == ["a漢\n"]
     assert cutter.drop_partial() == "漢".encode()[:-1]
     assert cutter.flush() == ["a"]
 
 
-@pytest.mark.parametrize("held", [Held("a\nb"), Held("x" * 4096), Held("", b"\xff"), Held("", b"ab")])
-def test_what_no_segmenter_held_is_refused(held: Held):
+@pytest.mark.parametrize("held", [SegmenterState("a\nb"), SegmenterState("x" * 4096), SegmenterState("", b"\xff"),
+                                  SegmenterState("", b"ab")])
+def test_what_no_segmenter_held_is_refused(held: SegmenterState):
     with pytest.raises(InvalidText):
         Segmenter(held)
 
@@ -311,6 +312,89 @@ def test_merges_that_spell_a_control_token_are_forgotten():
     codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
     assert backend.encode("</s>").ids == [1] and codec.eos_id == 1
     assert codec.encode("</s>") == [2, 7] and codec.encode("</s>x") == [2, 7, 9] and codec.encode("s€") == [4, 0]
+
+
+def learnt(model: models.Model, before: pre_tokenizers.PreTokenizer, after: decoders.Decoder, trainer: type,
+           **options) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(model)
+    backend.pre_tokenizer, backend.decoder = before, after
+    backend.train_from_iterator(corpus()[:40_000].splitlines(), trainer(
+        vocab_size=800, special_tokens=["<unk>", "</s>"], show_progress=False, **options))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+WORDS, LETTERS = pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel.alphabet()
+
+
+@pytest.mark.parametrize("kind", ["unigram behind words", "bytes behind words", "digits before a prefix"])
+def test_a_prefix_that_every_word_gets_belongs_to_no_edge(kind: str):
+    if kind == "bytes behind words":
+        tokenizer = learnt(models.BPE(), pre_tokenizers.Sequence([WORDS, pre_tokenizers.ByteLevel(
+            add_prefix_space=True)]), decoders.ByteLevel(), trainers.BpeTrainer, initial_alphabet=LETTERS)
+    else:
+        first = WORDS if kind == "unigram behind words" else pre_tokenizers.Digits(individual_digits=True)
+        tokenizer = learnt(models.Unigram(), pre_tokenizers.Sequence([first, pre_tokenizers.Metaspace()]),
+                           decoders.Metaspace(), trainers.UnigramTrainer, unk_token="<unk>")
+    codec, text = TextCodec(tokenizer), "for token in 12 streams: yield the tokens"
+    assert codec.decode(codec.encode(text)).strip() == tokenizer.decode(tokenizer.encode(text)).strip()
+    if kind != "digits before a prefix":  # splits of which the first word, too, gets its prefix
+        assert codec.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_prefix_of_the_first_word_alone_is_an_edge_behind_a_split_too():
+    tokenizer = learnt(models.Unigram(), pre_tokenizers.Sequence([
+        pre_tokenizers.Punctuation(), pre_tokenizers.Metaspace(prepend_scheme="first")]), decoders.Metaspace(
+            prepend_scheme="first"), trainers.UnigramTrainer, unk_token="<unk>")
+    codec = TextCodec(tokenizer)
+    assert not codec.decode(codec.encode("for")).startswith(" ")
+    assert codec._data.encode("for").tokens[0] != "▁for" and tokenizer.tokenize("for")[0] == "▁for"
+
+
+SUFFIXED = dict(model=models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"), before=pre_tokenizers.Whitespace(),
+                after=decoders.BPEDecoder(), trainer=trainers.BpeTrainer, end_of_word_suffix="</w>")
+
+
+def test_streamed_text_has_the_spaces_of_tokenizers_that_end_words_by_a_suffix():
+    codec = TextCodec(learnt(**SUFFIXED))
+    for text in ("for token in stream yield", "the function returns a value . it's not done", " hello world ", "a"):
+        ids = codec.encode(text)
+        assert streamed(codec, ids) == codec.decode(ids)
+    detokenizer = Detokenizer(codec)
+    for text in ("for each", "word"):  # what one text ended with is no gap before the next
+        ids = codec.encode(text)
+        assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == codec.decode(ids)
+
+
+def test_the_first_space_goes_where_a_decoder_over_bytes_strips_it():
+    codec = TextCodec(learnt(models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), trainers.BpeTrainer, initial_alphabet=LETTERS))
+    ids = codec.encode(" for token in 漢字")
+    assert streamed(codec, ids) == codec.decode(ids) == "for token in 漢字"
+
+
+def test_a_decoder_that_cannot_be_streamed_is_refused():
+    tokenizer = learnt(models.BPE(), pre_tokenizers.ByteLevel(), decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Replace("each", "every")]), trainers.BpeTrainer, initial_alphabet=LETTERS)
+    with pytest.raises(ConfigError, match="expected a decoder that can be streamed"):
+        TextCodec(tokenizer)
+
+
+def test_a_tokenizer_that_writes_ids_without_a_row_in_the_model_is_refused():
+    size = max(make("byte_level").get_vocab().values()) + 1
+    with pytest.raises(ConfigError, match="rows for ids below 300; expected the model's own tokenizer"):
+        TextCodec(make("byte_level"), vocab=300)
+    tokenizer = make("byte_level")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    codec = TextCodec(tokenizer, vocab=size)  # as Gemma 3 text models: a control token that no text yields
+    assert codec.vocab == size and codec.encode("<image>") and max(codec.encode("<image>")) < size
+    with pytest.raises(InvalidTokens, match=rf"found {size}; expected a token id in \[0, {size}\)"):
+        codec.validate_ids([1, size])
+    for spelled in (lambda: codec.encode("an <image>", trusted=True), lambda: codec.literal("<image>", start=True)):
+        with pytest.raises(InvalidText, match=f"spells '<image>', token {size}, and the model has rows"):
+            spelled()
+    tokenizer.add_tokens(["        "])  # white space is text, which data yields
+    with pytest.raises(ConfigError, match=f"with ids up to {size + 1}"):
+        TextCodec(tokenizer, vocab=size)
 
 
 @pytest.mark.parametrize(("ids", "message"), [

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from locret_stream import __version__
 from locret_stream.cli import demo, eval, inspect, run, snapshots, train_heads
 from locret_stream.cli.common import OneLineGroup
+from locret_stream.version import __version__
 
 app = typer.Typer(
     name="locret-stream", cls=OneLineGroup, add_completion=False, pretty_exceptions_enable=False,

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from locret_stream.errors import InputError, InvalidText, LocretError, SourceError
+from locret_stream.errors import ConfigError, InputError, InvalidText, LocretError, SourceError
 
 if TYPE_CHECKING:
     from locret_stream.context import Memory
@@ -52,6 +52,7 @@ Key = Annotated[str | None, typer.Option(envvar="LOCRET_KEY", help=(
 MISTAKE, INTERRUPTED = 2, 130
 STOPPED = {"SIGTERM": 143, "SIGHUP": 129}  # what `kill`, service managers and closed terminals send, and exit statuses
 PIECE_BYTES = 1 << 16
+DIGITS = 1_000  # of a number; of more than 4,300 Python makes none
 
 # Nothing printed is markup: file names, questions and answers are data.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -64,6 +65,9 @@ class OneLineGroup(TyperGroup):
     def main(self, args: list[str] | None = None, prog_name: str | None = None, standalone_mode: bool = True,
              **extra: Any) -> Any:
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        for stream in (sys.stdout, sys.stderr):  # what their encoding lacks is written out, rather than lost at the end
+            if not writes_everything(stream) and hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
         try:
             code = super().main(args, prog_name, standalone_mode=False, **extra)
             if code == INTERRUPTED:  # before or after a verb's own `interruptible`
@@ -88,6 +92,15 @@ class OneLineGroup(TyperGroup):
         if standalone_mode:
             raise SystemExit(code if isinstance(code, int) else 0)
         return code
+
+
+def writes_everything(stream: Any) -> bool:
+    """Whether its encoding has every character of a text."""
+    try:
+        "\U0010fffd".encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def explain(error: BaseException) -> str:
@@ -160,6 +173,9 @@ def make_runtime(model: str, heads: Path | None, policy: str, budget: str | int 
     from locret_stream.runtime import Runtime
 
     if isinstance(budget, str) and budget.strip().isdecimal():
+        if len(budget) > DIGITS:
+            raise ConfigError(f"budget is a number of {len(budget):,} digits; expected units per KV head, or a size "
+                              "such as '512MiB'")
         budget = int(budget)
     given = {"heads": heads, "budget": budget, "chunk_size": chunk_size, **options}
     runtime = Runtime.from_pretrained(model, policy=policy, max_live=1,
@@ -198,7 +214,7 @@ def _about_to_load(model: str) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """One object, one line, on stdout."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(json.dumps(value, ensure_ascii=not writes_everything(sys.stdout)), flush=True)
 
 
 # -- words for numbers --------------------------------------------------------------------------------------------
@@ -223,7 +239,7 @@ def describe(memory: Memory) -> str:
     """What a context holds, in one sentence."""
     waiting = f", a focus of {memory.focus:,} tokens among them," if memory.focus else ""
     waiting += f" and the newest {memory.pending:,} tokens" if memory.pending else ""
-    rest = f"; {memory.held:,} ids and characters more were pulled and are read next" if memory.held else ""
+    rest = f"; {memory.buffered:,} ids and characters more were pulled and are read next" if memory.buffered else ""
     return (f"{memory.tokens:,} tokens read, {mean(memory.units):,.0f} units per KV head (mean over layers){waiting} "
             f"held in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}"
             f"{rest}")
@@ -233,11 +249,18 @@ def describe(memory: Memory) -> str:
 
 
 def check_readable(path: Path) -> None:
-    """Fail early, before a model is loaded, where a file cannot be read."""
-    if path.is_dir():
+    """Fail early, before a model is loaded, where a file cannot be read.
+
+    A pipe is not opened: whoever writes to it would lose its only reader when it is closed again.
+    """
+    kind = path.stat().st_mode
+    if stat.S_ISDIR(kind):
         raise InputError(f"{path} is a folder; expected text files")
-    with path.open("rb"):
-        pass
+    if stat.S_ISREG(kind):
+        with path.open("rb"):
+            pass
+    elif not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def file_text(path: Path) -> Iterator[str]:
@@ -252,6 +275,28 @@ def file_text(path: Path) -> Iterator[str]:
         yield (last := text)
     if not last.endswith("\n"):
         yield "\n"
+
+
+async def path_text(path: Path) -> AsyncIterator[str]:
+    """As `file_text`, inside an event loop: a pipe that nobody writes to yet, or whose writer pauses, is awaited, so
+    that signals end that too."""
+    file, last = _opened_at_once(path), "\n"
+    if file is None:
+        for piece in file_text(path):
+            yield piece
+        return
+    with file:
+        async for piece in Reader(str(path), file).pieces():
+            yield (last := piece)
+    if not last.endswith("\n"):
+        yield "\n"
+
+
+def _opened_at_once(path: Path) -> io.FileIO | None:
+    """A pipe or a device, whether somebody writes to it or not; None for a file."""
+    if path.is_file():
+        return None
+    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def _strict_utf8(name: str) -> Callable[..., str]:
@@ -278,7 +323,7 @@ def stdin_is_terminal() -> bool:
 class Reader:
     """Text from a pipe or terminal as it comes, without a thread: nothing is left blocking when a task is cancelled."""
 
-    def __init__(self, name: str = "stdin", file: io.BufferedReader | None = None):
+    def __init__(self, name: str = "stdin", file: io.BufferedReader | io.FileIO | None = None):
         self.name, self._decode = name, _strict_utf8(name)
         self._file = file or sys.stdin.buffer
         self._rest, self._ended = "", False

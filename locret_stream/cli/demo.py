@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import random
 import re
 import sys
@@ -125,6 +127,9 @@ def demo(
     given = None if facts is None else read_facts(facts)
     if stream is not None:
         check_readable(stream)
+        if not stream.is_file():
+            raise InputError(f"{stream} is a pipe or a device, which can be read but once, and --stream is read twice; "
+                             "expected a file: save its text in one")
     held = Held()
     names = [policy, "sinks + recent"] if compare else [policy]
 
@@ -148,13 +153,14 @@ def demo(
                 planted = tasks.planted_stream(seed, size, decoys=DECOYS, measure=measure, lines=lines)
                 if given is not None:
                     decoys = tasks.make_facts(random.Random(f"facts {seed}"), DECOYS, share=0.25)
-                    planted = tasks.PlantedStream(given, decoys, size, seed, planted.lines, measure)
+                    told = list({fact.sentence.strip(): fact for fact in given}.values())  # each sentence once
+                    planted = tasks.PlantedStream(told, decoys, size, seed, planted.lines, measure)
                 stack.enter_context(held.watching(lambda: contexts[0].memory))
                 expect_room(runtimes[0], [fact.sentence for fact in planted.facts])
                 title = (f"{len(planted.facts)} facts and {DECOYS} decoys in {size:,} tokens; "
                          f"budget {budget:,} + chunk {chunk_size} units per KV head")
                 with Board(title, names, size) as board:
-                    asked = await feed_all(planted, contexts, board)
+                    asked = await feed_all(planted, given or planted.facts, contexts, board)
                     await ask(asked, contexts)
                 again = None
                 if restart:
@@ -173,8 +179,8 @@ def read_facts(path: Path) -> list[GivenFact]:
         InputError: naming the line that is not a fact, or a file without any.
     """
     found = []
-    text = "".join(file_text(path))
-    for number, line in enumerate(text.splitlines(), 1):
+    text = "".join(file_text(path)).removeprefix("\ufeff")
+    for number, line in enumerate(text.split("\n"), 1):  # at \n alone: JSON strings may hold other line ends
         if not line.strip():
             continue
         try:
@@ -184,6 +190,8 @@ def read_facts(path: Path) -> list[GivenFact]:
                              '"…"}') from None
         if not (given.fact.strip() and given.question.strip() and given.answer.strip()):
             raise InputError(f"{path}, line {number}: an empty text; expected a fact, its question and its answer")
+        if "\0" in given.question:  # which no argument of a process can hold
+            raise InputError(f"{path}, line {number}: a NUL character in the question; expected a question without")
         found.append(GivenFact(given.fact, given.question, given.answer))
     if not found:
         raise InputError(f"{path} holds no facts; expected one JSON object per line")
@@ -203,7 +211,7 @@ def cut_lines(pieces: Iterable[str]) -> Iterator[str]:
     """Lines of a text that comes in pieces; lines beyond any reason are cut, so that facts fit between."""
     rest = ""
     for piece in pieces:
-        for line in (rest + piece).splitlines(keepends=True):
+        for line in io.StringIO(rest + piece):  # at \n alone: other line ends are text like any other
             *whole, rest = (line[at : at + LINE_CHARS] for at in range(0, len(line), LINE_CHARS))
             yield from whole
             if rest.endswith("\n"):
@@ -240,16 +248,21 @@ def blocks(planted: Iterable[str], sentences: Sequence[str]) -> Iterator[tuple[s
         yield "".join(parts), begins
 
 
-async def feed_all(planted: Any, contexts: list[StreamingContext], board: Board) -> list[Asked]:
-    """Feed all contexts the same blocks, at the same time; note where each fact began."""
+async def feed_all(planted: Any, facts: Iterable[Any], contexts: list[StreamingContext], board: Board) -> list[Asked]:
+    """Feed all contexts the same blocks, at the same time; note where each fact began. Several of `facts` may be
+    questions about one that is planted."""
 
     async def one(context: StreamingContext, text: str) -> FeedReport:
         return await context.feed(text)
 
-    asked = [Asked(fact.question, fact.answer) for fact in planted.facts]
-    for text, begins in blocks(planted, [fact.sentence for fact in planted.facts]):
-        if begins is not None:
-            asked[begins].position = contexts[0].memory.tokens
+    asked, about = list[Asked](), dict[str, list[Asked]]()
+    for fact in facts:
+        asked.append(Asked(fact.question, fact.answer))
+        about.setdefault(fact.sentence.strip(), []).append(asked[-1])
+    sentences = list(about)
+    for text, begins in blocks(planted, sentences):
+        for question in () if begins is None else about[sentences[begins]]:
+            question.position = contexts[0].memory.tokens
         feeds = [asyncio.ensure_future(one(context, text)) for context in contexts]
         try:
             reports = await asyncio.gather(*feeds)
@@ -282,10 +295,11 @@ async def ask_again(asked: list[Asked], context: StreamingContext, folder: str, 
     saved = await context.snapshot()
     save_s = time.perf_counter() - began
     questions = [word for one in asked for word in ("--ask", one.question)]
+    own = {name: value for name, value in os.environ.items() if name not in ("LOCRET_KEY", "LOCRET_STORE")}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "locret_stream", "run", "--session", context.name, "--store", folder, *options,
         "--max-new-tokens", str(ANSWER_TOKENS), "--json", *questions, stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=own)
     try:
         said, complaint = await process.communicate()
     except BaseException:

@@ -417,7 +417,7 @@ def report_on(to: Path, plots: bool, found: dict[str, Any]) -> list[Path]:
     from locret_stream.evaluation import plots as drawing
     from locret_stream.evaluation.report import report_of
     from locret_stream.evaluation.tables import markdown
-    from locret_stream.heads.files import replace
+    from locret_stream.files import replace
 
     reports = [report_of(results) for _, results in files.by_origin(files.read_all(to))]
     if not reports:

@@ -30,10 +30,10 @@ from locret_stream.cli.common import (
     check_readable,
     describe,
     err,
-    file_text,
     interruptible,
     make_runtime,
     mean,
+    path_text,
     print_json,
     stdin_is_terminal,
 )
@@ -119,6 +119,8 @@ def run(
     for name in names:
         if name != "-":
             check_readable(Path(name))
+    if "" in (ask or ()):
+        raise ConfigError("--ask is empty; expected a question")
     if as_json and not ask:
         raise ConfigError("--json answers questions and ends; expected at least one --ask")
     questions = None if ask else _questions(stdin_taken="-" in names)
@@ -225,7 +227,7 @@ async def pieces(names: list[str]) -> AsyncIterator[str]:
             async for piece in Reader().pieces():
                 yield piece
         else:
-            for piece in file_text(Path(name)):
+            async for piece in path_text(Path(name)):
                 yield piece
 
 

@@ -87,11 +87,11 @@ def info(name: Name, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: 
 def show(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the snapshot.")] = None,
          model: Model = "bundled", store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
     from locret_stream.runtime.loading import BUNDLED, load_tokenizer
-    from locret_stream.snapshot.told import told
+    from locret_stream.snapshot.transcript import read_transcript
     from locret_stream.text import TextCodec
 
     codec = TextCodec(load_tokenizer(BUNDLED if model == "bundled" else model))
-    found = told(open_store(store, key), name, generation, tokenizer=codec.fingerprint)
+    found = read_transcript(open_store(store, key), name, generation, tokenizer=codec.fingerprint)
     passages = found.kept(lambda ids: codec.decode(ids, skip_special=False))
     if as_json:
         print_json({"name": name, "generation": found.generation, "tokens": found.tokens,
@@ -213,8 +213,12 @@ def _say(found: dict[str, Any], text: str, as_json: bool) -> None:
 
 
 def _show(found: list[Snapshot], as_json: bool, nothing: str) -> None:
+    """Raises typer.Exit, status 1: one is damaged."""
+    damaged = any(one.problem and not one.locked for one in found)
     if as_json:
         print_json({"snapshots": [_plain(one) for one in found]})
+        if damaged:
+            raise typer.Exit(1)
         return
     if not found:
         err.print(nothing, soft_wrap=True)
@@ -233,7 +237,7 @@ def _show(found: list[Snapshot], as_json: bool, nothing: str) -> None:
     for one in found:
         if one.problem:
             err.print(f"{_line(one.name)}, number {one.generation}: {one.problem}", soft_wrap=True)
-    if any(one.problem and not one.locked for one in found):
+    if damaged:
         err.print(ADVICE, soft_wrap=True)
         raise typer.Exit(1)
 

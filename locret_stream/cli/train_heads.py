@@ -159,13 +159,12 @@ def train_heads(
                          division.chunk_size if tune_chunk is None else tune_chunk)
         loaded, tokenizer = load(model)
         attachment = models.attach(loaded)
-        examples = training.load_examples(data, tokenizer) if allocate or tune else []
-        held_out_ones = training.held_out_examples(attachment, examples, config) if examples else []
+        examples = training.load_examples(data, tokenizer)  # here alone: a pipe can be read but once
+        held_out_ones = training.held_out_examples(attachment, examples, config) if allocate or tune else []
         read = None if background is None else _ids_of(background, attachment, tokenizer, division, tuning)
         _expect_enough(attachment, held_out_ones, config, division if allocate else None, tuning, read)
         with training.progress_bar(err) as progress:
-            result = training.train_heads(attachment, data, to, config, tokenizer=tokenizer, progress=progress,
-                                          restart=restart)
+            result = training.train_heads(attachment, examples, to, config, progress=progress, restart=restart)
         if allocate and not (tune and training.is_tuned(to)):
             divided = _divide(attachment, to, held_out_ones, division, read)
         if tuning:
@@ -242,9 +241,9 @@ def _expect_enough(attachment: Attachment, held_out: list[Example], config: Trai
     and, as far as even layers tell, the background."""
     from locret_stream.training.allocation import expect_divisible
     from locret_stream.training.background import Background
-    from locret_stream.training.division import halves
-    from locret_stream.training.measuring import held_units, usable
+    from locret_stream.training.layer_shares import halves
     from locret_stream.training.tuning import expect_tunable
+    from locret_stream.training.validation import held_units, usable
 
     shape, behind = attachment.shape, background is not None
     if division is not None:

@@ -8,11 +8,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from locret_stream.context import saving
+from locret_stream.context import restoring, saving
 from locret_stream.context.session import Session
 
 if TYPE_CHECKING:
-    from locret_stream.context.host import Host
+    from locret_stream.context.services import Services
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     differs: tuple[str, ...] = ()
 
 
-async def replay(host: Host, name: str) -> Replay:
+async def replay(services: Services, name: str) -> Replay:
     """Compare the newest snapshot of a session with its log. Takes one slot and as long as reading it all did; what is
     stored, and a context that has the session open, stay as they are.
 
@@ -39,20 +39,20 @@ async def replay(host: Host, name: str) -> Replay:
         SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, StoreError: there is no sound snapshot, or no sound log.
         NoSlot, ContextClosed.
     """
-    slot = await host.acquire_slot(scratch=False)
+    slot = await services.acquire_slot(scratch=False)
     try:
-        branch = await saving.storing(host, host.store.branch, name)
+        branch = await saving.storing(services, services.store.branch, name)
         try:
-            stored = await saving.restore(host, branch, slot)
+            stored = await restoring.restore(services, branch, slot)
             held, tokens = await _everything(stored), stored.state.position
             number = branch.base[1]  # the log of this one: its owner may have saved again meanwhile
-            chain = await saving.storing(host, lambda: branch.read_chain(host.identity, number))
-            fed = await saving.feed_log(host, chain, slot)
+            chain = await saving.storing(services, lambda: branch.read_stored_log(services.identity, number))
+            fed = await restoring.feed_log(services, chain, slot)
             given = await _everything(fed)
         finally:
             branch.close()
     finally:
-        host.release_slot(slot, scratch=False)
+        services.release_slot(slot, scratch=False)
     return Replay(name=name, tokens=tokens, differs=tuple(
         key for key in sorted(held.keys() | given.keys()) if not _same(held.get(key), given.get(key))))
 
@@ -60,9 +60,9 @@ async def replay(host: Host, name: str) -> Replay:
 async def _everything(session: Session) -> dict[str, Tensor]:
     session.branch = None  # what is committed here is written nowhere
     await session.commit()
-    engine, state = session.host.engine, session.state
+    engine, state = session.services.engine, session.state
     tensors = await session.step(lambda: {key: tensor.cpu() for key, tensor in engine.export(state).items()})
-    return tensors | {"held": saving.held_of(session)}
+    return tensors | {"held": saving.buffered_of(session)}
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

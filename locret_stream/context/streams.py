@@ -34,12 +34,12 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class FeedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a feed did. `tokens` were accepted by it; `held` ids and characters were pulled but not yet accepted."""
+    """What a feed did. `tokens` were accepted by it; `buffered` ids and characters were pulled but not yet accepted."""
 
     tokens: int
     pieces: int
     position: int
-    held: int
+    buffered: int
     seconds: float
 
 
@@ -102,7 +102,7 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
     def __init__(self, session: Session, source: Source):
         self._session, self._key = session, object()  # the key, not this object: a dropped iterator must be collected
         self._puller = Puller(source)
-        self._detokenizer = Detokenizer(session.host.codec, start=False)
+        self._detokenizer = Detokenizer(session.services.codec, start=False)
         self._started = time.perf_counter()
         self._tokens = 0
         self._draining = 0  # ids that were tokenised when the running drain began
@@ -113,7 +113,7 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
         """What was done so far; valid at any time."""
         drained = self._draining - len(self._session.ids) if self._draining else 0
         return FeedReport(tokens=self._tokens + drained, pieces=self._puller.pulled,
-                          position=self._session.state.position, held=self._session.held,
+                          position=self._session.state.position, buffered=self._session.buffered,
                           seconds=time.perf_counter() - self._started)
 
     async def _advance(self) -> Token:
@@ -180,7 +180,7 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
 
     def _end(self, left: bool = True) -> None:
         if self._state == "running" and self._session.owner is self._key:
-            self._session.left_by_break = left and self._session.held > 0
+            self._session.left_by_break = left and self._session.buffered > 0
             self._session.release(self._key)
         self._state = "ended"
 
@@ -195,7 +195,7 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
                 await asyncio.sleep(0)
             piece = await self._puller.next()
             if piece is not None:
-                session.hold(piece)
+                session.buffer(piece)
                 continue
             session.cut()
             await session.tokenize()
@@ -223,7 +223,7 @@ class Generation(_Operation):
         self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
         self._key = object()
         self._processors = processors(sampling)
-        self._detokenizer = Detokenizer(session.host.codec, skip_special=skip_special)
+        self._detokenizer = Detokenizer(session.services.codec, skip_special=skip_special)
         self._state: Literal["new", "prompt", "reply", "ended"] = "new"
         self._kept_back = ""  # text that may turn out to begin a stop string
         self._count = 0
@@ -251,7 +251,7 @@ class Generation(_Operation):
             session.cut()
             await session.tokenize()
             await session.drain()
-        frames, engine = session.host.frames, session.host.engine
+        frames, engine = session.services.frames, session.services.engine
         if session.raw:
             await session.take(ids)
         else:
@@ -280,7 +280,7 @@ class Generation(_Operation):
             raise InputError(f"found {prompt!r} as a question or prompt; expected text or a list of token ids")
         piece = as_piece(prompt)
         if isinstance(piece, list):
-            return session.host.codec.validate_ids(piece)
+            return session.services.codec.validate_ids(piece)
         segmenter = Segmenter()
         return await session.encode([*segmenter.push(piece), *segmenter.flush()])
 
@@ -295,7 +295,7 @@ class Generation(_Operation):
         self._count += 1
         ended: FinishReason | None = None
         text = ""
-        if token in session.host.frames.eos_ids and not self._sampling.ignore_eos:
+        if token in session.services.frames.eos_ids and not self._sampling.ignore_eos:
             ended = "eos"
         else:
             text, stopped = self._up_to_stop(self._detokenizer.push(token))

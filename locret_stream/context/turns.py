@@ -29,35 +29,34 @@ class Turn:
         session = self.session
         while True:
             session.check_open()
-            if session.busy is not None or session.before_commit is not None:
+            if session.busy is not None or session.turn is not None:
                 raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this "
                                   "context; expected it to be finished first")
-            if not session.still_now:
+            if not session.is_frozen:
                 break
             await session.until_free()
         self._mark = session.mark()
-        self._hook = self._keep_copy  # one object: a bound method is made anew at every look
-        session.before_commit, session.turn = self._hook, self
+        session.turn = self
 
-    async def _keep_copy(self) -> None:
+    async def keep_copy(self) -> None:
         """Before the first commit: until then the engine itself can take everything back."""
         async with self._copying:
             if self._backup is None:
                 await self._copy()
 
     async def _copy(self) -> None:
-        session, host = self.session, self.session.host
-        await session.resident()  # and so it stays: what has a turn open is not put away
-        slot = await host.acquire_slot(scratch=True)
+        session, services = self.session, self.session.services
+        await session.resident()  # and it stays in its slot: a session with an open turn is not swapped out
+        slot = await services.acquire_slot(scratch=True)
         try:
             copy = await session.fork(slot)
         except BaseException:
-            host.release_slot(slot, scratch=True)
+            services.release_slot(slot, scratch=True)
             raise
-        if session.before_commit is self._hook:
+        if session.turn is self:
             self._backup, session.holds_scratch = copy, True
         else:  # the block ended meanwhile, in another task
-            host.release_slot(slot, scratch=True)
+            services.release_slot(slot, scratch=True)
 
     @property
     def undoable(self) -> bool:
@@ -66,7 +65,7 @@ class Turn:
 
     def back(self) -> Session:
         """The session as it was when the block began; it stays busy until `settle` has run."""
-        self.session.before_commit = self.session.turn = None
+        self.session.turn = None
         self.past = self.session.back_at(self._mark, self._backup)
         assert self.past.state.seen == self._mark.seen
         self.past.undoing = Future()
@@ -82,20 +81,19 @@ class Turn:
             with contextlib.suppress(ContextClosed):  # closed meanwhile
                 await asyncio.wrap_future(settled)
                 # Undoing waits for no slot: what is pending is in none.
-                await past.submitted(lambda: past.host.worker.submit(id(past.state), self._take_back))
+                await past.submitted(lambda: past.services.worker.submit(id(past.state), self._take_back))
         finally:
             past.undoing.set_result(None)
             past.release(self)
 
     def _take_back(self) -> None:
         state = self.past.state
-        self.past.host.engine.truncate(state, self._mark.pending)
+        self.past.services.engine.truncate(state, self._mark.pending)
         state.next_focus, state.next_focus_at = self._mark.next_focus, self._mark.next_focus_at
 
     def end(self) -> None:
         """Give the slot back."""
-        self.session.before_commit = self.session.turn = None
-        self.session.holds_scratch = False
+        self.session.turn, self.session.holds_scratch = None, False
         if self._backup is not None:
-            self.session.host.release_slot(self._backup.state.store.slot, scratch=True)
-        self.session.rested()
+            self.session.services.release_slot(self._backup.state.store.slot, scratch=True)
+        self.session.notify_idle()

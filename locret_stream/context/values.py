@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import msgspec
 
 from locret_stream.config import Sampling
@@ -12,9 +14,9 @@ from locret_stream.snapshot import Snapshot
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """What a context holds. Units are per KV head and layer.
 
-    tokens: accepted since the beginning. pending: of these, not committed yet. held: token ids and characters that were
-    pulled from a source and not accepted yet; the next feed takes them first. units: committed, per layer, those of
-    the focus included. focus: tokens of the focus in force.
+    tokens: accepted since the beginning. pending: of these, not committed yet. buffered: token ids and characters that
+    were pulled from a source and not accepted yet; the next feed takes them first. units: committed, per layer, those
+    of the focus included. focus: tokens of the focus in force.
     capacity: the most that units and the tail may take, per layer. peak: the most they ever took.
     bytes_resident: of this context's slot, as its tensors are; 0 while it waits in the store. bytes_full_cache: K and
     V of all accepted tokens, what a cache that never evicts would need.
@@ -22,13 +24,19 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int
     pending: int
-    held: int
+    buffered: int
     units: tuple[int, ...]
     capacity: tuple[int, ...]
     peak: tuple[int, ...]
     bytes_resident: int
     bytes_full_cache: int
     focus: int = 0
+
+    @property
+    def held(self) -> int:
+        """The former name of `buffered`; deprecated."""
+        warnings.warn("Memory.held is called Memory.buffered now", DeprecationWarning, stacklevel=2)
+        return self.buffered
 
 
 def sampling_of(base: Sampling | None, options: dict[str, object]) -> Sampling:

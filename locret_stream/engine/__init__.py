@@ -1,6 +1,8 @@
-"""The synchronous engine: `core` runs it, `state` is a context of it, `scorer` feeds the policy."""
+"""The synchronous engine: `core` runs it, `layout` is what is fixed of it, `state` is a context of it, `scorer` feeds
+the policy."""
 
-from locret_stream.engine.core import MASKS, Engine
+from locret_stream.engine.attention import MASKS
+from locret_stream.engine.core import Engine
 from locret_stream.engine.decoding import NextToken
 from locret_stream.engine.state import HISTORY, EngineState, Receipts
 

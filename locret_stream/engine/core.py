@@ -9,25 +9,25 @@ model, config and tokens (and of the focus, if it was given one: see `engine.foc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from locret_stream.cache import Pool, UnitStore
-from locret_stream.config import StreamConfig, check_window
+from locret_stream.config import StreamConfig
+from locret_stream.engine.attention import Attention
 from locret_stream.engine.decoding import Decoder, NextToken
-from locret_stream.engine.focus import expect_focus, put_in_front, units_of
+from locret_stream.engine.focus import Units, expect_focus, put_in_front, units_of
+from locret_stream.engine.layout import Layout
 from locret_stream.engine.scorer import Scorer
 from locret_stream.engine.state import EngineState, Receipts, expect_loadable, focus_in
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, SnapshotCorrupt
-from locret_stream.kernels import prefill_attention, select_units, uses_triton
-from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
+from locret_stream.kernels import select_units
+from locret_stream.models import Attachment, Attended, LayerCall
 from locret_stream.policies import Policy
 from locret_stream.snapshot import LayerUnits, Moment
-
-MASKS = 4  # attention masks kept
 
 
 class Engine:
@@ -41,9 +41,7 @@ class Engine:
         shares: share of the total budget per layer that the heads recommend, for `allocation="auto"`.
 
     Attributes:
-        triton: for every layer, whether its operations run in Triton.
-        capacity: how many tokens a policy that never evicts can hold; None: no end.
-        on_load: for every layer, whether its keys are rotated as they are loaded, so that no rotated ones are held.
+        layout: what is fixed: shape, budgets, chunk size, capacity (which are attributes here, too), protection, RoPE.
 
     Raises:
         ConfigError, WindowExceeded: before anything is allocated.
@@ -51,37 +49,24 @@ class Engine:
 
     def __init__(self, attachment: Attachment, config: StreamConfig, policy: Policy, slots: int, *,
                  shares: tuple[float, ...] | None = None):
-        shape = attachment.shape
-        self.attachment, self.config, self.policy, self.shape = attachment, config, policy, shape
-        self.budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
-        self.chunk_size = config.chunk_size
-        check_window(self.budgets, self.chunk_size, shape)
-        self.tables = attachment.tables(max(self.budgets) + self.chunk_size)
-        devices = [place.device for place in attachment.places]
-        self.triton = [uses_triton(torch.empty(0, device=device)) for device in devices]
-        self.on_load = [pair is not None and attachment.rotates_on_load(layer)
-                        for layer, pair in enumerate(self.tables.layers)]
-        self.pool = Pool(shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
-                         device=devices,
+        self.attachment, self.config, self.policy, self.shape = attachment, config, policy, attachment.shape
+        self.layout = layout = Layout.of(attachment, config, policy, shares)
+        self.budgets, self.chunk_size, self.capacity = layout.budgets, layout.chunk_size, layout.capacity
+        self.pool = Pool(self.shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
+                         device=[place.device for place in attachment.places],
                          rope=tuple(copies == 2 for copies in attachment.key_copies))
-        policy.expect_declared()
-        # Layers that hold their whole window evict nothing that they could still see.
-        self.capacity = None if policy.bounded else min((units for units, window in zip(
-            self.budgets, shape.sliding, strict=True) if not window or units < window), default=None)
-        self.protection = [self.protection_of(layer) for layer in range(shape.layers)]
-        for units, window, (sinks, stabilizers) in zip(self.budgets, shape.sliding, self.protection, strict=True):
-            if not window and sinks + stabilizers >= units:
-                raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "
-                                  "expected fewer than the budget")
-        self.decoder = Decoder(self)
+        self.attention = Attention(layout, attachment)
+        self.decoder = Decoder(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # who took the last step
-        self._masks: dict[tuple[Any, ...], Tensor] = {}  # the last ones used: in a long stream always the same
 
     @property
     def bytes_resident(self) -> int:
         """Bytes that the pool, the RoPE tables and the kept masks hold."""
-        masks = sum(mask.untyped_storage().nbytes() for mask in [*self._masks.values()])
-        return self.pool.bytes_resident + self.tables.bytes_resident + masks
+        return self.pool.bytes_resident + self.layout.tables.bytes_resident + self.attention.bytes_resident
+
+    def replace_policy(self, policy: Policy) -> None:
+        """Score with another policy from now on, which declares and protects what the one before did."""
+        self.policy, self.layout = policy, dataclasses.replace(self.layout, policy=policy)
 
     # -- contexts ---------------------------------------------------------------------------------------------
 
@@ -93,13 +78,13 @@ class Engine:
         """A copy of a context in another slot, its provisional tail included.
 
         Args:
-            stored: the units of a state that was put away, out of its own snapshot; None: they are in its slot.
+            stored: the units of a state that is swapped out, from its own snapshot; None: they are in its slot.
 
         Raises:
             SnapshotCorrupt: not tensors of this state; nothing was written into the slot.
         """
         self._check(state)
-        assert state.away == (stored is not None), "units are in the slot, or in the store"
+        assert state.swapped_out == (stored is not None), "units are in the slot, or in the store"
         store = UnitStore(self.pool, slot) if stored is None else self._store_of(state, stored, slot)
         with state.lock:
             twin = EngineState(store, dict(state.policy_state))
@@ -116,21 +101,21 @@ class Engine:
         """All that a context is, as copies: units (those of the focus follow from its ids), pending ids, focus, last
         hidden state, policy state, newest ids."""
         self._check(state)
-        return {**state.store.export(self._fronts(state.focus)), **state.small_tensors()}
+        return {**state.store.export(self.layout.fronts(state.focus)), **state.small_tensors()}
 
     def moment(self, state: EngineState, position: int, stored: Mapping[str, Tensor] | None = None) -> Moment:
         """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU.
 
-        `stored` as for `fork`: a state that was put away needs no slot to be saved again.
+        `stored` as for `fork`: a state that is swapped out needs no slot to be saved again.
 
         Raises:
             SnapshotCorrupt: not tensors of this state.
         """
         self._check(state)
-        assert state.seen <= position <= state.position and state.away == (stored is not None)
+        assert state.seen <= position <= state.position and state.swapped_out == (stored is not None)
         small = state.small_tensors(position - state.seen)
         if stored is None:
-            store, fronts = state.store, self._fronts(state.focus)
+            store, fronts = state.store, self.layout.fronts(state.focus)
             scores = [store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)]
             positions = [store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)]
         else:
@@ -161,12 +146,12 @@ class Engine:
             SnapshotCorrupt: not such tensors, by name; nothing was written into the slot.
         """
         state = self.open(slot)
-        expect_loadable(self, tensors, state)
+        expect_loadable(self.layout, tensors, state)
         (state.focus, state.next_focus), state.had_focus = focus_in(tensors), "focus" in tensors
         if state.next_focus is not None:
             state.next_focus_at = int(tensors["next_focus"][0])
         self._expect_focus_again(state)
-        state.store.load(tensors, self.rotate_keys, units_of(self, state.focus))
+        state.store.load(tensors, self.layout.rotate_keys, self._focus_units(state.focus))
         state.seen = int(tensors["seen"])
         state.pending = tensors["pending"].tolist()
         state.committed_ids.extend(tensors["history"].tolist())
@@ -177,28 +162,28 @@ class Engine:
                               for name, tensor in state.policy_state.items()}
         return state
 
-    def put_away(self, state: EngineState) -> int:
-        """Let go of the slot; returns it. The units are elsewhere, and nothing but `bring_back` may use the state."""
+    def swap_out(self, state: EngineState) -> int:
+        """Let go of the slot; returns it. The units are elsewhere, and nothing but `swap_in` may use the state."""
         self._check(state)
         with state.lock:
-            state.away, state.provisional, state.tail_logits = True, 0, None
+            state.swapped_out, state.provisional, state.tail_logits = True, 0, None
         return state.store.slot
 
-    def bring_back(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
-        """Put the units of a state that was put away into a slot, out of its own snapshot.
+    def swap_in(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
+        """Put the units of a state that is swapped out into a slot, from its own snapshot.
 
         Raises:
             SnapshotCorrupt: not tensors of this state; nothing changed.
         """
         store = self._store_of(state, tensors, slot)
-        state.store, state.away = store, False
+        state.store, state.swapped_out = store, False
 
     def _store_of(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> UnitStore:
-        """The units of a state that was put away, out of its own snapshot, in a slot."""
-        expect_loadable(self, tensors, self.open(slot))
+        """The units of a state that is swapped out, from its own snapshot, in a slot."""
+        expect_loadable(self.layout, tensors, self.open(slot))
         _expect_units_of(state, tensors)
         store = UnitStore(self.pool, slot)
-        store.load(tensors, self.rotate_keys, units_of(self, state.focus))
+        store.load(tensors, self.layout.rotate_keys, self._focus_units(state.focus))
         return store
 
     # -- tokens -----------------------------------------------------------------------------------------------
@@ -247,16 +232,17 @@ class Engine:
         assert self.ready(state), "commit needs a whole chunk pending"
         ids = state.pending[:self.chunk_size]
         state.provisional, state.tail_logits = 0, None  # their place in the tail is used now
-        focus = None if state.next_focus is None else units_of(self, state.next_focus)
-        scorer = Scorer(self, state)
+        focus = None if state.next_focus is None else self._focus_units(state.next_focus)
+        scorer = Scorer(self.layout, self.attachment.logits, state)
         hidden = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
         keeps = [self._keep(layer, total, len(state.focus)) for layer, total in enumerate(scores)]
         state.broken = True  # from here on a failure would leave layers that do not match
         for layer, total in enumerate(scores):
-            state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.rotate_keys)
+            state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.layout.rotate_keys)
         if focus is not None:
-            put_in_front(self, state, state.next_focus, focus)
+            assert state.next_focus is not None, "whose units these are"
+            put_in_front(self.layout, state, state.next_focus, focus)
         state.broken = False
         state.policy_state = scorer.policy_state
         state.last_hidden = hidden[:, -1:].clone()
@@ -278,11 +264,11 @@ class Engine:
         """
         self._check(state)
         ids = list(ids)
-        expect_focus(self, ids)
+        expect_focus(self.layout, ids)
         if self.capacity is not None and max(len(ids), len(state.focus)) > self.capacity - state.position:
             raise BudgetExceeded(f"policy {self.policy.name!r} never evicts, and has no room for a focus of {len(ids)} "
                                  "tokens; expected a larger budget or an evicting policy")
-        units = None if state.pending else units_of(self, ids)
+        units = None if state.pending else self._focus_units(ids)
         with state.lock:  # ids are accepted on other threads
             if self.ready(state):
                 return None
@@ -290,7 +276,7 @@ class Engine:
                 state.next_focus, state.next_focus_at = ids, state.position
             elif units is not None:
                 state.broken = True  # from here on a failure would leave layers that do not match
-                put_in_front(self, state, ids, units)
+                put_in_front(self.layout, state, ids, units)
                 state.broken = False
             return state.position
 
@@ -344,7 +330,7 @@ class Engine:
 
     def _run_shared(self, states: Sequence[EngineState], least: int = 2) -> None:
         shared = [state for state in states if len(state.pending) - state.provisional == 1
-                  and not (state.broken or state.away or self.ready(state))]
+                  and not (state.broken or state.swapped_out or self.ready(state))]
         if len(shared) >= least:
             # What is wrong with one is not the others' fault: then each runs alone, and fails or not by itself.
             with contextlib.suppress(Exception):
@@ -375,9 +361,6 @@ class Engine:
             raise ContextClosed("a commit failed while units were moved, so this context is lost; expected to be "
                                 "closed and opened anew (restored, if it was saved)")
 
-    def rotate_keys(self, layer: int, keys: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        return self.tables.rotate(layer, keys, start, out)
-
     def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
         """Run ids at ranks counts[l] + offset; writes tail areas only. Returns hidden states [1, T, hidden]."""
         store, new = state.store, len(ids)
@@ -385,13 +368,13 @@ class Engine:
         def step(call: LayerCall) -> Attended:
             layer, start = call.layer, store.counts[call.layer] + offset
             total = start + new
-            store.write(layer, start, call.k, call.v, self.rotate_keys)
+            store.write(layer, start, call.k, call.v, self.layout.rotate_keys)
             state.peaks[layer] = max(state.peaks[layer], total)
-            q = self.tables.rotate(layer, call.q, start)
+            q = self.layout.tables.rotate(layer, call.q, start)
             k, v = store.rotated(layer, total), store.values(layer, total)
-            if self.on_load[layer]:
-                k = self.rotate_keys(layer, k, 0)
-            attended, lse = self.attend(call, q, k, v)
+            if self.layout.on_load[layer]:
+                k = self.layout.rotate_keys(layer, k, 0)
+            attended, lse = self.attention.attend(call, q, k, v)
             if scorer is not None:
                 scorer.see(call, q, k, lse)
             return attended
@@ -399,56 +382,13 @@ class Engine:
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)
         return self.attachment.hidden(tensor, step)
 
-    def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor | None]:
-        """What the T last of all units, q [1, H*G, T, D], see of k and v [1, H, n+T, D]; and the rows' log-sum-exp
-        [H*G, T] where that is known."""
-        new, total = q.shape[2], k.shape[2]
-        if self._by_kernel(call, total):
-            out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.shape.sliding[call.layer],
-                                         softcap=call.softcap, sinks=call.sinks)
-            return out[None], lse
-        first, mask = self._visible(call.layer, total - new, new)
-        return (q, k[:, :, first:], v[:, :, first:], mask), None
-
-    def _by_kernel(self, call: LayerCall, total: int) -> bool:
-        """Whether `prefill_attention` is the fast way: in Triton always, in torch where it needs no mask."""
-        window = self.shape.sliding[call.layer]
-        return self.triton[call.layer] or (self.attachment.attn == "sdpa" and call.softcap is None
-                                           and call.sinks is None and (window is None or window >= total))
-
-    def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
-        """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""
-        window = self.shape.sliding[layer]
-        first = max(0, start + 1 - window) if window else 0
-        if new == 1:
-            return first, None
-        device = self.attachment.places[layer].device
-        key = (start - first, new, window or 0, device)
-        mask = self._masks.pop(key, None)
-        if mask is None:
-            held = torch.arange(first, start + new, device=device)
-            distance = held[start - first:, None] - held[None]
-            mask = additive_mask((distance >= 0) & (distance < (window or start + new + 1)), self.attachment.dtype)
-        while len(self._masks) >= MASKS * len(self.pool.devices):
-            del self._masks[next(iter(self._masks))]
-        self._masks[key] = mask
-        return first, mask
-
-    def protection_of(self, layer: int, focus: int = 0) -> tuple[int, int]:
-        """How many of the first units of a layer always stay, a focus of that many tokens included, and of the last."""
-        if self.shape.sliding[layer]:
-            return 0, 0
-        budget = self.config.budget
-        return self.policy.protection(self.budgets[layer], focus + budget.sinks, budget.stabilizers)
-
-    def _fronts(self, focus: Sequence[int]) -> list[int]:
-        """For every layer the units of that focus."""
-        return [0 if window else len(focus) for window in self.shape.sliding]
+    def _focus_units(self, ids: Sequence[int]) -> Units:
+        return units_of(self.layout, self.attachment, self.attention, ids)
 
     def _expect_focus_again(self, state: EngineState) -> None:
         for ids in (state.focus, state.next_focus or []):
             try:
-                expect_focus(self, ids)
+                expect_focus(self.layout, ids)
             except ConfigError as error:
                 raise SnapshotCorrupt(str(error)) from error
 
@@ -456,7 +396,7 @@ class Engine:
         """Ranks that stay, [H, B], or None where everything fits. Sliding layers keep their last units."""
         if scores.shape[-1] <= self.budgets[layer]:
             return None
-        sinks, stabilizers = self.protection_of(layer, focus)
+        sinks, stabilizers = self.layout.protection_of(layer, focus)
         rank_by = torch.zeros_like(scores[0]) if self.shape.sliding[layer] else scores[0]
         return select_units(rank_by, self.budgets[layer], sinks, stabilizers)
 
@@ -468,7 +408,7 @@ def _room_of_focus(state: EngineState) -> int:
 
 def _expect_units_of(state: EngineState, stored: Mapping[str, Tensor]) -> None:
     """Raises:
-        SnapshotCorrupt: stored units of another place than a state that was put away.
+        SnapshotCorrupt: stored units of another place than a state that is swapped out.
     """
     found, focus = int(stored["seen"]), focus_in(stored)[0]
     if found != state.seen or focus != state.focus:

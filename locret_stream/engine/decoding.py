@@ -9,21 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from locret_stream.cache import Pool
+from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import decode_attention
-from locret_stream.models import Attended, LayerCall
-
-if TYPE_CHECKING:
-    from locret_stream.engine.core import Engine
-
+from locret_stream.models import Attachment, Attended, LayerCall
 
 _log = logging.getLogger(__name__)
 _capturing = threading.Lock()  # one capture at a time in a process
@@ -44,20 +41,20 @@ class Decoder:
     up to a power of two with copies of their first row, which write what it writes.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = weakref.proxy(engine)  # which owns this: the pool's memory is freed when it goes
-        self._graphed = (all(engine.triton) and engine.attachment.device.type == "cuda"
-                         and len(engine.pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
+    def __init__(self, layout: Layout, attachment: Attachment, pool: Pool):
+        self.layout, self.attachment, self.pool = layout, attachment, pool
+        self._graphed = (all(layout.triton) and attachment.device.type == "cuda" and len(pool.devices) == 1
+                         and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph] = {}
 
     def run(self, states: Sequence[EngineState]) -> None:
-        """Give each state's next pending id provisional units, and know the logits behind it. A state that was put away
-        meanwhile stays as it is: what was written lies in the tail of a slot whose next user writes it anew."""
+        """Give each state's next pending id provisional units, and know the logits behind it. A state that was swapped
+        out meanwhile stays as it is: what was written lies in the tail of a slot, where its next user writes anew."""
         counts = [state.provisional for state in states]
         logits = self._step(states, counts)
         for a, (state, count) in enumerate(zip(states, counts, strict=True)):
             with state.lock:
-                if not state.away:
+                if not state.swapped_out:
                     state.tail_logits = logits[a].clone()  # a row would keep the whole batch
                     state.provisional = count + 1
 
@@ -66,14 +63,14 @@ class Decoder:
         store = [state.store for state in states]
         rows = [[state.pending[count] for state, count in zip(states, counts, strict=True)],
                 [each.slot for each in store]]
-        for layer in range(self.engine.shape.layers):
+        for layer in range(self.layout.shape.layers):
             rows.append([each.counts[layer] + count for each, count in zip(store, counts, strict=True)])
-        device = self.engine.attachment.device
+        device = self.attachment.device
         if self._graphed:
             size = 1 << (len(states) - 1).bit_length()
             batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows],
                                  pin_memory=torch.cuda.is_available())
-            with torch.cuda.device_of(self.engine.pool.scratch):
+            with torch.cuda.device_of(self.pool.scratch):
                 graph = self._graph_of(size, batch.to(device))
                 if graph is not None:
                     return graph.replay(batch)[:len(states)]
@@ -96,29 +93,31 @@ class Decoder:
     def _forward(self, batch: Tensor) -> Tensor:
         """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets. Logits [A, vocab]
         fp32."""
-        engine, attachment, tables = self.engine, self.engine.attachment, self.engine.tables
+        layout, attachment, pool, tables = self.layout, self.attachment, self.pool, self.layout.tables
         # Layers of one budget have always equally many units, but for the focus; and those of one table turn alike.
-        kinds = [(units, engine.shape.sliding[layer], id(tables.layers[layer]), attachment.places[layer].device)
-                 for layer, units in enumerate(engine.budgets)]
+        kinds = [(units, layout.shape.sliding[layer], id(tables.layers[layer]), attachment.places[layer].device)
+                 for layer, units in enumerate(layout.budgets)]
         shared: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
 
         def step(call: LayerCall) -> Attended:
-            layer, heads, buffers = call.layer, call.q.shape[1], engine.pool.layers[call.layer]
+            layer, heads, buffers = call.layer, call.q.shape[1], pool.layers[call.layer]
             if kinds[layer] not in shared:
                 here = batch.to(attachment.places[layer].device)
                 ranks = here[2 + layer]
                 shared[kinds[layer]] = here[1], ranks, ranks + 1, tables.turns(layer, ranks)
             slots, ranks, lengths, turns = shared[kinds[layer]]
             cos = sin = None
-            if engine.on_load[layer]:
-                cos, sin = (table[0] for table in tables.layers[layer])
+            if layout.on_load[layer]:
+                pair = tables.layers[layer]
+                assert pair is not None, "only what has RoPE is rotated on load"
+                cos, sin = pair[0][0], pair[1][0]
                 q, k = tables.rotate_each(layer, call.q, turns), call.k
             else:
                 both = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
                 q, k = both[:, :heads], both[:, heads:]
             buffers.write_each(slots, ranks, call.k, k, call.v)
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
-                                    window=engine.shape.sliding[layer], softcap=call.softcap, sinks=call.sinks)
+                                    window=layout.shape.sliding[layer], softcap=call.softcap, sinks=call.sinks)
 
         hidden = attachment.hidden(batch[0][:, None], step)
         return attachment.logits(hidden)[:, -1].float()

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import reduced_attention
 from locret_stream.models import LayerCall
 from locret_stream.policies import Chunk, ColumnSums
 
-if TYPE_CHECKING:
-    from locret_stream.engine.core import Engine
-
 
 class Scorer:
     """Collects what the policy needs during one commit, and its scores; writes nowhere."""
 
-    def __init__(self, engine: Engine, state: EngineState):
-        self.engine, self.state = engine, state
-        self.needs = engine.policy.needs
+    def __init__(self, layout: Layout, logits: Callable[[Tensor], Tensor], state: EngineState):
+        """`logits` gives those [1, T, vocab] of hidden states [1, T, hidden]."""
+        self.layout, self.logits, self.state = layout, logits, state
+        self.needs = layout.policy.needs
         self.policy_state = dict(state.policy_state)
         self.scores: list[Tensor] = []
         self.chunks: list[Chunk] = []
@@ -33,9 +32,9 @@ class Scorer:
         """
         store, layer = self.state.store, call.layer
         total = store.counts[layer] + call.k.shape[2]
-        sinks, stabilizers = self.engine.protection_of(layer, len(self.state.focus))
+        sinks, stabilizers = self.layout.protection_of(layer, len(self.state.focus))
         chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
-                      keys=store.keys(layer, total)[0], scores=store.scores(layer), budget=self.engine.budgets[layer],
+                      keys=store.keys(layer, total)[0], scores=store.scores(layer), budget=self.layout.budgets[layer],
                       sinks=sinks, stabilizers=stabilizers, state=self.policy_state)
         if "hidden" in self.needs:
             chunk.hidden = call.hidden[0]
@@ -43,7 +42,7 @@ class Scorer:
             held = store.positions(layer)
             new = torch.arange(chunk.start, chunk.start + call.k.shape[2], device=held.device)
             chunk.positions = torch.cat([held, new.expand(len(held), -1)], dim=1)
-        if self.engine.shape.sliding[layer]:
+        if self.layout.shape.sliding[layer]:
             planes, heads = chunk.scores.shape[:2]
             self.scores.append(chunk.scores.new_zeros(planes, heads, total))
             return
@@ -66,12 +65,12 @@ class Scorer:
             return self.scores
         count = len(self.state.focus)
         return [total if window else total.index_fill(-1, torch.arange(count, device=total.device), 0.0)
-                for total, window in zip(self.scores, self.engine.shape.sliding, strict=True)]
+                for total, window in zip(self.scores, self.layout.shape.sliding, strict=True)]
 
     def _all_units(self, chunk: Chunk) -> Tensor:
         planes, heads, held = chunk.scores.shape
         new = chunk.k.shape[1]
-        policy = self.engine.policy
+        policy = self.layout.policy
         count = held + new if policy.stateful else new
         found = policy.expect_scores(policy.score(chunk).float(), heads, count).expand(planes, heads, count)
         return found if policy.stateful else torch.cat([chunk.scores, found], dim=-1)
@@ -82,7 +81,7 @@ class Scorer:
         rows = torch.cat([hidden[:, :1] if before is None else before, hidden[:, :-1]], dim=1)
         out = []
         for i in range(0, len(ids), block):
-            found = self.engine.attachment.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
+            found = self.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
             target = torch.tensor(ids[i:i + block], device=found.device)
             out.append(found.gather(1, target[:, None])[:, 0])
         logprobs = torch.cat(out)

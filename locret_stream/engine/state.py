@@ -6,16 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from locret_stream.cache import UnitStore
+from locret_stream.engine.layout import Layout
 from locret_stream.errors import SnapshotCorrupt
-
-if TYPE_CHECKING:
-    from locret_stream.engine.core import Engine
 
 HISTORY = 1024  # token ids kept in memory, for repetition penalties; the full log is a file of the store
 
@@ -44,7 +41,7 @@ class EngineState:
         self.peaks = [0] * len(store.counts)  # the most units ever held per layer, the tail included
         self.last_hidden: Tensor | None = None  # [1, 1, hidden] of the last committed token
         self.tail_logits: Tensor | None = None  # [vocab] fp32 behind pending[provisional - 1]
-        self.away = False  # the slot is another's
+        self.swapped_out = False  # the slot is another's
         self.committed_ids: deque[int] = deque(maxlen=HISTORY)
         self.broken = False
         self.lock = threading.RLock()  # ids are accepted on the caller's thread, or by a finaliser on any
@@ -107,7 +104,7 @@ def _stored_units(keys: Tensor | None, seen: int, kind: tuple[int, int | None], 
     return count if min(seen, protected + 1) <= count <= most else most
 
 
-def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: EngineState) -> None:
+def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: EngineState) -> None:
     """Refuse tensors that are not a context of this engine, before any is used; they may come from anywhere.
 
     Args:
@@ -116,17 +113,17 @@ def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: Engine
     Raises:
         SnapshotCorrupt: naming the first tensor that cannot be.
     """
-    shape, planes = engine.shape, engine.policy.planes
+    shape, planes = layout.shape, layout.policy.planes
     seen = tensors.get("seen")
-    if seen is None or seen.dtype != torch.int64 or seen.dim() or int(seen) < 0 or int(seen) % engine.chunk_size:
-        raise SnapshotCorrupt(f"'seen' is {seen}; expected a multiple of the chunk size {engine.chunk_size}")
+    if seen is None or seen.dtype != torch.int64 or seen.dim() or int(seen) < 0 or int(seen) % layout.chunk_size:
+        raise SnapshotCorrupt(f"'seen' is {seen}; expected a multiple of the chunk size {layout.chunk_size}")
     count = int(seen)
-    heads, dim, dtype = shape.kv_heads, shape.head_dim, engine.attachment.dtype
+    heads, dim, dtype = shape.kv_heads, shape.head_dim, layout.dtype
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"seen": (torch.int64, ())}
     units_of: dict[tuple[int, int | None], int] = {}  # layers of one kind hold equally many
-    for layer, kind in enumerate(zip(engine.budgets, shape.sliding, strict=True)):
+    for layer, kind in enumerate(zip(layout.budgets, shape.sliding, strict=True)):
         units = units_of.setdefault(kind, _stored_units(tensors.get(f"{layer}.keys"), count, kind, tensors,
-                                                        engine.config.budget.sinks + engine.config.budget.stabilizers))
+                                                        layout.config.budget.sinks + layout.config.budget.stabilizers))
         expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
         expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
         expected[f"{layer}.positions"] = (torch.int64, (heads, units))
@@ -144,8 +141,8 @@ def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: Engine
     coming = tensors.get("next_focus")
     if coming is not None and not (len(coming) and count < int(coming[0]) <= count + len(tensors["pending"])):
         raise SnapshotCorrupt(f"'next_focus' was given at {coming[:1].tolist()}; expected a place of the pending ids")
-    for name, most in (("pending", 64 * engine.chunk_size), ("history", HISTORY), ("focus", max(engine.budgets)),
-                       ("next_focus", max(engine.budgets))):
+    for name, most in (("pending", 64 * layout.chunk_size), ("history", HISTORY), ("focus", max(layout.budgets)),
+                       ("next_focus", max(layout.budgets))):
         ids = tensors.get(name, torch.zeros(0, dtype=torch.int64))[name == "next_focus":]
         if len(ids) > most or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab):
             raise SnapshotCorrupt(f"{name!r} holds {len(ids)} ids; expected at most {most}, each below {shape.vocab}")
@@ -155,6 +152,6 @@ def expect_loadable(engine: Engine, tensors: Mapping[str, Tensor], fresh: Engine
                                    or bool((positions.diff(dim=-1) <= 0).any())):
             raise SnapshotCorrupt(f"positions of layer {layer} do not ascend inside 0 to {count}")
     if "peaks" in tensors and not all(
-            0 <= peak <= budget + engine.chunk_size
-            for peak, budget in zip(tensors["peaks"].tolist(), engine.budgets, strict=True)):
+            0 <= peak <= budget + layout.chunk_size
+            for peak, budget in zip(tensors["peaks"].tolist(), layout.budgets, strict=True)):
         raise SnapshotCorrupt("'peaks' are not numbers of units that a layer can hold")

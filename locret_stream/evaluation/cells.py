@@ -13,7 +13,7 @@ import msgspec
 
 from locret_stream.errors import ConfigError, InputError
 from locret_stream.evaluation import metrics
-from locret_stream.heads.files import replace
+from locret_stream.files import replace
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from locret_stream.errors import ConfigError, InputError
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell, Origin
 from locret_stream.evaluation.runner import ORACLES, Bench
-from locret_stream.heads.files import replace
+from locret_stream.files import replace
 from locret_stream.runtime import Runtime
 
 LOOKS, COLUMNS, PREFIXES = 48, 1000, 12

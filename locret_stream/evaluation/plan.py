@@ -186,14 +186,15 @@ def _beyond_window(cell: Cell, bench: Bench) -> str:
     shape = bench.shape[0]
     if cell.file:
         return _document_beyond(cell, bench)
-    told = (f"full at {cell.length:,} tokens with chunks of {cell.chunk_size:,} does not fit the model's window of "
-            f"{shape.window:,}")
+    told = f"with chunks of {cell.chunk_size:,} does not fit the model's window of {shape.window:,}"
     if cell.length + cell.chunk_size > shape.window:
-        return told
+        return f"full at {cell.length:,} tokens {told}"
+    budget = bench.budget(cell)
     try:
-        check_window(bench.budget(cell).per_layer(shape), cell.chunk_size, shape)
+        check_window(budget.per_layer(shape), cell.chunk_size, shape)
     except WindowExceeded:
-        return told
+        return (f"full on {cell.task} at {cell.length:,} tokens: a stream of {budget.units:,} tokens with question and "
+                f"answer, {told}")
     return ""
 
 

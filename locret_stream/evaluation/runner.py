@@ -26,7 +26,7 @@ from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics, published, suite
 from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResult
 from locret_stream.evaluation.documents import FileTask
-from locret_stream.evaluation.probes import Attention, Heard, Oracle, PerHeadOracle
+from locret_stream.evaluation.oracles import Attention, Heard, Oracle, PerHeadOracle
 from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach, named_weights
@@ -143,7 +143,7 @@ class Bench:
             heard = None
             if task.kind == "bits":
                 heard = Heard(runtime.engine.shape)
-                runtime.engine.policy = Listening(runtime.engine.policy, heard)
+                runtime.engine.replace_policy(Listening(runtime.engine.policy, heard))
             streams = []
             for seed in seeds:
                 items = self.items(cell, seed)

@@ -10,7 +10,7 @@ from pathlib import PurePath
 import msgspec
 
 from locret_stream.evaluation.cells import Cell, Origin
-from locret_stream.evaluation.probes import Oracle, PerHeadOracle
+from locret_stream.evaluation.oracles import Oracle, PerHeadOracle
 
 FULL = "full"
 ORACLES = (Oracle.name, PerHeadOracle.name)

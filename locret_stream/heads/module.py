@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ from transformers.activations import ACT2FN
 
 from locret_stream.config import MOST_SHARES, ModelShape
 from locret_stream.errors import ConfigError, HeadsMismatch
-from locret_stream.heads.files import replace
+from locret_stream.files import replace
 from locret_stream.heads.published import infer_sizes, read_published
 from locret_stream.kernels import score_units
 from locret_stream.kernels.reference import project
@@ -32,6 +33,7 @@ from locret_stream.kernels.reference import project
 _log = logging.getLogger(__name__)
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 VERSION = 1
+MOST = 1 << 18  # of anything that is counted: no model comes near, and what is read must not ask for any memory
 KIN_BITS = 32
 """Of the 128 of a sketch. Those of unrelated models differ in half: in so few by chance once in 10^8 times."""
 
@@ -76,10 +78,12 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"heads: found version {self.version}; expected {VERSION}: heads of a later one need a "
                               "newer locret-stream")
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"heads: {name} is {getattr(self, name)}; expected at least 1")
-        if self.features == "hidden" and self.hidden < 1:
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"heads: {name} is {getattr(self, name)}; expected 1 to {MOST}")
+        if self.features == "hidden" and not 1 <= self.hidden <= MOST:
             raise ConfigError(f"heads: hidden is {self.hidden}; expected the size of the hidden states that they read")
+        if self.sketch and not re.fullmatch("[0-9a-f]{32}", self.sketch):
+            raise ConfigError(f"heads: sketch is {self.sketch[:40]!r}; expected 32 hexadecimal digits")
         shares = self.budget_shares
         if shares is not None and not (len(shares) == self.layers and all(s > 0 for s in shares)
                                        and sum(shares) < MOST_SHARES):
@@ -129,6 +133,7 @@ class RetainingHeads(nn.Module):
         if not self.config.has_head(layer):
             return k.new_zeros(k.shape[:3], dtype=torch.float32)
         if self.config.features == "hidden":
+            assert hidden is not None, "heads of features='hidden' read hidden states"
             return self.forward(layer, hidden)
         if len(q) == 1 and not self.config.input_norm and not torch.is_grad_enabled():
             fc1, fc2 = self.fc1[layer], self.fc2[layer]
@@ -140,11 +145,12 @@ class RetainingHeads(nn.Module):
         """x [B, T, in_features]: q, k, v in a row, or hidden -> [B, H, T] fp32; zeros from a layer without a head."""
         if not self.config.has_head(layer):
             return x.new_zeros(x.shape[0], self.config.kv_heads, x.shape[1], dtype=torch.float32)
-        weight = self.fc1[layer].weight
-        x = x.to(weight.dtype)
+        fc1, fc2 = self.fc1[layer], self.fc2[layer]
+        assert isinstance(fc1, nn.Linear) and isinstance(fc2, nn.Linear), "the layer has a head"
+        x = x.to(fc1.weight.dtype)
         if self.config.input_norm:
             x = nn.functional.layer_norm(x, x.shape[-1:])
-        return project(self.act(self.fc1[layer](x)), self.fc2[layer].weight, self.fc2[layer].bias)
+        return project(self.act(fc1(x)), fc2.weight, fc2.bias)
 
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write heads.safetensors and heads.json; each is replaced whole or not at all. Raises OSError."""
@@ -168,8 +174,11 @@ class RetainingHeads(nn.Module):
             raise HeadsMismatch(f"no {weights} in {folder}; expected a folder written by `train-heads`")
         config = cls.read_config(folder)
         try:
+            tensors = load_file(folder / weights)
+            with torch.device("meta"):  # sizes are compared before any of them is allocated
+                cls(config).expect_tensors(tensors)
             heads = cls(config)
-            heads.load_strictly(load_file(folder / weights))
+            heads.load_strictly(tensors)
         except SafetensorError as error:
             raise HeadsMismatch(f"{folder} cannot be read as retaining heads: {error}") from error
         return heads.float().eval()
@@ -187,6 +196,11 @@ class RetainingHeads(nn.Module):
 
     def load_strictly(self, tensors: dict[str, Tensor]) -> None:
         """Take over exactly the named tensors of exactly these shapes, or raise HeadsMismatch and change nothing."""
+        self.expect_tensors(tensors)
+        self.load_state_dict({name: t.float() for name, t in tensors.items()})
+
+    def expect_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Raises HeadsMismatch unless these are tensors that heads like these can have: names, shapes and numbers."""
         expected = {name: tuple(t.shape) for name, t in self.state_dict().items()}
         found = {name: tuple(t.shape) for name, t in tensors.items()}
         if expected != found:
@@ -194,7 +208,11 @@ class RetainingHeads(nn.Module):
             name = wrong[0]
             raise HeadsMismatch(f"{len(wrong)} tensors do not fit, first {name!r}: found {found.get(name, 'none')}, "
                                 f"expected {expected.get(name, 'none')}")
-        self.load_state_dict({name: t.float() for name, t in tensors.items()})
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point():
+                raise HeadsMismatch(f"{name!r} is of {tensor.dtype}; expected floating point numbers")
+            if not torch.isfinite(tensor.float()).all():
+                raise HeadsMismatch(f"{name!r} holds values that are not finite; expected the file as it was written")
 
     def check_fits(self, shape: ModelShape, fingerprint: str = "", sketch: str = "", form: str = "") -> None:
         """Refuse to serve another model than the one these heads were made for; "" leaves the fingerprint unchecked.
@@ -226,11 +244,11 @@ class RetainingHeads(nn.Module):
         own = self.config.fingerprint
         if not own or not fingerprint or own == fingerprint:
             return
-        theirs = self.config.form or ""
-        if (form or theirs) and (not sketch or not self.config.sketch):
+        theirs, base = self.config.form or "", self.config.sketch or ""
+        if (form or theirs) and (not sketch or not base):
             _log.warning("retaining heads that were trained for %s serve a quantised or adapted model (%s): whether it "
                          "is of the same base cannot be told, as the heads bear no sketch of theirs", own, form)
-        elif (form or theirs) and kin(sketch, self.config.sketch):
+        elif (form or theirs) and kin(sketch, base):
             _log.warning("retaining heads that were trained on their model as %s serve the same base as %s: what they "
                          "keep may be a little worse", theirs or "plain weights", form or "plain weights")
         else:
@@ -255,11 +273,13 @@ class RetainingHeads(nn.Module):
             ConfigError: sizes that shapes cannot tell, or an unknown activation.
         """
         tensors = read_published(path)
+        layers = None
         if shape is not None:
-            given = {"layers": shape.layers, "query_heads": shape.kv_heads * shape.groups, "kv_heads": shape.kv_heads,
-                     "head_dim": shape.head_dim}
-        else:
-            given = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        heads = cls(HeadsConfig(**infer_sizes(tensors, **given), act=act, label="logit", fingerprint=fingerprint))
+            layers, kv_heads, head_dim = shape.layers, shape.kv_heads, shape.head_dim
+            query_heads = kv_heads * shape.groups
+        sizes = infer_sizes(tensors, layers=layers, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim)
+        heads = cls(HeadsConfig(layers=sizes["layers"], query_heads=sizes["query_heads"], kv_heads=sizes["kv_heads"],
+                                head_dim=sizes["head_dim"], width=sizes["width"], act=act, label="logit",
+                                fingerprint=fingerprint))
         heads.load_strictly(tensors)
         return heads.float().eval()

@@ -84,10 +84,10 @@ def infer_sizes(tensors: dict[str, Tensor], *, layers: int | None = None, query_
         name = f"model.layers.{min(layers, found)}.self_attn.fc1.weight"
         raise HeadsMismatch(f"found {found} layers, expected {layers}: {name!r} is "
                             f"{'too many' if found > layers else 'missing'}")
-    if query_heads is None and head_dim is None:
-        raise ConfigError(f"fc1 reads {features} values and fc2 writes {own}; expected query_heads or head_dim (or the "
-                          "model's shape) to tell how they divide")
     if head_dim is None:
+        if query_heads is None:
+            raise ConfigError(f"fc1 reads {features} values and fc2 writes {own}; expected query_heads or head_dim (or "
+                              "the model's shape) to tell how they divide")
         head_dim = features // (query_heads + 2 * own)
     if query_heads is None:
         query_heads = features // head_dim - 2 * own

@@ -177,6 +177,7 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
     for a, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         k, v = keys[slot, :, :length], values[slot, :, :length]
         if cos is not None:
+            assert sin is not None, "cos and sin come together"
             k = rotate_halves(k.float(), cos[:length].float(), sin[:length].float()).to(k.dtype)
         ranks = torch.arange(length - new, length, device=q.device)
         out[a] = attention(q[a], k, v, scale, ranks, window=window, softcap=softcap, sinks=sinks)[0]

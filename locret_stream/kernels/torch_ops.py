@@ -113,6 +113,7 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
         first = max(0, length - window) if window else 0
         k, v = slot_units(keys, slot, first, length), slot_units(values, slot, first, length)
         if cos is not None:
+            assert sin is not None, "cos and sin come together"
             k = reference.rotate_halves(k, cos[first:length], sin[first:length])
         out.append(F.scaled_dot_product_attention(row, k, v, scale=scale) if q.is_cuda
                    else _FLASH_CPU(row, k, v, scale=scale)[0])

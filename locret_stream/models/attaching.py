@@ -80,15 +80,15 @@ def attached(model: PreTrainedModel | Attachment) -> Iterator[Attachment]:
     if isinstance(model, Attachment):
         yield model
         return
-    model = base_of(model)
+    base = base_of(model)
     with _lock:
-        number = min([0, *(number for _, number in _attached.get(model, {}))]) - 1 if isinstance(
-            model, PreTrainedModel) else 0
-        attachment = attach(model, number=number)
+        number = min([0, *(number for _, number in _attached.get(base, {}))]) - 1 if isinstance(
+            base, PreTrainedModel) else 0
+        attachment = attach(base, number=number)
     try:
         yield attachment
     finally:
-        detach(model, number=number)
+        detach(base, number=number)
 
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}

@@ -64,7 +64,7 @@ A mask is bool, True = visible, or what `additive_mask` makes of that (which is 
 Step = Callable[[LayerCall], Attended]
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
     """What transformers calls in the shadow; the arguments are q, k, v before RoPE, of the new tokens only."""
     return module.locret_attachment()._attend(module, query, key, value, scaling, kwargs)
@@ -102,9 +102,9 @@ class Attachment:
             with torch.no_grad():
                 self._shadow(torch.arange(3, device=model.device)[None], use_cache=False)
         self._shadow.set_attn_implementation(NAME)
-        self._decoder = self._shadow.get_decoder()
+        self._decoder = decoder = self._shadow.get_decoder()
         prefix = self._shadow.base_model_prefix
-        if getattr(self._shadow, prefix, None) is not self._decoder:
+        if getattr(self._shadow, prefix, None) is not decoder:
             raise UnsupportedModel(f"{type(model).__name__}: found no decoder under {prefix!r}; expected a text-only "
                                    "causal LM (for multimodal models load the text part alone)")
         self._head = self._shadow.get_output_embeddings()
@@ -117,7 +117,7 @@ class Attachment:
             module.locret_attachment = this
         self._step: Step | None = None
         self._graded = False  # whether what runs is to leave a graph
-        self._input: Tensor | None = None  # of the attention module that is running
+        self._input: Any = None  # of the attention module that is running: a tensor, None in the trials that come first
         self.places, self.last_device = self._probe_places(model)
         self.shape = self._read_shape(model)
         self._rotary.found([self._probe_rope(module) for module in self._attentions], self.places, self.shape.head_dim)
@@ -189,7 +189,7 @@ class Attachment:
         return attn if model._supports_sdpa else "eager"
 
     @property
-    def _config(self):
+    def _config(self) -> Any:
         return self._shadow.config.get_text_config(decoder=True)
 
     def _read_shape(self, model: PreTrainedModel) -> ModelShape:
@@ -200,11 +200,14 @@ class Attachment:
             raise UnsupportedModel(f"{type(model).__name__}: found layers of kind {sorted(set(kinds))}; expected only "
                                    f"{' and '.join(allowed)}")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        window = config.max_position_embeddings
+        # Some checkpoints (Phi-3-mini-128k) name a sliding window that no position of theirs reaches: it hides nothing.
+        sliding = [extra.get("sliding_window") for extra in kwargs]
         return ModelShape(
             layers=len(kinds), kv_heads=kv_heads, groups=heads // kv_heads,
             head_dim=getattr(first, "head_dim", None) or config.hidden_size // heads, vocab=config.vocab_size,
-            window=config.max_position_embeddings, item_bytes=self.dtype.itemsize, hidden=config.hidden_size,
-            sliding=tuple(extra.get("sliding_window") for extra in kwargs))
+            window=window, item_bytes=self.dtype.itemsize, hidden=config.hidden_size,
+            sliding=tuple(None if not reach or reach >= window else reach for reach in sliding))
 
     @property
     def device(self) -> torch.device:
@@ -244,7 +247,7 @@ class Attachment:
     @property
     def activation(self) -> str:
         """Name of the activation of the model's MLPs; retaining heads use the same (Locret, section 3.2)."""
-        return getattr(self._config, "hidden_act", None) or getattr(self._config, "hidden_activation", "silu")
+        return getattr(self._config, "hidden_act", "") or getattr(self._config, "hidden_activation", "silu")
 
     @torch.no_grad()
     def _probe_places(self, model: PreTrainedModel) -> tuple[list[Place], torch.device]:
@@ -253,7 +256,7 @@ class Attachment:
         given: dict[int, torch.dtype] = {}
         found: dict[int, Place] = {}
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).dtype
 
         def step(call: LayerCall) -> Attended:
@@ -275,7 +278,7 @@ class Attachment:
         return places, out.device
 
     @torch.no_grad()
-    def _probe_rope(self, module: nn.Module) -> bool:
+    def _probe_rope(self, module: Any) -> bool:
         """Some layers ignore position embeddings (SmolLM3's NoPE): ask the module, with real and identity ones."""
         place = self.places[module.layer_idx]
         x = torch.linspace(-1, 1, 3 * self.shape.hidden, dtype=place.hidden, device=place.device)
@@ -334,8 +337,9 @@ class Attachment:
         finally:
             self._stub.hidden = None
 
-    def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float | None,
+    def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None,
                 kwargs: dict) -> tuple[Tensor, None]:
+        assert self._step is not None, "the decoder runs in `hidden` and in trials alone"
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
         call = LayerCall(module.layer_idx, self._input, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
         found = self._step(call)
@@ -355,7 +359,7 @@ class Attachment:
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
 
 
-def _note_inputs(module: nn.Module) -> None:
+def _note_inputs(module: Any) -> None:
     """Let an attention module tell its attachment what it is given: transformers' attention functions do not learn it.
     Its forward is wrapped, as hooks cost more per step."""
     forward = module.forward

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from locret_stream.errors import UnsupportedModel
@@ -61,13 +61,14 @@ def expect_gradients(attachment: Attachment) -> None:
         return tables.rotate(layer, call.q, 0), tables.rotate(layer, call.k, 0), v, None
 
     reason = ""
+    found: tuple[Tensor | None, ...]
     try:
         with differentiable(attachment), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*an autograd kernel was not registered", UserWarning)  # what is tried
             out = attachment.hidden(torch.arange(3, device=attachment.device)[None], step)
             found = torch.autograd.grad(out.float().square().mean(), scales, allow_unused=True)
     except RuntimeError as error:
-        found, reason = [None], f" ({error})"
+        found, reason = (None,), f" ({error})"
     if any(gradient is None for gradient in found):
         raise UnsupportedModel(f"gradients do not pass through this model's layers, {attachment.form or 'as they are'}"
                                f"{reason}; expected the plain weights of the same base: heads tuned on them serve it, "

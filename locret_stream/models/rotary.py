@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Rotary:
         uses: by layer, whether it has any; plain: whether they are the common rotation by halves.
     """
 
-    def __init__(self, decoder: nn.Module, layer_types: list[str] | None):
+    def __init__(self, decoder: Any, layer_types: list[str] | None):
         self._real, self._layer_types = decoder.rotary_emb, layer_types
         self._attentions = [layer.self_attn for layer in decoder.layers]
         self._sliced: dict[int, bool] = {}
@@ -52,7 +53,7 @@ class Rotary:
         """Of the layer at positions [1, T]: [1, T, width] each."""
         like = torch.empty(1, dtype=place.keys, device=place.device)
         per_type = isinstance(getattr(self._real, "rope_type", None), dict)
-        cos, sin = self._real(like, positions, *([self._layer_types[layer]] if per_type else []))
+        cos, sin = self._real(like, positions, *([self._layer_types[layer]] if self._layer_types and per_type else []))
         return cos.to(place.device), sin.to(place.device)  # of a spread model the module works on a device of its own
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ WAIT_MS = 2000
 
 def shadow(model: PreTrainedModel) -> PreTrainedModel:
     """A second module tree over the same weight tensors, in eval mode, with a config of its own."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for tensor in _beside(module):  # such as scales, or weights that wait on the CPU
             shared[id(tensor)] = tensor
@@ -88,12 +88,13 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _alias_now(parameter: nn.Parameter) -> nn.Parameter:
-    twin = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+    twin: Any = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
     twin.__dict__.update(dict(vars(parameter)))
     if hasattr(parameter, "module"):
         twin.module = None  # it is of the first tree
-    if getattr(parameter, "quant_state", None) is not None:
-        twin.quant_state = copy.copy(parameter.quant_state)
+    state = getattr(parameter, "quant_state", None)
+    if state is not None:
+        twin.quant_state = copy.copy(state)
     return twin
 
 
@@ -208,7 +209,8 @@ def base_of(model: Any) -> Any:
     Raises:
         UnsupportedModel: its adapters work outside of the layers.
     """
-    if not isinstance(model, nn.Module) or not hasattr(model, "get_base_model") or not hasattr(model, "peft_config"):
+    of_peft = isinstance(model, nn.Module) and hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+    if not of_peft:
         return model
     for name in model.active_adapters:
         config = model.peft_config[name]
@@ -239,7 +241,7 @@ def adapters(model: nn.Module) -> tuple[str, ...]:
     return tuple(active)
 
 
-def _is_tuner(module: nn.Module) -> bool:
+def _is_tuner(module: nn.Module) -> TypeGuard[Any]:
     peft = sys.modules.get("peft.tuners.tuners_utils")
     other = sys.modules.get("peft.utils.other")
     kinds = [peft and peft.BaseTunerLayer, other and getattr(other, "AuxiliaryTrainingWrapper", None)]
@@ -256,8 +258,8 @@ def _active(module: Any) -> list[str]:
 def _of_adapters(module: Any) -> Iterator[tuple[str, Any]]:
     """(adapter, what a layer holds of it: a module or tensor)."""
     for attribute in getattr(module, "adapter_layer_names", ()):
-        held = getattr(module, attribute, None)
-        if isinstance(held, (nn.ModuleDict, nn.ParameterDict, Mapping)) or hasattr(held, "items"):
+        held = getattr(module, attribute, {})
+        if hasattr(held, "items"):
             yield from held.items()
 
 

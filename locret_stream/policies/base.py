@@ -72,12 +72,12 @@ class Policy:
             features None: whatever they read.
     """
 
-    name: ClassVar[str]
-    needs: ClassVar[frozenset[str]] = frozenset()
-    scope: ClassVar[Literal["head", "layer", "model"]] = "head"
-    stateful: ClassVar[bool] = False
-    bounded: ClassVar[bool] = True
-    planes: ClassVar[int] = 1
+    name: str
+    needs: frozenset[str] = frozenset()
+    scope: Literal["head", "layer", "model"] = "head"
+    stateful: bool = False
+    bounded: bool = True
+    planes: int = 1
     features: ClassVar[str | None] = None
     output: ClassVar[str] = "score"
 

@@ -32,6 +32,7 @@ class H2O(Policy):
         return sinks, max(stabilizers, min(int(budget * self.recent), budget - sinks - 1))
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.column_sums is not None, "declared in needs"
         received = chunk.column_sums()
         received[:, :chunk.scores.shape[-1]] += chunk.scores[0]
         return received

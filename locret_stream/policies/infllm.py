@@ -38,6 +38,7 @@ class InfLLM(Policy):
         self.block, self.decay = block, decay
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.column_sums is not None and chunk.positions is not None, "declared in needs"
         received = chunk.column_sums()
         received[:, :chunk.scores.shape[-1]] += self.decay * chunk.scores[1]
         return torch.stack([sum_of_blocks(received, chunk.positions // self.block, self.block), received])

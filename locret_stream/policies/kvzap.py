@@ -24,4 +24,5 @@ class KVzap(Policy):
         self.heads = heads
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.hidden is not None, "declared in needs"
         return self.heads.score(chunk.layer, chunk.q[None], chunk.k[None], chunk.v[None], chunk.hidden[None])[0]

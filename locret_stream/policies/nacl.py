@@ -65,6 +65,7 @@ class NaCl(Policy):
         return torch.cat([rows[:first], rows[new - (count - first):]])
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.column_sums is not None and chunk.positions is not None, "declared in needs"
         rows = self._rows(chunk.k.shape[1], chunk.k.device)
         scores = chunk.column_sums(rows) / (chunk.q.shape[0] // chunk.k.shape[0])
         total = scores.shape[1]

@@ -72,7 +72,7 @@ def typed_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
         if not fits:
             raise ConfigError(f"policy {name!r}: {knob} is {value!r}; expected {type(default).__name__}, "
                               f"such as {default!r}")
-        if isinstance(default, int) and knob != "seed" and value > MOST:
+        if isinstance(default, int) and isinstance(value, int) and knob != "seed" and value > MOST:
             raise ConfigError(f"policy {name!r}: {knob} is {value}; expected at most {MOST:,}")
         found[knob] = type(default)(value)
     return found

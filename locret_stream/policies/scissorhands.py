@@ -34,5 +34,6 @@ class Scissorhands(Policy):
         return sinks, max(stabilizers, min(self.recent, budget - sinks - 1))
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.column_sums is not None, "declared in needs"
         new = chunk.k.shape[1]
         return chunk.column_sums(slice(max(0, new - self.window), new), above_mean=True)

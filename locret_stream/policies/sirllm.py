@@ -27,6 +27,7 @@ class SirLLM(Policy):
         self.decay = decay
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.logprobs is not None, "declared in needs"
         surprise = -chunk.logprobs.float()
         if chunk.start == 0:  # any other that is not a number is a fault of the model, and ranks last
             surprise[0] = torch.finfo(torch.float32).max

@@ -38,6 +38,7 @@ class SnapKV(Policy):
         return sinks, max(stabilizers, min(self.window, budget - sinks - 1))
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.column_sums is not None, "declared in needs"
         new = chunk.k.shape[1]
         window = min(self.window, new)
         received = chunk.column_sums(slice(new - window, new))

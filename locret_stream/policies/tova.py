@@ -20,5 +20,6 @@ class TOVA(Policy):
     stateful = True
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.column_sums is not None, "declared in needs"
         new = chunk.k.shape[1]
         return chunk.column_sums(slice(new - 1, new)).sum(0, keepdim=True)

@@ -20,7 +20,7 @@ class TrimKV(Policy):
     tokens the labels of Locret are left of a unit: useless units then leave slowly, and facts with them.
 
     Deviations: eviction once per chunk in place of once per token; heads read hidden states (as in the paper) or q, k
-    and v, as they were trained; see `training.retention` for those of the training.
+    and v, as they were trained; see `training.trimkv` for those of the training.
     """
 
     name = "trimkv"
@@ -34,6 +34,7 @@ class TrimKV(Policy):
         self.heads = heads
 
     def score(self, chunk: Chunk) -> Tensor:
+        assert chunk.hidden is not None and chunk.positions is not None, "declared in needs"
         odds = self.heads.score(chunk.layer, chunk.q[None], chunk.k[None], chunk.v[None], chunk.hidden[None])[0]
         log_beta = torch.cat([chunk.scores[1], F.logsigmoid(odds)], dim=1)
         age = chunk.start + chunk.k.shape[1] - chunk.positions

@@ -21,10 +21,9 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from locret_stream import __version__
 from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
-from locret_stream.context import Replay, StreamingContext, replay, swapping
-from locret_stream.context.session import Session, to_the_end
+from locret_stream.context import Replay, StreamingContext, replay
+from locret_stream.context.cancelling import to_the_end
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, LocretError
 from locret_stream.heads import RetainingHeads
@@ -42,6 +41,7 @@ from locret_stream.runtime.slots import CLOSED, LOOK_AGAIN_S, Slots, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
+from locret_stream.version import __version__
 from locret_stream.worker import Worker, expect_own, leave_worker, share_worker
 
 _log = logging.getLogger(__name__)
@@ -306,8 +306,10 @@ class Runtime:
             raise failed[0]
 
     def _stop(self) -> None:
-        self.tokenizing.shutdown()
-        self.storing.shutdown()
+        threads = self.tokenizing, self.storing
+        del self.tokenizing, self.storing
+        for each in threads:
+            each.shutdown()
         leave_worker(self.attachment)
         detach(self.model, self._attn, self._number)
         self.__dict__.pop("identity", None)
@@ -325,7 +327,7 @@ class Runtime:
         expect_own(self.worker.process)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("engine", "attachment", "model", "worker", "storing"):  # there only while it runs
+        if name in ("engine", "attachment", "model", "worker", "storing", "tokenizing"):  # there only while it runs
             raise ContextClosed(CLOSED)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -417,7 +419,7 @@ class Runtime:
             heads="" if heads is None else digest_tensors(heads.state_dict().items()),
             policy=engine.policy.name,
             knobs=canonical(engine.policy.knobs),
-            budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.protection}",
+            budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.layout.protection}",
             chunk_size=str(engine.chunk_size))
 
     @property
@@ -445,9 +447,9 @@ class Runtime:
         return await self._live_slots.acquire(self._timeout_s, "live", self._make_room)
 
     async def _make_room(self) -> bool:
-        """Let what was idle longest wait in the store, or close what is expendable; False if nothing was idle."""
-        now, contexts = time.monotonic(), [context for context in self._open_contexts()
-                                           if time.monotonic() >= self._not_before.get(context, 0.0)]
+        """Swap out the context that was idle longest, or close it if it is disposable. False: none was idle."""
+        now = time.monotonic()
+        contexts = [context for context in self._open_contexts() if now >= self._not_before.get(context, 0.0)]
         idle = [(since, context) for context in contexts if (since := context.idle_since) is not None]
         idle.sort(key=lambda pair: pair[0])
         # Behind these what is at work but waits itself, for a source that gives nothing or a caller who asks no more.
@@ -456,21 +458,21 @@ class Runtime:
         slow.sort(key=lambda pair: pair[0])
         for midway, (_, context) in (*((False, pair) for pair in idle), *((True, pair) for pair in slow)):
             try:
-                if await context.put_away(midway=midway):
+                if await context.swap_out(midway=midway):
                     return True
             except LocretError as error:
                 if context.closed:  # meanwhile, and its slot came free
                     continue
                 self._not_before[context] = time.monotonic() + LOOK_AGAIN_S
-                _log.warning("%r could not be put away and keeps its slot: %s", context.name, error)
+                _log.warning("%r could not be swapped out and keeps its slot: %s", context.name, error)
         return False
 
     def _open_contexts(self) -> list[StreamingContext]:
         with self._counting:  # contexts of other event loops come and go on other threads
             return [*self._contexts]
 
-    def rested(self) -> None:
-        """A session came to rest; for contexts."""
+    def session_idle(self) -> None:
+        """A session is idle now; for contexts."""
         self._live_slots.nudge()
 
     @contextlib.contextmanager
@@ -485,14 +487,6 @@ class Runtime:
         finally:
             with self._counting:
                 self._yielding -= wanted
-
-    async def make_resident(self, session: Session) -> None:
-        """`swapping.make_resident`; for contexts."""
-        await swapping.make_resident(session)
-
-    async def stored_units(self, session: Session) -> dict[str, torch.Tensor]:
-        """`swapping.stored_units`; for contexts."""
-        return await swapping.stored_units(session)
 
     def release_slot(self, slot: int, *, scratch: bool) -> None:
         (self._scratch_slots if scratch else self._live_slots).give_back(slot)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from locret_stream.errors import ConfigError, UnsupportedModel
 
@@ -20,6 +21,7 @@ BUNDLED = Path(__file__).parents[1] / "assets" / "bundled"
 
 LOADERS = {"gptq": ("gptqmodel", "optimum", "accelerate"), "awq": ("gptqmodel", "accelerate")}
 """By quantisation what transformers needs, where it does not name all of it."""
+OBJECTS = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,7 +73,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
         UnsupportedModel: it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
-    with _readable(path), _no_bar() if path == BUNDLED else contextlib.nullcontext():
+    with _readable(path, "configuration and weights"), _no_bar() if path == BUNDLED else contextlib.nullcontext():
         source, options = _source(path)
         spread = device == "auto" or isinstance(device, Mapping)
         packing = quantization if quantization is not None else None if options else _packing(_base(path))
@@ -83,8 +85,12 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
             dtype = torch.float32
         if spread or (packed and importlib.util.find_spec("accelerate")):  # what is packed cannot always be moved
             options["device_map"] = device if spread else {"": device}
-            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options).eval()
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options).to(device).eval()
+        model, told = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        missing = sorted(told["missing_keys"])
+        if missing and not packed and "gguf_file" not in options:  # transformers makes them up at random, and goes on
+            raise ValueError(f"its weights lack {len(missing)} tensors, the first {missing[0]!r}; expected a whole "
+                             "checkpoint: download or copy the folder again")
+        return (model if "device_map" in options else model.to(device)).eval()
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -94,7 +100,7 @@ def load_tokenizer(path: str | Path) -> Any:
         UnsupportedModel: it cannot be loaded.
     """
     from transformers import AutoTokenizer
-    with _readable(path):
+    with _readable(path, "tokenizer files"):
         source, options = _source(path)
         if not list(Path(path).glob("tokenizer*")):
             source = _base(source)
@@ -120,7 +126,11 @@ def _base(path: str | Path) -> str | Path:
     if not importlib.util.find_spec("peft"):
         raise ImportError("the folder of an adapter needs peft, which is not installed here: pip install "
                           "'locret-stream[peft]'")
-    return json.loads(told.read_bytes())["base_model_name_or_path"]
+    config = json.loads(told.read_bytes())
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str):
+        raise ValueError(f"{told} names no base model; expected base_model_name_or_path in it, as PEFT writes it")
+    return base
 
 
 def _packing(path: str | Path) -> Any:
@@ -154,15 +164,36 @@ def _no_bar() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(path: str | Path) -> Iterator[None]:
-    """Loading errors as UnsupportedModel, with what to do."""
+def _readable(path: str | Path, files: str) -> Iterator[None]:
+    """Loading errors as UnsupportedModel, with what to do: transformers, tokenizers and PEFT raise anything at all of
+    files that were not downloaded whole."""
     try:
         yield
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:
         why = "" if Path(path).expanduser().exists() else " (no such folder is here: taken for a hub id)"
-        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer{why}: {error}; "
+        told = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
+        found = str(error) if told else f"{type(error).__name__} in its {files}: {error}"
+        damaged = _damaged(Path(path).expanduser())
+        if damaged:
+            found += f"; damaged: {'; '.join(damaged)}: download or copy the folder again"
+        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer{why}: {found}; "
                                'expected a folder with config.json, weights and tokenizer files, that of an adapter, a '
                                'GGUF file, a hub id, or "bundled"') from error
+
+
+def _damaged(folder: Path) -> list[str]:
+    """The files of a folder that are not what their names say, each with why."""
+    found = []
+    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            elif not isinstance(json.loads(path.read_bytes()), dict) and path.name in OBJECTS:
+                raise ValueError("it holds no JSON object")
+        except (OSError, ValueError, SafetensorError) as error:
+            found.append(f"{path.name} ({error})")
+    return found
 
 
 def in_passing(work: Callable[[], T]) -> T:

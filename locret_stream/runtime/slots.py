@@ -13,7 +13,7 @@ from asyncio_throttle import Throttler
 
 from locret_stream.errors import ContextClosed, NoSlot
 
-LOOK_AGAIN_S = 1.0  # what could not be put away is tried again then
+LOOK_AGAIN_S = 1.0  # after a context could not be swapped out, it is tried again
 CLOSED = "this runtime is not running; expected a call inside `async with Runtime...`"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 import weakref
 from collections import deque
@@ -22,10 +23,11 @@ from locret_stream.errors import (
     StaleOwner,
     StoreError,
 )
-from locret_stream.snapshot.chain import Chain, read_chain
+from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
 from locret_stream.snapshot.log import Refocus, Spool
+from locret_stream.snapshot.log_reader import StoredLog, read_stored_log
 from locret_stream.snapshot.pages import (
     Assembly,
     Geometry,
@@ -33,8 +35,7 @@ from locret_stream.snapshot.pages import (
     read_page,
     unpack_masks,
 )
-from locret_stream.snapshot.seal import Locked
-from locret_stream.snapshot.vault import Vault
+from locret_stream.snapshot.session_folder import SessionFolder
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool
     log: bool
     bytes_written: int = 0
-    note: bytes = b""
+    note: builtins.bytes = b""
     problem: str = ""
     locked: bool = False
 
@@ -92,8 +93,8 @@ class Branch:
         spool: ids accepted since the last save, or None for a session without a log. focuses: those given since.
     """
 
-    def __init__(self, vault: Vault, session: str, name: str, *, log: bool):
-        self.vault, self.session, self.name, self.keeps_log = vault, session, name, log
+    def __init__(self, session_folder: SessionFolder, session: str, name: str, *, log: bool):
+        self.session_folder, self.session, self.name, self.keeps_log = session_folder, session, name, log
         self.head, self.newest, self.parent = 0, "", ""
         self.base: tuple[str, int, str] | None = None
         self.tried = ""
@@ -115,14 +116,15 @@ class Branch:
             capacity: the most units that each layer may hold; more are refused before anything is allocated.
 
         Raises:
-            SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: nothing changed.
+            SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: nothing changed. Only if
+                it was cleared away while it was read, this owner is closed.
         """
         while True:
-            self.vault.refresh()
-            found, highest = self.vault.generations(self.name)
+            self.session_folder.refresh()
+            found, highest = self.session_folder.generations(self.name)
             if not found:
-                raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.vault.files.url}")
-            self.vault.expect_one_way()  # now, not after a day of reading
+                raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.session_folder.files.url}")
+            self.session_folder.expect_one_way()  # now, not after a day of reading
             number = found[-1] if generation is None else generation
             if number not in found:
                 raise SnapshotNotFound(f"there is no snapshot {number} of {self.name!r}; expected one of {found}: "
@@ -132,7 +134,7 @@ class Branch:
                 break
             except SnapshotError:
                 # Nothing holds collectors off while this reads. Was it deleted meanwhile, a newer one is there.
-                if generation is not None or number in self.vault.generations(self.name)[0]:
+                if generation is not None or number in self.session_folder.generations(self.name)[0]:
                     raise
         log, coming = restored.manifest.log, restored.tensors.get("next_focus")
         if coming is not None and (coming.dtype != torch.int64 or coming.dim() != 1 or not len(coming)):
@@ -152,19 +154,20 @@ class Branch:
             position, *ids = coming.tolist()
             self.focuses.append(Refocus(position, tuple(ids)))
         # Whoever clears away from here on sees what this owner goes on from; who did before has left nothing whole.
-        if generation is not None and number not in self.vault.generations(self.name)[0]:
+        if generation is not None and number not in self.session_folder.generations(self.name)[0]:
             self.close()
             raise SnapshotNotFound(f"snapshot {number} of {self.name!r} was cleared away while it was read; expected "
                                    "one that is there: `Store(keep_last=...)` says how many stay")
         return restored
 
-    def reload(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
+    def load_swapped_out(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
         """What this owner saved or loaded last, once more; nothing of the branch changes.
 
         Raises:
             StaleOwner: it is not there any more, or another one stands in its place. SnapshotCorrupt, StoreError.
         """
-        self.vault.refresh()
+        self.session_folder.refresh()
+        assert self.base is not None, "nothing was saved or loaded"
         name, number, digest = self.base
         with suppress(SnapshotNotFound):
             restored, _, own = self._read(name, number, identity, geometry, capacity)
@@ -175,7 +178,7 @@ class Branch:
 
     def _read(self, name: str, number: int, identity: Identity | None, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
-        manifest, sections, own = self.vault.read_manifest(name, number)
+        manifest, sections, own = self.session_folder.read_manifest(name, number)
         what = f"snapshot {number} of {name!r}"
         if identity is not None:
             expect_same(manifest.identity, identity, what)
@@ -200,7 +203,7 @@ class Branch:
 
     def _spool(self, start: int) -> Spool:
         with self.keeping_log():
-            return Spool(start, hidden=self.vault.hides)
+            return Spool(start, hidden=self.session_folder.hides)
 
     @contextmanager
     def keeping_log(self) -> Iterator[None]:
@@ -213,22 +216,22 @@ class Branch:
 
     def _read_page(self, ref: PageRef, geometry: Geometry, what: str) -> tuple[PageIndex, dict[str, Tensor]]:
         page = f"{what}, page {ref.name}"
-        body, sections = self.vault.read_named("pages", ref, page)
+        body, sections = self.session_folder.read_named("pages", ref, page)
         return read_page(ref, body, sections, geometry, page)
 
-    def read_chain(self, identity: Identity, generation: int | None = None) -> Chain:
+    def read_stored_log(self, identity: Identity, generation: int | None = None) -> StoredLog:
         """The whole log up to a snapshot, the newest unless a number is given, sound, to be fed again; the next save of
         this owner stands against what was newest then.
 
         Raises:
             SnapshotCorrupt: there is none. SnapshotMismatch: its ids are of another tokenizer. StoreError.
         """
-        chain = read_chain(self.vault, self.name, identity, generation)
+        chain = read_stored_log(self.session_folder, self.name, identity, generation)
         self.head, self.newest, self.keeps_log = chain.highest, chain.digest, True
         return chain
 
     def begin_anew(self) -> None:
-        """Go on from a log that `read_chain` gave and that is fed again: pages and log are written anew."""
+        """Go on from a log that `read_stored_log` gave and that is fed again: pages and log are written anew."""
         spool = self._spool(0)
         self.close()
         self.base, self.tried = None, ""
@@ -242,7 +245,7 @@ class Branch:
         Raises:
             StaleOwner: another one has saved meanwhile. StoreError: the store cannot be read, so nobody knows.
         """
-        found, highest = self.vault.generations(self.name)
+        found, highest = self.session_folder.generations(self.name)
         if self.tried and highest == self.head + 1 and self.digest(highest) == self.tried:
             self.head, self.newest, self.parent, self.tried = highest, self.tried, self.tried, ""
         if highest != self.head:
@@ -268,9 +271,9 @@ class Branch:
             StoreError: the store cannot be read just now.
         """
         try:
-            return self.vault.read_manifest(self.name, number)[2]
+            return self.session_folder.read_manifest(self.name, number)[2]
         except SnapshotError as error:
-            if isinstance(error, StoreError) and not isinstance(error, Locked):
+            if isinstance(error, StoreError) and not isinstance(error, MissingKey):
                 raise
         return None
 
@@ -304,12 +307,12 @@ class Branch:
         Raises:
             ConfigError: the store has something of that name already.
         """
-        if self.vault.taken(name):
+        if self.session_folder.taken(name):
             raise ConfigError(f"fork {name!r}: the store has a session of that name; expected a new one, or `delete` "
                               "that first")
-        twin = Branch(self.vault.twin(), self.session, name, log=self.keeps_log)
+        twin = Branch(self.session_folder.twin(), self.session, name, log=self.keeps_log)
         twin.parent, twin.base = self.parent, self.base
-        twin.head = self.vault.generations(name)[1]
+        twin.head = self.session_folder.generations(name)[1]
         twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
         twin.log, twin.focuses = self.log, [*self.focuses]
         if self.spool is not None:
@@ -329,7 +332,7 @@ class Branch:
             self.spool = None
 
 
-def log_of_owners(vault: Vault, *, all_of_them: bool) -> set[str]:
+def log_of_owners(session_folder: SessionFolder, *, all_of_them: bool) -> set[str]:
     """Log parts, as paths inside the session, that owners in this process go on from and no manifest may name any more:
     forks that were not saved yet, whose origin put together anew what both came from. With `all_of_them`, for clearing
     away after a save, also those that went back to an older snapshot since; what is deleted on purpose is gone."""
@@ -337,8 +340,8 @@ def log_of_owners(vault: Vault, *, all_of_them: bool) -> set[str]:
         branches = [*_branches]
     owners = [branch for branch in branches if branch.spool is not None and branch.base is not None
               and (all_of_them or branch.base[0] != branch.name)]
-    return {f"log/{ref.name}" for branch in owners for ref in branch.log
-            if (branch.vault.files.url, branch.vault.folder) == (vault.files.url, vault.folder)}
+    return {f"log/{ref.name}" for branch in owners if branch.session_folder.same_as(session_folder)
+            for ref in branch.log}
 
 
 def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:
@@ -368,5 +371,5 @@ def describe(manifest: Manifest, size: int, encrypted: bool, written: int = 0) -
                     parent=manifest.parent, created=manifest.created, tokens=manifest.tokens,
                     units=sum(ref.live for ref in manifest.pages), library=manifest.library, encrypted=encrypted,
                     log=manifest.log is not None,
-                    bytes=size + sum(ref.size for ref in (*manifest.pages, *(manifest.log or ()))),
+                    bytes=size + sum(ref.size for ref in manifest.pages) + sum(ref.size for ref in manifest.log or ()),
                     bytes_written=written, note=manifest.note)

@@ -21,7 +21,7 @@ So every byte is either covered by a digest or must be zero. A reader checks, in
 one is `SnapshotTooNew`), kind, sizes, the digest of the header, the header itself (unknown fields are refused), the
 place of every section, zeros, and digests; only then it looks at a tensor. Nothing is allocated by a number that the
 file claims: what is read is the file, and its size is checked first. Digests find damage, not forgery: for that, and
-for secrecy, containers are encrypted as a whole (`snapshot.seal`).
+for secrecy, containers are encrypted as a whole (`snapshot.encryption`).
 
 A manifest names pages; what they mean together is in `snapshot.pages`. Places are in `snapshot.names`; what version 1
 had instead, an alias of 34 bytes without a digest, is read and replaced. Never pickle, never a second codec.
@@ -32,7 +32,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -58,7 +58,7 @@ Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 MaybeDigest = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-T = TypeVar("T")
+T = TypeVar("T", bound=Struct)
 Buffer = bytes | memoryview
 
 
@@ -180,7 +180,10 @@ class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 KINDS: dict[int, type[Struct]] = {1: Manifest, 2: Page, 3: LogPart, 4: Place}
 _NUMBERS = {kind: number for number, kind in KINDS.items()}
-_DECODERS = {kind: msgspec.msgpack.Decoder(_Header[kind]) for kind in KINDS.values()}
+_DECODERS: dict[type[Struct], msgspec.msgpack.Decoder[Any]] = {
+    Manifest: msgspec.msgpack.Decoder(_Header[Manifest]), Page: msgspec.msgpack.Decoder(_Header[Page]),
+    LogPart: msgspec.msgpack.Decoder(_Header[LogPart]), Place: msgspec.msgpack.Decoder(_Header[Place]),
+}
 
 
 def digest(*parts: Buffer) -> str:
@@ -223,7 +226,7 @@ def _section(found: Mapping[str, Tensor], what: str) -> list[Buffer]:
     The `safetensors` package copies every tensor twice on this way, which takes longer than writing them.
     """
     order = sorted(found, key=lambda name: (-found[name].dtype.itemsize, name))
-    entries, buffers, at = {}, [], 0
+    entries, buffers, at = dict[str, _TensorEntry](), list[memoryview](), 0
     for name in order:
         tensor = found[name].detach().contiguous()
         end = at + tensor.nbytes
@@ -231,11 +234,11 @@ def _section(found: Mapping[str, Tensor], what: str) -> list[Buffer]:
             raise SnapshotCorrupt(f"{what}: tensor {name!r} is {tensor.dtype}; expected one of {sorted(DTYPES)}")
         entries[name] = _TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), (at, end))
         flat = tensor.as_strided((tensor.numel(),), (1,))  # of one item any stride counts as contiguous
-        buffers.append(memoryview(flat.view(torch.uint8).numpy()))
+        buffers.append(flat.view(torch.uint8).numpy().data)
         at = end
     head = msgspec.json.encode(entries)
     head += b" " * (-len(head) % 8)
-    parts = [len(head).to_bytes(8, "little") + head, *buffers]
+    parts: list[Buffer] = [len(head).to_bytes(8, "little") + head, *buffers]
     _entries(memoryview(parts[0]), total(parts), what)
     return parts
 

@@ -67,7 +67,7 @@ def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 def _digest_bytes(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(memoryview(flat.view(torch.uint8).numpy()))
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
 
 
 def digest_text(*parts: str) -> str:

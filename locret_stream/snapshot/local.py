@@ -79,7 +79,7 @@ class LocalFiles:
                 raise SnapshotCorrupt(f"{name} has {size} bytes; expected at most {most}")
             # numpy's memory is neither zeroed first nor mapped in small pages: half of the time of a large read.
             try:
-                data, at = memoryview(np.empty(size, np.uint8)), 0
+                data, at = np.empty(size, np.uint8).data, 0
             except MemoryError:
                 raise SnapshotCorrupt(f"{name} has {size} bytes, more than there is memory") from None
             while at < len(data):

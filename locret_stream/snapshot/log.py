@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from locret_stream.errors import SnapshotCorrupt
+from locret_stream.snapshot.encryption import Scrambler
 from locret_stream.snapshot.format import Buffer, LogPart, LogRef, expect, pack, tensors
-from locret_stream.snapshot.seal import Scrambler
 
 PART_IDS = 16 << 20  # parts do not grow together beyond so many ids: 64 MiB
 TAKEN_SHARE = 1.5  # a new part takes in those before it of up to so many times its ids

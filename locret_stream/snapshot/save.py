@@ -81,23 +81,23 @@ class Save:
         self._writing: deque[Future[PageIndex]] = deque()
 
     def __enter__(self) -> Save:
-        branch, vault = self.branch, self.branch.vault
+        branch, session_folder = self.branch, self.branch.session_folder
         branch.expect_newest()  # before the lock, which would make the folder of a forgotten session again
-        self._locked = self._stack.enter_context(vault.files.lock(vault.folder, shared=True))
+        self._locked = self._stack.enter_context(session_folder.files.lock(session_folder.folder, shared=True))
         try:
-            vault.refresh()
+            session_folder.refresh()
             found = branch.expect_newest()
             branch.expect_not_anew(found)
             # What this owner knows may have been deleted since: by somebody else, or after a rewind. Where collectors
             # cannot be held off, what no snapshot names may go in any moment.
             named = self._locked or branch.base is None or branch.base[1] in (
-                found if branch.base[0] == branch.name else vault.generations(branch.base[0])[0])
+                found if branch.base[0] == branch.name else session_folder.generations(branch.base[0])[0])
             self._rests_on = branch.base if named else None
             pages, log = ([*branch.pages], [*branch.log]) if named else ([], [])
-            stored = vault.stored("pages", [page.ref for page in pages])
+            stored = session_folder.stored("pages", [page.ref for page in pages])
             self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
                                    self.moment.seen, self.geometry, self.page_bytes)
-            if branch.spool is not None and len(vault.stored("log", log)) < len(branch.log):
+            if branch.spool is not None and len(session_folder.stored("log", log)) < len(branch.log):
                 _log.warning("parts of the log of %r are gone: it goes on without one, and could not be rebuilt",
                              branch.name)
                 branch.close()
@@ -118,12 +118,12 @@ class Save:
             StoreError: a range before this one could not be written.
         """
         parts, index = write_page(start, end, layers)
-        self.branch.vault.ready()  # a key is made here, not by two threads at once
+        self.branch.session_folder.ready()  # a key is made here, not by two threads at once
         self._written(but=WRITERS - 1)
         self._writing.append(self._writer.submit(self._write, parts, index))
 
     def _write(self, parts: Sequence[Buffer], index: PageIndex) -> PageIndex:
-        name = self.branch.vault.write_named("pages", parts)
+        name = self.branch.session_folder.write_named("pages", parts)
         return PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions)
 
     def _written(self, but: int = 0) -> None:
@@ -137,8 +137,10 @@ class Save:
         """Write a log part and the manifest; the snapshot is durable, and the branch's newest, on return."""
         branch, moment = self.branch, self.moment
         self._written()
-        pages = [(index, np.concatenate(masks)) for index, masks in self.plan.stay]
-        pages = sorted([*pages, *((index, None) for index in self._new)], key=lambda item: item[0].ref.start)
+        pages: list[tuple[PageIndex, np.ndarray | None]] = [(index, np.concatenate(masks))
+                                                            for index, masks in self.plan.stay]
+        pages += [(index, None) for index in self._new]
+        pages.sort(key=lambda item: item[0].ref.start)
         refs = tuple(msgspec.structs.replace(index.ref, live=index.ref.units if mask is None else int(mask.sum()))
                      for index, mask in pages)
         log = self._log_parts(log_end) if branch.spool is not None else None
@@ -160,61 +162,62 @@ class Save:
             except OSError:  # the snapshot is durable; of the log, what this one has is the end
                 branch.close()
         self.written += total(parts)
-        return describe(manifest, total(parts), branch.vault.encrypted, self.written)
+        return describe(manifest, total(parts), branch.session_folder.encrypted, self.written)
 
     def _publish(self, manifest: Manifest, parts: Sequence[Buffer], own: str) -> None:
         """Create the manifest under its number, which makes everything it names this branch's newest snapshot."""
-        branch, vault = self.branch, self.branch.vault
-        path = vault.manifest_path(branch.name, manifest.generation)
-        vault.claim(branch.name)
+        branch, session_folder = self.branch, self.branch.session_folder
+        path = session_folder.manifest_path(branch.name, manifest.generation)
+        session_folder.claim(branch.name)
         branch.tried = own
         try:
-            vault.write(path, parts, exclusive=True)
+            session_folder.write(path, parts, exclusive=True)
         except Exists:
             if branch.digest(manifest.generation) != own:  # else the place was asked twice by a layer below
                 branch.tried = ""
                 branch.expect_newest()
-                raise StoreError(f"{vault.folder}/{path} is there and is no snapshot; expected nothing of that name"
-                                 ) from None
+                raise StoreError(f"{session_folder.folder}/{path} is there and is no snapshot; expected nothing of "
+                                 "that name") from None
         try:
-            vault.expect_claim(branch.name)
-            if not vault.key_stands:
+            session_folder.expect_claim(branch.name)
+            if not session_folder.key_stands:
                 raise StoreError(f"{branch.name!r}: meanwhile the session was begun anew, with another key or none; "
                                  "expected one way to store it")
             if not self._locked:
                 self._expect_undisturbed(manifest)
         except BaseException:
             with suppress(StoreError):  # that it failed matters more; what could not be deleted is known again
-                vault.files.delete(f"{vault.folder}/{path}")
+                session_folder.files.delete(f"{session_folder.folder}/{path}")
                 branch.tried = ""
             raise
-        vault.remember(branch.name, manifest.generation, self._locked)
+        session_folder.remember(branch.name, manifest.generation, self._locked)
 
     def _expect_undisturbed(self, manifest: Manifest) -> None:
         """Where nothing held others off: nobody saved, deleted, collected or forgot while this saved."""
-        branch, vault = self.branch, self.branch.vault
-        if vault.generations(branch.name)[1] != manifest.generation or vault.gone(
+        branch, session_folder = self.branch, self.branch.session_folder
+        if session_folder.generations(branch.name)[1] != manifest.generation or session_folder.gone(
                 hashed(branch.name), manifest.generation):
             raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
                              "expected one owner: save under a new name, or open it again")
         log, base = manifest.log or (), self._rests_on
         # A collector deletes a snapshot before it looks which files nobody names: is it there, its files stay.
-        if (base is not None and base[1] not in vault.generations(base[0])[0]) or (
-                len(vault.stored("pages", manifest.pages)) < len(manifest.pages)
-                or len(vault.stored("log", log)) < len(log)):
+        if (base is not None and base[1] not in session_folder.generations(base[0])[0]) or (
+                len(session_folder.stored("pages", manifest.pages)) < len(manifest.pages)
+                or len(session_folder.stored("log", log)) < len(log)):
             raise StoreError(f"{branch.name!r}: files of this snapshot were deleted while it was saved; expected "
                              "another try")
 
     def _log_parts(self, end: int) -> tuple[LogRef, ...]:
         """The log up to `end`, its newest parts put together with what the spool holds."""
         branch = self.branch
+        assert branch.spool is not None, "the session keeps a log"
         with branch.keeping_log():
             ids = branch.spool.read(end)
         stay, focuses = branch.log, (*branch.focuses,)
         for _ in range(absorbed(branch.log, len(ids))):
             what = f"log part {stay[-1].name} of {branch.name!r}"
             try:
-                before = read_part(*branch.vault.read_named("log", stay[-1], what), what)
+                before = read_part(*branch.session_folder.read_named("log", stay[-1], what), what)
                 ids = np.concatenate([before.ids, ids])
                 focuses = (*(event for event in before.focuses if event.position <= stay[-1].end), *focuses)
             except SnapshotError as error:  # damage done to what was stored is no reason to refuse what is new
@@ -231,7 +234,7 @@ class Save:
                        end=start + len(ids), before=stay[-1].name if stay else "", frame=self.moment.frame)
         pending, held = (self.moment.state.get(part, torch.zeros(0)).numpy() for part in ("pending", "held"))
         parts = write_part(body, Part(ids, pending, held, focuses))
-        name = branch.vault.write_named("log", parts)
+        name = branch.session_folder.write_named("log", parts)
         size = total(parts)
         self.written += size
         return (*stay, LogRef(name, start, start + len(ids), size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from locret_stream.errors import (
     StoreError,
 )
 from locret_stream.snapshot.branch import Branch, Snapshot, describe, log_of_owners
+from locret_stream.snapshot.encryption import MissingKey, user_key
 from locret_stream.snapshot.files import Busy, Files
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.names import (
@@ -32,8 +34,7 @@ from locret_stream.snapshot.names import (
     write_alias,
 )
 from locret_stream.snapshot.remote import RemoteFiles
-from locret_stream.snapshot.seal import Locked, user_key
-from locret_stream.snapshot.vault import Vault, leads
+from locret_stream.snapshot.session_folder import SessionFolder, leads
 from locret_stream.snapshot.verifying import Verified, lost, name_of, nowhere, verify
 
 HEAD_BYTES = 64  # of a manifest, no two of which begin alike: the digest of its header, or the salt that seals it
@@ -77,16 +78,16 @@ class Store:
     def branch(self, name: str) -> Branch:
         """The branch of that name for a new owner: what is stored, or the beginning of a new session."""
         self._tidy(folder_of(name))
-        vault = Vault.locate(self.files, name, self._key)
-        branch = Branch(vault, name, name, log=self._log)
-        found, branch.head = vault.generations(name)
-        if found and vault.folder != folder_of(name):
-            branch.session = vault.session_name()
+        session_folder = SessionFolder.locate(self.files, name, self._key)
+        branch = Branch(session_folder, name, name, log=self._log)
+        found, branch.head = session_folder.generations(name)
+        if found and session_folder.folder != folder_of(name):
+            branch.session = session_folder.session_name()
         return branch
 
     def has(self, name: str) -> bool:
         """Whether there is a snapshot of that name."""
-        return bool(Vault.locate(self.files, name, self._key).generations(name)[0])
+        return bool(SessionFolder.locate(self.files, name, self._key).generations(name)[0])
 
     def probe(self) -> None:
         """Write a small file and remove it: to know before long work whether it can be saved.
@@ -100,122 +101,122 @@ class Store:
 
     # -- looking ----------------------------------------------------------------------------------------------
 
-    def list(self) -> list[Snapshot]:
+    def list(self) -> builtins.list[Snapshot]:
         """The newest snapshot of every session and fork, by name; one that cannot be read has a `problem`.
 
         Raises:
             StoreError: the place cannot be read.
         """
-        found, seen, links, told = [], set(), list[Vault](), set[str]()
-        for vault in self._vaults():
+        found, seen, links, told = list[Snapshot](), set[str](), list[SessionFolder](), set[str]()
+        for session_folder in self._vaults():
             try:
-                manifests = vault.manifests()
+                manifests = session_folder.manifests()
             except SnapshotCorrupt:
-                links.append(vault)
+                links.append(session_folder)
                 continue
             branches: dict[str, Snapshot] = {}
             for path, _ in reversed(manifests):
                 if (branch := path.rpartition("/")[0]) not in branches:
                     with suppress(SnapshotNotFound):  # deleted in this moment: then the one before
-                        branches[branch] = self._describe(vault, path)
+                        branches[branch] = self._describe(session_folder, path)
             found += branches.values()
             seen |= {branch.rpartition("/")[2] for branch in branches}
-        for vault, path, _ in lost(self.files, self._key, seen):
+        for session_folder, path, _ in lost(self.files, self._key, seen):
             with suppress(SnapshotNotFound):
-                found.append(self._describe(vault, path))
-                told.add(vault.folder)
-        for vault in links:
-            if vault.folder not in told:
+                found.append(self._describe(session_folder, path))
+                told.add(session_folder.folder)
+        for session_folder in links:
+            if session_folder.folder not in told:
                 with suppress(SnapshotNotFound):
-                    found.append(self._describe(vault, nowhere(vault)))
+                    found.append(self._describe(session_folder, nowhere(session_folder)))
         return sorted(found, key=lambda snapshot: snapshot.name)
 
-    def info(self, name: str) -> list[Snapshot]:
+    def info(self, name: str) -> builtins.list[Snapshot]:
         """All snapshots of a session or fork, oldest first; one that is damaged or locked has a `problem`.
 
         Raises:
             SnapshotNotFound. StoreError: one of them cannot be read just now, which tells nothing of it.
         """
-        vault, found = self._found(name)
+        session_folder, found = self._found(name)
         out = []
         for number in found:
             with suppress(SnapshotNotFound):  # deleted in this moment
-                out.append(self._describe(vault, vault.manifest_path(name, number), of_all=False))
+                out.append(self._describe(session_folder, session_folder.manifest_path(name, number), of_all=False))
         return out
 
-    def verify(self, name: str | None = None) -> list[Verified]:
+    def verify(self, name: str | None = None) -> builtins.list[Verified]:
         """Read every byte that the snapshots of a name (None: of all) need, and whether none got lost and every name
         leads where it should. What is wrong with a name alone is told of its newest snapshot, or of number 0."""
-        vaults = list(self._vaults()) if name is None else [self._found(name)[0]]
-        return verify(self.files, self._key, vaults, name)
+        session_folders = list(self._vaults()) if name is None else [self._found(name)[0]]
+        return verify(self.files, self._key, session_folders, name)
 
-    def _vaults(self) -> Iterator[Vault]:
+    def _vaults(self) -> Iterator[SessionFolder]:
         """Sessions with snapshots, and those of which that cannot be told, for a folder of theirs is a link."""
         for folder in self.files.folders(""):
             if FOLDER.fullmatch(folder):
-                vault, there = Vault(self.files, folder, self._key), True
+                session_folder, there = SessionFolder(self.files, folder, self._key), True
                 with suppress(SnapshotCorrupt):
-                    there = vault.exists
+                    there = session_folder.exists
                 if there:
-                    yield vault
+                    yield session_folder
 
-    def _found(self, name: str) -> tuple[Vault, list[int]]:
-        vault = Vault.locate(self.files, name, self._key)
-        found, _ = vault.generations(name)
+    def _found(self, name: str) -> tuple[SessionFolder, builtins.list[int]]:
+        session_folder = SessionFolder.locate(self.files, name, self._key)
+        found, _ = session_folder.generations(name)
         if not found:
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
-        return vault, found
+        return session_folder, found
 
-    def _describe(self, vault: Vault, path: str, *, of_all: bool = True) -> Snapshot:
+    def _describe(self, session_folder: SessionFolder, path: str, *, of_all: bool = True) -> Snapshot:
         """Raises:
             SnapshotNotFound: it was deleted meanwhile. StoreError: it cannot be read; among those `of_all` names that
                 is a `problem` of its own.
         """
         try:
-            manifest, size = vault.manifest_at(path)
+            manifest, size = session_folder.manifest_at(path)
         except SnapshotNotFound:
             raise
         except SnapshotError as error:
-            if isinstance(error, StoreError) and not isinstance(error, Locked) and not of_all:
+            if isinstance(error, StoreError) and not isinstance(error, MissingKey) and not of_all:
                 raise
             number, encrypted = int(path.rpartition("/")[2].removesuffix(".snap")), False
             with suppress(SnapshotCorrupt):  # a folder that is a link
-                encrypted = vault.encrypted
-            return Snapshot(name=name_of(vault, path), session="", generation=number, parent="", created=0.0,
+                encrypted = session_folder.encrypted
+            return Snapshot(name=name_of(session_folder, path), session="", generation=number, parent="", created=0.0,
                             tokens=0, units=0, bytes=0, library="", encrypted=encrypted, log=False,
-                            problem=str(error), locked=isinstance(error, Locked))
-        return describe(manifest, size, vault.encrypted)
+                            problem=str(error), locked=isinstance(error, MissingKey))
+        return describe(manifest, size, session_folder.encrypted)
 
     # -- removing ---------------------------------------------------------------------------------------------
 
-    def delete(self, name: str, generation: int | None = None) -> list[int]:
+    def delete(self, name: str, generation: int | None = None) -> builtins.list[int]:
         """Delete one snapshot, or with None all of a name; returns their numbers. Forks keep theirs.
 
         Raises:
             SnapshotNotFound, StoreError.
         """
-        vault, found = self._found(name)
-        with self._alone(vault):
-            vault.readable()
-            found, highest = vault.generations(name)
+        session_folder, found = self._found(name)
+        with self._alone(session_folder):
+            session_folder.readable()
+            found, highest = session_folder.generations(name)
             gone = found if generation is None else [number for number in found if number == generation]
             if not gone:
                 raise SnapshotNotFound(f"{name!r} has no snapshot {generation}; expected one of {found}")
-            self._remove(vault, name, gone, highest)
-            if len(gone) == len(found) and vault.folder != folder_of(name):
-                self._free(folder_of(name), vault.folder)
+            self._remove(session_folder, name, gone, highest)
+            if len(gone) == len(found) and session_folder.folder != folder_of(name):
+                self._free(folder_of(name), session_folder.folder)
             with suppress(SnapshotCorrupt, SnapshotTooNew):  # another one that cannot be read: `gc` tells which
-                self._collect(vault, GRACE_S)
+                self._collect(session_folder, GRACE_S)
         return gone
 
-    def _remove(self, vault: Vault, name: str, numbers: list[int], highest: int) -> None:
+    def _remove(self, session_folder: SessionFolder, name: str, numbers: builtins.list[int], highest: int) -> None:
         for number in numbers:
-            path = f"{vault.folder}/{vault.manifest_path(name, number)}"
+            path = f"{session_folder.folder}/{session_folder.manifest_path(name, number)}"
             if number == highest:  # else a stale owner could take the number for its own
                 self.files.write(path.removesuffix(".snap") + ".gone", [])
             self.files.delete(path)
 
-    def forget(self, name: str) -> list[str]:
+    def forget(self, name: str) -> builtins.list[str]:
         """Remove a session with all its forks: manifests first, so that what is left of a forgetting that was cut short
         is sound, then the key, then everything else.
 
@@ -226,52 +227,54 @@ class Store:
             SnapshotNotFound: nothing of that name. ConfigError: it is a fork: forget its session, or delete it.
             StoreError: something could not be removed; whatever could be, was.
         """
-        vault = Vault(self.files, folder_of(name), self._key)
-        away, own = None, vault.folder[2:]
+        session_folder = SessionFolder(self.files, folder_of(name), self._key)
+        away, own = None, session_folder.folder[2:]
         try:
-            away = leads(self.files, vault.folder)
+            away = leads(self.files, session_folder.folder)
         except (SnapshotCorrupt, SnapshotTooNew):  # a damaged alias is no reason to keep what is here
             told = known(self.files, own)
-            if told is not None and told.folder != vault.folder and Vault(self.files, told.folder, None).there(own)[0]:
+            if told is not None and told.folder != session_folder.folder and SessionFolder(
+                    self.files, told.folder, None).there(own)[0]:
                 away = told.folder
         if away is not None:
             raise ConfigError(f"{name!r} is a fork; expected the name of its session (its forks go with it), or "
                               "`delete` for this one alone")
-        if not self.files.sizes(vault.folder) and not self.files.folders(vault.folder) and own not in records(
-                self.files):
+        empty = not self.files.sizes(session_folder.folder) and not self.files.folders(session_folder.folder)
+        if empty and own not in records(self.files):
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
-        with self._alone(vault):
-            manifests = [path for path, _ in vault.manifests()]
-            keys = ["key"] if "key" in self.files.sizes(vault.folder) else []
+        with self._alone(session_folder):
+            manifests = [path for path, _ in session_folder.manifests()]
+            keys = ["key"] if "key" in self.files.sizes(session_folder.folder) else []
             rest = [f"{folder}/{file}" for folder in
-                    ("pages", "log", *(f"m/{branch}" for branch in self.files.folders(f"{vault.folder}/m")))
-                    for file in self.files.sizes(f"{vault.folder}/{folder}") if f"{folder}/{file}" not in manifests]
-            noted = self._drop_records(vault)  # first: what is deleted now did not get lost
+                    ("pages", "log", *(f"m/{branch}" for branch in self.files.folders(f"{session_folder.folder}/m")))
+                    for file in self.files.sizes(f"{session_folder.folder}/{folder}")
+                    if f"{folder}/{file}" not in manifests]
+            noted = self._drop_records(session_folder)  # first: what is deleted now did not get lost
             failed = []
             for path in (*manifests, *keys):
                 try:
-                    self.files.delete(f"{vault.folder}/{path}")
+                    self.files.delete(f"{session_folder.folder}/{path}")
                 except StoreError as error:
                     failed.append(error)
             if failed:
                 raise failed[0]
             aliases = [folder for folder in self.files.folders("")
-                       if FOLDER.fullmatch(folder) and self._points(folder) == vault.folder]
+                       if FOLDER.fullmatch(folder) and self._points(folder) == session_folder.folder]
             for folder in aliases:
                 self._drop_alias(folder)
-            self.files.remove_folder(vault.folder)
-            if not vault.locked:  # a save that ended in between may have written it again
-                self._drop_records(vault)
-        return [*(f"{vault.folder}/{path}" for path in (*manifests, *keys, *rest)),
+            self.files.remove_folder(session_folder.folder)
+            if not session_folder.locked:  # a save that ended in between may have written it again
+                self._drop_records(session_folder)
+        return [*(f"{session_folder.folder}/{path}" for path in (*manifests, *keys, *rest)),
                 *(f"{folder}/branch" for folder in aliases), *noted]
 
-    def _drop_records(self, vault: Vault) -> list[str]:
+    def _drop_records(self, session_folder: SessionFolder) -> builtins.list[str]:
         """Remove the records of a session and of its forks; returns their paths."""
-        own, out = vault.folder[2:], []
-        inside = {own, *self.files.folders(f"{vault.folder}/m")}
+        own, out = session_folder.folder[2:], []
+        inside = {own, *self.files.folders(f"{session_folder.folder}/m")}
         for name in records(self.files):
             told = known(self.files, name)
-            if name == own or (name in inside if told is None else told.folder == vault.folder):
+            if name == own or (name in inside if told is None else told.folder == session_folder.folder):
                 drop_record(self.files, name)
                 out.append(f"n-{name}")
         sweep_records(self.files, {*inside, *(path[2:] for path in out)})
@@ -293,7 +296,7 @@ class Store:
         self.files.delete(f"{folder}/branch")
         self.files.drop_folder(folder)
 
-    def _tidy(self, folder: str, grace_s: float = GRACE_S) -> list[str]:
+    def _tidy(self, folder: str, grace_s: float = GRACE_S) -> builtins.list[str]:
         """Remove a name that leads nowhere: of a fork that was never saved whole, or deleted, or forgotten.
 
         Raises:
@@ -303,10 +306,11 @@ class Store:
         if target is None or leads(self.files, folder) is not None:
             return []
         if self.files.sizes(target) or self.files.folders(target):
-            vault = Vault(self.files, target, None)
+            session_folder = SessionFolder(self.files, target, None)
             try:
-                with self._alone(vault, wait=False):
-                    if vault.numbers(folder[2:])[0] or (not vault.locked and self.files.age_s(path) < grace_s):
+                with self._alone(session_folder, wait=False):
+                    if session_folder.numbers(folder[2:])[0] or (
+                            not session_folder.locked and self.files.age_s(path) < grace_s):
                         return []
                     self._free(folder, target)  # still alone: the fork may be about to be saved again
             except Busy:  # somebody saves there, perhaps just this fork
@@ -315,33 +319,36 @@ class Store:
             self._free(folder, target)
         return [path]
 
-    def prune(self, branch: Branch, parked: int = 0, keep: Mapping[int, bool] | None = None) -> Collected:
+    def prune(self, branch: Branch, swap_generations: frozenset[int] = frozenset(),
+              keep: Mapping[int, bool] | None = None) -> frozenset[int]:
         """After a save: delete what `keep_last` and `max_bytes` leave over, and collect.
 
         Args:
             keep: numbers of those that stay beside the newest `keep_last`; True: also where `max_bytes` is exceeded.
-            parked: number of a snapshot that only held the context's place while it waited in the store. It goes now,
-                so that waiting often never costs a snapshot that was asked for.
+            swap_generations: numbers of snapshots that swap-outs wrote. They go, but for the newest, so that swapping
+                often never costs a snapshot that was asked for.
 
-        While others save in the session nothing is done: it does not wait for them, the next save does it too.
+        Returns those of `swap_generations` that are still stored. While others save in the session nothing is deleted:
+        it does not wait for them; the next save deletes.
 
         Raises:
             SnapshotCorrupt, SnapshotTooNew: a snapshot whose needs cannot be read; nothing was collected.
         """
-        vault, keep = branch.vault, keep or {}
+        session_folder, keep = branch.session_folder, keep or {}
         try:
-            with self._alone(vault, wait=False):
-                found, highest = vault.generations(branch.name)
-                parted = [number for number in found if number == parked != highest]
+            with self._alone(session_folder, wait=False):
+                found, highest = session_folder.generations(branch.name)
+                parted = [number for number in found if number in swap_generations and number != highest]
                 found = [number for number in found if number not in parted]
                 left = [number for number in found[:-self.keep_last] if number not in keep]
-                self._remove(vault, branch.name, [*parted, *left], highest)
+                self._remove(session_folder, branch.name, [*parted, *left], highest)
                 spare = [number for number in found[:-1] if number not in left and not keep.get(number)]
-                while self.max_bytes is not None and spare and self._bytes(vault) > self.max_bytes:
-                    self._remove(vault, branch.name, [spare.pop(0)], highest)
-                return self._collect(vault, GRACE_S, after_a_save=True)
+                while self.max_bytes is not None and spare and self._bytes(session_folder) > self.max_bytes:
+                    self._remove(session_folder, branch.name, [spare.pop(0)], highest)
+                self._collect(session_folder, GRACE_S, after_a_save=True)
+                return swap_generations & {highest}
         except Busy:
-            return Collected(removed=(), bytes=0)
+            return swap_generations
 
     def gc(self, name: str | None = None, *, grace_s: float = GRACE_S) -> Collected:
         """Remove what no snapshot needs: pages and log parts that none names, temporary files of saves that died, names
@@ -358,17 +365,18 @@ class Store:
         folders = ([folder for folder in self.files.folders("") if FOLDER.fullmatch(folder)] if name is None
                    else [self._found(name)[0].folder])
         strays = self.files.unfinished("")
-        gone = {vault.folder: path for vault, path, _ in lost(self.files, self._key, set()) if vault.folder in folders}
+        gone = {session_folder.folder: path for session_folder, path, _ in lost(self.files, self._key, set())
+                if session_folder.folder in folders}
         for folder in folders:
             try:
                 if self.files.folders(folder):
-                    vault = Vault(self.files, folder, self._key)
-                    with self._alone(vault):
+                    session_folder = SessionFolder(self.files, folder, self._key)
+                    with self._alone(session_folder):
                         if folder in gone:
-                            self._needs(vault, gone[folder])
-                        done = self._collect(vault, grace_s)
-                        self._name_anew(vault)
-                        if vault.locked:
+                            self._needs(session_folder, gone[folder])
+                        done = self._collect(session_folder, grace_s)
+                        self._name_anew(session_folder)
+                        if session_folder.locked:
                             removed += sweep_records(self.files, self.files.folders(f"{folder}/m"), strays)
                     removed += done.removed
                     size += done.bytes
@@ -387,90 +395,93 @@ class Store:
             raise failed[0]
         return Collected(removed=tuple(removed), bytes=size)
 
-    def _name_anew(self, vault: Vault) -> None:
+    def _name_anew(self, session_folder: SessionFolder) -> None:
         """Write the aliases of forks with snapshots here that are missing or damaged. Raises SnapshotTooNew."""
-        for branch in self.files.folders(f"{vault.folder}/m"):
+        for branch in self.files.folders(f"{session_folder.folder}/m"):
             folder, there = f"s-{branch}", None
             with suppress(SnapshotCorrupt):
                 there = alias(self.files, folder)
-            if folder != vault.folder and there is None and not Vault(
-                    self.files, folder, None).exists and self._sound(vault, branch):
-                write_alias(self.files, folder, vault.folder)
+            if folder != session_folder.folder and there is None and not SessionFolder(
+                    self.files, folder, None).exists and self._sound(session_folder, branch):
+                write_alias(self.files, folder, session_folder.folder)
 
-    def _sound(self, vault: Vault, branch: str) -> bool:
+    def _sound(self, session_folder: SessionFolder, branch: str) -> bool:
         """Whether one of a branch's manifests there can be read."""
-        for path, _ in vault.manifests():
+        for path, _ in session_folder.manifests():
             if path.split("/")[1] == branch:
                 with suppress(SnapshotError):
-                    vault.manifest_at(path)
+                    session_folder.manifest_at(path)
                     return True
         return False
 
     @contextlib.contextmanager
-    def _alone(self, vault: Vault, wait: bool = True) -> Iterator[None]:
+    def _alone(self, session_folder: SessionFolder, wait: bool = True) -> Iterator[None]:
         """No save runs in the session meanwhile, where the place can tell.
 
         Raises:
             Busy: not with `wait`, and one runs.
         """
-        with self.files.lock(vault.folder, shared=False, wait=wait) as locked:
-            vault.locked = locked
+        with self.files.lock(session_folder.folder, shared=False, wait=wait) as locked:
+            session_folder.locked = locked
             try:
                 yield
             finally:
-                vault.locked = False
+                session_folder.locked = False
 
-    def _named(self, vault: Vault) -> set[str]:
+    def _named(self, session_folder: SessionFolder) -> set[str]:
         """Paths inside the session that its manifests name. Each is read once, and then known by its beginning: where
         no lock holds collectors off, a save that fails gives its number back, and another manifest takes its path."""
         needs = {}
-        for path, _ in vault.manifests():
+        for path, _ in session_folder.manifests():
             key = path, b""
             try:
                 with suppress(SnapshotNotFound):  # who reads it tells whether it was lost
-                    key = path, self.files.head(f"{vault.folder}/{path}", HEAD_BYTES)
-                needs[key] = vault.needs.get(key) or self._needs(vault, path)
+                    key = path, self.files.head(f"{session_folder.folder}/{path}", HEAD_BYTES)
+                needs[key] = session_folder.needs.get(key) or self._needs(session_folder, path)
             except SnapshotNotFound:  # deleted in this moment
                 continue
             except SnapshotCorrupt as error:
                 raise SnapshotCorrupt(f"{error}. What it needs is not known, so nothing was removed; delete it first"
                                       ) from error
-        vault.needs = needs
+        session_folder.needs = needs
         return set().union(*needs.values())
 
-    def _needs(self, vault: Vault, path: str) -> frozenset[str]:
-        manifest = vault.manifest_at(path)[0]
+    def _needs(self, session_folder: SessionFolder, path: str) -> frozenset[str]:
+        manifest = session_folder.manifest_at(path)[0]
         return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
                           *(f"log/{ref.name}" for ref in manifest.log or ())])
 
-    def _bytes(self, vault: Vault) -> int:
+    def _bytes(self, session_folder: SessionFolder) -> int:
         """What the session's snapshots take, as it is stored."""
-        named = self._named(vault) | {path for path, _ in vault.manifests()}
+        named = self._named(session_folder) | {path for path, _ in session_folder.manifests()}
         return sum(size for folder in ("pages", "log", *(f"m/{branch}" for branch in
-                                                         self.files.folders(f"{vault.folder}/m")))
-                   for path, size in self._sizes(vault, folder).items() if path in named)
+                                                         self.files.folders(f"{session_folder.folder}/m")))
+                   for path, size in self._sizes(session_folder, folder).items() if path in named)
 
-    def _sizes(self, vault: Vault, folder: str) -> dict[str, int]:
-        return {f"{folder}/{name}": size for name, size in self.files.sizes(f"{vault.folder}/{folder}").items()}
+    def _sizes(self, session_folder: SessionFolder, folder: str) -> dict[str, int]:
+        sizes = self.files.sizes(f"{session_folder.folder}/{folder}")
+        return {f"{folder}/{name}": size for name, size in sizes.items()}
 
-    def _collect(self, vault: Vault, grace_s: float, *, after_a_save: bool = False) -> Collected:
-        named, removed, size = self._named(vault) | log_of_owners(vault, all_of_them=after_a_save), [], 0
-        for path, count in (self._sizes(vault, "pages") | self._sizes(vault, "log")).items():
-            whole = f"{vault.folder}/{path}"
-            if path not in named and (vault.locked or self.files.age_s(whole) >= grace_s):
+    def _collect(self, session_folder: SessionFolder, grace_s: float, *, after_a_save: bool = False) -> Collected:
+        named = self._named(session_folder) | log_of_owners(session_folder, all_of_them=after_a_save)
+        removed, size = [], 0
+        for path, count in (self._sizes(session_folder, "pages") | self._sizes(session_folder, "log")).items():
+            whole = f"{session_folder.folder}/{path}"
+            if path not in named and (session_folder.locked or self.files.age_s(whole) >= grace_s):
                 self.files.delete(whole)
                 removed.append(whole)
                 size += count
-        branches = self.files.folders(f"{vault.folder}/m")
+        branches = self.files.folders(f"{session_folder.folder}/m")
         for branch in branches:
-            highest = vault.numbers(branch)[1]
-            for path in self._sizes(vault, f"m/{branch}"):
+            highest = session_folder.numbers(branch)[1]
+            for path in self._sizes(session_folder, f"m/{branch}"):
                 if path.endswith(".gone") and path != f"m/{branch}/{highest:012d}.gone":  # a later number stands for it
-                    self.files.delete(f"{vault.folder}/{path}")
-                    removed.append(f"{vault.folder}/{path}")
-        for folder in (vault.folder, *(f"{vault.folder}/{inner}" for inner in
+                    self.files.delete(f"{session_folder.folder}/{path}")
+                    removed.append(f"{session_folder.folder}/{path}")
+        for folder in (session_folder.folder, *(f"{session_folder.folder}/{inner}" for inner in
                                        ("pages", "log", *(f"m/{branch}" for branch in branches)))):
-            removed += [f"{folder}/{name}" for name in self.files.sweep(folder, 0.0 if vault.locked else grace_s)]
+            swept = self.files.sweep(folder, 0.0 if session_folder.locked else grace_s)
+            removed += [f"{folder}/{name}" for name in swept]
         return Collected(removed=tuple(removed), bytes=size)
 
 

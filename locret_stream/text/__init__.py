@@ -9,6 +9,7 @@ Knows tokenizers and templates. Knows no tensors, no model and no context.
 
 from locret_stream.text.codec import Detokenizer, TextCodec
 from locret_stream.text.frames import ChatFrame, FrameState
-from locret_stream.text.segmenter import HARD_LIMIT, SOFT_LIMIT, Held, Segmenter
+from locret_stream.text.segmenter import HARD_LIMIT, SOFT_LIMIT, Segmenter, SegmenterState
 
-__all__ = ["HARD_LIMIT", "SOFT_LIMIT", "ChatFrame", "Detokenizer", "FrameState", "Held", "Segmenter", "TextCodec"]
+__all__ = ["HARD_LIMIT", "SOFT_LIMIT", "ChatFrame", "Detokenizer", "FrameState", "Segmenter", "SegmenterState",
+           "TextCodec"]

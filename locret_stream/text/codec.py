@@ -10,7 +10,8 @@ it stays what a tokenizer without byte fallback gives for a character it does no
 
 Segments are tokenised alone, so whatever treats the edges of a text as special is switched off: `Prepend` and `Strip`
 normalisers, `prepend_scheme`, `add_prefix_space`. A segment then gets the tokens it has in the middle of a text; only
-the very first word of a text differs from what such a tokenizer gives for the whole (`Hello`, not `▁Hello`).
+the very first word of a text differs from what such a tokenizer gives for the whole (`Hello`, not `▁Hello`). A prefix
+that every word gets, because the text is split before it (T5), belongs to no edge and stays.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from locret_stream.text.segmenter import check_text, cut
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
+_SENTENCE = "for each word in a line: a value, 12 of 30"
 
 
 class TextCodec:
@@ -38,10 +40,11 @@ class TextCodec:
 
     Args:
         tokenizer: a fast tokenizer of transformers; it is read once and never changed.
-        vocab: rows of the model's embedding, when they are more than the tokenizer's ids.
+        vocab: rows of the model's embedding; None: as many as the tokenizer has ids.
 
     Raises:
-        ConfigError: a tokenizer without a `tokenizers` backend, or of a kind that cannot be made safe.
+        ConfigError: a tokenizer without a `tokenizers` backend, of a kind that cannot be made safe, of another model
+            (text would become ids that the model has no row for), or one whose tokens cannot be read one at a time.
 
     Attributes:
         vocab: ids lie in [0, vocab).
@@ -73,18 +76,26 @@ class TextCodec:
             i for i in self.added_ids if i in special or i in self.special_ids or not _is_text(added[i]["content"]))
         self.unk_id = _unk_id(spec["model"])
         self.eos_id: int | None = tokenizer.eos_token_id
-        self.vocab = max(self._real.get_vocab_size(), vocab or 0)
+        ids = self._real.get_vocab(with_added_tokens=True).values()
+        self.vocab = max(ids, default=-1) + 1 if vocab is None else vocab
 
         self._forbidden = self.control_ids - {self.unk_id}
+        reach = max((i for i in ids if i not in self._forbidden), default=0)
+        if reach >= self.vocab:
+            raise ConfigError(f"the tokenizer writes text with ids up to {reach}, and the model has rows for ids below "
+                              f"{self.vocab}; expected the model's own tokenizer")
         self._edges = _switch_off_edges(spec)
         _hide(spec, self.control_ids)
         self._data = Tokenizer.from_str(msgspec.json.encode(spec).decode())
 
         decoders = {part["type"] for part in _parts(spec["decoder"], "decoders")}
         self._byte_level = "ByteLevel" in decoders
+        self._strips = "Strip" in decoders
+        self.ends_words = "BPEDecoder" in decoders  # a token ends a word, and the last one of a text has no space
         self._byte_fallback = "ByteFallback" in decoders
         self._pieces: dict[int, bytes] = {}
         self._anchor = None if self._byte_level else self._find_anchor()
+        self._expect_readable()
 
     def encode(self, segment: str, *, trusted: bool = False) -> list[int]:
         """The ids of one segment by itself, nothing added before or after.
@@ -112,7 +123,17 @@ class TextCodec:
 
         Args:
             start: the text opens the sequence, so the tokenizer's own prefix, if any, belongs to it.
+
+        Raises:
+            InvalidText: a lone surrogate, or an added token that the model has no row for.
         """
+        ids = self._literal(text, start)
+        if strange := [i for i in ids if i >= self.vocab]:
+            raise InvalidText(f"the text spells {self._real.id_to_token(strange[0])!r}, token {strange[0]}, and the "
+                              f"model has rows for ids below {self.vocab}; expected the model's own tokenizer")
+        return ids
+
+    def _literal(self, text: str, start: bool) -> list[int]:
         encoding = self._real.encode(check_text(text), add_special_tokens=False)
         if start or not self._edges:
             return encoding.ids
@@ -146,7 +167,7 @@ class TextCodec:
     def first_piece(self, token_id: int) -> bytes:
         """The bytes of a token that opens a text, where some tokenizers leave out a leading space."""
         piece = self.piece(token_id)
-        if self._byte_level or _is_partial(piece):
+        if (self._byte_level and not self._strips) or self.ends_words or _is_partial(piece):
             return piece
         return self._real.decode([token_id], skip_special_tokens=False).encode()
 
@@ -168,11 +189,16 @@ class TextCodec:
         if name is None:
             return b""
         if self._byte_level:
-            letters = [_BYTES.get(letter) for letter in name]
-            return name.encode() if None in letters else bytes(letters)
+            letters = [_BYTES[letter] for letter in name if letter in _BYTES]
+            return bytes(letters) if len(letters) == len(name) else name.encode()
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(name)):
             return bytes([int(match[1], 16)])
         before = [] if self._anchor is None else [self._anchor]
+        if self.ends_words:  # the last word of a text has no space behind it
+            last = self._real.decode(before, skip_special_tokens=False)
+            text = self._real.decode([*before, token_id, *before], skip_special_tokens=False)
+            return text[len(self._real.decode(before * 2, skip_special_tokens=False)) - len(last):
+                        len(text) - len(last)].encode()
         skip = len(self._real.decode(before, skip_special_tokens=False))
         return self._real.decode([*before, token_id], skip_special_tokens=False)[skip:].encode()
 
@@ -180,6 +206,23 @@ class TextCodec:
         """A plain word, after which a token decodes as it does in the middle of a text."""
         ids = (i for i in range(self._real.get_vocab_size()) if i not in self.added_ids)
         return next((i for i in ids if (text := self._real.decode([i])).isascii() and text.isalpha()), None)
+
+    def _expect_readable(self) -> None:
+        """Try what every stream depends on with a sentence: data has the words that the tokenizer itself reads, and
+        the pieces of its tokens add up to its text.
+
+        Raises:
+            ConfigError.
+        """
+        own, ids = self.decode(self._real.encode(_SENTENCE, add_special_tokens=False).ids), self.encode(_SENTENCE)
+        if self.decode(ids).strip() != own.strip():
+            raise ConfigError(f"the tokenizer reads {_SENTENCE!r} as {own!r}, and a part of a text as "
+                              f"{self.decode(ids)!r}; expected one that treats the edges of a text in a known way")
+        detokenizer = Detokenizer(self)
+        text = "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+        if text != self.decode(ids):
+            raise ConfigError(f"the tokenizer decodes {self.decode(ids)!r} as a whole and {text!r} token by token; "
+                              "expected a decoder that can be streamed")
 
 
 class Detokenizer:
@@ -201,6 +244,7 @@ class Detokenizer:
         self._codec, self._start = codec, start
         self._skip = codec.special_ids if skip_special else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._gap = ""  # a space behind a word, which the last word of a text does not have
 
     @property
     def held(self) -> bytes:
@@ -214,10 +258,14 @@ class Detokenizer:
         piece = self._codec.piece(token_id)
         if self._start and piece:
             self._start, piece = False, self._codec.first_piece(token_id)
-        return self._utf8.decode(piece)
+        text = self._utf8.decode(piece)
+        if self._codec.ends_words and text:
+            text, self._gap = self._gap + text.removesuffix(" "), " " * text.endswith(" ")
+        return text
 
     def flush(self) -> str:
         """What is left, U+FFFD for a character that never became whole; the next id may begin another text."""
+        self._gap = ""
         return self._utf8.decode(b"", True)
 
 
@@ -266,11 +314,14 @@ def _switch_off_edges(spec: dict[str, Any]) -> bool:
     kept = [part for part in normalizers if part["type"] not in ("Prepend", "Strip")]
     if len(kept) < len(normalizers):
         spec["normalizer"], found = ({"type": "Sequence", "normalizers": kept} if kept else None), True
+    split = False  # whether the text is in parts already: then each of them gets a prefix, wherever it stands
     for part in _parts(spec["pre_tokenizer"], "pretokenizers"):
-        if part.get("prepend_scheme", "never") != "never":
+        scheme = part.get("prepend_scheme", "never")
+        if scheme == "first" or (scheme == "always" and not split):
             part["prepend_scheme"], found = "never", True
-        if part.get("add_prefix_space"):
+        if part.get("add_prefix_space") and not split:
             part["add_prefix_space"], found = False, True
+        split = split or part.get({"Metaspace": "split", "ByteLevel": "use_regex"}.get(part["type"], ""), True)
     return found
 
 

@@ -71,7 +71,8 @@ class ChatFrame:
         self.raw = template == "raw" or (template == "auto" and not tokenizer.chat_template)
         self.system_style: Literal["turn", "merged", "raw"] = "raw"
         self.template: str | None = None
-        self._begin = self._system = self._open = self._prompt = self._close = self._separator = ()
+        self._begin = self._open = self._prompt = self._close = self._separator = tuple[int, ...]()
+        self._system: tuple[tuple[int, ...], ...] = ()  # what stands before it and behind it
         if not self.raw:
             if template != "auto" and "{{" not in template and "{%" not in template:
                 raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")
@@ -79,7 +80,9 @@ class ChatFrame:
             self._derive()
         if self._close and self._close[0] in codec.added_ids:
             ends.add(self._close[0])
-        self.eos_ids = frozenset(ends | ({codec.eos_id} - {None}))
+        if codec.eos_id is not None:
+            ends.add(codec.eos_id)
+        self.eos_ids = frozenset(ends)
 
     @property
     def literals(self) -> str:

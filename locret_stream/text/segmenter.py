@@ -26,7 +26,7 @@ _LINE_END = re.compile(r"[\r\n](?=[^\r\n])")
 _GAP = re.compile(r"(?<=\S)[^\S\r\n]")
 
 
-class Held(msgspec.Struct, frozen=True):
+class SegmenterState(msgspec.Struct, frozen=True):
     """What a segmenter holds back: fewer than 4,096 characters, and up to 3 bytes of an unfinished character."""
 
     text: str = ""
@@ -42,20 +42,20 @@ class Segmenter:
     Raises:
         InvalidText: `held` was never held by a segmenter.
 
-    Time is linear in the text, whatever the pieces; memory is bounded by `Held` and the piece.
+    Time is linear in the text, whatever the pieces; memory is bounded by `SegmenterState` and the piece.
     """
 
-    def __init__(self, held: Held | None = None):
+    def __init__(self, state: SegmenterState | None = None):
         self._text, self._tail, self._seen = "", b"", 0
-        if held is not None:
-            if self.push(held.text) or self.push(held.tail) or self.held != held:
-                raise InvalidText(f"held: {len(held.text)} characters and {len(held.tail)} bytes hold more than one "
+        if state is not None:
+            if self.push(state.text) or self.push(state.tail) or self.state != state:
+                raise InvalidText(f"held: {len(state.text)} characters and {len(state.tail)} bytes hold more than one "
                                   "unfinished segment; expected what a segmenter held")
 
     @property
-    def held(self) -> Held:
+    def state(self) -> SegmenterState:
         """What a new segmenter needs to go on from here."""
-        return Held(self._text, self._tail)
+        return SegmenterState(self._text, self._tail)
 
     def push(self, piece: str | bytes | bytearray | memoryview) -> list[str]:
         """Take a piece of text, or of its UTF-8 bytes, and return the segments it completes.

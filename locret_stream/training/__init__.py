@@ -14,9 +14,9 @@ from locret_stream.training.config import (
 )
 from locret_stream.training.data import Example, load_examples, read_jsonl, render
 from locret_stream.training.loop import evaluate_heads, train_heads
-from locret_stream.training.measuring import policy_for
 from locret_stream.training.progress import progress_bar
 from locret_stream.training.tuning import is_tuned, tune
+from locret_stream.training.validation import policy_for
 
 __all__ = [
     "Allocation",

@@ -37,8 +37,8 @@ from transformers import PreTrainedModel
 from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError
+from locret_stream.files import alone_in
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.heads.files import alone_in
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
@@ -57,9 +57,9 @@ from locret_stream.training.config import (
     TrainConfig,
 )
 from locret_stream.training.data import Example
-from locret_stream.training.division import CROSSED, by_curves, crossed, exceeds, halves, proportional
-from locret_stream.training.measuring import Recording, answer_nll, digest_of, held_units, policy_for, usable
-from locret_stream.training.source import Source
+from locret_stream.training.layer_shares import CROSSED, by_curves, crossed, exceeds, halves, proportional
+from locret_stream.training.sampler import Source
+from locret_stream.training.validation import Recording, answer_nll, digest_of, held_units, policy_for, usable
 
 Divide = Callable[[Sequence[int]], list[int]]
 """Units of the full-attention layers, by the examples of these indices."""

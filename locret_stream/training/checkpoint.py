@@ -27,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from locret_stream.errors import ConfigError, HeadsMismatch
+from locret_stream.files import TEMPORARY, flush, replace
 from locret_stream.heads import RetainingHeads
-from locret_stream.heads.files import TEMPORARY, flush, replace
 from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.training.config import TrainConfig, TrainResult
 
@@ -126,15 +126,15 @@ class RunFolder:
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
     def save(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
-        if (self.path / METRICS).is_file():
-            flush(self.path / METRICS)  # the checkpoint counts on its lines
+        settle_metrics(self.path / METRICS, self.metrics)
         save_state(self.path / CHECKPOINT, heads, optimizer, step, used, self.digest)
 
     def restore(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
         """`restore_state` from the checkpoint, and the metrics are cut to it; None if there is none."""
         found = restore_state(self.path / CHECKPOINT, heads, optimizer, self.digest)
         self.metrics = cut_metrics(self.path / METRICS, found[0] if found else 0)
-        if found and not any(metric.held_out_loss is not None and not metric.step for metric in self.metrics):
+        first = any(metric.held_out_loss is not None and not metric.step for metric in self.metrics)
+        if found and found[0] and not first:  # of a checkpoint before any step it may still be to come
             raise _lost(self.path / METRICS, "the evaluation before the first step")
         return found
 
@@ -221,7 +221,7 @@ def cut_metrics(path: Path, step: int) -> list[Metric]:
             found.append(metric)
     if [metric.step for metric in found if metric.loss is not None] != list(range(1, step + 1)):
         raise _lost(path, f"lines of the {step} steps that are done")
-    replace(path, lambda p: p.write_bytes(b"".join(msgspec.json.encode(m) + b"\n" for m in found)))
+    settle_metrics(path, found)
     return found
 
 
@@ -241,9 +241,22 @@ def expect_same(path: Path, what: str, there: Any, fresh: Any, names: Iterable[s
 
 
 def append_metric(path: Path, metric: Metric) -> None:
-    """One more line."""
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(metric) + b"\n")
+    """One more line. Raises OSError, naming the file, of which a part of the line may be left."""
+    try:
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(metric) + b"\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def settle_metrics(path: Path, metrics: Iterable[Metric]) -> None:
+    """Let the file, on the disk, be just these lines before a checkpoint that counts on them is written: the last ones
+    may not have gone in. Raises OSError, naming the file, which is as it was."""
+    lines = b"".join(msgspec.json.encode(metric) + b"\n" for metric in metrics)
+    if not path.is_file() or path.read_bytes() != lines:
+        replace(path, lambda p: p.write_bytes(lines))
+    else:
+        flush(path)
 
 
 def read_json(path: Path, kind: type[T], remedy: str) -> T:

@@ -24,7 +24,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         label: "zscore" (the largest pre-softmax logit, standardised per layer and head), "logit" (that, as it is: the
             paper's, but for two things, see `labels`) or "logprob" (log of the largest softmax probability + eps).
-            None: "zscore", with which heads keep most (benchmarks/findings.py), and "logprob" for output "retention":
+            None: "zscore", with which heads keep most (research/findings.py), and "logprob" for output "retention":
             settled at once, so `replace` of the output takes a label.
         steps: optimiser steps; batch: examples per step, of any lengths (equal lengths share one forward).
         lr, betas, weight_decay: of AdamW. warmup: share of the steps with rising lr, then linear to 0.

@@ -22,15 +22,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_stream.errors import ConfigError, ModelError
+from locret_stream.files import alone_in
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.heads.files import alone_in
 from locret_stream.models import Attachment, LayerCall, RopeTables, attached
 from locret_stream.training.checkpoint import Metric, RunFolder, RunIdentity
 from locret_stream.training.config import Progress, ProgressCallback, TrainConfig, TrainResult
 from locret_stream.training.data import Example, load_examples
 from locret_stream.training.labels import visit_layers
 from locret_stream.training.loss import layer_losses, top_overlap
-from locret_stream.training.source import Source
+from locret_stream.training.sampler import Source
 
 
 def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str] | Iterable[Example],

@@ -48,8 +48,8 @@ from transformers import PreTrainedModel
 from locret_stream.config import ModelShape, StreamConfig, budget_from
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ModelError
+from locret_stream.files import alone_in, replace
 from locret_stream.heads import HeadsConfig, RetainingHeads
-from locret_stream.heads.files import alone_in, flush, replace
 from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.models import Attachment, LayerCall, attached, differentiable, expect_gradients
 from locret_stream.policies import make_policy
@@ -66,14 +66,14 @@ from locret_stream.training.config import (
     TuneResult,
 )
 from locret_stream.training.data import Example
-from locret_stream.training.division import CHANCE, exceeds
 from locret_stream.training.labels import answer_rows, visit_layers
+from locret_stream.training.layer_shares import CHANCE, exceeds
 from locret_stream.training.loop import groups_of, saved_if_stopped, uninterrupted
 from locret_stream.training.loss import layer_losses
-from locret_stream.training.measuring import Recording, answer_nll, digest_of, policy_for, usable
-from locret_stream.training.retention import Fading, over_capacity
-from locret_stream.training.source import Source
+from locret_stream.training.sampler import Source
 from locret_stream.training.student import Student, divergence
+from locret_stream.training.trimkv import Fading, over_capacity
+from locret_stream.training.validation import Recording, answer_nll, digest_of, policy_for, usable
 
 
 def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], examples: Iterable[Example],
@@ -272,8 +272,7 @@ class _Run:
         files.write_json(self.folder / files.TUNING, self.state)
 
     def _save(self) -> None:
-        if (self.folder / files.TUNING_METRICS).is_file():
-            flush(self.folder / files.TUNING_METRICS)  # the checkpoint counts on its lines
+        files.settle_metrics(self.folder / files.TUNING_METRICS, self.metrics)
         files.save_state(self.folder / files.TUNING_CHECKPOINT, self.heads, self.optimizer, self.step, self.used,
                          self.run)
 

@@ -66,13 +66,14 @@ async def tiny(**options: Any) -> AsyncIterator[Runtime]:
     async with asyncio.timeout(WITHIN_S):
         before = asyncio.all_tasks()
         async with unstarted(**options) as runtime:
+            pools = runtime.tokenizing, runtime.storing
             yield runtime
             if runtime._open:
                 expect_free(runtime)
                 worker = runtime.worker
         if "worker" in locals() and not worker.users:
             assert not worker._thread.is_alive()
-        assert not [thread for thread in threading.enumerate() if thread in runtime.tokenizing._threads]
+        assert not [thread for thread in threading.enumerate() for pool in pools if thread in pool._threads]
         assert asyncio.all_tasks() <= before, "tasks were left behind"
 
 
@@ -98,11 +99,11 @@ class Snap:
 
 async def snap(ctx: StreamingContext, *, settle: bool = True) -> Snap:
     """The context now; `settle` commits whole chunks first that only wait for the next call."""
-    session, engine = ctx._session, ctx._host.engine
+    session, engine = ctx._session, ctx._services.engine
     if settle:
         await session.commit()
     tensors = await session.step(lambda: engine.export(session.state))
-    held = session.segmenter.held, [*session.segments], [*session.ids], session.left_by_break
+    held = session.segmenter.state, [*session.segments], [*session.ids], session.left_by_break
     return Snap(tensors, session.frame, held)
 
 
@@ -121,7 +122,7 @@ def ids_in(ctx: StreamingContext) -> list[int]:
 async def expect_pure(ctx: StreamingContext) -> None:
     """The committed state is what the accepted ids alone give, fed at once into a fresh context."""
     ids = ids_in(ctx)
-    async with ctx._host.open(raw=True) as fresh:
+    async with ctx._services.open(raw=True) as fresh:
         if ids:
             await fresh.feed(ids)
         expected = await snap(fresh)
@@ -129,7 +130,7 @@ async def expect_pure(ctx: StreamingContext) -> None:
 
 
 def expect_within_cap(ctx: StreamingContext) -> None:
-    state, engine = ctx._session.state, ctx._host.engine
+    state, engine = ctx._session.state, ctx._services.engine
     for units, budget, peak in zip(state.store.counts, engine.budgets, state.peaks, strict=True):
         assert units <= budget and peak <= budget + engine.chunk_size
         assert units + state.provisional <= budget + engine.chunk_size

@@ -135,9 +135,9 @@ async def test_a_source_that_cannot_be_read(name: str, how: str):
             assert caught.value.__cause__ is not None
         accepted = data(runtime, bad.accepted) + bad.ids
         assert ids_in(ctx) == before + accepted and (how == "await" or given == accepted)
-        assert not ctx._session.segmenter.held.tail, "no half character spoils what comes next"
+        assert not ctx._session.segmenter.state.tail, "no half character spoils what comes next"
         held = "".join(part if isinstance(part, str) else runtime.codec.decode(part) for part in
-                       ctx._session.segments) + ctx._session.segmenter.held.text
+                       ctx._session.segments) + ctx._session.segmenter.state.text
         await ctx.feed("after")
         assert runtime.codec.decode(ids_in(ctx)[len(before) + len(accepted):]) == held + "after"
         await ctx.feed("é".encode())
@@ -246,7 +246,7 @@ async def test_a_full_budget_takes_exactly_what_fits(units: int):
         with pytest.raises(BudgetExceeded):
             await feed
         fits = units - len(literals(runtime, USER))
-        assert given == ids[:fits] and feed.report.tokens == fits and feed.report.held == 100 - fits
+        assert given == ids[:fits] and feed.report.tokens == fits and feed.report.buffered == 100 - fits
         expect_same(await snap(one), await snap(other))
         assert [*one._session.ids] == ids[fits:], "nothing is lost"
         for use in (one.ask("q"), one.flush(), one.feed([5])):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from locret_stream import ContextBusy, ContextClosed, Runtime, Store
-from locret_stream.context import saving
+from locret_stream.context import restoring, saving
 from locret_stream.runtime.slots import Slots
 from tests.context.support import CHUNK, assert_same, expect_free, expect_same, ids_in, snap, tiny, unstarted
 from tests.context.test_snapshots import settled
@@ -21,16 +21,17 @@ from tests.context.test_swapping import expect_replay, ids_of
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[asyncio.Event, asyncio.Event]:
-    """The next call of that function of `saving` says that it began, and waits."""
-    began, go_on, real = asyncio.Event(), asyncio.Event(), getattr(saving, name)
+    """The next call of that function of `saving` or `restoring` says that it began, and waits."""
+    module = saving if hasattr(saving, name) else restoring
+    began, go_on, real = asyncio.Event(), asyncio.Event(), getattr(module, name)
 
     async def waits(*arguments, **options):
-        monkeypatch.setattr(saving, name, real)
+        monkeypatch.setattr(module, name, real)
         began.set()
         await go_on.wait()
         return await real(*arguments, **options)
 
-    monkeypatch.setattr(saving, name, waits)
+    monkeypatch.setattr(module, name, waits)
     return began, go_on
 
 
@@ -100,7 +101,7 @@ async def test_what_is_saved_or_copied_while_a_turn_is_undone_knows_nothing_of_i
                 await inside.wait()
                 blocked = [asyncio.create_task(ctx.receipts()) for _ in range(3)]  # steps that the undoing waits for
                 leave.set()
-                while not turn.done() and not ctx._session.still_now:  # noqa: ASYNC110 (nothing there to wait for)
+                while not turn.done() and not ctx._session.is_frozen:  # noqa: ASYNC110 (nothing there to wait for)
                     await asyncio.sleep(0)
                 saved.append(await ctx.snapshot())
                 async with ctx.fork() as fork:
@@ -115,7 +116,7 @@ async def test_a_turn_that_waited_looks_again_before_it_begins(tmp_path: Path, m
     """A feed began meanwhile: its commits would be without a backup."""
     async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True) as ctx:
         await ctx.push(ids_of(1, CHUNK + 2))
-        async with ctx._session.still():
+        async with ctx._session.frozen():
             turn = ctx.turn()
             opening = asyncio.create_task(turn.__aenter__())
             await asyncio.sleep(0)
@@ -149,7 +150,7 @@ async def test_who_needs_the_units_to_stay_needs_it_of_what_takes_the_place_of_a
         await ctx.push(ids_of(1, CHUNK + 2))
         with pytest.raises(KeyError):
             async with ctx.turn():
-                copying = ctx._session.still()
+                copying = ctx._session.frozen()
                 await copying.__aenter__()
                 raise KeyError
         feeding = asyncio.create_task(ctx.push(ids_of(2, 2 * CHUNK)))
@@ -166,7 +167,7 @@ async def test_a_focus_that_waited_while_a_turn_opened_is_undone_with_it(tmp_pat
         await ctx.push(ids_of(1, 2 * CHUNK))
         before = settled(await snap(ctx))
         turn = ctx.turn()
-        async with ctx._session.still():
+        async with ctx._session.frozen():
             opening = asyncio.create_task(turn.__aenter__())
             await asyncio.sleep(0)
             focusing = asyncio.create_task(ctx.focus("bird"))
@@ -186,15 +187,15 @@ async def test_a_turn_undone_while_its_units_come_back_gives_the_slot_back(tmp_p
         async with runtime.open("a", raw=True) as ctx:
             await ctx.push(ids_of(1, CHUNK + 2))
             before = ids_in(ctx)
-            assert await ctx.put_away()
-            copying, go_on, real = threading.Event(), threading.Event(), runtime.engine.bring_back
+            assert await ctx.swap_out()
+            copying, go_on, real = threading.Event(), threading.Event(), runtime.engine.swap_in
 
             def waits(*arguments):
                 copying.set()
                 assert go_on.wait(20)
                 real(*arguments)
 
-            monkeypatch.setattr(runtime.engine, "bring_back", waits)
+            monkeypatch.setattr(runtime.engine, "swap_in", waits)
 
             async def undone() -> None:
                 async with ctx.turn():
@@ -212,7 +213,7 @@ async def test_a_turn_undone_while_its_units_come_back_gives_the_slot_back(tmp_p
                 await turn
             with pytest.raises(ContextClosed, match="undone"):
                 await coming[0]
-            assert ctx.away and ids_in(ctx) == before
+            assert ctx.swapped_out and ids_in(ctx) == before
             expect_free(runtime)
             assert (await ctx.snapshot()).tokens == len(before), "saved out of the store"
             monkeypatch.undo()
@@ -223,13 +224,13 @@ async def test_a_turn_undone_while_its_units_come_back_gives_the_slot_back(tmp_p
 async def test_what_is_expendable_is_not_closed_once_it_is_used():
     """It was idle when somebody chose it to make room, and is used by the time it would be closed."""
     async with tiny(max_live=1) as runtime, runtime.open() as ctx:
-        ctx.expendable = True
+        ctx.disposable = True
         feed = ctx.feed(ids_of(1, 5))
         await anext(feed)
         for midway in (False, True):
-            assert not await ctx.put_away(midway=midway)
+            assert not await ctx.swap_out(midway=midway)
         await feed.aclose()
-        assert not ctx.closed and await ctx.put_away() and ctx.closed
+        assert not ctx.closed and await ctx.swap_out() and ctx.closed
 
 
 async def test_who_comes_for_a_slot_of_a_runtime_that_closes_is_told_at_once():
@@ -401,7 +402,7 @@ async def test_openings_that_are_cancelled_cost_no_snapshot_that_was_asked_for(t
         for _ in range(5):
             await ctx.push([7])
             opening = asyncio.create_task(runtime.open("b").__aenter__())
-            while not ctx._session.still_now:  # noqa: ASYNC110 (nothing there to wait for)
+            while not ctx._session.is_frozen:  # noqa: ASYNC110 (nothing there to wait for)
                 await asyncio.sleep(0)
             opening.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -417,8 +418,9 @@ async def test_a_rewind_forgets_no_snapshot_that_only_held_its_place(tmp_path: P
         first = await ctx.snapshot()
         await ctx.push(ids_of(2, 10))
         async with runtime.open("b"):
-            assert ctx.away
-        parked = ctx.parked
+            assert ctx.swapped_out
+        swap_generations = ctx.swap_generations
         await ctx.rewind(first)
         last = await ctx.snapshot()
-        assert parked and [one.generation for one in runtime.store.info("a")] == [first.generation, last.generation]
+        left = [one.generation for one in runtime.store.info("a")]
+        assert swap_generations and left == [first.generation, last.generation]

@@ -59,13 +59,13 @@ async def test_a_break_stops_pulling_and_the_next_feed_takes_what_is_held_first(
         assert 0 < pulled < len(PIECES)
         report = feed.report
         assert (report.tokens, report.pieces, report.position) == (21, pulled, ctx.memory.tokens)
-        assert report.held > 0
+        assert report.buffered > 0
         assert ids_in(ctx) == literals(runtime, USER) + taken
         await feed.aclose()
 
         rest = [token.id async for token in ctx.feed(source)]
         assert taken + rest == data(runtime, TEXT), "nothing lost, nothing twice, and no cut where the break was"
-        assert not source.closed and feed.report.held == 0
+        assert not source.closed and feed.report.buffered == 0
         await expect_pure(ctx)
 
 
@@ -75,7 +75,7 @@ async def test_held_text_joins_the_text_of_the_next_feed():
         place = TEXT.encode().index("日".encode()) + 1
         with pytest.raises(SourceError):
             await ctx.feed(Counted([TEXT.encode()[:place]], fails=ConnectionResetError("gone")))
-        assert ctx._session.held > 0
+        assert ctx._session.buffered > 0
         await ctx.feed(TEXT.encode()[place:])
         await whole.feed(TEXT)
         expect_same(await snap(ctx), await snap(whole))
@@ -89,8 +89,8 @@ async def test_a_drained_feed_equals_an_iterated_one():
         drained = await other.feed(iter(PIECES))
         iterated = await feed  # of an ended feed: its report
         assert isinstance(drained, FeedReport)
-        assert (drained.tokens, drained.pieces, drained.position, drained.held) == (
-            iterated.tokens, iterated.pieces, iterated.position, iterated.held) == (
+        assert (drained.tokens, drained.pieces, drained.position, drained.buffered) == (
+            iterated.tokens, iterated.pieces, iterated.position, iterated.buffered) == (
             len(data(runtime, TEXT)), len(PIECES), one.memory.tokens, 0)
         expect_same(await snap(one), await snap(other))
         half = other.feed(iter(PIECES))
@@ -164,7 +164,7 @@ async def test_the_source_is_pulled_only_as_fast_as_it_is_taken_in(kind: type):
             begun = next(n for n in range(len(lines) + 1) if sum(lengths[:n]) >= given)
             # a line's end is known with the next line's first character, so one piece more was pulled, never two
             assert source.pulled <= begun + 1
-            assert feed.report.held <= len(lines[0]) + max(lengths) + 2
+            assert feed.report.buffered <= len(lines[0]) + max(lengths) + 2
         assert source.pulled == len(lines) and not source.closed
 
 
@@ -280,7 +280,7 @@ async def test_a_fork_made_while_another_task_feeds_is_a_clean_cut():
                 places.add(len(found))
                 assert found == expected[:len(found)]
                 assert (session.frame.turn == "user") == (len(found) > len(before))
-                held = runtime.codec.decode(session.ids) + "".join(session.segments) + session.segmenter.held.text
+                held = runtime.codec.decode(session.ids) + "".join(session.segments) + session.segmenter.state.text
                 shown = runtime.codec.decode(found[len(before) + len(literals(runtime, USER)):]) + held
                 assert "".join(lines).startswith(shown), "what is held follows what was accepted"
                 if len(places) % 4 == 0:
@@ -406,10 +406,10 @@ async def test_text_is_lost_at_no_await_where_it_is_cancelled(call: str, twice: 
         async def run(guard) -> None:
             async with runtime.open() as ctx:
                 if call == "flush":
-                    ctx._session.hold(text)
+                    ctx._session.buffer(text)
                 await guard({"push": lambda: ctx.push(text), "flush": ctx.flush,
                              "feed": lambda: ctx.feed(text)._drain()}[call]())
-                if call == "feed" and not ctx.memory.held + ctx.memory.tokens:  # nothing was pulled yet
+                if call == "feed" and not ctx.memory.buffered + ctx.memory.tokens:  # nothing was pulled yet
                     return
                 await ctx.flush()
                 assert ids_in(ctx) == literals(runtime, USER) + data(runtime, text)
@@ -469,7 +469,7 @@ async def test_a_paced_feed_can_be_cancelled_while_it_waits():
                 await ctx.feed([9] * (5 * CHUNK))
         assert ctx.memory.tokens == 2 * CHUNK and ctx.memory.pending == CHUNK
         await ctx.ask("still there?", max_new_tokens=1)
-        assert ctx._session.held == 5 * CHUNK + len(literals(runtime, USER)) - 2 * CHUNK
+        assert ctx._session.buffered == 5 * CHUNK + len(literals(runtime, USER)) - 2 * CHUNK
         runtime.throttle = None
         await expect_pure(ctx)
 
@@ -513,26 +513,28 @@ async def test_a_feed_is_a_coroutine_for_a_task():
         await ctx.feed("it goes on\n")
 
 
-async def test_what_is_held_is_shown_and_can_be_dropped():
+async def test_what_is_buffered_is_shown_and_can_be_dropped():
     async with tiny() as runtime, runtime.open() as ctx, runtime.open() as plain:
-        assert ctx.memory.held == 0 and await ctx.discard() == 0
+        assert ctx.memory.buffered == 0 and await ctx.discard() == 0
         async for _ in ctx.feed([TEXT]):
             break
-        assert ctx.memory.held > 0
+        assert ctx.memory.buffered > 0
         feed = ctx.feed(TEXT)
         async for _ in feed:
             with pytest.raises(ContextBusy):
                 await ctx.discard()
             break
         await feed.aclose()
-        assert await ctx.discard() > 0 and ctx.memory.held == 0
+        assert await ctx.discard() > 0 and ctx.memory.buffered == 0
         first = ctx.memory.tokens
         await ctx.feed("A new text.\n")
         ids = ctx._session.state.history
         await plain.feed([*ids[-(ctx.memory.tokens - first):]])
         assert plain._session.state.history[-5:] == ids[-5:]
         await ctx.push("half a li")
-        assert await ctx.discard() == 9 and ctx.memory.held == 0
+        assert await ctx.discard() == 9 and ctx.memory.buffered == 0
+        with pytest.warns(DeprecationWarning, match="Memory.buffered"):
+            assert ctx.memory.held == 0
 
 
 @pytest.mark.parametrize("name", ["feed", "generate"])

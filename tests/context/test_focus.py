@@ -186,7 +186,7 @@ async def test_it_waits_in_the_store_with_the_rest(tmp_path: Path):
         await ctx.feed(LONG)
         before = await snap(ctx)
         async with runtime.open("b") as other:
-            assert ctx.away
+            assert ctx.swapped_out
             await other.feed(TEXT)
         expect_same(await snap(ctx), before)
 

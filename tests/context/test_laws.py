@@ -133,7 +133,7 @@ async def perform(runtime: Runtime, ctx, name: str, what, more) -> None:
     elif name in ("ask", "fork"):
         before = await snap(ctx, settle=False)
         if name == "ask":
-            await ctx.ask(what, max_new_tokens=more, ignore_eos=True)
+            await ctx.ask(what or "?", max_new_tokens=more, ignore_eos=True)
         else:
             async with ctx.fork() as fork:
                 expect_same(await snap(fork, settle=False), before)
@@ -189,7 +189,7 @@ def test_committed_state_is_a_function_of_the_tokens(shared: Runtime, program, s
                     group.create_task(run(neighbour, shuffled))
             for one in (ctx, neighbour):
                 await expect_pure(one)
-                if not one._session.segmenter.held.tail:
+                if not one._session.segmenter.state.tail:
                     await one.flush()
                 await one.feed([11] * (CHUNK + 1))
                 assert ids_in(one)[-CHUNK - 1:] == [11] * (CHUNK + 1), "it still works"

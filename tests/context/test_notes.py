@@ -1,4 +1,4 @@
-"""Notes beside snapshots, opening and rewinding to any of them, closing without saving, and expendable contexts."""
+"""Notes beside snapshots, opening and rewinding to any of them, closing without saving, and disposable contexts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_closing_without_saving_leaves_the_newest_snapshot(tmp_path: Path)
 async def test_a_context_is_closed_before_it_is_opened_and_after():
     async with tiny() as runtime:
         ctx = runtime.open("a")
-        assert ctx.closed and not ctx.away and not ctx.parked
+        assert ctx.closed and not ctx.swapped_out and not ctx.swap_generations
         async with ctx:
             assert not ctx.closed
         assert ctx.closed
@@ -121,7 +121,7 @@ async def test_an_expendable_context_makes_room_while_nothing_runs_in_it():
             await ctx.feed(TEXT)
             with pytest.raises(NoSlot):
                 await runtime.open().__aenter__()
-            ctx.expendable = True
+            ctx.disposable = True
             feed = ctx.feed(TEXT)
             await anext(feed)
             with pytest.raises(NoSlot):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from locret_stream import ConfigError, SnapshotCorrupt, SnapshotNotFound, Store
-from locret_stream.context import saving
+from locret_stream.context import restoring
 from tests.context.support import CHUNK, TEXT, tiny
 from tests.context.test_snapshots import replies
 
@@ -80,7 +80,7 @@ async def test_a_session_that_is_saved_while_it_is_replayed_is_not_called_anothe
     async with tiny(store=Store(tmp_path, keep_last=5), max_live=2) as runtime, runtime.open("a", raw=True) as ctx:
         await ctx.push(list(range(5, 5 + 3 * CHUNK)))
         await ctx.snapshot()
-        restore = saving.restore
+        restore = restoring.restore
 
         async def then_saved(*arguments):
             restored = await restore(*arguments)
@@ -88,6 +88,6 @@ async def test_a_session_that_is_saved_while_it_is_replayed_is_not_called_anothe
             await ctx.snapshot()
             return restored
 
-        monkeypatch.setattr(saving, "restore", then_saved)
+        monkeypatch.setattr(restoring, "restore", then_saved)
         replayed = await runtime.replay("a")
         assert (replayed.tokens, replayed.differs) == (3 * CHUNK, ())

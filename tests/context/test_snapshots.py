@@ -29,9 +29,9 @@ from locret_stream.config import Budget
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach
 from locret_stream.snapshot import Save
-from locret_stream.snapshot.chain import Chain
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.local import LocalFiles
+from locret_stream.snapshot.log_reader import StoredLog
 from tests import tiny_tokenizers
 from tests.context.support import CHUNK, TEXT, Snap, cut_at_every_await, expect_same, model, snap, tiny
 from tests.kit import POLICIES, WITH_HEADS, assert_same, random_heads
@@ -84,10 +84,10 @@ async def act(ctx: StreamingContext, step: tuple) -> None:
     if kind == "feed":
         await ctx.feed(LONG[at:at + size])
     elif kind == "push":
-        if ctx._session.segmenter.held.tail:
+        if ctx._session.segmenter.state.tail:
             return
         await ctx.push(LONG[at:at + size])
-    elif kind == "bytes" and not ctx._session.segmenter.held.tail:
+    elif kind == "bytes" and not ctx._session.segmenter.state.tail:
         await ctx.push("日é🙂".encode()[:size])  # often ends inside a character
         if size in (3, 5):
             await ctx.flush()
@@ -99,7 +99,7 @@ async def act(ctx: StreamingContext, step: tuple) -> None:
             left -= 1
             if not left:
                 break
-    elif kind in ("reply", "leave") and not ctx._session.segmenter.held.tail:
+    elif kind in ("reply", "leave") and not ctx._session.segmenter.state.tail:
         async for _ in ctx.generate("So?", max_new_tokens=size, ignore_eos=True):
             if kind == "leave":
                 break
@@ -123,7 +123,7 @@ def test_resume_equals_never_stopped_at_length(tmp_path_factory, policy: str, st
 
 def resume_and_compare(policy: str, steps: list, folder: Path) -> None:
     async def tail(step: tuple, ctx: StreamingContext) -> None:
-        if ctx._session.segmenter.held.tail and step[0] != "save":
+        if ctx._session.segmenter.state.tail and step[0] != "save":
             ctx._session.segmenter.drop_partial()
         await act(ctx, step)
 
@@ -345,7 +345,7 @@ async def test_what_came_after_the_last_commit_is_rebuilt_too(tmp_path: Path, mo
             whole = await snap(ctx)
         damage(tmp_path, "m")
         async with runtime.open("a", on_mismatch="rebuild") as ctx:
-            assert ctx._session.held > 0
+            assert ctx._session.buffered > 0
             expect_same(settled(await snap(ctx)), settled(whole))
 
 
@@ -431,8 +431,8 @@ async def test_a_log_with_ids_that_the_model_has_not_is_refused(tmp_path: Path, 
         async with runtime.open("a") as ctx:
             await ctx.feed(LONG)
         damage(tmp_path, "pages")
-        read = Chain.pieces
-        monkeypatch.setattr(Chain, "pieces", lambda chain: ((ids + 2**20, focuses) for ids, focuses in read(chain)))
+        read = StoredLog.pieces
+        monkeypatch.setattr(StoredLog, "pieces", lambda chain: ((ids + 2**20, focuses) for ids, focuses in read(chain)))
         with pytest.raises(SnapshotCorrupt, match=r"damaged.* its log holds ids that the model does not have"):
             await runtime.open("a", on_mismatch="rebuild").__aenter__()
 

@@ -174,7 +174,7 @@ async def one_away(folder: Path) -> AsyncIterator[tuple[Runtime, StreamingContex
         await away.snapshot()
         async with runtime.open("b") as here:
             await here.feed(TEXT[::-1])
-            assert away._session.away and not here._session.away
+            assert away._session.swapped_out and not here._session.swapped_out
             yield runtime, away, here
 
 
@@ -184,7 +184,7 @@ async def test_one_that_is_away_is_rewound_in_a_slot_of_its_own(tmp_path: Path):
         expected = await snap(twin)
     async with one_away(tmp_path) as (_, away, here):
         before = await snap(here)
-        assert here._session.away is False
+        assert here._session.swapped_out is False
         await away.rewind(1)
         expect_same(settled(await snap(away)), settled(expected))
         expect_same(await snap(here), before)
@@ -193,7 +193,7 @@ async def test_one_that_is_away_is_rewound_in_a_slot_of_its_own(tmp_path: Path):
 async def test_a_turn_that_is_undone_while_it_is_away_touches_nobody(tmp_path: Path):
     async with one_away(tmp_path) as (_, away, here):
         before, tokens = await snap(here), away.memory.tokens
-        assert away._session.away
+        assert away._session.swapped_out
         with pytest.raises(KeyError):
             async with away.turn():
                 raise KeyError
@@ -218,7 +218,7 @@ async def test_one_that_is_away_comes_back_from_what_it_was_opened_from(tmp_path
         async with runtime.open("a") as ctx:
             before = settled(await snap(ctx))
             async with runtime.open("b"):
-                assert ctx._session.away
+                assert ctx._session.swapped_out
             expect_same(settled(await snap(ctx)), before)
             await ctx.feed(TEXT)
 
@@ -232,7 +232,7 @@ async def test_a_context_that_is_lost_keeps_nobody_from_opening_another(tmp_path
             lost._session.used_at = 0.0  # the one that was idle longest
             async with runtime.open("c") as third:
                 await third.feed(TEXT)
-                assert idle._session.away and not lost._session.away
+                assert idle._session.swapped_out and not lost._session.swapped_out
 
 
 async def test_one_that_is_away_can_be_saved_under_a_new_name(tmp_path: Path):
@@ -266,11 +266,11 @@ async def test_closing_a_runtime_saves_every_context_also_those_that_wait(tmp_pa
     for context in contexts:
         await context.feed(TEXT)
     for context in contexts:
-        if context._session.away:
+        if context._session.swapped_out:
             await context.push("x\n")  # accepted, and not yet in any snapshot
     for context in contexts:
         tokens[context.name] = context.memory.tokens
-    assert sum(context._session.away for context in contexts) == 2
+    assert sum(context._session.swapped_out for context in contexts) == 2
     await runtime.aclose()
     assert {one.name: one.tokens for one in Store(tmp_path).list()} == tokens
     assert not runtime._open and "worker" not in runtime.__dict__
@@ -309,7 +309,7 @@ async def test_a_save_that_waited_does_not_save_a_turn_that_began_meanwhile(tmp_
         first = asyncio.create_task(ctx.snapshot())
         for _ in range(100):
             await asyncio.sleep(0)
-            if ctx._session.stopped is not None:
+            if ctx._session.freeze is not None:
                 break
         undone = asyncio.create_task(turn())
         await asyncio.sleep(0)

@@ -93,7 +93,7 @@ async def test_who_waits_already_gets_the_slot_of_a_context_that_comes_to_rest(t
         await feed.aclose()
         async with asyncio.timeout(5):
             other = await opening
-        assert ctx.away
+        assert ctx.swapped_out
         await other.aclose()
 
 
@@ -150,7 +150,7 @@ async def test_what_cannot_be_saved_keeps_its_slot_and_is_not_tried_at_every_ste
                 steps += 1
             with pytest.raises(NoSlot):
                 await opening
-            assert not ctx.away and 1 <= len(tries) <= 1 / 0.2 + 3 < steps
+            assert not ctx.swapped_out and 1 <= len(tries) <= 1 / 0.2 + 3 < steps
 
 
 async def test_asking_saving_undoing_and_closing_wait_for_no_live_slot(tmp_path: Path):
@@ -162,7 +162,7 @@ async def test_asking_saving_undoing_and_closing_wait_for_no_live_slot(tmp_path:
         async with runtime.open("b", raw=True) as busy:
             feed = busy.feed(iter([[7]] * 50))
             await anext(feed)
-            assert ctx.away
+            assert ctx.swapped_out
             assert await ctx.ask("?", max_new_tokens=4) == await plain.ask("?", max_new_tokens=4)
             with pytest.raises(KeyError):
                 async with ctx.turn():
@@ -170,11 +170,11 @@ async def test_asking_saving_undoing_and_closing_wait_for_no_live_slot(tmp_path:
                     raise KeyError
             before = ctx.memory.tokens
             await ctx.push([9])  # fits the chunk, so that it is only accepted
-            assert before + 1 == ctx.memory.tokens and ctx.away
+            assert before + 1 == ctx.memory.tokens and ctx.swapped_out
             await ctx.snapshot()
             await ctx.push([10])
             await plain.push([9, 10])
-            assert ctx.unsaved and ctx.away
+            assert ctx.unsaved and ctx.swapped_out
             await ctx.aclose()
             await feed.aclose()
         async with runtime.open("a") as ctx:
@@ -188,7 +188,7 @@ async def test_turns_never_wait_for_each_others_slots(tmp_path: Path):
         async with runtime.open("a", raw=True) as one, runtime.open("b", raw=True) as other:
             for ctx in (one, other):
                 await ctx.push(ids_of(1, CHUNK))
-            assert one.away
+            assert one.swapped_out
             one._session.accept(ids_of(5, CHUNK))  # as a reply's end does: the chunk waits for the next call
             async with asyncio.timeout(10):
                 async def turn(ctx: StreamingContext) -> None:
@@ -249,7 +249,7 @@ async def test_a_chunk_that_was_pending_when_it_was_saved_and_committed_since_is
             await ctx.snapshot()
             await ctx.flush()
             async with runtime.open("b"):
-                assert ctx.away
+                assert ctx.swapped_out
             await expect_replay(ctx, plain)
             async with runtime.open("b"):
                 await ctx.snapshot()
@@ -273,7 +273,7 @@ async def test_a_copy_of_a_context_that_others_move_meanwhile_is_a_clean_cut(tmp
         async with runtime.open("a", raw=True) as ctx:
             await ctx.push(ids_of(1, 3 * CHUNK + 2))
             for round in range(12):
-                assert await ctx.put_away()
+                assert await ctx.swap_out()
                 more = ids_of(2 + round, 2 * CHUNK + 1)
                 before = ids_in(ctx)
                 async with ctx.fork() if round % 2 else ctx.fork(f"fork {round}") as fork:
@@ -287,7 +287,7 @@ async def test_a_copy_of_a_context_that_others_move_meanwhile_is_a_clean_cut(tmp
                     async with ctx.fork() as fork:
                         await expect_replay(fork, plain)
 
-                await ctx.put_away()
+                await ctx.swap_out()
                 async with asyncio.TaskGroup() as group:
                     for work in (copied(), ctx.push([5, 6]), ctx.ask([7], max_new_tokens=2), ctx.snapshot(), copied()):
                         group.create_task(work)
@@ -348,7 +348,7 @@ class Walk:
         if await self.one(f"snapshot {ctx.name}", ctx.snapshot()):
             assert not ctx.unsaved
         saved, at = ctx._session.branch.head, [*given]
-        complete = not ctx._session.held and not ctx.unsaved
+        complete = not ctx._session.buffered and not ctx.unsaved
 
         async def undone(fails: bool) -> None:
             async with ctx.turn():
@@ -446,7 +446,7 @@ async def places(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         count, quiet = 0, False
         caplog.clear()
         walked = await walk(folder / str(at))
-        told = walked.failed or [r for r in caplog.records if "could not be put away" in r.getMessage()]
+        told = walked.failed or [r for r in caplog.records if "could not be swapped out" in r.getMessage()]
         assert told, f"nobody was told of the fault at place {at}"
     return total
 
@@ -510,7 +510,7 @@ MOVES: dict[str, Callable[[StreamingContext, int], Awaitable]] = {
     "undone turn": lambda ctx, n: on_purpose(_turn(ctx)),
     "snapshot": lambda ctx, n: ctx.snapshot(),
     "rewind": lambda ctx, n: ctx.rewind(2),  # 1 held the place of a session that was told nothing yet
-    "put away": lambda ctx, n: ctx.put_away(),
+    "swap out": lambda ctx, n: ctx.swap_out(),
     "receipts": lambda ctx, n: ctx.receipts(),
 }
 
@@ -529,10 +529,10 @@ async def test_cancelled_at_any_await_a_context_that_waited_in_the_store_is_a_re
                 nonlocal count
                 count += 1
                 await other.push([5])
-                if not ctx.away:
-                    await ctx.put_away()
+                if not ctx.swapped_out:
+                    await ctx.swap_out()
                 await other.receipts()
-                if move == "put away":
+                if move == "swap out":
                     await ctx.receipts()
                     await ctx.push([6])
                 before = ids_in(ctx) + [*ctx._session.ids]

@@ -87,7 +87,7 @@ def test_a_step_agrees_with_a_forward_of_the_same_tokens_at_once(on: str, alloca
     engine = build("locret", on=model(on), units=UNITS, chunk_size=CHUNK, slots=3, allocation=allocation)
     if allocation == "uniform":
         alike: dict[int, set[int]] = {}
-        for units, tables in zip(engine.budgets, engine.tables.layers, strict=True):
+        for units, tables in zip(engine.budgets, engine.layout.tables.layers, strict=True):
             alike.setdefault(units, set()).add(id(tables))
         assert any(len(tables) > 1 for tables in alike.values())
     ids, reply = ids_of(64 + 3), [5, 6, 7]
@@ -179,10 +179,10 @@ def test_what_was_run_ahead_is_only_ever_used_for_the_tokens_it_was_run_for():
     torch.testing.assert_close(engine.logits(state), said([*prompt, 6, 7, 8]), rtol=TOLERANCE, atol=TOLERANCE)
     assert engine.decode([NextToken(state, lambda logits: 9)]) == [9]
     saved = engine.export(state)
-    engine.put_away(state)
+    engine.swap_out(state)
     engine.run_ahead()  # too late
     assert state.provisional == 0 and state.tail_logits is None
-    engine.bring_back(state, saved, 2)
+    engine.swap_in(state, saved, 2)
     torch.testing.assert_close(engine.logits(state), said([*prompt, 6, 7, 8, 9]), rtol=TOLERANCE, atol=TOLERANCE)
     for token in range(10, 20):
         step(token)
@@ -227,7 +227,7 @@ def test_a_context_that_is_put_away_is_left_out_of_what_is_run_ahead():
     feed(engine, old, ids_of(CHUNK))  # after a step one id of it is pending
     feed(engine, other, ids_of(11))
     together(engine, [old, other], [5, 6])
-    engine.put_away(old)
+    engine.swap_out(old)
     owner = engine.open(0)
     feed(engine, owner, ids_of(23, seed=5))
     engine.logits(owner)
@@ -245,12 +245,12 @@ def test_a_context_that_is_put_away_during_a_forward_knows_nothing_of_it(monkeyp
     together(engine, [state], [5])
     hidden = engine.attachment.hidden
 
-    def put_away(ids: Tensor, step) -> Tensor:
+    def swap_out(ids: Tensor, step) -> Tensor:
         found = hidden(ids, step)
-        engine.put_away(state)
+        engine.swap_out(state)
         return found
 
-    monkeypatch.setattr(engine.attachment, "hidden", put_away)
+    monkeypatch.setattr(engine.attachment, "hidden", swap_out)
     engine.run_ahead()
     assert (state.provisional, state.tail_logits) == (0, None)
 
@@ -264,7 +264,7 @@ def test_a_fork_has_the_tail_of_the_original(monkeypatch):
     twin = engine.fork(state, 1)
     with failing_in_layer(engine, 0):
         assert torch.equal(engine.logits(twin), expected)
-    engine.put_away(state)
+    engine.swap_out(state)
     feed(engine, engine.open(0), ids_of(40, seed=3))
     shapes, run = [], engine.attachment.hidden
     monkeypatch.setattr(engine.attachment, "hidden", lambda ids, step: shapes.append(ids.shape) or run(ids, step))

@@ -46,7 +46,7 @@ def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
         state = engine.open(1)
         feed(engine, state, ids)
         states[dispatch] = engine.export(state), engine.logits(state)
-        held = [rotates for rotates, pair in zip(engine.pool.rope, engine.tables.layers, strict=True) if pair]
+        held = [rotates for rotates, pair in zip(engine.pool.rope, engine.layout.tables.layers, strict=True) if pair]
         assert all(held) == (dispatch == "torch" or on in ("gpt-oss", "phi3-partial")), "halves are rotated on load"
         assert engine.pool.bytes_resident == engine.pool.formula_bytes()
     (expected, expected_logits), (found, logits) = states["torch"], states["triton"]

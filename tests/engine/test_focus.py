@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -171,7 +173,7 @@ def test_law_6_units_put_away_are_saved_and_copied_as_if_they_were_in_their_slot
     saved, there = engine.export(state), engine.moment(state, state.position)
     strangers = [engine.export(run(engine, 1, ids_of(count), {0: focus}, 5))
                  for count, focus in ((4 * CHUNK + 1, OTHER), (5 * CHUNK + 1, QUERY))]
-    engine.put_away(state)
+    engine.swap_out(state)
     away = engine.moment(state, state.position, saved)
     assert away.counts == there.counts
     assert_same(away.state, there.state)
@@ -187,13 +189,13 @@ def test_law_6_units_put_away_come_back_behind_it():
     engine = engine_of()
     state = run(engine, 0, ids_of(4 * CHUNK + 1), {0: QUERY}, 5)
     saved = engine.export(state)
-    slot = engine.put_away(state)
-    engine.bring_back(state, saved, slot + 1)
+    slot = engine.swap_out(state)
+    engine.swap_in(state, saved, slot + 1)
     assert_same(engine.export(state), saved)
-    engine.put_away(state)
+    engine.swap_out(state)
     other = engine.export(run(engine, 0, ids_of(4 * CHUNK + 1), {0: OTHER}, 5))
     with pytest.raises(SnapshotCorrupt, match="focus"):
-        engine.bring_back(state, other, slot)
+        engine.swap_in(state, other, slot)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -293,9 +295,9 @@ def test_tokens_that_are_accepted_while_it_is_computed_come_before_it(meanwhile:
     engine = engine_of()
     state = run(engine, 0, ids_of(2 * CHUNK), {}, 5)
 
-    def units_of(engine: Engine, ids: list[int]) -> list:
+    def units_of(*given: Any) -> list:
         engine.accept(state, ids_of(meanwhile))
-        return focus.units_of(engine, ids)
+        return focus.units_of(*given)
 
     monkeypatch.setattr(core, "units_of", units_of)
     given = engine.focus(state, QUERY)

@@ -98,7 +98,7 @@ class Rig:
             assert count == min(state.seen, units)
             assert (positions.diff(dim=1) > 0).all()
             if count and not engine.shape.sliding[layer]:
-                sinks, stabilizers = engine.protection[layer]
+                sinks, stabilizers = engine.layout.protection[layer]
                 assert (positions[:, :min(sinks, count)] == torch.arange(min(sinks, count))).all()
                 last = min(stabilizers, count)
                 assert (positions[:, count - last:] == torch.arange(state.seen - last, state.seen)).all()
@@ -435,7 +435,7 @@ def test_law_5_no_drift(policy: str):
         feed(engine, state, ids[at:at + CHUNK])
         for layer, count in enumerate(state.store.counts):
             keys = state.store.keys(layer, count)
-            turned = keys if engine.on_load[layer] else engine.tables.rotate(layer, keys, 0)
+            turned = keys if engine.layout.on_load[layer] else engine.layout.tables.rotate(layer, keys, 0)
             assert torch.equal(state.store.rotated(layer, count), turned)
             for head in range(engine.shape.kv_heads):
                 for rank, position in enumerate(state.store.positions(layer)[head].tolist()):
@@ -703,7 +703,7 @@ def test_nothing_is_given_out_of_a_context_that_is_lost():
     feed(engine, state, ids_of(30))
     state.broken = True  # what a fault leaves while units move
     for use in (lambda: engine.export(state), lambda: engine.fork(state, 1), lambda: engine.moment(state, 30),
-                lambda: engine.units_between(state, 0, 0, 8), lambda: engine.put_away(state),
+                lambda: engine.units_between(state, 0, 0, 8), lambda: engine.swap_out(state),
                 lambda: engine.accept(state, [5]), lambda: engine.focus(state, [5]), lambda: engine.logits(state)):
         with pytest.raises(ContextClosed, match="this context is lost"):
             use()

@@ -172,7 +172,7 @@ def test_the_oracles_keep_what_answers_follow_from(policy: str, task: str, tmp_p
 
     async def look(ctx, questions):
         state = ctx._session.state
-        kept.append((ctx._session.host.engine.policy.wanted,
+        kept.append((ctx._session.services.engine.policy.wanted,
                      [state.store.positions(layer).clone() for layer in range(len(state.store.counts))]))
         return await real(ctx, questions)
 
@@ -192,7 +192,7 @@ def test_the_oracle_by_head_keeps_in_each_what_is_worth_most_there(tmp_path: Pat
     real = runner.ask_all
 
     async def look(ctx, questions):
-        store, policy = ctx._session.state.store, ctx._session.host.engine.policy
+        store, policy = ctx._session.state.store, ctx._session.services.engine.policy
         kept.append((policy.wanted, policy.worth,
                      [store.positions(layer).clone() for layer in range(len(store.counts))]))
         return await real(ctx, questions)

@@ -273,3 +273,32 @@ def test_heads_of_another_model_of_the_same_shape_are_refused_by_fingerprint():
     heads.check_fits(SHAPE)
     with pytest.raises(HeadsMismatch, match="they were trained for aa, this model is bb"):
         heads.check_fits(SHAPE, "bb")
+
+
+@pytest.mark.parametrize(("spoil", "says"), [
+    (lambda t: t.index_fill(0, torch.tensor([1]), float("nan")), "'fc2.1.weight' holds values that are not finite"),
+    (lambda t: t.index_fill(0, torch.tensor([1]), float("-inf")), "'fc2.1.weight' holds values that are not finite"),
+    (lambda t: t.to(torch.int8), "'fc2.1.weight' is of torch.int8; expected floating point"),
+    (lambda t: t.to(torch.complex64), "'fc2.1.weight' is of torch.complex64; expected floating point"),
+], ids=["nan", "inf", "int8", "complex"])
+def test_weights_that_are_no_finite_numbers_are_refused(weights, tmp_path, spoil, says: str):
+    heads = RetainingHeads.from_published(weights, head_dim=DIM)
+    heads.save(tmp_path)
+    tensors = heads.state_dict()
+    save_file(tensors | {"fc2.1.weight": spoil(tensors["fc2.1.weight"]).contiguous()}, tmp_path / "heads.safetensors")
+    with pytest.raises(HeadsMismatch, match=says):
+        RetainingHeads.load(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("width", 10**13, "width is 10000000000000; expected 1 to"), ("query_heads", 10**18, "query_heads is"),
+    ("layers", 0, "layers is 0"), ("width", 1 << 18, "4 tensors do not fit|tensors do not fit"),
+    ("hidden", 10**13, "hidden is"), ("sketch", "zz", "sketch is 'zz'; expected 32 hexadecimal digits"),
+])
+def test_sizes_that_no_heads_have_are_refused_before_any_memory_is_asked_for(weights, tmp_path, field, value, says):
+    RetainingHeads.from_published(weights, head_dim=DIM).save(tmp_path)
+    path = tmp_path / "heads.json"
+    config = json.loads(path.read_text()) | {field: value} | ({"features": "hidden"} if field == "hidden" else {})
+    path.write_text(json.dumps(config))
+    with pytest.raises(HeadsMismatch, match=says):
+        RetainingHeads.load(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.messages.utils import message_chunk_to_message
 
-from langchain_locret.absorb import Absorption
+from langchain_locret.ingesting import Absorption
 from langchain_locret.messages import read
 from langchain_locret.render import ChatTemplate
 from langchain_locret.threads import Request, Threads

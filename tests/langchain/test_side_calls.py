@@ -12,10 +12,10 @@ from langchain_core.runnables import RunnableLambda
 
 from langchain_locret import LocretChatModel, StateLost
 from langchain_locret.boundaries import Boundary
-from langchain_locret.retention import LINEAGES, SHARE, kept, tip_of
+from langchain_locret.boundary_pruning import LINEAGES, SHARE, kept, tip_of
 from locret_stream import StaleOwner, Store, StoreError
 from locret_stream.snapshot import Branch
-from locret_stream.snapshot.vault import Vault
+from locret_stream.snapshot.session_folder import SessionFolder
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread
 from tests.langchain.test_undone import SECRET, traces
 
@@ -193,7 +193,7 @@ def test_a_snapshot_that_cannot_be_read_just_now_is_not_given_up(script: Script,
         def fails(*_: Any) -> None:
             raise StoreError("injected: connection reset")
 
-        for owner, name in ((Branch, "load"), (Vault, "read_manifest")):
+        for owner, name in ((Branch, "load"), (SessionFolder, "read_manifest")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, fails)
                 with pytest.raises(StoreError, match="connection reset"):
@@ -210,15 +210,15 @@ def test_a_store_that_cannot_be_read_when_a_thread_is_looked_up_costs_it_nothing
     with model(Store(tmp_path, keep_last=2)) as chat:
         stub = chat.ingest(LOG, thread_id="a")
     with model(Store(tmp_path, keep_last=2)) as chat:
-        real = Vault.manifest_at
+        real = SessionFolder.manifest_at
 
-        def fails(self: Vault, path: str) -> Any:
+        def fails(self: SessionFolder, path: str) -> Any:
             if path.endswith("1.snap"):
                 raise StoreError("injected: connection reset")
             return real(self, path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Vault, "manifest_at", fails)
+            patch.setattr(SessionFolder, "manifest_at", fails)
             with pytest.raises(StoreError, match="connection reset"):
                 guard(chat, 1)
         guard(chat, 4)

@@ -444,7 +444,7 @@ def test_a_tampered_snapshot_is_never_used(script: Script, tmp_path: Path, damag
 
 
 def folder(root: Path, name: str) -> Path:
-    from locret_stream.snapshot.vault import folder_of
+    from locret_stream.snapshot.session_folder import folder_of
     return root / folder_of(name)
 
 
@@ -517,7 +517,7 @@ async def test_a_stream_is_read_only_as_fast_as_memory_takes_it_in(chat: LocretC
     async def source() -> Any:
         for number in range(40):
             ctx = chat.home._life.threads.named("a").ctx
-            pulled.append(number * 20 - ctx.memory.tokens - ctx.memory.held if ctx else 0)
+            pulled.append(number * 20 - ctx.memory.tokens - ctx.memory.buffered if ctx else 0)
             yield "word " * 20
     await chat.aingest(source(), thread_id="a")
     assert max(pulled) < 100
@@ -679,6 +679,22 @@ async def test_a_file_is_read_in_parts_of_bounded_size_whatever_its_lines(chat: 
             await chat.aingest(wrong, thread_id="b")
 
 
+@pytest.mark.parametrize("after", ["another line\n", None], ids=["in the middle", "at its end"])
+async def test_a_stream_whose_runtime_is_closed_is_not_told_of_another_owner(script: Script, tmp_path: Path,
+                                                                             after: str | None):
+    own = runtime(tmp_path)
+    await own.__aenter__()
+    with model(None, on=own) as chat:
+        async def source() -> Any:
+            yield "a line\n"
+            await own.aclose()
+            if after is not None:
+                yield after
+
+        with pytest.raises(ContextClosed):
+            await chat.aingest(source(), thread_id="a")
+
+
 async def test_closing_while_a_stream_that_is_whole_lets_go_does_not_cancel_its_caller(script: Script, tmp_path: Path,
                                                                                        monkeypatch):
     rest, closing = Threads.rest, []
@@ -728,10 +744,10 @@ def test_without_a_store_threads_last_as_long_as_the_model_and_are_unreadable_on
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     chat = LocretChatModel(model="bundled", max_tokens=4, max_live=1)
-    history: list[Any] = [HumanMessage("the password of the vault is 4182 .")]
+    history: list[Any] = [HumanMessage("the password of the session_folder is 4182 .")]
     history += [chat.invoke(history, thread("a"))]
     chat.invoke("something else", thread("b"))
-    answer = chat.invoke([*history, HumanMessage("What is the password of the vault?")], thread("a"))
+    answer = chat.invoke([*history, HumanMessage("What is the password of the session_folder?")], thread("a"))
     assert receipt(answer)["source"] == "live" and answer.text == "4182"
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files and not [path for path in files if b"langchain/" in path.read_bytes()]

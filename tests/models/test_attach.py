@@ -94,7 +94,7 @@ def test_refuses_a_norm_after_rope(dtype, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("folder", ["locret_stream/assets/bundled", "benchmarks/models/recall"])
+@pytest.mark.parametrize("folder", ["locret_stream/assets/bundled", "research/models/recall"])
 def test_rounding_is_no_reason_to_refuse_what_is_shipped(folder, dtype):
     """In bf16 a few logits of the bundled model differ by a third of a standard deviation."""
     model = tf.AutoModelForCausalLM.from_pretrained(Path(__file__).parents[2] / folder, dtype=dtype)
@@ -317,3 +317,12 @@ def test_an_attachment_for_a_block_is_nobody_else_s():
     assert shared.users == 2
     detach(stock)
     detach(stock)
+
+
+def test_a_sliding_window_that_no_position_reaches_is_none():
+    """As Phi-3-mini-128k names one: twice its positions."""
+    most = BASE["max_position_embeddings"]
+    for window, slides in ((2 * most, False), (most, False), (most - 1, True), (None, False)):
+        found = make("llama", config=tf.Phi3Config(**BASE, sliding_window=window))
+        with attached(found) as attachment:
+            assert attachment.shape.sliding == (window if slides else None,) * attachment.shape.layers, window

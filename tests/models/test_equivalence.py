@@ -109,7 +109,7 @@ def test_position_twenty_million_equals_position_two_thousand(name: str, policy:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 def test_the_model_never_receives_a_position_above_capacity(name: str, monkeypatch):
     engine = build("streaming_llm", on=model(name), units=24, chunk_size=8)
-    state, real, highest = engine.open(0), engine.tables.rotate, 0
+    state, real, highest = engine.open(0), engine.layout.tables.rotate, 0
 
     def rotate(layer, x, start, out=None):
         nonlocal highest
@@ -121,10 +121,10 @@ def test_the_model_never_receives_a_position_above_capacity(name: str, monkeypat
         highest = max(highest, int(ranks.max()))
         return real_turns(layer, ranks)
 
-    assert engine.tables.capacity == 32
-    real_turns = engine.tables.turns
-    monkeypatch.setattr(engine.tables, "rotate", rotate)
-    monkeypatch.setattr(engine.tables, "turns", turns)
+    assert engine.layout.tables.capacity == 32
+    real_turns = engine.layout.tables.turns
+    monkeypatch.setattr(engine.layout.tables, "rotate", rotate)
+    monkeypatch.setattr(engine.layout.tables, "turns", turns)
     logits_at_each(engine, state, ids_of(100))
     assert highest == 24 + 8 - 1
 

@@ -135,7 +135,7 @@ def nacl(proxies: int, first: int, share: float, seed: int, fresh: bool):
 def test_it_evicts_as_its_formula_does(policy: str, knobs: dict, protection: tuple[int, int], rule):
     """12 chunks with eviction: the same units in every layer and head, the same scores to 1e-4."""
     engine = build(policy, units=UNITS, chunk_size=CHUNK, sinks=2, stabilizers=3, **knobs)
-    assert engine.protection == [protection] * LAYERS
+    assert engine.layout.protection == [protection] * LAYERS
     naive = Watched(rule, protection)
     state, ids = engine.open(0), ids_of(12 * CHUNK, seed=3)
     for at in range(0, len(ids), CHUNK):

@@ -28,7 +28,7 @@ async def test_a_runtime_takes_a_policy_that_is_made():
     async with tiny(policy=Even(), units=32) as runtime, runtime.open(raw=True) as ctx:
         await ctx.feed("All work and no play makes Jack a dull boy. " * 20)
         engine, state = runtime.engine, ctx._session.state
-        sinks, stabilizers = engine.protection[0]
+        sinks, stabilizers = engine.layout.protection[0]
         positions = state.store.positions(0)[:, sinks:-stabilizers]
         assert positions.numel() and (positions % 2 == 0).all()
         assert engine.config.policy == runtime.identity.policy == "even"

@@ -19,6 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 
+from locret_stream.errors import StoreError
 from locret_stream.snapshot import (
     Branch,
     Frame,
@@ -32,11 +33,12 @@ from locret_stream.snapshot import (
     Store,
 )
 from locret_stream.snapshot import branch as branch_module
-from locret_stream.snapshot.chain import read_log
 from locret_stream.snapshot.format import digest
 from locret_stream.snapshot.local import LocalFiles, Posix
 from locret_stream.snapshot.log import Spool
+from locret_stream.snapshot.log_reader import read_log
 from locret_stream.snapshot.pages import PAGE_BYTES
+from locret_stream.snapshot.remote import RemoteFiles
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 IDENTITY = Identity(**dict.fromkeys(Identity.__struct_fields__, "toy"))
@@ -251,7 +253,7 @@ def save(branch: Branch, toy: Toy, meanwhile: Callable[[], object] | None = None
 def record_of(restored: Restored, branch: Branch) -> Record:
     """What was loaded, its log read through."""
     ids = None if restored.manifest.log is None else tuple(
-        int(number) for part, _ in read_log(branch.vault, branch.name, branch.log) for number in part)
+        int(number) for part, _ in read_log(branch.session_folder, branch.name, branch.log) for number in part)
     return Record(restored.tensors, restored.manifest.frame, restored.manifest.tokens, restored.manifest.seen, ids)
 
 
@@ -297,22 +299,73 @@ def everything(root: Path | str) -> dict[str, bytes | None]:
 
 def needed(store: Store, name: str) -> set[str]:
     """Paths of the pages and log parts that the snapshots in a session's folder name, read without the collector."""
-    vault = store.branch(name).vault
+    session_folder = store.branch(name).session_folder
     out = set()
-    for path, _ in vault.manifests():
-        manifest = vault.manifest_at(path)[0]
-        out |= {f"{vault.folder}/pages/{ref.name}" for ref in manifest.pages}
-        out |= {f"{vault.folder}/log/{ref.name}" for ref in manifest.log or ()}
+    for path, _ in session_folder.manifests():
+        manifest = session_folder.manifest_at(path)[0]
+        out |= {f"{session_folder.folder}/pages/{ref.name}" for ref in manifest.pages}
+        out |= {f"{session_folder.folder}/log/{ref.name}" for ref in manifest.log or ()}
     return out
 
 
 def stored(store: Store, name: str) -> set[str]:
     """Paths of the pages and log parts that are there."""
-    vault = store.branch(name).vault
-    return {f"{vault.folder}/{kind}/{file}" for kind in ("pages", "log")
-            for file in store.files.sizes(f"{vault.folder}/{kind}")}
+    session_folder = store.branch(name).session_folder
+    return {f"{session_folder.folder}/{kind}/{file}" for kind in ("pages", "log")
+            for file in store.files.sizes(f"{session_folder.folder}/{kind}")}
 
 
 def ids_of(parts: list[np.ndarray]) -> list[int]:
     """The ids of log parts."""
     return [int(number) for part in parts for number in part]
+
+
+def again(store: Store, **options: object) -> Store:
+    """Another process's view of the same store."""
+    files = LocalFiles(store.url, Unsynced()) if isinstance(store.files, LocalFiles) else RemoteFiles(store.url)
+    return Store(store.url, files=files, **{"key": store._key, "keep_last": store.keep_last, **options})
+
+
+def holds(store: Store, name: str, record: Record, generation: int | None = None) -> bool:
+    """Whether another process finds just that."""
+    return same(loaded(again(store), name, generation), record)
+
+
+def without_log(toy: Toy) -> Record:
+    """What a snapshot gives back of one whose ids from the beginning are not to be had any more."""
+    toy.ids = None
+    return toy.record()
+
+
+def problems(store: Store, name: str | None = None) -> list[str]:
+    """What `verify` complains about."""
+    return [found.problem for found in store.verify(name) if found.problem]
+
+
+def sound(store: Store) -> bool:
+    """Whether another process finds nothing wrong with anything stored."""
+    return problems(again(store)) == []
+
+
+def two_owners(store: Store) -> tuple[tuple[Branch, Toy], tuple[Branch, Toy]]:
+    """Two owners of one saved session, who have each gone another way since: one to save first, one to come late."""
+    early, early_toy = begin(store, "alice", tokens=30)
+    save(early, early_toy)
+    late, late_toy = resume(again(store), "alice")
+    late_toy.seed = 2
+    early_toy.feed(13, early)
+    late_toy.feed(21, late)
+    return (early, early_toy), (late, late_toy)
+
+
+def failing_once(store: Store, ending: str) -> None:
+    """The next read of such a file fails; the one after it is as ever."""
+    real = store.files.read
+
+    def read(path: str, most: int) -> memoryview:
+        if path.endswith(ending):
+            store.files.read = real
+            raise StoreError("a read that fails once")
+        return real(path, most)
+
+    store.files.read = read

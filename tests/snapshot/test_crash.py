@@ -18,8 +18,7 @@ import pytest
 from locret_stream.errors import SnapshotNotFound, StoreError
 from locret_stream.snapshot import Branch, Store
 from locret_stream.snapshot.pages import PAGE_BYTES
-from locret_stream.snapshot.vault import folder_of
-from tests.processes import leaving_none
+from locret_stream.snapshot.session_folder import folder_of
 from tests.snapshot.crash import Call, Disk, Recorder, Tree, materialise
 from tests.snapshot.kill import STEP, Hands, expected
 from tests.snapshot.support import (
@@ -496,15 +495,6 @@ def test_an_owner_whose_save_failed_saves_again_and_that_is_safe(tmp_path, key, 
 
 
 # -- real processes, killed -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def hands() -> Iterator[Hands]:
-    """A process that forks others."""
-    with leaving_none():
-        hands = Hands()
-        yield hands
-        hands.close()
 
 
 def kill_again_and_again(hands: Hands, root: Path, key: str | None, times: int, wait_s: Callable[[int], float]) -> int:

@@ -185,7 +185,7 @@ def check(master: Master, root: Path, tells: bool | None = None) -> bool:
         for name in NAMES:
             try:
                 fresh = local_store(root, key=master.key).branch(name)
-                ids = ids_of(part for part, _ in fresh.read_chain(IDENTITY).pieces())
+                ids = ids_of(part for part, _ in fresh.read_stored_log(IDENTITY).pieces())
             except SnapshotError:
                 continue
             assert tuple(ids[:master.newest[name].seen]) == master.newest[name].ids
@@ -300,7 +300,7 @@ def test_a_snapshot_that_got_lost_is_told_and_there_is_a_way_on(master: Master, 
         return
     if how == "rebuilt":
         branch = store.branch("alice")
-        ids = ids_of(part for part, _ in branch.read_chain(IDENTITY).pieces())
+        ids = ids_of(part for part, _ in branch.read_stored_log(IDENTITY).pieces())
         assert tuple(ids[:-1]) == master.newest["alice"].ids
         return
     assert store.delete("alice", 3) == [3]

@@ -32,7 +32,7 @@ from locret_stream.training import (
     train_heads,
 )
 from locret_stream.training.config import HALVES
-from locret_stream.training.division import (
+from locret_stream.training.layer_shares import (
     CHANCE,
     CROSSED,
     ONE_ERROR,

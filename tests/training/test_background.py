@@ -15,8 +15,8 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.policies import make_policy
 from locret_stream.training import AllocationConfig, Example, allocate, tune, tuning
 from locret_stream.training.background import Background, Reading, Rivals, context_behind
-from locret_stream.training.measuring import Recording, answer_nll
 from locret_stream.training.student import Student
+from locret_stream.training.validation import Recording, answer_nll
 from tests.architectures import make
 from tests.kit import ids_of, random_heads, saved_heads
 from tests.training.test_tuning import QUICK, finder, metrics, needles, plain, same, weights

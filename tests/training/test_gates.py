@@ -18,8 +18,8 @@ from locret_stream.kernels import select_units
 from locret_stream.policies import make_policy
 from locret_stream.training import Example
 from locret_stream.training.gates import gated_attention, log_gates, visibility
-from locret_stream.training.measuring import Recording, answer_nll
 from locret_stream.training.student import Student, divergence
+from locret_stream.training.validation import Recording, answer_nll
 from tests.architectures import make
 from tests.kit import ids_of, random_heads
 from tests.training.tiny import make_examples

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from locret_stream.training import Example, TrainConfig, allocate, train_heads, 
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS, RUN
 from locret_stream.training.labels import visit_layers
 from locret_stream.training.loop import evaluate_heads
-from locret_stream.training.source import Source
+from locret_stream.training.sampler import Source
 from tests.architectures import make
 from tests.kit import random_heads
 from tests.training.tiny import make_examples, make_tokenizer
@@ -336,6 +337,63 @@ def test_a_full_disk_is_told(model, tmp_path, monkeypatch, stopped):
     assert not [*tmp_path.glob("*.tmp")] and not (tmp_path / CHECKPOINT).exists()
     monkeypatch.undo()
     assert train_heads(model, make_examples(7), tmp_path, QUICK).resumed_from == 0
+
+
+def test_a_run_stopped_in_its_first_evaluation_goes_on(model, tmp_path, monkeypatch):
+    from locret_stream.training import loop
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "evaluate_heads", stopped)
+        train_heads(model, make_examples(7), tmp_path / "stopped", QUICK)
+    assert train_heads(model, make_examples(7), tmp_path / "stopped", QUICK).resumed_from == 0
+    train_heads(model, make_examples(7), tmp_path / "straight", QUICK)
+    assert same(tmp_path / "straight", tmp_path / "stopped")
+    assert (tmp_path / "straight" / METRICS).read_bytes() == (tmp_path / "stopped" / METRICS).read_bytes()
+
+
+@pytest.mark.parametrize(("room", "resumed_from"), [(True, 7), (False, 4)])
+def test_a_metric_that_cannot_be_written_loses_no_step_before(model, tmp_path, monkeypatch, room, resumed_from):
+    """A checkpoint is written only behind the lines that it counts on."""
+    from locret_stream.training import checkpoint
+
+    replace, opened = checkpoint.replace, Path.open
+
+    class Full:
+        """What opens the file for the line of step 7, writes a part of it and no more."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def write(self, line):
+            if b'"step":7,' in line:
+                self.file.write(line[:9])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.file.write(line)
+
+    def full(path, write):
+        if path.name == METRICS and path.with_name(CHECKPOINT).exists() and not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        replace(path, write)
+
+    straight = train_heads(model, make_examples(7), tmp_path / "straight", QUICK)
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        patch.setattr(Path, "open", lambda path, mode="r", **more: (
+            Full(opened(path, mode)) if path.name == METRICS and mode == "ab" else opened(path, mode, **more)))
+        patch.setattr(checkpoint, "replace", full)
+        train_heads(model, make_examples(7), tmp_path / "full", QUICK)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "full" / METRICS))
+    assert train_heads(model, make_examples(7), tmp_path / "full", QUICK).resumed_from == resumed_from
+    assert same(tmp_path / "straight", tmp_path / "full") and straight.steps == 12
+    assert (tmp_path / "straight" / METRICS).read_bytes() == (tmp_path / "full" / METRICS).read_bytes()
 
 
 def test_evaluation_refuses_what_it_cannot_average(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 from pathlib import Path
@@ -424,6 +425,22 @@ def test_lost_metrics_are_told_and_what_a_kill_leaves_is_removed(model, examples
     assert not (folder / TUNING_CHECKPOINT).exists()
 
 
+def test_a_metric_that_cannot_be_written_loses_no_step_before(model, examples, tmp_path, monkeypatch):
+    folder, append = saved_heads(model, tmp_path), tuning.files.append_metric
+
+    def full(path: Path, metric) -> None:
+        if metric.step == 4:
+            path.write_bytes(path.read_bytes() + b'{"step":4,"lo')
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        append(path, metric)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(tuning.files, "append_metric", full)
+        tune(model, folder, examples, QUICK)
+    assert tune(model, folder, examples, QUICK).resumed_from == 4
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 7))
+
+
 @pytest.mark.parametrize(("first", "differs"), [
     ({"held_out": 0.3}, r"held_out 0\.3, now 0\.4"), ({"max_tokens": 59}, "max_tokens 59, now 10240"),
     ({"max_tokens": 4096}, None), ({"held_out_max": 5}, None), ({}, None)])
@@ -487,7 +504,7 @@ def test_what_cannot_work_is_refused(model, examples, tmp_path):
     with pytest.raises(HeadsMismatch, match=r"no heads\.safetensors"):
         tune(model, tmp_path / "none", examples, QUICK)
     broken = RetainingHeads.load(folder)
-    broken.fc2[1].weight.data[0, 0] = float("nan")
+    broken.fc2[1].weight.data[:] = 3e38  # finite, and what they give is not
     broken.save(folder)
     with pytest.raises(ModelError, match="tune: the loss of step 0 is nan"):
         tune(model, folder, examples, QUICK)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_core.runnables import RunnableConfig, ensure_config
 
-from langchain_locret.home import CLOSED
+from langchain_locret.runtimes import CLOSED
 from locret_stream import ConfigError, ContextClosed
 
 if TYPE_CHECKING:
     from langchain_core.messages import AIMessageChunk
 
-    from langchain_locret.thread import Request
+    from langchain_locret.thread import Delivery, Request
     from langchain_locret.threads import Threads
 
 T = TypeVar("T")
@@ -34,6 +34,12 @@ def expect_ended(turn: Future[None]) -> None:
         turn.result()
     except CancelledError:
         raise ContextClosed(CLOSED) from None
+
+
+def expect_taken(delivery: Delivery) -> None:
+    """Take the end of an answer. Raises ContextClosed: the model was closed before."""
+    if not delivery.take():
+        raise ContextClosed(CLOSED)
 
 
 def run_alone(work: Coroutine[Any, Any, T]) -> T:

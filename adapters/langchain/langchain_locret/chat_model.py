@@ -7,6 +7,8 @@ import os
 import queue
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,14 +23,14 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 import locret_stream
-from langchain_locret.calls import expect_ended, run_turn, tool_choice_of, with_thread
-from langchain_locret.home import BOUNDARIES, Home, Settings, is_store
+from langchain_locret.calls import expect_ended, expect_taken, run_turn, tool_choice_of, with_thread
 from langchain_locret.json_mode import structured
-from langchain_locret.keeping import ThreadMethods
 from langchain_locret.messages import RECEIPT, Said, read
 from langchain_locret.profile import check_heads, check_key, check_policy, may_show_tools
+from langchain_locret.runtimes import BOUNDARIES, Home, Settings, is_store
 from langchain_locret.thread import (
     TOOLS_LEFT_OUT,
+    Delivery,
     LateWarning,
     OnChange,
     OnMismatch,
@@ -37,6 +39,7 @@ from langchain_locret.thread import (
     Save,
     ToolsWarning,
 )
+from langchain_locret.thread_methods import ThreadMethods
 from langchain_locret.tool_prompt import ToolPrompt
 from locret_stream import ConfigError, InputError, Sampling, __version__
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:  # loads torch
     from langchain_locret.threads import Threads
 
 _END = object()
+_taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
 _KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "temperature", "top_p", "top_k",
           "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "focus", "append", "parallel_tool_calls"}
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
@@ -58,7 +62,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
         model = LocretChatModel(model="bundled", store="~/.local/share/locret")
         config = {"configurable": {"thread_id": "alice"}}
-        model.invoke([HumanMessage("the password of the vault is 4182 .")], config)
+        model.invoke([HumanMessage("the password of the session_folder is 4182 .")], config)
 
     Give every call the whole history, as LangChain does: of the messages that memory already holds nothing is read
     again. The memory used is always that of the messages given, or of a longer history whose end they provably are;
@@ -247,7 +251,17 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
     async def ainvoke(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                       **kwargs: Any) -> AIMessage:
-        return await super().ainvoke(input, config, **with_thread(config, kwargs))
+        delivery = Delivery(self)
+        before = _taken_by_caller.set(delivery)
+        try:
+            answer = await super().ainvoke(input, config, **with_thread(config, kwargs))
+            if delivery.turn is not None:  # None: out of a cache
+                expect_taken(delivery)
+                await delivery.over()
+            return answer
+        finally:
+            delivery.leave()
+            _taken_by_caller.reset(before)
 
     def stream(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                **kwargs: Any) -> Iterator[AIMessageChunk]:
@@ -260,38 +274,58 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
     def _stream(self, messages: list[BaseMessage], stop: list[str] | None = None,
                 run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
-        request = self._request(messages, stop, kwargs)
+        delivery = Delivery()
+        request = self._request(messages, stop, kwargs, delivery)
         chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        turn = self.home.life.submit(lambda threads: run_turn(threads, request, chunks.put))
+        delivery.turn = turn = self.home.life.submit(lambda threads: run_turn(threads, request, chunks.put))
         turn.add_done_callback(lambda _: chunks.put(_END))
         try:
             while (chunk := chunks.get()) is not _END:
-                yield self._chunk(chunk, run_manager)
+                out = self._chunk(chunk, run_manager)
+                if chunk.chunk_position == "last":
+                    expect_taken(delivery)
+                    wait([turn])
+                yield out
             expect_ended(turn)
         finally:
+            delivery.leave()
             turn.cancel()
 
     async def _astream(self, messages: list[BaseMessage], stop: list[str] | None = None,
                        run_manager: AsyncCallbackManagerForLLMRun | None = None,
                        **kwargs: Any) -> AsyncIterator[ChatGenerationChunk]:
-        request, loop = self._request(messages, stop, kwargs), asyncio.get_running_loop()
+        outer = _taken_by_caller.get()
+        if outer is not None and (outer.caller is not self or outer.turn is not None):  # a call within that call
+            outer = None
+        delivery, loop = outer or Delivery(), asyncio.get_running_loop()
+        request = self._request(messages, stop, kwargs, delivery)
         chunks: asyncio.Queue[Any] = asyncio.Queue()
 
         def put(chunk: Any) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        turn = self.home.life.submit(lambda threads: run_turn(threads, request, put))
+        delivery.turn = turn = self.home.life.submit(lambda threads: run_turn(threads, request, put))
+        whole = False
         turn.add_done_callback(lambda _: put(_END))
         try:
             while (chunk := await chunks.get()) is not _END:
                 out = self._chunk(chunk, None)
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(out.text, chunk=out)
+                if chunk.chunk_position == "last":
+                    whole = True
+                    if outer is None:
+                        expect_taken(delivery)
+                        await delivery.over()
+                    yield out
+                    return
                 yield out
             expect_ended(turn)
         finally:
-            turn.cancel()
+            if not (outer and whole):  # else `ainvoke` takes it, or leaves
+                delivery.leave()
+                turn.cancel()
 
     def _generate(self, messages: list[BaseMessage], stop: list[str] | None = None,
                   run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> ChatResult:
@@ -314,7 +348,8 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
             run_manager.on_llm_new_token(chunk.text, chunk=chunk)
         return chunk
 
-    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Request:
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any],
+                 delivery: Delivery) -> Request:
         """Raises InputError, ConfigError for what cannot be asked."""
         if not messages:
             raise InputError("there are no messages; expected at least one")
@@ -337,7 +372,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
                        sampling=self._sampling({**kwargs, "stop": stop or kwargs.get("stop")}),
                        save=save, on_change=self.on_change, on_mismatch=self.on_mismatch,
-                       timeout_s=timeout_s, focus=focus, append=append)
+                       timeout_s=timeout_s, focus=focus, append=append, delivery=delivery)
 
     def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Settings of one reply, those of the call before those of the model. Raises ConfigError."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
-from langchain_locret.retention import tip_of
+from langchain_locret.boundary_pruning import tip_of
 from langchain_locret.thread import Thread
 from langchain_locret.threads import Threads
 from locret_stream import ConfigError, ContextBusy, InputError, StoreError
-from locret_stream.context.session import to_the_end
+from locret_stream.context.cancelling import to_the_end
 
 
 async def fork(threads: Threads, name: str, new: str) -> None:
-    """Let a thread of a new name go on, alone, from where a thread was told something last.
+    """Let a thread of a new name go on, alone, from where a thread was told something last. Failed or cancelled, there
+    is nothing of the new name.
 
     Raises:
         InputError: the one was told nothing, or the other something. ConfigError: there is no store. ContextBusy:
@@ -27,7 +30,12 @@ async def fork(threads: Threads, name: str, new: str) -> None:
         if twin.users > 1:  # not waited for: who has it may wait for this one
             raise ContextBusy(f"thread {new!r} is in use; expected a thread that is new")
         async with twin.lock, threads.gate:
-            await to_the_end(_fork(threads, thread, twin, name, new))
+            try:
+                await to_the_end(_fork(threads, thread, twin, name, new))
+            except asyncio.CancelledError:  # it ran to its end all the same, and whoever called does not know of it
+                if twin.told:
+                    await to_the_end(_remove(threads, twin))
+                raise
 
 
 async def _fork(threads: Threads, thread: Thread, twin: Thread, name: str, new: str) -> None:
@@ -52,9 +60,16 @@ async def _fork(threads: Threads, thread: Thread, twin: Thread, name: str, new: 
             done = await ctx.save_as(twin.session)
         except BaseException:
             await ctx.aclose(save=False)
+            if ctx.name == twin.session:  # else the store had something of that name, which is not ours
+                await threads.delete(twin)
             raise
         twin.ctx, twin.at, twin.owner, twin.told = ctx, at, owner, True
         twin.stored = {at.key: (done.generation, at)}
         threads.choose(twin)
     finally:
         await threads.rest(thread)
+
+
+async def _remove(threads: Threads, twin: Thread) -> None:
+    await threads.let_go(twin)
+    await threads.delete(twin)

@@ -58,5 +58,5 @@ def check_policy(policy: str | None) -> None:
 def check_key(key: str | None) -> None:
     """Raises ConfigError: it is none, or the `cryptography` package is not installed."""
     if key is not None:
-        from locret_stream.snapshot.seal import user_key
+        from locret_stream.snapshot.encryption import user_key
         user_key(key)

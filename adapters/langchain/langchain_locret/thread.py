@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -22,11 +24,11 @@ Source = Literal["live", "snapshot", "log", "new", "rebuild"]
 
 
 class Before(NamedTuple):
-    """What a failed turn goes back to, beside the boundary: whether the thread was told anything, and the snapshot that
-    held its place in the store (0: none)."""
+    """What a failed turn goes back to, beside the boundary: whether the thread was told anything, and the numbers of
+    snapshots that held its place in the store."""
 
     told: bool
-    parked: int
+    swap_generations: frozenset[int]
 
 
 @dataclass
@@ -99,6 +101,69 @@ class LateWarning(UserWarning):
     """Another system text, or other tools, were read behind what a thread's memory holds."""
 
 
+class Delivery:
+    """Whether whoever called took the end of the answer. Until then the call may be left, and is undone.
+
+    `take` and `leave` may be called from any thread; the first of them counts.
+    """
+
+    PATIENCE_S = 5.0  # how long others who want the thread wait for one who does not take the end of an answer
+    LOOK_S = 0.1
+
+    def __init__(self, caller: object = None) -> None:
+        self.caller = caller  # the model whose `ainvoke` takes it, as it knows later than its stream
+        self._taken: Future[bool] = Future()
+        self.turn: Future[None] | None = None  # the call itself
+        self.offer: Callable[[], None] = lambda: None  # gives the end of the answer to whoever called
+
+    @property
+    def taken(self) -> bool:
+        """Whether the call is over: what it told the thread stays."""
+        return self._taken.done() and self._taken.result()
+
+    def take(self) -> bool:
+        """Take it; False if the call was left, or the model closed, before."""
+        with suppress(InvalidStateError):
+            self._taken.set_result(True)
+        return self.taken
+
+    def leave(self) -> None:
+        """Leave the call, if the end of the answer was not taken before."""
+        with suppress(InvalidStateError):
+            self._taken.set_result(False)
+
+    async def over(self) -> None:
+        """Once it was taken: until the thread is free again. That takes a moment, and it is too late to cancel."""
+        while self.turn is not None and not self.turn.done():
+            try:
+                await asyncio.wait([asyncio.wrap_future(self.turn)])
+            except asyncio.CancelledError:
+                asyncio.current_task().uncancel()
+
+    async def wait(self, wanted: Callable[[], bool]) -> None:
+        """Offer the end of the answer, and wait until it is taken: only for a while once others want the thread, as
+        they may be what the caller waits for.
+
+        Raises:
+            asyncio.CancelledError: the call was left, or this was cancelled, before it was taken.
+        """
+        self.offer()
+        waited = 0.0
+        try:
+            while not self._taken.done():
+                await asyncio.wait([asyncio.wrap_future(self._taken)], timeout=self.LOOK_S)
+                waited += self.LOOK_S * wanted()
+                if waited >= self.PATIENCE_S:
+                    self.take()
+        except asyncio.CancelledError:
+            self.leave()
+            if not self.taken:
+                raise
+            asyncio.current_task().uncancel()
+        if not self.taken:
+            raise asyncio.CancelledError
+
+
 @dataclass(frozen=True)
 class Request:
     """One call of the model.
@@ -110,6 +175,7 @@ class Request:
             whether a snapshot of another model or budget is read again from the messages, or from its log.
         focus: what memory is told that it will be asked about; "" for nothing any more, None: that stays as it is.
         append: the messages come behind whatever the thread was told last.
+        delivery: whether the answer was taken; None: it counts as taken.
     """
 
     said: list[Said]
@@ -123,6 +189,7 @@ class Request:
     timeout_s: float | None = None
     focus: str | None = None
     append: bool = False
+    delivery: Delivery | None = None
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from langchain_locret.boundaries import (
     session_name,
     split,
 )
+from langchain_locret.boundary_pruning import kept
 from langchain_locret.messages import Said, canonical, chain, digest
 from langchain_locret.render import ChatTemplate
-from langchain_locret.retention import kept
 from langchain_locret.thread import Before, Reached, Request, Save, Source, Thread
 from locret_stream import (
     ConfigError,
@@ -39,7 +39,8 @@ from locret_stream import (
     StaleOwner,
     StoreError,
 )
-from locret_stream.context.session import to_the_end
+from locret_stream.context.cancelling import to_the_end
+from locret_stream.context.saving import storing
 
 _log = logging.getLogger(__name__)
 THREADS = 64  # that are kept at hand; others are found again in the store
@@ -66,14 +67,18 @@ class Threads:
 
     @asynccontextmanager
     async def mine(self, request: Request) -> AsyncIterator[Thread]:
-        """The thread, for this turn alone. After it, it rests at a boundary; failed or cancelled, it is as it was."""
+        """The thread, for this turn alone. After it, it rests at a boundary; failed, cancelled, or left before the end
+        of its answer was taken, it is as it was."""
         thread = self.named(request.thread) if request.thread is not None else self._one_of_nobody(request)
-        async with self.using(thread), thread.lock, self.gate:
+        async with self.using(thread), thread.lock:
             try:
-                self.at_work(thread)
-                await self.look_up(thread)
-                yield thread
-                await to_the_end(self.rest(thread))
+                async with self.gate:
+                    self.at_work(thread)
+                    await self.look_up(thread)
+                    yield thread
+                    await to_the_end(self.rest(thread))
+                if request.delivery is not None:
+                    await request.delivery.wait(lambda: thread.users > 1)
             except BaseException:
                 await to_the_end(self.undo(thread))
                 raise
@@ -92,7 +97,7 @@ class Threads:
     def at_work(thread: Thread) -> None:
         """Until it rests, nobody closes its context for the slot: a turn prepares for a while before it feeds."""
         if thread.open:
-            thread.ctx.expendable = False
+            thread.ctx.disposable = False
 
     def settle(self, thread: Thread) -> None:
         """What this turn told the thread stays."""
@@ -112,16 +117,18 @@ class Threads:
             if thread.stored is not None:
                 thread.stored = {key: one for key, one in thread.stored.items() if one[0] not in saved}
             for number in reversed(saved):
-                await self._delete(thread, number)
+                await self.delete(thread, number)
         await self.rest(thread)
 
-    async def _delete(self, thread: Thread, number: int) -> None:
+    async def delete(self, thread: Thread, number: int | None = None) -> None:
+        """Remove a snapshot of what failed from the store, or, without a number, all of the thread's."""
         try:  # on a thread of its own: it may wait for others who save in the session
             await asyncio.to_thread(self.runtime.store.delete, thread.session, number)
         except SnapshotNotFound:
             pass
         except SnapshotError as error:
-            _log.warning("%r: snapshot %d of a turn that failed cannot be removed: %s", thread.session, number, error)
+            _log.warning("%r: what failed left %s, which cannot be removed: %s", thread.session,
+                         "snapshots" if number is None else f"snapshot {number}", error)
 
     async def rest(self, thread: Thread) -> None:
         """After a turn: at a boundary, or closed without saving, so that the next one begins at a snapshot."""
@@ -131,16 +138,15 @@ class Threads:
             thread.ctx = thread.at = thread.stored = None
             thread.stale = False
         else:
-            thread.ctx.expendable = True
+            thread.ctx.disposable = True
         await self._retire()
 
     async def _close_unsaved(self, thread: Thread) -> None:
         """Close its context without saving. What a turn that may still be undone left in the store is remembered."""
         if thread.ctx is None:
             return
-        parked = thread.ctx.parked
-        if thread.before is not None and parked not in (0, thread.before.parked):
-            thread.saved.append(parked)
+        if thread.before is not None:
+            thread.saved += sorted(thread.ctx.swap_generations - thread.before.swap_generations)
         await thread.ctx.aclose(save=False)
 
     def named(self, name: str) -> Thread:
@@ -199,7 +205,7 @@ class Threads:
                 thread.owner = boundary.owner
 
     async def _storing(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.wrap_future(self.runtime.storing.submit(work, *arguments))
+        return await storing(self.runtime, work, *arguments)
 
     def start(self, request: Request, thread: Thread | None) -> bytes:
         """Key of the boundary before the first message: the thread, the tools, and how the template is used."""
@@ -222,14 +228,16 @@ class Threads:
         Raises:
             SnapshotError: it cannot be; in this turn it is not tried again. It stays stored, unless it is not there.
         """
+        number = (thread.stored or {}).get(boundary.key, (0, None))[0]  # now: going there may save, and give it up
         try:
             return await self.go(thread, boundary)
         except SnapshotNotFound:
             thread.stored.pop(boundary.key, None)
             raise
+        except StaleOwner:  # nothing is wrong with it: others saved meanwhile
+            raise
         except SnapshotError as error:
             thread.unusable.add(boundary.key)
-            number = thread.stored[boundary.key][0]
             if not rebuild or not isinstance(error, (SnapshotMismatch, SnapshotCorrupt)):
                 raise
         if thread.open:
@@ -276,8 +284,8 @@ class Threads:
 
     async def take(self, thread: Thread, ids: list[int], focus: str | None = None) -> None:
         """Feed ids, under that focus unless it is None; from here on the thread rests at no boundary."""
-        thread.before = thread.before or Before(thread.told, thread.ctx.parked)
-        thread.at, thread.ctx.expendable, thread.told = None, False, True
+        thread.before = thread.before or Before(thread.told, thread.ctx.swap_generations)
+        thread.at, thread.ctx.disposable, thread.told = None, False, True
         if focus is not None:
             await thread.ctx.focus(focus)
         if ids:
@@ -355,7 +363,7 @@ class Threads:
         thread = self.named(name)
         async with self.using(thread), thread.lock:
             had = thread.open
-            await self._let_go(thread)
+            await self.let_go(thread)
             if thread.session is None:
                 return had
             async with AsyncExitStack() as stack:
@@ -367,7 +375,7 @@ class Threads:
                         await stack.enter_async_context(fork.lock)
                     held += forks
                 for fork in held:
-                    await self._let_go(fork)
+                    await self.let_go(fork)
                 try:
                     await self.runtime.forget(thread.session)
                 except SnapshotNotFound:
@@ -376,7 +384,7 @@ class Threads:
                     await asyncio.to_thread(self.runtime.store.delete, thread.session)  # which may wait for a save
                 return True
 
-    async def _let_go(self, thread: Thread) -> None:
+    async def let_go(self, thread: Thread) -> None:
         """It is told nothing any more; what is stored of it is looked up again."""
         if thread.open:
             await thread.ctx.aclose(save=False)

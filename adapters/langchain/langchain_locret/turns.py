@@ -12,8 +12,8 @@ from typing import Any
 from langchain_core.messages import AIMessageChunk
 
 from langchain_locret.boundaries import Boundary
+from langchain_locret.matching import reach, reach_tip
 from langchain_locret.messages import RECEIPT, digest, read
-from langchain_locret.reaching import reach, reach_tip
 from langchain_locret.replies import Reply, response_template, shows_special
 from langchain_locret.thread import TOOLS_LEFT_OUT, Reached, Request, Thread
 from langchain_locret.threads import Threads
@@ -26,9 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 async def turn(threads: Threads, request: Request, emit: Emit) -> None:
-    """Answer: the chunks are given to `emit`, the last of them with usage and receipt.
+    """Answer: the chunks are given to `emit`, the last of them with usage and receipt. With a `delivery` it ends when
+    that last one was taken.
 
-    Cancelled, or failing anywhere, the thread rests at a boundary that it had before, and nothing of the call stays.
+    Cancelled, left or failing anywhere, the thread rests at a boundary that it had before, and nothing of the call
+    stays.
 
     Raises:
         StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.
@@ -42,7 +44,13 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
             else:
                 raise InputError(f"thread {request.thread!r} was told nothing yet, so there is nothing to append to; "
                                  "expected its first messages without append=True")
-            await Turn(threads, thread, request, reached, emit).run()
+            last = await Turn(threads, thread, request, reached, emit).run()
+            if not limit.expired():
+                limit.reschedule(None)  # the answer is there: how long it takes to be read is the caller's affair
+            if request.delivery is None:
+                emit(last)
+            else:
+                request.delivery.offer = lambda: emit(last)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -60,8 +68,12 @@ class Turn:
         self._written = ""
         self._last: list[int] = []  # ids of the reply as memory holds it: its end is enough
 
-    async def run(self) -> None:
-        """Raises ConfigError, before anything is fed, where the template cannot show the messages or the call."""
+    async def run(self) -> AIMessageChunk:
+        """Emits all chunks but the last, which comes back.
+
+        Raises:
+            ConfigError: before anything is fed, where the template cannot show the messages or the call.
+        """
         reached, left_out = self._reached, self._left_out()
         body = await self._encode(reached.at, reached.rendered.body)
         prompt = await self._encode(max(reached.at, reached.rendered.body), None)
@@ -90,10 +102,10 @@ class Turn:
             await self._take_back(asked, prompt + opening)
         receipt = await self._conclude(reply) | receipt
         called = bool(reply.merged.tool_call_chunks)
-        self._emit(AIMessageChunk(
+        return AIMessageChunk(
             content="", chunk_position="last", usage_metadata=usage, response_metadata={
                 RECEIPT: receipt,
-                "finish_reason": "tool_calls" if called else "length" if ended == "length" else "stop"}))
+                "finish_reason": "tool_calls" if called else "length" if ended == "length" else "stop"})
 
     async def _decode(self, forced: str) -> tuple[Reply, str]:
         """The reply, and why it ended.

@@ -1,0 +1,62 @@
+"""Attention of new tokens to the units of a context: by a kernel where that is faster, else with a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locret_stream.engine.layout import Layout
+from locret_stream.kernels import prefill_attention
+from locret_stream.models import Attachment, Attended, LayerCall, additive_mask
+
+MASKS = 4  # attention masks kept per device
+
+
+class Attention:
+    """Attends within the layout of one engine, and keeps the masks that were used last."""
+
+    def __init__(self, layout: Layout, attachment: Attachment):
+        self.layout, self.attachment = layout, attachment
+        self._masks: dict[tuple[Any, ...], Tensor] = {}  # the last ones used: in a long stream always the same
+
+    @property
+    def bytes_resident(self) -> int:
+        """Bytes that the kept masks hold."""
+        return sum(mask.untyped_storage().nbytes() for mask in [*self._masks.values()])
+
+    def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor | None]:
+        """What the T last of all units, q [1, H*G, T, D], see of k and v [1, H, n+T, D]; and the rows' log-sum-exp
+        [H*G, T] where that is known."""
+        new, total = q.shape[2], k.shape[2]
+        if self._by_kernel(call, total):
+            out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.layout.shape.sliding[call.layer],
+                                         softcap=call.softcap, sinks=call.sinks)
+            return out[None], lse
+        first, mask = self._visible(call.layer, total - new, new)
+        return (q, k[:, :, first:], v[:, :, first:], mask), None
+
+    def _by_kernel(self, call: LayerCall, total: int) -> bool:
+        """Whether `prefill_attention` is the fast way: in Triton always, in torch where it needs no mask."""
+        window = self.layout.shape.sliding[call.layer]
+        return self.layout.triton[call.layer] or (self.attachment.attn == "sdpa" and call.softcap is None
+                                                  and call.sinks is None and (window is None or window >= total))
+
+    def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
+        """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""
+        window = self.layout.shape.sliding[layer]
+        first = max(0, start + 1 - window) if window else 0
+        if new == 1:
+            return first, None
+        device = self.attachment.places[layer].device
+        key = (start - first, new, window or 0, device)
+        mask = self._masks.pop(key, None)
+        if mask is None:
+            ranks = torch.arange(first, start + new, device=device)
+            distance = ranks[start - first:, None] - ranks[None]
+            mask = additive_mask((distance >= 0) & (distance < (window or start + new + 1)), self.attachment.dtype)
+        while len(self._masks) >= MASKS * len({place.device for place in self.attachment.places}):
+            del self._masks[next(iter(self._masks))]
+        self._masks[key] = mask
+        return first, mask

@@ -1,0 +1,173 @@
+"""Encryption at rest: one data key per session, wrapped by a key of the user; destroying it is deletion.
+
+A sealed file is a container, encrypted as a whole (AES-256-GCM in segments, a key of its own for each file):
+
+    0    8   magic: 89 4C 4F 43 53 45 41 0A
+    8    2   u16 version: 1
+    10   32  salt; file key = HKDF-SHA256(data key, salt, info = where the file lies)
+    42       segments of 1 MiB of plaintext (the last may be shorter, even empty), each followed by its tag of 16 bytes;
+             nonce = u64 number of the segment, little-endian, then u32: 1 for the last segment, else 0
+
+A file moved to another place, cut at a segment, or put together from two does not open.
+
+    wrapped key    nonce (12), AES-256-GCM of the 32 bytes of the data key under the user's key, bound to the session
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+
+from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotTooNew, StoreError
+from locret_stream.snapshot.format import Buffer
+
+MAGIC = b"\x89LOCSEA\n"
+VERSION = 1
+HEAD = len(MAGIC) + 2  # magic and version; then the salt
+SALT, TAG, SEGMENT = 32, 16, 1 << 20
+KEY_BYTES = 32
+
+
+class MissingKey(StoreError):
+    """A session whose key was not given, or another; inside the room only."""
+
+
+def user_key(key: bytes | str | None) -> bytes | None:
+    """The key that a user gave: 32 bytes, or 64 hexadecimal digits.
+
+    Raises:
+        ConfigError: something else, or the `cryptography` package is not installed.
+    """
+    if key is None:
+        return None
+    try:
+        raw = bytes.fromhex(key) if isinstance(key, str) else bytes(memoryview(key))
+    except (TypeError, ValueError):  # of an int, `bytes` would make that many zeros
+        raw = b""
+    if len(raw) != KEY_BYTES:
+        raise ConfigError("the store's key is not 32 bytes or 64 hexadecimal digits; `python -c \"import secrets; "
+                          "print(secrets.token_hex(32))\"` makes one")
+    _cipher()
+    return raw
+
+
+def new_data_key() -> bytes:
+    """A key for one session."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def wrap(data_key: bytes, key: bytes, folder: str) -> bytes:
+    """The data key, to be stored in a session's folder, and opened only there."""
+    nonce = os.urandom(12)
+    return nonce + _cipher().AESGCM(key).encrypt(nonce, data_key, folder.encode())
+
+
+def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
+    """The data key of the session in a folder.
+
+    Raises:
+        MissingKey: another user's key, or a damaged file.
+    """
+    cipher = _cipher()
+    try:
+        return cipher.AESGCM(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), folder.encode())
+    except (cipher.InvalidTag, ValueError):
+        raise MissingKey(f"{folder} is encrypted, and its key does not open with the one given; expected the one it "
+                         "was made with") from None
+
+
+def encrypted_size(size: int) -> int:
+    """Bytes of the sealed file of a container of so many."""
+    return HEAD + SALT + size + TAG * max(1, -(-size // SEGMENT))
+
+
+def encrypt(parts: Iterable[Buffer], data_key: bytes, where: str) -> Iterator[bytes]:
+    """The sealed file of a container that comes in parts."""
+    salt = os.urandom(SALT)
+    yield MAGIC + VERSION.to_bytes(2, "little") + salt
+    aead, number, held = _cipher().AESGCM(_file_key(data_key, salt, where)), 0, bytearray()
+    for part in parts:
+        held += part
+        while len(held) > SEGMENT:
+            yield aead.encrypt(_nonce(number, False), bytes(held[:SEGMENT]), None)
+            del held[:SEGMENT]
+            number += 1
+    yield aead.encrypt(_nonce(number, True), bytes(held), None)
+
+
+def decrypt(data: memoryview, data_key: bytes, where: str) -> memoryview:
+    """The container in a sealed file.
+
+    Raises:
+        SnapshotTooNew: sealed as a later version does. SnapshotCorrupt: not sealed with this key for this place, or
+            damaged.
+    """
+    cipher = _cipher()
+    if bytes(data[:len(MAGIC)]) != MAGIC or len(data) < HEAD + SALT + TAG:
+        raise SnapshotCorrupt(f"{where}: not an encrypted file of this store")
+    version = int.from_bytes(data[len(MAGIC):HEAD], "little")
+    if version > VERSION:
+        raise SnapshotTooNew(f"{where}: encrypted as version {version}; this library reads up to {VERSION}; install a "
+                             "newer one")
+    if version != VERSION:
+        raise SnapshotCorrupt(f"{where}: encrypted as version {version}; expected 1 to {VERSION}")
+    salt, at, number = bytes(data[HEAD:HEAD + SALT]), HEAD + SALT, 0
+    aead, out = cipher.AESGCM(_file_key(data_key, salt, where)), bytearray()
+    while at < len(data):
+        end = min(at + SEGMENT + TAG, len(data))
+        try:
+            out += aead.decrypt(_nonce(number, end == len(data)), data[at:end], None)
+        except cipher.InvalidTag:
+            raise SnapshotCorrupt(f"{where}: segment {number} does not open: damaged, moved, or of another session"
+                                  ) from None
+        at, number = end, number + 1
+    return memoryview(out)
+
+
+class Scrambler:
+    """Hides what waits in a temporary file (AES-256-CTR by offset), under a key that is nowhere but in memory.
+
+    The same offset is to be written once: what takes its place needs a scrambler of its own.
+    """
+
+    def __init__(self):
+        self._cipher, self._key, self._nonce = _cipher(), secrets.token_bytes(KEY_BYTES), secrets.token_bytes(8)
+
+    def at(self, offset: int, data: bytes) -> bytes:
+        """The bytes hidden, or, hidden ones, as they were."""
+        block, skip = divmod(offset, 16)
+        mode = self._cipher.CTR(self._nonce + block.to_bytes(8, "big"))
+        stream = self._cipher.Cipher(self._cipher.AES(self._key), mode).encryptor()
+        return stream.update(bytes(skip) + data)[skip:]
+
+
+def _nonce(number: int, last: bool) -> bytes:
+    return number.to_bytes(8, "little") + int(last).to_bytes(4, "little")
+
+
+def _file_key(data_key: bytes, salt: bytes, where: str) -> bytes:
+    cipher = _cipher()
+    return cipher.HKDF(cipher.SHA256(), KEY_BYTES, salt, where.encode()).derive(data_key)
+
+
+def _cipher() -> SimpleNamespace:
+    """What is needed of the `cryptography` package, an extra.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import CTR
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError:
+        raise ConfigError("a store with a key needs the package cryptography: pip install 'locret-stream[encryption]'"
+                          ) from None
+    return SimpleNamespace(AES=AES, AESGCM=AESGCM, CTR=CTR, Cipher=Cipher, HKDF=HKDF, InvalidTag=InvalidTag,
+                           SHA256=SHA256)

@@ -1,0 +1,172 @@
+"""Where nothing holds others off: a save that others cut into fails whole or stays whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from locret_stream.errors import StaleOwner, StoreError
+from locret_stream.snapshot import Branch, Save, Store
+from locret_stream.snapshot.session_folder import SessionFolder
+from tests.snapshot.support import (
+    GEOMETRY,
+    IDENTITY,
+    KEY,
+    Toy,
+    again,
+    begin,
+    loaded,
+    needed,
+    same,
+    save,
+    sound,
+    stored,
+    two_owners,
+)
+
+pytestmark = pytest.mark.usefixtures("spools")
+
+
+def _saved_and_deleted(store: Store, owner: Branch, toy: Toy) -> None:
+    save(owner, toy)
+    again(store).delete("alice", 2)
+
+
+def _saved_twice_and_retired(store: Store, owner: Branch, toy: Toy) -> None:
+    save(owner, toy)
+    save(owner, toy)
+    again(store).delete("alice", 2)
+
+
+@pytest.mark.parametrize("meanwhile", [_saved_and_deleted, _saved_twice_and_retired])
+def test_a_number_that_was_free_again_for_a_moment_is_not_taken(remote, meanwhile):
+    """Between look and write others saved that very number and deleted it: the write succeeds, the save must not."""
+    (early, early_toy), (late, late_toy) = two_owners(remote)
+    with pytest.raises(StaleOwner):
+        save(late, late_toy, lambda: meanwhile(remote, early, early_toy))
+    done = save(early, early_toy.feed(5, early))
+    assert done.generation == early.head
+    if not done.log:
+        early_toy.ids = None
+    assert same(loaded(again(remote), "alice"), early_toy.record()) and sound(remote)
+
+
+def test_pages_that_are_collected_during_a_save_fail_it_and_the_next_one_is_whole(remote, monkeypatch):
+    branch, toy = begin(remote, "alice", tokens=60)
+    save(branch, toy)
+
+    def meanwhile() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("locret_stream.snapshot.remote.RemoteFiles.age_s", lambda self, path: 1e6)
+            again(remote).delete("alice")
+            again(remote).gc()
+
+    with pytest.raises(StoreError, match="were deleted while it was saved"):
+        save(branch, toy.feed(3, branch), meanwhile)
+    assert sound(remote) and not remote.has("alice")
+    save(branch, toy)
+    toy.ids = None
+    assert same(loaded(again(remote), "alice"), toy.record()) and sound(remote)
+
+
+def test_what_no_snapshot_names_is_not_relied_upon(remote):
+    """It may be collected in any moment: by a collector that has looked already."""
+    branch, toy = begin(remote, "alice", tokens=60)
+    save(branch, toy)
+    again(remote).delete("alice")
+    before = {path: remote.files.fs.modified(f"{remote.files.root}/{path}") for path in stored(remote, "alice")}
+    done = save(branch, toy.feed(3, branch))
+    for path in needed(remote, "alice"):
+        assert path not in before or remote.files.fs.modified(f"{remote.files.root}/{path}") > before[path]
+    assert done.bytes_written == done.bytes
+    toy.ids = None
+    assert same(loaded(again(remote), "alice"), toy.record())
+
+
+def test_a_session_that_is_forgotten_during_a_save_fails_it(remote):
+    branch, toy = begin(remote, "alice", tokens=60)
+    save(branch, toy)
+    with pytest.raises((StaleOwner, StoreError)):
+        save(branch, toy.feed(3, branch), lambda: again(remote).forget("alice"))
+    assert remote.list() == [] and sound(remote)
+    with pytest.raises(StaleOwner):
+        save(branch, toy)
+
+
+def test_a_key_that_is_destroyed_during_a_first_save_fails_it(tmp_path):
+    remote = Store(f"memory://{tmp_path}", key=KEY)
+    branch, toy = begin(remote, "alice", tokens=60)
+
+    def meanwhile() -> None:
+        other, another = begin(again(remote), "alice", 2, 9)
+        again(remote).forget("alice")
+        assert other.head == 0 and another.seen
+
+    with pytest.raises(StoreError):
+        save(branch, toy, meanwhile)
+    save(branch, toy)
+    assert same(loaded(again(remote), "alice"), toy.record()) and sound(remote)
+
+
+def test_a_collection_that_deletes_what_a_save_rests_on_is_noticed(remote):
+    """Nothing holds it off: the snapshot that the fork grew out of goes, then its files, while the fork is saved."""
+    store = Store(remote.url, key=remote._key, keep_last=1)
+    store.files.age_s = lambda path: 1e6
+    branch, toy = begin(store, "alice", tokens=8)
+    save(branch, toy)
+    fork, other = branch.fork("bob", toy.seen), toy.twin(2)
+    save(branch, toy.feed(200, branch))
+    moment, real, done = other.moment(), store.files.delete, []
+    with Save(fork, moment, IDENTITY, GEOMETRY) as saving:
+        for start, end in saving.plan.write:
+            saving.page(start, end, other.between(start, end))
+
+        def delete(path: str) -> None:
+            if "/pages/" in path and not done:
+                done.append(path)
+                with pytest.raises(StoreError, match="expected another try"):
+                    saving.finish("toy", moment.seen)
+            real(path)
+
+        store.files.delete = delete
+        store.prune(branch)
+    assert done and not store.has("bob")
+    store.files.delete = real
+    save(fork, other)
+    other.ids = None  # what the log rested on is gone, and it says so
+    assert same(loaded(store, "bob"), other.record())
+
+
+def test_what_another_manifest_of_the_same_number_needs_is_kept(remote):
+    """A save that fails gives its number back. Who read its manifest meanwhile does not take it for the next one."""
+    branch, toy = begin(remote, "alice", tokens=20)
+    save(branch, toy)
+    store = again(remote)
+    twin, other = branch.fork("bob", toy.seen), toy.twin(5)
+    save(twin, other)
+    with pytest.MonkeyPatch.context() as patch:
+        def fail(session_folder: SessionFolder, name: str) -> None:
+            patch.undo()
+            save(twin, other.feed(4, twin))
+            store.prune(twin)
+            raise StoreError("a read that fails once")
+
+        patch.setattr(SessionFolder, "expect_claim", fail)
+        with pytest.raises(StoreError, match="fails once"):
+            save(branch, toy.feed(8, branch))
+    assert save(branch, toy.feed(12, branch)).generation == 2
+    save(twin, other.feed(4, twin))
+    store.files.age_s = lambda path: 1e6
+    store.prune(twin)
+    assert needed(remote, "alice") <= stored(remote, "alice")
+    assert same(loaded(again(remote), "alice"), toy.record()) and sound(remote)
+
+
+def test_a_manifest_that_was_read_is_not_read_again(remote):
+    branch, toy = begin(remote, "alice", tokens=20)
+    for _ in range(3):
+        save(branch, toy.feed(8, branch))
+    remote.prune(branch)
+    read, real = [], remote.files.read
+    remote.files.read = lambda path, most: read.append(path) or real(path, most)
+    remote.prune(branch)
+    assert not [path for path in read if path.endswith(".snap")]
