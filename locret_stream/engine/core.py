@@ -237,19 +237,18 @@ class Engine:
         hidden = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
         keeps = [self._keep(layer, total, len(state.focus)) for layer, total in enumerate(scores)]
-        state.broken = True  # from here on a failure would leave layers that do not match
-        for layer, total in enumerate(scores):
-            state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.layout.rotate_keys)
-        if focus is not None:
-            assert state.next_focus is not None, "whose units these are"
-            put_in_front(self.layout, state, state.next_focus, focus)
-        state.broken = False
-        state.policy_state = scorer.policy_state
-        state.last_hidden = hidden[:, -1:].clone()
-        with state.lock:
-            state.seen += len(ids)
-            state.committed_ids.extend(ids)
-            del state.pending[:len(ids)]
+        with state.broken_by_failure():
+            for layer, total in enumerate(scores):
+                state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.layout.rotate_keys)
+            if focus is not None:
+                assert state.next_focus is not None, "whose units these are"
+                put_in_front(self.layout, state, state.next_focus, focus)
+            state.policy_state = scorer.policy_state
+            state.last_hidden = hidden[:, -1:].clone()
+            with state.lock:
+                state.seen += len(ids)
+                state.committed_ids.extend(ids)
+                del state.pending[:len(ids)]
 
     def focus(self, state: EngineState, ids: Sequence[int]) -> int | None:
         """Put a query in front of the stream from the next grid point on (at once on one), in place of the one before;
@@ -275,9 +274,8 @@ class Engine:
             if state.pending:
                 state.next_focus, state.next_focus_at = ids, state.position
             elif units is not None:
-                state.broken = True  # from here on a failure would leave layers that do not match
-                put_in_front(self.layout, state, ids, units)
-                state.broken = False
+                with state.broken_by_failure():
+                    put_in_front(self.layout, state, ids, units)
             return state.position
 
     def logits(self, state: EngineState) -> Tensor:

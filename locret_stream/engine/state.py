@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class EngineState:
         self.tail_logits: Tensor | None = None  # [vocab] fp32 behind pending[provisional - 1]
         self.swapped_out = False  # the slot is another's
         self.committed_ids: deque[int] = deque(maxlen=HISTORY)
-        self.broken = False
+        self.broken = False  # units were moved in some layers only
         self.lock = threading.RLock()  # ids are accepted on the caller's thread, or by a finaliser on any
 
     @property
@@ -51,6 +52,16 @@ class EngineState:
         """Absolute position of the next token: how many were accepted."""
         with self.lock:
             return self.seen + len(self.pending)
+
+    @contextmanager
+    def broken_by_failure(self) -> Iterator[None]:
+        """Move units: a failure inside the block leaves layers that do not match, so the context is lost. Until then it
+        is not broken: ids may be accepted on other threads meanwhile."""
+        try:
+            yield
+        except BaseException:
+            self.broken = True
+            raise
 
     def small_tensors(self, pending: int | None = None) -> dict[str, Tensor]:
         """Everything but the units, as copies; of the pending ids the first `pending`, None for all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -43,6 +44,24 @@ def run(engine: Engine, slot: int, ids: list[int], focuses: dict[int, list[int]]
         stop = min([at + step, len(ids), *(place for place in focuses if place > at)])
         feed(engine, state, ids[at:stop])
         at = stop
+
+
+def test_ids_are_accepted_while_a_focus_moves_units(monkeypatch):
+    """The caller's thread accepts while the worker's puts the focus in front; nothing failed, so nothing is lost."""
+    engine = engine_of()
+    state, real, accepted = engine.open(0), core.put_in_front, []
+    accepting = threading.Thread(target=lambda: accepted.append(engine.accept(state, OTHER)))
+
+    def put_in_front(*args):
+        accepting.start()
+        accepting.join(0.2)  # it may wait until the focus is given
+        return real(*args)
+
+    feed(engine, state, ids_of(4 * CHUNK))
+    monkeypatch.setattr(core, "put_in_front", put_in_front)
+    assert engine.focus(state, QUERY) == 4 * CHUNK
+    accepting.join(10)
+    assert accepted == [None] and state.pending == OTHER and state.focus == QUERY
 
 
 @pytest.mark.parametrize("policy", POLICIES)

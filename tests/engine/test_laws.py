@@ -548,6 +548,29 @@ def test_law_9_a_fault_while_units_move_is_never_silent(monkeypatch):
     assert_same(engine.export(neighbour), kept)
 
 
+def test_law_9_ids_are_accepted_while_units_move(monkeypatch):
+    """The caller's thread accepts while the worker's is in the middle of a commit; nothing failed, so nothing is lost."""
+    engine = engine_of("locret")
+    state, real, accepted = engine.open(0), None, []
+
+    def commit(*args):
+        accepting = threading.Thread(target=lambda: accepted.append(engine.accept(state, [7])))
+        accepting.start()
+        accepting.join(10)
+        return real(*args)
+
+    feed(engine, state, ids_of(40))
+    engine.accept(state, ids_of(8))
+    real = type(state.store).commit
+    monkeypatch.setattr(type(state.store), "commit", commit)
+    engine.commit(state)
+    monkeypatch.undo()
+    assert accepted == [None] * engine.shape.layers and state.pending == [7] * engine.shape.layers
+    feed(engine, state, ids_of(30, seed=3))
+    assert_same(engine.export(state), committed_from_scratch(
+        engine, ids_of(40) + ids_of(8) + [7] * engine.shape.layers + ids_of(30, seed=3), 2))
+
+
 @every_policy
 def test_law_10_alone(policy: str):
     """Two contexts stepped in turn, one of them decoding, are what they are when each is alone."""
