@@ -549,7 +549,7 @@ def test_law_9_a_fault_while_units_move_is_never_silent(monkeypatch):
 
 
 def test_law_9_ids_are_accepted_while_units_move(monkeypatch):
-    """The caller's thread accepts while the worker's is in the middle of a commit; nothing failed, so nothing is lost."""
+    """The caller's thread accepts while the worker commits; nothing failed, so nothing is lost."""
     engine = engine_of("locret")
     state, real, accepted = engine.open(0), None, []
 
