@@ -2,7 +2,7 @@
 
 A random Llama with a large cache (8 layers, 8 KV heads, 6,000 units: 188 MiB of K and V in fp32). While context A is
 saved again and again, context B decodes; in between B decodes alone. Reported: the time of B's steps, and how long a
-save took. A save that held the engine would show as a step of its length.
+save took. A save that blocked the engine would show as a step of its length.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from locret_stream import Runtime
 from locret_stream.cache import UnitStore
 from locret_stream.config import Budget, StreamConfig
 from locret_stream.engine import Engine, EngineState, attention
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.haystack import stdlib_lines
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach
 from locret_stream.policies import make_policy
@@ -131,25 +131,25 @@ def profile(engine: Engine, chunks: int, ids: torch.Tensor) -> dict[str, Any]:
             "selection_and_compaction_share": (parts["selection"] + parts["compaction"]) / whole}
 
 
-def show(found: dict[str, Any], out: Any) -> None:
+def show(profiled: dict[str, Any], out: Any) -> None:
     from rich.console import Console
     from rich.table import Table
     table = Table("part", "ms of a commit", "share")
-    for part, ms in found["parts_ms"].items():
-        table.add_row(part, f"{ms:.2f}", f"{100 * found['shares'][part]:.1f} %")
-    table.add_row("all", f"{found['watched_ms']:.2f}", f"unwatched {found['commit_ms']:.2f} ms")
+    for part, ms in profiled["parts_ms"].items():
+        table.add_row(part, f"{ms:.2f}", f"{100 * profiled['shares'][part]:.1f} %")
+    table.add_row("all", f"{profiled['watched_ms']:.2f}", f"unwatched {profiled['commit_ms']:.2f} ms")
     Console(file=out, width=100).print(table)
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(profiled: dict[str, Any], path: Path) -> None:
     import matplotlib
     matplotlib.use("agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 3))
-    names = [*found["parts_ms"]][::-1]
-    axes.barh(names, [found["parts_ms"][name] for name in names], color="#37669e")
+    names = [*profiled["parts_ms"]][::-1]
+    axes.barh(names, [profiled["parts_ms"][name] for name in names], color="#37669e")
     for row, name in enumerate(names):
-        axes.text(found["parts_ms"][name], row, f" {100 * found['shares'][name]:.1f} %", va="center")
+        axes.text(profiled["parts_ms"][name], row, f" {100 * profiled['shares'][name]:.1f} %", va="center")
     axes.set_xlabel("milliseconds of a commit")
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
@@ -181,21 +181,21 @@ def main() -> None:
     if options.model == "bundled":
         runtime = Runtime.from_pretrained("bundled", max_live=1)
         runtime.start()
-        engine, lines = runtime.engine, tasks.stdlib_lines(0)
+        engine, lines = runtime.engine, stdlib_lines(0)
         text = "".join(next(lines) for _ in range(2000))
         ids = torch.tensor(runtime.codec.encode_text(text)[:8 * engine.chunk_size]).view(8, -1)
-        found = profile(engine, options.chunks, ids)
+        profiled = profile(engine, options.chunks, ids)
     else:
         with tiny_llama(options.chunk * 8) as folder:
             engine = tiny_engine(folder, options.budget, options.chunk)
-            found = profile(engine, options.chunks, torch.randint(3, engine.shape.vocab, (8, options.chunk)))
-    show(found, sys.stderr if options.json else sys.stdout)
+            profiled = profile(engine, options.chunks, torch.randint(3, engine.shape.vocab, (8, options.chunk)))
+    show(profiled, sys.stderr if options.json else sys.stdout)
     if options.plot:
-        plot(found, options.plot)
+        plot(profiled, options.plot)
     if options.json or options.keep:
         model = {"model": options.model, "budgets": engine.budgets, "chunk": engine.chunk_size,
                  "heads_parameters": sum(p.numel() for p in engine.policy.heads.parameters())}
-        record(options.keep or "breakdown", model | found, keep=options.keep is not None)
+        record(options.keep or "breakdown", model | profiled, keep=options.keep is not None)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 On one random Llama, greedy, every case in a process of its own:
 
-  face     `ctx.generate` through the public async face: worker, sampling and text included
+  face     `ctx.generate` through the public async API: worker, sampling and text included
   engine   the engine alone, in one thread: logits, argmax, accept
   stock    transformers' own forward over a DynamicCache that holds as many units per head, argmax, in a bare loop
 
@@ -61,26 +61,26 @@ def pending(number: int) -> int:
     return 16 + 3 * number
 
 
-async def face(told: SimpleNamespace) -> AsyncIterator[list[float]]:
-    """The public face; the first thing it yields says that it is ready, as with all of these."""
-    async with runtime_of(told, lambda: load(told)) as runtime, runtime.open("timed", raw=True) as context:
-        await context.feed(load_ids(told).tolist())
+async def face(settings: SimpleNamespace) -> AsyncIterator[list[float]]:
+    """The public API; the first item that this and the other cases yield says that they are ready."""
+    async with runtime_of(settings, lambda: load(settings)) as runtime, runtime.open("timed", raw=True) as context:
+        await context.feed(load_ids(settings).tolist())
         warm = WARM_UP
         while True:
             # The first token of a reply needs no forward: the reply before it ended behind one.
             at = [time.perf_counter() async for _ in context.generate(max_new_tokens=warm + 1, ignore_eos=True)]
             yield np.diff(at).tolist()
-            warm = told.decode
+            warm = settings.decode
 
 
 @torch.no_grad()
-def engine(told: SimpleNamespace) -> Iterator[list[float]]:
+def engine(settings: SimpleNamespace) -> Iterator[list[float]]:
     """The engine without worker, sampling and text."""
-    ids, runtime = load_ids(told), runtime_of(told, lambda: load(told))
+    ids, runtime = load_ids(settings), runtime_of(settings, lambda: load(settings))
     runtime.start()
     core = runtime.engine
     state = core.open(0)
-    for piece in ids.split(told.chunk):
+    for piece in ids.split(settings.chunk):
         core.accept(state, piece.tolist())
         core.commit(state)
 
@@ -92,16 +92,16 @@ def engine(told: SimpleNamespace) -> Iterator[list[float]]:
     step()  # needs no forward: the commit left what it needs
     yield [step() for _ in range(WARM_UP)]
     while True:
-        step()  # the face's first token
-        yield [step() for _ in range(told.decode)]
+        step()  # the first token of a reply by the public API
+        yield [step() for _ in range(settings.decode)]
 
 
 @torch.inference_mode()
-def stock(told: SimpleNamespace) -> Iterator[list[float]]:
+def stock(settings: SimpleNamespace) -> Iterator[list[float]]:
     """transformers over a cache that holds the budget."""
     from transformers import DynamicCache
-    model, cache, at = load(told), DynamicCache(), told.budget
-    ids = load_ids(told)[None, :told.budget]
+    model, cache, at = load(settings), DynamicCache(), settings.budget
+    ids = load_ids(settings)[None, :settings.budget]
     token = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
 
     def step() -> float:
@@ -115,13 +115,13 @@ def stock(told: SimpleNamespace) -> Iterator[list[float]]:
     yield [step() for _ in range(WARM_UP)]
     while True:
         step()
-        yield [step() for _ in range(told.decode)]
+        yield [step() for _ in range(settings.decode)]
 
 
-async def batched(told: SimpleNamespace, together: bool) -> dict[str, Any]:
+async def batched(settings: SimpleNamespace, together: bool) -> dict[str, Any]:
     """All contexts at once, or one after the other."""
     from locret_stream import Runtime
-    from locret_stream.evaluation import tasks
+    from locret_stream.evaluation.haystack import stdlib_lines
     from locret_stream.snapshot.identity import digest_tensors
 
     async def each(work: Any, contexts: list[Any]) -> list[Any]:
@@ -129,11 +129,11 @@ async def batched(told: SimpleNamespace, together: bool) -> dict[str, Any]:
 
     async with contextlib.AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(
-            Runtime.from_pretrained("bundled", device="cpu", max_live=told.contexts))
+            Runtime.from_pretrained("bundled", device="cpu", max_live=settings.contexts))
         core, contexts, rest = runtime.engine, [], {}
-        for number in range(told.contexts):
+        for number in range(settings.contexts):
             context = await stack.enter_async_context(runtime.open(raw=True))
-            text = "".join(itertools.islice(tasks.stdlib_lines(number), 100 * READ))
+            text = "".join(itertools.islice(stdlib_lines(number), 100 * READ))
             ids = runtime.codec.encode_text(text)
             count = READ * core.chunk_size + pending(number)
             await context.feed(ids[:count])
@@ -146,7 +146,7 @@ async def batched(told: SimpleNamespace, together: bool) -> dict[str, Any]:
 
         first = await each(lambda context: reply(context, WARM_UP), contexts)  # the pending text is read here
         began = time.perf_counter()
-        then = await each(lambda context: reply(context, told.decode), contexts)
+        then = await each(lambda context: reply(context, settings.decode), contexts)
         seconds = time.perf_counter() - began
         await each(lambda context: context.feed(rest[context]), contexts)
         states = [await context._session.step(lambda state=context._session.state: digest_tensors(
@@ -156,18 +156,18 @@ async def batched(told: SimpleNamespace, together: bool) -> dict[str, Any]:
 
 
 TURNS = {"face": face, "engine": engine, "stock": stock}
-CASES = {"at once": lambda told: asyncio.run(batched(told, together=True)),
-         "in turn": lambda told: asyncio.run(batched(told, together=False))}
+CASES = {"at once": lambda settings: asyncio.run(batched(settings, together=True)),
+         "in turn": lambda settings: asyncio.run(batched(settings, together=False))}
 
 
 def one_stream(options: argparse.Namespace) -> None:
     """All three, in turns."""
     with tiny_llama(options.tokens) as folder:
-        told = settings_of(options, folder)
+        settings = settings_of(options, folder)
         rounds: dict[str, list[float]] = {case: [] for case in TURNS}
         for repeat in range(options.repeats):
             print(f"repeat {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
-            for case, spent in take_turns(Path(__file__).resolve(), TURNS, told, options.bursts).items():
+            for case, spent in take_turns(Path(__file__).resolve(), TURNS, settings, options.bursts).items():
                 rounds[case] += [1e3 * statistics.mean(burst) for burst in spent]
     rows = {case: [{"decode_ms": ms} for ms in found] for case, found in rounds.items()}
     ratios = {}
@@ -180,7 +180,7 @@ def one_stream(options: argparse.Namespace) -> None:
     notes = [f"{name}: {one['median_of_rounds']:.3f}, median of {len(rounds['stock'])} rounds; half of them "
              f"{one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f}" for name, one in ratios.items()]
     finish(options, "decode", {case: spreads(found) for case, found in rows.items()}, ratios, notes,
-           {name: told[name] for name in ("tokens", "budget", "chunk", "decode")} | {"bursts": options.bursts})
+           {name: settings[name] for name in ("tokens", "budget", "chunk", "decode")} | {"bursts": options.bursts})
 
 
 def many_contexts(options: argparse.Namespace) -> None:
@@ -188,9 +188,9 @@ def many_contexts(options: argparse.Namespace) -> None:
     if pending(options.contexts - 1) + WARM_UP + options.decode >= BUNDLED_CHUNK:
         sys.exit(f"{options.contexts} contexts with {options.decode} tokens each: some would be committed while the "
                  "clock runs; expected fewer --contexts or --decode")
-    told = settings_of(options, "", contexts=options.contexts)
+    settings = settings_of(options, "", contexts=options.contexts)
     runs = in_turn(("at once", "in turn"), options.repeats,
-                   lambda case: run_case(sys.executable, Path(__file__).resolve(), case, told))
+                   lambda case: run_case(sys.executable, Path(__file__).resolve(), case, settings))
     whole = options.contexts * options.decode
     rows = {case: [{"tok_per_s": whole / run["seconds"], "seconds": run["seconds"],
                     "others_cores": run["others_cores"]} for run in runs[case]]

@@ -48,14 +48,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Bench:
-    """The card, the model and what was found so far."""
+    """The card, the model and the results so far."""
 
     def __init__(self, sizes: dict[str, Any], device: torch.device):
         self.sizes, self.device = sizes, device
         self.cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.wait = torch.cuda.synchronize if self.cuda else (lambda: None)
-        self.found: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def seconds(self, work: Callable[[], Any], repeats: int = 20) -> float:
         """Median seconds of one call, after two that warm up."""
@@ -145,8 +145,9 @@ def prefill(bench: Bench) -> dict[str, Any]:
         rows[str(tokens)] = {"tok_per_s": speed, "units": state.store.counts[0], "peak_units": max(state.peaks)}
         if bench.cuda:
             rows[str(tokens)]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if "card" in bench.found:
-            rows[str(tokens)]["share_of_matmul"] = 2 * parameters * speed / bench.found["card"]["matmul_tflops"] / 1e12
+        if "card" in bench.results:
+            limit = bench.results["card"]["matmul_tflops"] * 1e12
+            rows[str(tokens)]["share_of_matmul"] = 2 * parameters * speed / limit
     first, *_, last = (rows[str(tokens)]["tok_per_s"] for tokens in bench.sizes["prefill"])
     rows |= {"last_over_first": last / first, "pool_bytes": engine.pool.bytes_resident,
              "formula_bytes": engine.pool.formula_bytes()}
@@ -159,7 +160,7 @@ def parts(bench: Bench) -> dict[str, Any]:
 
 
 def decode(bench: Bench) -> dict[str, Any]:
-    """Greedy steps of contexts whose memory is full, beside the bandwidth limit: weights and held units read once."""
+    """Greedy steps of contexts whose memory is full, beside the bandwidth limit: weights and units read once."""
     sizes = bench.sizes
     engine = bench.engine(max(sizes["batches"]))
     states = [engine.open(0)]
@@ -189,8 +190,8 @@ def decode(bench: Bench) -> dict[str, Any]:
         bench.wait()
         step = (time.perf_counter() - started) / sizes["steps"]
         rows[str(size)] = {"ms_per_step": 1e3 * step, "tok_per_s": size / step}
-        if "card" in bench.found:
-            limit = (weights + size * slot) / bench.found["card"]["copy_gb_per_s"] / 1e9
+        if "card" in bench.results:
+            limit = (weights + size * slot) / bench.results["card"]["copy_gb_per_s"] / 1e9
             rows[str(size)]["share_of_bandwidth"] = limit / step
     first, *_, last = (rows[str(size)]["tok_per_s"] for size in sizes["batches"])
     return rows | {"last_over_first": last / first}
@@ -222,7 +223,7 @@ def full(bench: Bench) -> dict[str, Any]:
 
 @torch.no_grad()
 def choices(bench: Bench) -> dict[str, float]:
-    """Milliseconds of one layer's operation, each way that there is."""
+    """Milliseconds of one layer's operation, each way of doing it."""
     sizes = bench.sizes
     heads, groups, dim, new = sizes["kv_heads"], sizes["heads"] // sizes["kv_heads"], sizes["dim"], sizes["chunk"]
     count = sizes["budget"] + new
@@ -273,16 +274,16 @@ def main() -> None:
         started = time.perf_counter()
         try:
             with torch.no_grad():
-                bench.found[section.__name__] = section(bench)
+                bench.results[section.__name__] = section(bench)
         except Exception as error:  # what else can be measured is worth having
             traceback.print_exc()
-            bench.found[section.__name__] = {"error": re.sub(r"\s+", " ", str(error))[:500]}
+            bench.results[section.__name__] = {"error": re.sub(r"\s+", " ", str(error))[:500]}
             failed.append(section.__name__)
-        print(f"{section.__name__}: {time.perf_counter() - started:.1f} s, {bench.found[section.__name__]}",
+        print(f"{section.__name__}: {time.perf_counter() - started:.1f} s, {bench.results[section.__name__]}",
               file=sys.stderr, flush=True)
         if bench.cuda:
             torch.cuda.empty_cache()
-    record(options.keep or "gpu", {"small": options.small, **bench.found}, keep=options.keep is not None)
+    record(options.keep or "gpu", {"small": options.small, **bench.results}, keep=options.keep is not None)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

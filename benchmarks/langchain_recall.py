@@ -22,7 +22,8 @@ from langchain_core.messages import AIMessage, HumanMessage, messages_from_dict,
 from record import record
 
 from langchain_locret import LocretChatModel
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.facts import make_facts
+from locret_stream.evaluation.haystack import held_out_modules, stdlib_lines
 
 HALF, LINES = 100, 30  # turns of the first process; lines of source that a turn tells
 THREAD = {"configurable": {"thread_id": "recall"}}
@@ -30,7 +31,7 @@ THREAD = {"configurable": {"thread_id": "recall"}}
 
 def talk(model: LocretChatModel, history: list, turns: int, seed: int, first: int) -> tuple[int, int]:
     """Other talk for so many turns; the most and the sum of the tokens that calls fed."""
-    lines = islice(tasks.stdlib_lines(seed, tasks.held_out_modules()), first * LINES, None)
+    lines = islice(stdlib_lines(seed, held_out_modules()), first * LINES, None)
     fed = []
     for _ in range(turns):
         history.append(HumanMessage("".join(islice(lines, LINES))))
@@ -41,7 +42,7 @@ def talk(model: LocretChatModel, history: list, turns: int, seed: int, first: in
 
 def first_half(folder: str, seed: int) -> None:
     """Turns 1 to 100, in a process of its own."""
-    facts = tasks.make_facts(random.Random(seed), 12, held_out=True)
+    facts = make_facts(random.Random(seed), 12, held_out=True)
     model = LocretChatModel(model="bundled", store=f"{folder}/store", max_tokens=8)
     history: list = [HumanMessage("\n".join(fact.sentence for fact in facts))]
     history.append(model.invoke(history, THREAD))
@@ -51,7 +52,7 @@ def first_half(folder: str, seed: int) -> None:
 
 
 def one_seed(seed: int) -> dict:
-    facts = tasks.make_facts(random.Random(seed), 12, held_out=True)
+    facts = make_facts(random.Random(seed), 12, held_out=True)
     with tempfile.TemporaryDirectory() as folder:
         process = multiprocessing.get_context("spawn").Process(target=first_half, args=(folder, seed))
         process.start()
@@ -65,7 +66,7 @@ def one_seed(seed: int) -> dict:
         memory = model.thread_memory("recall")
         answers = [(fact.question, fact.answer, model.invoke([*history, HumanMessage(fact.question)], THREAD))
                    for fact in facts]
-        budgets, chunk = model.home.runtime.engine.budgets, model.home.runtime.engine.chunk_size
+        budgets, chunk = model.shared.runtime.engine.budgets, model.shared.runtime.engine.chunk_size
         model.close()
     return {"seed": seed, "turns": len(sources) + 1, "tokens": memory.tokens,
             "fed": half["fed"] + fed, "most_fed_in_a_turn": max(half["most"], most),

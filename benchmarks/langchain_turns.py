@@ -54,9 +54,9 @@ COLUMNS = ("prompt", "new", "fed", "run", "s", "mib")
 
 def script(turns: int) -> list[tuple[str, str]]:
     """What is said, and the answer that is right ("" to a statement)."""
-    from locret_stream.evaluation import tasks
+    from locret_stream.evaluation.facts import make_facts
     rng = random.Random("turns")
-    facts = tasks.make_facts(rng, (turns + 1) // 2)
+    facts = make_facts(rng, (turns + 1) // 2)
     said = []
     for turn in range(turns):
         fact = rng.choice(facts[:turn // 2 + 1]) if turn % 2 else facts[turn // 2]
@@ -84,16 +84,11 @@ def peer() -> Callable[[list, str | None], Any]:
     return lambda history, thread: model.invoke(history)
 
 
-def resident_mib() -> float:
-    """RssAnon + RssFile of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssFile"))) / 1024
-
-
 def side(name: str, save: str, said: list[tuple[str, str]]) -> Iterable[dict[str, Any]]:
     """One row a turn, then the versions."""
     import torch
     from langchain_core.messages import HumanMessage, convert_to_openai_messages
+    from timing import MIB, resident_bytes
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     window = json.loads((MODEL / "config.json").read_text())["max_position_embeddings"]
@@ -128,7 +123,7 @@ def side(name: str, save: str, said: list[tuple[str, str]]) -> Iterable[dict[str
             receipt = answer.response_metadata.get("locret", {})
             history.append(answer)
             yield {"turn": turn, "prompt": prompt, "new": prompt - before, "fed": receipt.get("fed", run), "run": run,
-                   "s": round(seconds, 4), "mib": round(resident_mib(), 1), "template": template,
+                   "s": round(seconds, 4), "mib": round(resident_bytes() / MIB, 1), "template": template,
                    "usage": (answer.usage_metadata or {}).get("input_tokens"),
                    "right": answer.content.strip() == right if right else None}
     packages = ("torch", "transformers", "langchain-core", *(["langchain-huggingface"] if name == "peer" else []))
@@ -155,7 +150,7 @@ def run(python: str, name: str, save: str, said: list[tuple[str, str]]) -> tuple
 def summary(rows: list[dict]) -> dict[str, Any]:
     turns, fed, seconds = ([row[key] for row in rows] for key in ("turn", "fed", "s"))
     asked = [row["right"] for row in rows if row["right"] is not None]
-    told = [abs(row["usage"] - row["prompt"]) for row in rows if row["usage"] is not None]
+    misses = [abs(row["usage"] - row["prompt"]) for row in rows if row["usage"] is not None]
     tenth = max(1, len(rows) // 10)
     return {
         "fed": sum(fed), "new": sum(row["new"] for row in rows), "run": sum(row["run"] for row in rows),
@@ -166,7 +161,7 @@ def summary(rows: list[dict]) -> dict[str, Any]:
         "median_s_first_tenth": statistics.median(seconds[:tenth]),
         "median_s_last_tenth": statistics.median(seconds[-tenth:]),
         "mib_first": rows[0]["mib"], "mib_last": rows[-1]["mib"], "right": sum(asked), "asked": len(asked),
-        "turns_with_usage": len(told), "usage_minus_prompt_max": max(told, default=None)}
+        "turns_with_usage": len(misses), "usage_minus_prompt_max": max(misses, default=None)}
 
 
 def show(shown: dict[str, dict[str, list]], sums: dict[str, dict], out: Any) -> None:

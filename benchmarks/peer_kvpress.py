@@ -40,12 +40,12 @@ def main() -> None:
     parser.add_argument("--case", choices=BASES, required=True)
     base = BASES[parser.parse_args().case]()
 
-    def case(told: SimpleNamespace) -> dict[str, Any]:
-        press = kvpress.DecodingPress(base_press=base, compression_interval=1, target_size=told.budget,
+    def case(settings: SimpleNamespace) -> dict[str, Any]:
+        press = kvpress.DecodingPress(base_press=base, compression_interval=1, target_size=settings.budget,
                                       hidden_states_buffer_size=1)
-        found = stock(told, press)
+        measured = stock(settings, press)
         surrogate = getattr(base, "kvzap_model", None)
-        return found | {
+        return measured | {
             "parameters": sum(p.numel() for p in surrogate.parameters()) if surrogate else 0,
             "versions": {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}}
 

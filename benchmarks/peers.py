@@ -6,7 +6,7 @@
     ../peer/bin/pip install kvpress==0.5.5
     python benchmarks/peers.py --peer-python ../peer/bin/python --tokens 65536 --repeats 5
 
-Ours runs through the public async face with retaining heads; kvpress through its bounded recipe (`peer_kvpress.py`)
+Ours runs through the public async API with retaining heads; kvpress through its bounded recipe (`peer_kvpress.py`)
 with KVzap, Knorm and SnapKV. Heads and KVzap's surrogate are random and of about the same size: what is compared is
 cost, not what is kept. To know when reading the figures:
 
@@ -57,7 +57,7 @@ def main() -> None:
     add_options(parser, tokens=65_536, repeats=5)
     options = parser.parse_args()
     if options.case:
-        answer(lambda told: asyncio.run(ours(told)))
+        answer(lambda settings: asyncio.run(ours(settings)))
         return
     check_options(parser, options)
     if options.peer_python and not shutil.which(options.peer_python):

@@ -1,6 +1,6 @@
 """Prefill under a budget against stock transformers, whose cache grows: `python benchmarks/prefill.py`.
 
-Both read the same ids with the same random Llama in the same chunks, ours through the public async face, stock with a
+Both read the same ids with the same random Llama in the same chunks, ours through the public async API, stock with a
 DynamicCache and without the LM head; every case in a fresh process, in turn. `timing.py` tells what the figures are.
 
     python benchmarks/prefill.py --tokens 32768 --repeats 3
@@ -39,7 +39,7 @@ from timing import (
     tiny_llama,
 )
 
-CASES = {"ours": lambda told: asyncio.run(ours(told)), "stock": stock}
+CASES = {"ours": lambda settings: asyncio.run(ours(settings)), "stock": stock}
 FROM, LAST, LEAST = 20, 50, 200  # chunks
 
 

@@ -18,15 +18,15 @@ import torch
 from record import record
 
 from locret_stream import Runtime
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation import facts, haystack
 
-FORMS = {"all": tasks.FORMS + tasks.HELD_OUT_FORMS, "trained": tasks.FORMS, "held-out": tasks.HELD_OUT_FORMS}
+FORMS = {"all": facts.FORMS + facts.HELD_OUT_FORMS, "trained": facts.FORMS, "held-out": facts.HELD_OUT_FORMS}
 
 
 async def one_stream(runtime: Runtime, seed: int, tokens: int, forms: str, decoys: int) -> dict:
     """Feed stream number `seed` and ask its facts."""
-    measure = tasks.line_measure(runtime.count_tokens)
-    planted = tasks.planted_stream(seed, tokens, decoys=decoys, forms=FORMS[forms], measure=measure)
+    measure = haystack.line_measure(runtime.count_tokens)
+    planted = haystack.planted_stream(seed, tokens, decoys=decoys, forms=FORMS[forms], measure=measure)
     started = time.perf_counter()
     async with runtime.open(f"seed {seed}") as ctx:
         report = await ctx.feed(iter(planted))

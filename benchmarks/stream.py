@@ -10,27 +10,21 @@ import argparse
 import asyncio
 import sys
 import time
-from pathlib import Path
 
 from record import record
+from timing import resident_bytes
 
 from locret_stream import Runtime
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.haystack import stdlib_lines
 
 WARM_UP, RESIDENT_FROM = 20_000, 100_000
-
-
-def resident_bytes() -> int:
-    """RssAnon + RssFile of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssFile")))
 
 
 async def run(options: argparse.Namespace) -> dict:
     async with Runtime.from_pretrained(options.model, policy=options.policy, max_live=1) as runtime:
         async with runtime.open("stream") as ctx:
             marks: list[tuple[int, float, int]] = []  # tokens, seconds, resident bytes
-            lines = tasks.stdlib_lines(0)
+            lines = stdlib_lines(0)
             while ctx.memory.tokens < options.tokens:
                 block = "".join(next(lines) for _ in range(200))
                 started = time.perf_counter()
@@ -64,6 +58,8 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
+    if options.tokens < 2 * WARM_UP:
+        parser.error(f"--tokens is {options.tokens}; expected at least {2 * WARM_UP}, as {WARM_UP} warm up")
     record(options.keep or "stream", asyncio.run(run(options)), keep=options.keep is not None)
 
 

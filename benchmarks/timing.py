@@ -3,7 +3,7 @@
 A peer's interpreter reads this file too, so at import it needs torch and numpy alone.
 
 A case is run by `python SCRIPT --case NAME` with its settings on stdin, and answers with one line of JSON. Cases take
-turns over the repeats, so that what disturbs the machine for a while disturbs them all. Both sides are told the number
+turns over the repeats, so that what disturbs the machine for a while disturbs them all. Both sides get the number
 of threads, read the same ids with the same weights, and run a few chunks and a few tokens before the clock starts.
 What a case measures:
 
@@ -11,7 +11,7 @@ What a case measures:
   decode_s            seconds of every greedy token behind the prefill
   yard_s              with `yardstick`: seconds of a fixed product of matrices after every chunk, on the same thread
   units               cache length per KV head after the prefill (the longest layer)
-  kv_final_bytes      K and V that are held then
+  kv_final_bytes      K and V that are kept then
   kv_peak_bytes       stock and peers: the most K and V that lived at any cache update. Ours: all of one slot, allocated
                       once: room for the chunk, keys rotated and not, values, scores, positions
   rss_prefill_bytes   high water of the process during the prefill over what was resident before it
@@ -47,7 +47,7 @@ WARM_UP = 3  # chunks, and tokens
 SINKS, STABILIZERS = 4, 32
 MIB = 2**20
 
-# -- the one that starts the cases ------------------------------------------------------------------------------------
+# -- the process that starts the cases ---------------------------------------------------------------------------------
 
 
 def surrogate_width() -> int:
@@ -95,11 +95,10 @@ def in_turn(cases: Iterable[str], repeats: int, run: Callable[[str], dict]) -> d
 
 def run_case(python: str, script: Path, case: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What one case answers, in a fresh process of that interpreter."""
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     own = {key: value for key, value in os.environ.items() if python == sys.executable or key != "PYTHONPATH"}
     began, before = time.perf_counter(), others_seconds()
     done = subprocess.run([python, str(script), "--case", case], input=json.dumps(settings), stdout=subprocess.PIPE,
-                          text=True, env=own | quiet | {"OMP_NUM_THREADS": str(settings["threads"])}, check=False)
+                          text=True, env=own | _quiet(settings), check=False)
     if done.returncode:
         sys.exit(f"case {case} ended with status {done.returncode}; why stands above")
     others = (others_seconds() - before) / (time.perf_counter() - began)
@@ -109,8 +108,6 @@ def run_case(python: str, script: Path, case: str, settings: dict[str, Any]) -> 
 def take_turns(script: Path, cases: Iterable[str], settings: dict[str, Any],
                turns: int) -> dict[str, list[list[float]]]:
     """What `serve`d cases measure in that many turns each, one at a time, all of them ready beforehand."""
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
-             "OMP_NUM_THREADS": str(settings["threads"])}
     spent: dict[str, list[list[float]]] = {case: [] for case in cases}
     with contextlib.ExitStack() as stack:
         running = {}
@@ -118,15 +115,15 @@ def take_turns(script: Path, cases: Iterable[str], settings: dict[str, Any],
         def ask(case: str, line: str) -> list[float]:
             running[case].stdin.write(line + "\n")
             running[case].stdin.flush()
-            told = running[case].stdout.readline()
-            if not told:
+            reply = running[case].stdout.readline()
+            if not reply:
                 sys.exit(f"case {case} ended; why stands above")
-            return json.loads(told)
+            return json.loads(reply)
 
         for case in spent:
             running[case] = stack.enter_context(subprocess.Popen(
                 [sys.executable, str(script), "--case", case], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env=os.environ | quiet))
+                env=os.environ | _quiet(settings)))
             stack.callback(running[case].kill)
             ask(case, json.dumps(settings))
         for _ in range(turns):
@@ -135,25 +132,30 @@ def take_turns(script: Path, cases: Iterable[str], settings: dict[str, Any],
     return spent
 
 
+def _quiet(settings: dict[str, Any]) -> dict[str, str]:
+    """The environment of a case: no network, nothing printed, the number of threads."""
+    return {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
+            "OMP_NUM_THREADS": str(settings["threads"])}
+
+
 def others_seconds() -> float:
     """CPU seconds that anything but this process and its children took since the machine began."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    mine = sum(used.ru_utime + used.ru_stime for used in map(
+    own = sum(used.ru_utime + used.ru_stime for used in map(
         resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - mine
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - own
 
 
 def figures(run: dict[str, Any], steady: int = 0) -> dict[str, float]:
-    """One number for each thing that was measured; with `steady`, of the prefill too: chunks from that number on find
-    the memory full."""
-    found = {"units": run["units"], "decode_ms": 1e3 * statistics.mean(run["decode_s"]),
-             "others_cores": run["others_cores"]}
+    """One number for each figure; with `steady`, also those of the prefill: from that chunk on the memory is full."""
+    measured = {"units": run["units"], "decode_ms": 1e3 * statistics.mean(run["decode_s"]),
+                "others_cores": run["others_cores"]}
     if steady:
         chunks = run["chunk_s"]
-        found |= {"tok_per_s": run["tokens"] / sum(chunks), "chunk_ms": 1e3 * statistics.median(chunks[steady:]),
-                  **{name.replace("_bytes", "_mib"): run[name] / MIB for name in
-                     ("kv_peak_bytes", "kv_final_bytes", "rss_prefill_bytes", "rss_total_bytes")}}
-    return found
+        measured |= {"tok_per_s": run["tokens"] / sum(chunks), "chunk_ms": 1e3 * statistics.median(chunks[steady:]),
+                     **{name.replace("_bytes", "_mib"): run[name] / MIB for name in
+                        ("kv_peak_bytes", "kv_final_bytes", "rss_prefill_bytes", "rss_total_bytes")}}
+    return measured
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -199,7 +201,7 @@ def show(cases: dict[str, dict[str, dict[str, float]]], ratios: dict[str, dict[s
 
 def finish(options: argparse.Namespace, name: str, cases: dict[str, dict[str, dict[str, float]]],
            ratios: dict[str, dict[str, float]], notes: Iterable[str], result: dict[str, Any]) -> None:
-    """Show what was found and, where that is wanted, record it."""
+    """Show the figures and, with --json or --keep, record them."""
     out = sys.stderr if options.json else sys.stdout
     show(cases, ratios, out)
     for note in notes:
@@ -218,7 +220,7 @@ def pool_note(memory: dict[str, int]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, *, tokens: int, repeats: int) -> None:
-    """What the three scripts share."""
+    """The options of all three scripts."""
     parser.add_argument("--tokens", type=int, default=tokens, help=f"of the prefill (default {tokens:,})")
     parser.add_argument("--budget", type=int, default=1024, help="units per KV head (default 1,024)")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens per chunk (default 1,024)")
@@ -244,8 +246,8 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def settings_of(options: argparse.Namespace, folder: str, **others: Any) -> dict[str, Any]:
-    """What a case is told."""
-    torch.set_num_threads(options.threads)  # so that the record tells what the cases ran with
+    """The settings of a case, which it reads from stdin."""
+    torch.set_num_threads(options.threads)  # so that the record says what the cases ran with
     return {name: getattr(options, name) for name in ("tokens", "budget", "chunk", "decode", "threads")} | {
         "folder": folder, "yardstick": False} | others
 
@@ -257,24 +259,24 @@ def answer(case: Callable[[SimpleNamespace], dict[str, Any]]) -> None:
     """In a process of its own: run the case that stdin describes, and print what it measured."""
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is no answer
-        told = SimpleNamespace(**json.load(sys.stdin))
-        torch.set_num_threads(told.threads)
-        found = case(told)
-    print(json.dumps(found), file=out, flush=True)
+        settings = SimpleNamespace(**json.load(sys.stdin))
+        torch.set_num_threads(settings.threads)
+        measured = case(settings)
+    print(json.dumps(measured), file=out, flush=True)
 
 
 def serve(case: Callable[[SimpleNamespace], Iterator[list[float]] | AsyncIterator[list[float]]]) -> None:
     """In a process of its own: take the case that the first line of stdin describes one step further for every line."""
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), asyncio.Runner() as loop:
-        found: Any = None
+        steps: Any = None
         for line in sys.stdin:
-            if found is None:
-                told = SimpleNamespace(**json.loads(line))
-                torch.set_num_threads(told.threads)
-                found = case(told)
-            step = loop.run(_next(found)) if hasattr(found, "__anext__") else next(found)
-            print(json.dumps(step), file=out, flush=True)
+            if steps is None:
+                settings = SimpleNamespace(**json.loads(line))
+                torch.set_num_threads(settings.threads)
+                steps = case(settings)
+            spent = loop.run(_next(steps)) if hasattr(steps, "__anext__") else next(steps)
+            print(json.dumps(spent), file=out, flush=True)
 
 
 async def _next(steps: AsyncIterator[list[float]]) -> list[float]:
@@ -304,15 +306,15 @@ class HighWater:
         return status_bytes("VmHWM:") - self.base
 
 
-def load(told: SimpleNamespace) -> Any:
+def load(settings: SimpleNamespace) -> Any:
     """The model of the folder."""
     from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(told.folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(settings.folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def load_ids(told: SimpleNamespace) -> torch.Tensor:
+def load_ids(settings: SimpleNamespace) -> torch.Tensor:
     """The ids of the folder."""
-    return torch.from_numpy(np.load(Path(told.folder) / "ids.npy")[:told.tokens])
+    return torch.from_numpy(np.load(Path(settings.folder) / "ids.npy")[:settings.tokens])
 
 
 def words() -> Any:
@@ -324,25 +326,26 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
-def runtime_of(told: SimpleNamespace, model: Any) -> Any:
+def runtime_of(settings: SimpleNamespace, model: Any) -> Any:
     """Our runtime over the tiny Llama (or a function that loads it: then in the runtime's thread, as users do) and its
     random heads."""
     from locret_stream import Runtime
     from locret_stream.config import Budget
-    return Runtime(model, words(), heads=Path(told.folder) / "heads", policy="locret", max_live=1,
-                   budget=Budget(units=told.budget, sinks=SINKS, stabilizers=STABILIZERS), chunk_size=told.chunk)
+    return Runtime(model, words(), heads=Path(settings.folder) / "heads", policy="locret", max_live=1,
+                   chunk_size=settings.chunk,
+                   budget=Budget(units=settings.budget, sinks=SINKS, stabilizers=STABILIZERS))
 
 
-async def ours(told: SimpleNamespace) -> dict[str, Any]:
-    """Our side through the public async face: chunks are fed one after the other, then tokens generated."""
-    ids, marks = load_ids(told), []
+async def ours(settings: SimpleNamespace) -> dict[str, Any]:
+    """Our side through the public async API: chunks are fed one after the other, then tokens generated."""
+    ids, marks = load_ids(settings), []
 
     def loaded() -> Any:
-        model = load(told)
+        model = load(settings)
         marks.append(HighWater())
         return model
 
-    async with runtime_of(told, loaded) as runtime:
+    async with runtime_of(settings, loaded) as runtime:
         engine, [whole] = runtime.engine, marks
 
         async def decode(context: Any, steps: int) -> list[float]:
@@ -350,21 +353,21 @@ async def ours(told: SimpleNamespace) -> dict[str, Any]:
             return np.diff(at).tolist()  # the first one needs no forward
 
         async with runtime.open("warm-up", raw=True) as context:
-            await context.feed(ids[:WARM_UP * told.chunk].tolist())
+            await context.feed(ids[:WARM_UP * settings.chunk].tolist())
             await decode(context, WARM_UP)
         before, prefill = whole.growth(), HighWater()
         async with runtime.open("timed", raw=True) as context:
             chunk_s, resident, yard_s = [], [], []
-            for piece in ids.split(told.chunk):
+            for piece in ids.split(settings.chunk):
                 given = piece.tolist()
                 began = time.perf_counter()
                 await context.feed(given)
                 chunk_s.append(time.perf_counter() - began)
                 resident.append(resident_bytes())
-                if told.yardstick:
+                if settings.yardstick:
                     yard_s.append(await asyncio.wrap_future(runtime.worker.submit("yardstick", yardstick)))
             after, units = prefill.growth(), context.memory.units
-            decode_s = await decode(context, told.decode)
+            decode_s = await decode(context, settings.decode)
         memory, shape = runtime.memory, engine.shape
         pair = 2 * shape.kv_heads * shape.head_dim * shape.item_bytes
         return {"tokens": len(ids), "chunk_s": chunk_s, "resident": resident, "decode_s": decode_s, "units": max(units),
@@ -410,21 +413,21 @@ def kv_bytes(cache: Any) -> int:
 
 
 @torch.inference_mode()
-def stock(told: SimpleNamespace, press: Any = contextlib.nullcontext) -> dict[str, Any]:
+def stock(settings: SimpleNamespace, press: Any = contextlib.nullcontext) -> dict[str, Any]:
     """transformers' side with a DynamicCache, chunk by chunk without the LM head, then greedy steps.
 
     `press` gives a context manager for a model, in which the prefill runs.
     """
     from transformers import DynamicCache
-    model, ids = load(told), load_ids(told)
+    model, ids = load(settings), load_ids(settings)
     ids = ids[None]
-    positions = torch.arange(ids.shape[1] + max(told.decode, WARM_UP))[None]
+    positions = torch.arange(ids.shape[1] + max(settings.decode, WARM_UP))[None]
 
     def prefill(cache: Any, count: int) -> tuple[list[float], list[int]]:
         spent, resident = [], []
         with press(model):
-            for at in range(0, count, told.chunk):
-                stop = min(count, at + told.chunk)
+            for at in range(0, count, settings.chunk):
+                stop = min(count, at + settings.chunk)
                 began = time.perf_counter()
                 model.model(input_ids=ids[:, at:stop], position_ids=positions[:, at:stop], past_key_values=cache)
                 spent.append(time.perf_counter() - began)
@@ -440,7 +443,7 @@ def stock(told: SimpleNamespace, press: Any = contextlib.nullcontext) -> dict[st
             spent.append(time.perf_counter() - began)
         return spent
 
-    whole, cache, first = HighWater(), DynamicCache(), min(ids.shape[1], WARM_UP * told.chunk)
+    whole, cache, first = HighWater(), DynamicCache(), min(ids.shape[1], WARM_UP * settings.chunk)
     prefill(cache, first)
     decode(cache, first, WARM_UP)
     del cache
@@ -448,8 +451,8 @@ def stock(told: SimpleNamespace, press: Any = contextlib.nullcontext) -> dict[st
     with live_kv(cache) as peak:
         chunk_s, resident = prefill(cache, ids.shape[1])
         after = high.growth()
-    units, held = max(layer.get_seq_length() for layer in cache.layers), kv_bytes(cache)
-    decode_s = decode(cache, ids.shape[1], told.decode)
+    units, final = max(layer.get_seq_length() for layer in cache.layers), kv_bytes(cache)
+    decode_s = decode(cache, ids.shape[1], settings.decode)
     return {"tokens": ids.shape[1], "chunk_s": chunk_s, "resident": resident, "decode_s": decode_s, "units": units,
-            "kv_peak_bytes": peak(), "kv_final_bytes": held, "rss_prefill_bytes": after,
+            "kv_peak_bytes": peak(), "kv_final_bytes": final, "rss_prefill_bytes": after,
             "rss_total_bytes": max(before, high.base - whole.base + after)}

@@ -1,2 +1,2 @@
-"""Scripts, each run by its path: `python examples/quickstart.py`. A package so that the parts of `bundled_model` can be
-imported."""
+"""Scripts, each run by its path: `python examples/quickstart.py`. This folder is a package so that tests can import the
+parts of `bundled_model`."""

@@ -1,4 +1,4 @@
-"""A conversation of which nothing is read twice, also after a restart: python examples/langchain_chat.py [FOLDER]"""
+"""A conversation in which no message is read twice, also after a restart: python examples/langchain_chat.py [FOLDER]"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIG = {"configurable": {"thread_id": "alice"}}
 
 
 def show(reply: AIMessage) -> None:
-    """What was said, and the receipt: where the memory was found, what of the prompt it held, and what was fed."""
+    """Print the answer and its receipt: where the memory was found, tokens reused and tokens fed."""
     receipt, usage = reply.response_metadata["locret"], reply.usage_metadata
     print(f"  {reply.text}   [{receipt['source']}: {usage['input_token_details']['cache_read']} of "
           f"{usage['input_tokens']} prompt tokens reused, {receipt['fed']} fed]")
@@ -21,13 +21,13 @@ def show(reply: AIMessage) -> None:
 
 def main(folder: str) -> None:
     model = LocretChatModel(model="bundled", store=folder, max_tokens=16)
-    model.forget_thread("alice")  # of an earlier run
+    model.forget_thread("alice")  # which an earlier run may have left
     history: list[BaseMessage] = []
 
-    print("Told, then asked. Every call is given the whole history, and only what is new is fed:")
-    for said in ("The door code of falcon is 48213. The pass key of heron is 7755.",
+    print("Two messages. Every call is given the whole history, and only the new messages are fed:")
+    for text in ("The door code of falcon is 48213. The pass key of heron is 7755.",
                  "What is the door code of falcon?"):
-        history.append(HumanMessage(said))
+        history.append(HumanMessage(text))
         history.append(reply := model.invoke(history, CONFIG))
         show(reply)
 
@@ -48,7 +48,7 @@ def main(folder: str) -> None:
     print("Another question in its place (edit), from the memory that ends before it:")
     show(model.invoke([*history[:-2], HumanMessage("Tell me the door code of falcon.")], CONFIG))
 
-    model.close()  # weights and memory are gone; what another process would find is in the store
+    model.close()  # frees weights and memory; the store keeps what another process would find
     model = LocretChatModel(model="bundled", store=folder, max_tokens=16)
     print("Closed, and made again over the same store:")
     history.append(HumanMessage("What is the door code of falcon?"))

@@ -1,6 +1,6 @@
-"""An agent whose thread goes on in another process: python examples/langgraph_agent.py [FOLDER]
+"""An agent whose thread continues in another process: python examples/langgraph_agent.py [FOLDER]
 
-Messages are LangGraph's, in SQLite; memory is the model's, in its store. Deleting the thread deletes both.
+LangGraph keeps the messages, in SQLite; the model keeps the memory, in its store. Deleting the thread deletes both.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def lookup(key: str) -> str:
 
 @wrap_model_call
 def begin_the_call(request, handler):
-    """Forces a call where one is asked for: the bundled model never makes one by itself."""
-    asked = isinstance(request.messages[-1], HumanMessage) and request.messages[-1].text.startswith("Look up")
-    return handler(request.override(tool_choice="lookup") if asked else request)
+    """Forces a tool call where the user wants one, as the bundled model never makes one by itself."""
+    wanted = isinstance(request.messages[-1], HumanMessage) and request.messages[-1].text.startswith("Look up")
+    return handler(request.override(tool_choice="lookup") if wanted else request)
 
 
 def part(number: int, folder: Path) -> None:
@@ -43,15 +43,15 @@ def part(number: int, folder: Path) -> None:
                              checkpointer=forget_with(saver, model))
 
         def ask(text: str) -> None:
-            held = len(agent.get_state(CONFIG).values.get("messages", []))
-            for message in agent.invoke({"messages": [HumanMessage(text)]}, CONFIG)["messages"][held:]:
+            before = len(agent.get_state(CONFIG).values.get("messages", []))
+            for message in agent.invoke({"messages": [HumanMessage(text)]}, CONFIG)["messages"][before:]:
                 calls = [f"{call['name']}({call['args']})" for call in getattr(message, "tool_calls", ())]
                 print(f"  {message.type}:", message.text, *calls, end="")
                 receipt = message.response_metadata.get("locret")
                 print(f"   [{receipt['source']}: {receipt['reused']} reused, {receipt['fed']} fed]" if receipt else "")
 
         if number == 1:
-            saver.delete_thread("alice")  # of an earlier run
+            saver.delete_thread("alice")  # which an earlier run may have left
             ask('Look up the door code of "falcon".')
         else:
             ask("What is the door code of falcon?")

@@ -1,4 +1,4 @@
-"""Your own text, read as it comes: python examples/own_text.py FILE "A question?" ["Another?" ...]
+"""Your own text, read as it arrives: python examples/own_text.py FILE "A question?" ["Another?" ...]
 
 Shows what a program that watches a stream needs: an async source, a reply as it is written, a fork, typed errors.
 """
@@ -14,7 +14,7 @@ from locret_stream import LocretError, Runtime
 
 
 async def lines(file: TextIO) -> AsyncIterator[str]:
-    """Stands for a socket, a queue or a log that grows; it is pulled only as fast as the memory takes it in."""
+    """Stands for a socket, a queue or a log that grows; the runtime pulls it only as fast as it can read."""
     for line in file:
         yield line
         await asyncio.sleep(0)
@@ -25,12 +25,12 @@ async def main(file: TextIO, questions: list[str]) -> None:
         async with runtime.open("own text") as ctx:
             report = await ctx.feed(lines(file))
             print(f"{report.tokens:,} tokens read in {report.seconds:.1f} s")
-            async with ctx.fork() as twin:  # a conversation of its own; ctx goes on without it
+            async with ctx.fork() as fork:  # a copy that talks, while ctx stays as it is
                 for question in questions:
                     print(f"\n{question}\n  ", end="")
-                    async for token in twin.generate(question, max_new_tokens=48):
+                    async for token in fork.generate(question, max_new_tokens=48):
                         print(token.text, end="", flush=True)
-                print(f"\n\nafter the talk: {twin.memory.tokens:,} tokens; before it: {ctx.memory.tokens:,}")
+                print(f"\n\nafter the talk: {fork.memory.tokens:,} tokens; before it: {ctx.memory.tokens:,}")
 
 
 if len(sys.argv) < 3:
@@ -38,5 +38,5 @@ if len(sys.argv) < 3:
 try:
     with open(sys.argv[1], encoding="utf-8") as text:
         asyncio.run(main(text, sys.argv[2:]))
-except LocretError as error:  # of any kind: the message says what was found, what was expected and what to do
+except LocretError as error:  # every message says what was found, what was expected and what to do
     sys.exit(f"{type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from locret_stream import Runtime
-from locret_stream.evaluation.tasks import planted_stream
+from locret_stream.evaluation.haystack import planted_stream
 
 TOKENS = int(sys.argv[1]) if len(sys.argv) > 1 else 50_000
 
@@ -19,17 +19,17 @@ async def main() -> None:
     ):
         stream = planted_stream(seed=0, size=TOKENS, facts=5, measure=runtime.count_tokens)
 
-        def pieces() -> Iterator[str]:  # any iterator of text, bytes or token ids will do; async ones too
+        def pieces() -> Iterator[str]:  # or any other iterator of text, bytes or token ids, async too
             yield from stream
 
         async for token in ctx.feed(pieces()):
             if token.position % 10_000 == 9_999:
-                print(f"{token.position + 1:,} tokens read; {max(ctx.memory.units)} units held in the largest layer")
+                print(f"{token.position + 1:,} tokens read; {max(ctx.memory.units)} units kept in the largest layer")
 
-        held, full = ctx.memory.bytes_resident, ctx.memory.bytes_full_cache
-        print(f"held: {held / 2**20:.1f} MiB; a full cache would need {full / 2**20:.1f} MiB\n")
+        kept, full = ctx.memory.bytes_resident, ctx.memory.bytes_full_cache
+        print(f"kept: {kept / 2**20:.1f} MiB; a full cache would need {full / 2**20:.1f} MiB\n")
         for fact in stream.facts:
-            answer = await ctx.ask(fact.question, max_new_tokens=16)  # on a copy: the memory is left as it was
+            answer = await ctx.ask(fact.question, max_new_tokens=16)  # on a copy, which leaves the memory as it was
             print(f"{fact.question}\n  {answer.strip()}   (truth: {fact.answer})")
 
 

@@ -1,4 +1,4 @@
-"""A memory that outlives the process: run it twice, or more often. `python examples/sessions.py [folder]`"""
+"""A memory that outlives the process; run it at least twice: python examples/sessions.py [FOLDER]"""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ async def main(folder: str) -> None:
     async with Runtime.from_pretrained("bundled", store=folder) as runtime:
         async with runtime.open("diary") as ctx:
             if not ctx.resumed:
-                print("A new session. It is told something, and saved when the block is left.")
+                print("A new session. It reads two facts, and is saved when the block ends.")
                 await ctx.feed("The door code of falcon is 48213.\nThe pass key of heron is 7755.\n")
                 return
-            print(f"Back again, with {ctx.memory.tokens} tokens read so far.")
+            print(f"The session goes on, with {ctx.memory.tokens} tokens read so far.")
             print("The door code of falcon:", await ctx.ask("What is the door code of falcon?"))
 
             before = await ctx.snapshot()

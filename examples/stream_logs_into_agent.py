@@ -1,7 +1,7 @@
-"""A growing log, read into a conversation that goes on: python examples/stream_logs_into_agent.py [FOLDER]
+"""A growing log, read into a running conversation: python examples/stream_logs_into_agent.py [FOLDER]
 
-What was appended is absorbed slice by slice, each as one message of which a small stand-in stays in the history. In
-between, the model is asked for what the log said just now, and at its beginning.
+The log is read slice by slice, each as one message, for which a short placeholder stays in the history. After each
+slice the model is asked about a fact of that slice and about one from the beginning of the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from langchain_locret import LocretChatModel
 
 THREAD = "operations"
 FACTS = {"falcon": "48213", "heron": "7304", "otter": "3390", "badger": "91764", "lantern": "5528", "copper": "20617"}
-LINES = 90  # beside each fact; about 40 tokens a line
+LINES = 90  # of noise around each fact; about 40 tokens a line
 
 
 def write(log: str) -> None:
@@ -39,7 +39,7 @@ def write(log: str) -> None:
 
 
 async def appended(file: BinaryIO, lines: int) -> AsyncIterator[bytes]:
-    """The next lines of a file, as they are appended."""
+    """The next so many lines of a file, as they are appended."""
     while lines:
         if line := file.readline():
             lines -= line.endswith(b"\n")
@@ -50,7 +50,7 @@ async def appended(file: BinaryIO, lines: int) -> AsyncIterator[bytes]:
 
 async def main(folder: Path, log: BinaryIO) -> None:
     model, config = LocretChatModel(store=folder, max_tokens=16), {"configurable": {"thread_id": THREAD}}
-    await model.aforget_thread(THREAD)  # of an earlier run, whose messages are gone
+    await model.aforget_thread(THREAD)  # which an earlier run may have left, without its messages
     writer, history = asyncio.create_task(asyncio.to_thread(write, log.name)), list[BaseMessage]()
     for number, name in enumerate(FACTS, 1):
         new = appended(log, LINES + 1)
@@ -60,11 +60,13 @@ async def main(folder: Path, log: BinaryIO) -> None:
             history.append(reply := await model.ainvoke(history, config))
             receipt = reply.response_metadata["locret"]
             print(f"{asked}: {reply.text} ({receipt['source']}, {receipt['fed']} tokens fed)")
-        held = model.thread_memory(THREAD)
-        print(f"  slice {number}: {held.tokens:,} tokens seen, {max(held.units):,} units held in the largest layer, "
-              f"{held.bytes_resident / 2**20:.1f} MiB; a full cache: {held.bytes_full_cache / 2**20:.1f} MiB")
+        memory = model.thread_memory(THREAD)
+        kept, full = memory.bytes_resident / 2**20, memory.bytes_full_cache / 2**20
+        print(f"  slice {number}: {memory.tokens:,} tokens read, {max(memory.units):,} units kept in the largest "
+              f"layer, {kept:.1f} MiB; a full cache: {full:.1f} MiB")
     await asyncio.gather(writer, model.aclose())
-    print(f"The history: {len(history)} messages, {sum(len(one.text) for one in history):,} characters. It begins:")
+    characters = sum(len(message.text) for message in history)
+    print(f"The history: {len(history)} messages, {characters:,} characters. It begins:")
     print(f"  {history[0].text}")
 
 

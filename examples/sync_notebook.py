@@ -1,5 +1,5 @@
 # %% [markdown]
-# A memory without `async`, for scripts and notebooks: run it cell by cell, or as `python examples/sync_notebook.py`.
+# A memory without `async`, for scripts and notebooks. Run it cell by cell, or as `python examples/sync_notebook.py`.
 
 # %%
 from contextlib import ExitStack
@@ -19,15 +19,15 @@ notes = [
 report = ctx.feed(notes)
 print(f"{report.tokens} tokens read")
 
-# %% A question is answered on a copy, so that the memory does not see it.
+# %% A question is answered on a copy, so that the memory does not change.
 before = ctx.memory.tokens
 print(ctx.ask("What is the door code of falcon?", max_new_tokens=16))
 assert ctx.memory.tokens == before
 
-# %% A reply that the memory keeps, token by token.
+# %% A reply that is added to the memory, token by token.
 for token in ctx.generate("What is the locker number for the heron?", max_new_tokens=16):
     print(token.text, end="")
-print(f"\nthe memory went from {before} to {ctx.memory.tokens} tokens and holds {ctx.memory.units} units")
+print(f"\nthe memory went from {before} to {ctx.memory.tokens} tokens and keeps {ctx.memory.units} units")
 
 # %%
 session.close()

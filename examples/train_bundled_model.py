@@ -2,10 +2,10 @@
 
     python examples/train_bundled_model.py --out my-model --text books/*.txt
 
-One tokenizer, one base model and, beside it, its retaining head; what is written loads with transformers and with
+Writes a tokenizer, a base model and its retaining head, which load with transformers and with
 `Runtime.from_pretrained`. See `bundled_model/` for the parts: `data` writes the batches, `model` and
 `circuits` hold the network and its starting weights, `pretrain` trains both, `export` writes.
-Nothing the demo streams or asks is read: see `locret_stream.evaluation.tasks`.
+Training reads nothing that the demo streams or asks: see `locret_stream.evaluation.words` and `haystack`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from bundled_model import chat, circuits, data, export, pretrain
 from bundled_model.model import Recaller, Shape
 
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.facts import make_facts
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="English text; else Python's own help topics")
-    parser.add_argument("--minutes", type=float, help="cut base training short; uncut it takes about 40 on 2 cores")
+    parser.add_argument("--minutes", type=float, help="end training sooner; without it, about 40 on 2 cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", type=Path, help="a checkpoint of this recipe: run only the last phase on it")
@@ -36,11 +36,11 @@ def parse() -> argparse.Namespace:
 
 
 def tokenizer_lines(sources: list[tuple[str, float]], seed: int) -> Iterator[str]:
-    """What the vocabulary is made for: the text of the streams, the sentences, and the template's own words."""
+    """The texts that the vocabulary is learnt from: the streams, the fact sentences and the words of the template."""
     for text, _ in sources:
         yield from chat.segments(text[:2_500_000])
     rng = random.Random(seed)
-    for fact in tasks.make_facts(rng, 12_000, held_out=False, digits_only=False):
+    for fact in make_facts(rng, 12_000, held_out=False, digits_only=False):
         yield fact.sentence + "\n"
         yield fact.question
     for _ in range(3000):

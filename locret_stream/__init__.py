@@ -1,4 +1,4 @@
-"""An endless stream of tokens goes in, a fixed amount of memory holds what matters; ask, save, fork or resume.
+"""An endless stream of tokens goes in, a fixed amount of memory keeps what matters; ask, save, fork or resume.
 
     async with Runtime.from_pretrained("bundled", budget=512, chunk_size=256) as runtime:
         async with runtime.open("logs") as ctx:

@@ -1,4 +1,4 @@
-"""The `locret-stream` command, and `python -m locret_stream`: as little as can stand before Ctrl-C is answered."""
+"""The `locret-stream` command, and `python -m locret_stream`. It imports nothing before it handles Ctrl-C."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ import threading
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C before it is even imported ends as quietly as later."""
+    """Run the command line. Ctrl-C while it is imported ends the process as quietly as later."""
     try:
         from locret_stream.cli import app
-        from locret_stream.cli.common import INTERRUPTED, STOPPED
+        from locret_stream.cli.errors import INTERRUPTED, STOPPED
     except KeyboardInterrupt:
         print("\nInterrupted: nothing was fed yet.", file=sys.stderr)
         sys.exit(130)
@@ -23,11 +23,11 @@ def main() -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process here, if a thread that loads or computes was left behind: one that is inside torch while the
-    interpreter goes aborts the process. All that was acknowledged is durable by now."""
+    """End the process here if a thread that loads or computes still runs: a thread that is inside torch while the
+    interpreter shuts down would abort the process. All that was acknowledged is durable by now."""
     if any(thread.daemon for thread in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
                 stream.flush()
         os._exit(status)
 

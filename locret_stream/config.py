@@ -1,6 +1,6 @@
 """The knobs, as frozen structs. Knows how they constrain each other; knows no tensors and no model code.
 
-Units: a *unit* is one cached token of one KV head (its K, V, score and position). Shapes use one alphabet:
+A *unit* is one token in the KV cache of one KV head: its key, value, scores and position. Shapes use one alphabet:
 `H` KV heads, `G` query heads per KV head, `T` tokens, `B` budget units, `D` head dim, `L` layers.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
 
 import msgspec
 
+from locret_stream.budgets import PYRAMID_BETA, divide, largest, pyramid
 from locret_stream.errors import ConfigError, WindowExceeded
 
 ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
-MOST_SHARES = 1e100  # of all layers together: times any number of units it is finite
-MOST_UNITS = 2**31 - 1  # in a layer: what any index has room for
-PYRAMID_BETA = 20
-LOGIT_FACTORS = 1e-30, 1e30  # divided or multiplied by what lies between, logits of any model are fp32 numbers
+MOST_SHARES = 1e100  # the sum of all shares stays below: keeps share × units finite
+MOST_UNITS = 2**31 - 1  # in a layer: the largest 32-bit index
+LOGIT_FACTORS = 1e-30, 1e30  # a logit divided or multiplied by a factor between these is still an fp32 number
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
 _FACTORS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -30,15 +29,15 @@ def _is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one, finite, and a float can hold it."""
+    """Whether the value is a finite number that fits a float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the memory needs to know of a model; read off its config and weights at attach.
+    """Sizes of a model that the memory depends on; `models.attach` reads them off its config and weights.
 
-    `window` is the number of positions the model was made for; `sliding[l]` the window of layer l, or None
-    where it attends to everything; `item_bytes` the bytes of one K or V element.
+    `window` is the number of positions that the model was made for; `sliding[l]` is the window of layer l, or None
+    where the layer attends to everything; `item_bytes` is the size of one element of K or V.
     """
 
     layers: int
@@ -56,13 +55,13 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """How many units each layer keeps per KV head.
 
     Args:
-        units: mean over the layers of units per KV head; the total L * units is what is capped.
-        sinks: the first units of the stream, always kept.
-        stabilizers: the last units at every eviction, always kept. Both count inside the budget; 0 means 0.
-        allocation: how L * units are divided: "auto" (the shares stored with the retaining heads, else uniform),
-            "adaptive" (those, or an error), "uniform", "pyramid" (from more in the first layer linearly to less in the
-            last, beside what is protected; PyramidKV, arXiv:2406.02069, section 4.2, beta = 20), or one number per
-            layer: relative shares.
+        units: units per KV head, as the mean over the layers; the memory is bounded by the total L * units.
+        sinks: how many of the first units of the stream always stay.
+        stabilizers: how many of the last units stay at every eviction. Sinks and stabilizers count inside the budget.
+        allocation: how L * units are divided: "auto" (by the shares stored with the retaining heads, else uniform),
+            "adaptive" (by those shares, or an error), "uniform", "pyramid" (units beside the protected ones fall
+            linearly from the first layer to the last; PyramidKV, arXiv:2406.02069, section 4.2, beta = 20), or
+            relative shares, one per layer.
 
     Raises:
         ConfigError: values that cannot work together.
@@ -93,41 +92,41 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None,
                   most: int | None = None) -> tuple[int, ...]:
-        """Units per KV head of every layer, [L]; `shares` are those of the heads, used by "auto" and "adaptive".
+        """Units per KV head of every layer, [L].
 
-        Such shares are advice, found for some budget: where a layer would get more than `most` units (what the window
-        holds), the others get the rest; where it would get no more than is protected, they give it one unit more.
-        Sliding-window layers hold the last units alone, and never more than their window; what is over is given to no
-        other layer. Rounds by largest remainder, so that the sum is exactly L * units before that cap.
+        The sum is L * units, except where a layer with a sliding window would keep more than its window: what is above
+        the window goes to no other layer.
+
+        Args:
+            shares: [L], those stored with the retaining heads, for "auto" and "adaptive". They were measured for some
+                other budget, so they are advice: where a layer would keep more than `most` units, the others get the
+                rest, and where it would keep only protected units, the others give it one more.
+            most: units of a layer that fit the model's window.
 
         Raises:
-            ConfigError: a layer would hold nothing, or no more than is protected.
+            ConfigError: a layer would keep nothing, or only protected units.
         """
         allocation = self._shares(shape, shares)
         if len(allocation) != shape.layers:
             raise ConfigError(f"budget: {len(allocation)} layer shares for a model of {shape.layers} layers; "
                               "expected one per layer")
-        total, weight = self.units * shape.layers, sum(allocation)
-        exact = [total * share / weight for share in allocation]
         protected, advice = self.sinks + self.stabilizers, self.allocation in ("auto", "adaptive") and bool(shares)
-        if advice and most is not None and max(_rounded(exact, total)) > most:
-            exact = _capped(exact, most)
-        if advice:
-            exact = _raised(exact, [1 if window else protected + 1 for window in shape.sliding])
-        units = _rounded(exact, total)
-        capped = tuple(min(u, w) if w else u for u, w in zip(units, shape.sliding, strict=True))
+        least_of_layers = [1 if window else protected + 1 for window in shape.sliding]
+        divided = divide(self.units * shape.layers, allocation, most=most if advice else None,
+                         least=least_of_layers if advice else ())
+        kept = tuple(min(units, window or units) for units, window in zip(divided, shape.sliding, strict=True))
         least = (protected + 1 if advice else protected + PYRAMID_BETA if self.allocation == "pyramid" else
-                 (protected + 1) * weight / (min(allocation) * shape.layers))
+                 (protected + 1) * sum(allocation) / (min(allocation) * shape.layers))
         expected = f"at least {math.ceil(least)} units" if least <= MOST_UNITS else "shares closer to each other"
-        smallest = min((u for u, w in zip(capped, shape.sliding, strict=True) if not w), default=None)
+        smallest = min((units for units, window in zip(kept, shape.sliding, strict=True) if not window), default=None)
         if smallest is not None and smallest <= protected:
             raise ConfigError(f"budget: of {self.units} units the smallest layer gets {smallest}, and {self.sinks} "
                               f"sinks + {self.stabilizers} stabilizers always stay; expected {expected} at these "
                               "settings")
-        if not min(capped):
-            raise ConfigError(f"budget: of {self.units} units layer {capped.index(0)}, which has a sliding window, "
+        if not min(kept):
+            raise ConfigError(f"budget: of {self.units} units layer {kept.index(0)}, which has a sliding window, "
                               f"gets none; expected {expected} at these settings")
-        return capped
+        return kept
 
     def _shares(self, shape: ModelShape, shares: tuple[float, ...] | None) -> tuple[float, ...]:
         if not isinstance(self.allocation, str):
@@ -138,50 +137,12 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         if self.allocation in ("auto", "adaptive") and shares:
             return shares
         if self.allocation == "pyramid" and shape.layers > 1:
-            protected = self.sinks + self.stabilizers
-            free = max(0, self.units - protected)
-            least = free / PYRAMID_BETA
-            step = 2 * (free - least) / (shape.layers - 1)
-            return tuple(protected + 2 * free - least - step * layer for layer in range(shape.layers))
+            return pyramid(self.units, self.sinks + self.stabilizers, shape.layers)
         return (1.0,) * shape.layers
 
 
-def _rounded(exact: list[float], total: int) -> list[int]:
-    """Whole numbers of that sum, by largest remainder."""
-    units = [math.floor(x + 1e-9) for x in exact]  # a whole number that lost its last bit is one
-    by_remainder = sorted(range(len(exact)), key=lambda i: (units[i] - exact[i], i))
-    for i in by_remainder[: total - sum(units)]:
-        units[i] += 1
-    return units
-
-
-def _capped(exact: list[float], most: int) -> list[float]:
-    """The same sum with no number above `most`, the others in their proportions; as it is where that cannot be."""
-    if sum(exact) > most * len(exact) + 0.5:  # whole numbers both, but for rounding
-        return exact
-    capped: set[int] = set()
-    while over := {i for i, units in enumerate(exact) if units > most and i not in capped}:
-        capped |= over
-        rest, weight = sum(exact) - most * len(capped), sum(units for i, units in enumerate(exact) if i not in capped)
-        exact = [most if i in capped else units * rest / weight for i, units in enumerate(exact)]
-    return exact
-
-
-def _raised(exact: list[float], least: list[int]) -> list[float]:
-    """The same sum with no number below its `least`, the others in their proportions; as it is where that cannot be."""
-    if sum(exact) < sum(least) - 0.5:  # whole numbers both, but for rounding
-        return exact
-    raised: set[int] = set()
-    while under := {i for i, units in enumerate(exact) if units < least[i] and i not in raised}:
-        raised |= under
-        rest = sum(exact) - sum(least[i] for i in raised)
-        weight = sum(units for i, units in enumerate(exact) if i not in raised)
-        exact = [least[i] if i in raised else units * rest / weight for i, units in enumerate(exact)]
-    return exact
-
-
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the committed state of a context is a function of, beside the model and the tokens."""
+    """The settings that the committed state of a context depends on, beside the model and the tokens."""
 
     budget: Budget
     chunk_size: int = 1024
@@ -194,12 +155,12 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. Noise is keyed by (seed, position).
+    """How the next token is chosen. The noise is a function of (seed, position).
 
     Args:
         max_new_tokens: the most tokens of one reply, its end marker included.
-        temperature: what logits are divided by before noise is added; 0 is greedy.
-        stop: strings that end the reply; the text before them is what is yielded last.
+        temperature: logits are divided by it before noise is added; 0 is greedy.
+        stop: strings that end the reply, which does not contain them.
         ignore_eos: go on past the model's end markers.
     """
 
@@ -238,7 +199,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2) -> int:
     """Bytes of one unit: K and V in the model's dtype, fp32 score planes, int64 position.
 
-    K is held before and after RoPE, unless kernels rotate it as they load it: `key_copies` is 1 then.
+    `key_copies`: 2 where K is stored before and after RoPE, 1 where a layer has no RoPE or kernels apply it on read.
     """
     return (key_copies + 1) * shape.head_dim * shape.item_bytes + 4 * planes + 8
 
@@ -246,14 +207,16 @@ def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2) -> in
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
                 stabilizers: int | None = None, shares: tuple[float, ...] | None = None,
                 per_unit: tuple[int, ...] | None = None) -> Budget:
-    """A Budget from what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
+    """The Budget for what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
 
-    Without explicit values 4 sinks and 32 stabilizers are protected; small budgets protect an eighth of each instead,
-    and never more than a part of the smallest layer that the heads' `shares` leave. `per_unit` [L]: bytes of a unit in
-    each layer (see `unit_bytes`), those of a layer with rotary embeddings by default.
+    Without explicit values 4 sinks and 32 stabilizers are protected, in small budgets an eighth of the units each, and
+    never more than a part of the smallest layer by the heads' `shares`.
+
+    Args:
+        per_unit: bytes of a unit in each layer, [L] (see `unit_bytes`); None: those of a layer with RoPE.
 
     Raises:
-        ConfigError: neither of these, or a size too small for a single unit per head, or too large for any.
+        ConfigError: none of these, or a size too small for a single unit per head, or too large for any model.
     """
     if isinstance(value, Budget):
         if sinks is not None or stabilizers is not None:
@@ -276,17 +239,17 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
             raise ConfigError(f"budget {match[0].strip()!r} is more than {MOST_UNITS:,} units per KV head take; "
                               "expected a smaller size")
 
-        def takes(units: int) -> int:
-            """Bytes of one slot."""
+        def slot_bytes(units: int) -> int:
             try:
-                held = budget_of(units).per_layer(shape, shares, most=shape.window - chunk_size)
-            except ConfigError:  # too few for what is protected: refused, with its reason, where they are used
-                held = (units,) * shape.layers
-            return shape.kv_heads * sum((count + chunk_size) * one for count, one in zip(held, per_unit, strict=True))
+                kept = budget_of(units).per_layer(shape, shares, most=shape.window - chunk_size)
+            except ConfigError:  # too few beside the protected ones: whoever uses the budget raises this again
+                kept = (units,) * shape.layers
+            return shape.kv_heads * sum((count + chunk_size) * of_unit
+                                        for count, of_unit in zip(kept, per_unit, strict=True))
 
-        windows = [window for window in shape.sliding if window]  # what is over a window is given to no one
+        windows = [window for window in shape.sliding if window]  # no layer gets what is above another's window
         most = max(windows) if len(windows) == len(shape.sliding) else MOST_UNITS
-        value = _largest(lambda units: takes(units) <= size, most)
+        value = largest(lambda units: slot_bytes(units) <= size, most)
         if value < 1:
             capacity = int(size // (shape.kv_heads * sum(per_unit)))
             raise ConfigError(f"budget {match[0].strip()!r} holds {capacity} units per KV head, chunk_size alone takes "
@@ -296,20 +259,11 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
     return budget_of(value)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, 0 if none does: as if all below one that fits did too."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
 def check_window(budgets: tuple[int, ...], chunk_size: int, shape: ModelShape) -> None:
-    """Ranks reach b_l + chunk_size; they must be positions the model knows (law 4).
+    """Check that all ranks, which reach b_l + chunk_size, are positions that the model was made for (law 4).
 
     Raises:
-        WindowExceeded: naming the layer and the largest budget that fits.
+        WindowExceeded: names the layer and the largest budget that fits.
     """
     for layer, units in enumerate(budgets):
         if units + chunk_size > shape.window and not shape.sliding[layer]:

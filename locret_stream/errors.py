@@ -2,10 +2,10 @@
 
 LocretError
 ├── ConfigError              a knob or a combination of knobs cannot work        (also a ValueError)
-│   ├── UnknownPolicy        no policy bears that name
+│   ├── UnknownPolicy        no policy has that name
 │   └── WindowExceeded       budget + chunk_size does not fit the model's window
 ├── InputError               what was fed or asked cannot be read                (also a ValueError)
-│   ├── EmptySource          a stream that ended without giving anything
+│   ├── EmptySource          a stream ended without giving anything
 │   ├── InvalidText          not text: lone surrogates, undecodable bytes
 │   ├── InvalidTokens        not token ids of this model
 │   └── SourceError          the source iterator raised; the cause is attached
@@ -16,17 +16,17 @@ LocretError
 │   ├── BudgetExceeded       a policy that never evicts, or a fixed reserve, is full
 │   ├── ContextBusy          another feed or generation is running in it
 │   ├── ContextClosed        used before opening or after closing
-│   └── NoSlot               no slot came free before the deadline
-└── SnapshotError            a stored session cannot be written or read; what is live stays as it was
+│   └── NoSlot               no slot became free before the deadline
+└── SnapshotError            a stored session cannot be written or read; the live context stays as it was
     ├── SnapshotCorrupt      damaged, cut short, or never a snapshot
     ├── SnapshotMismatch     made by another model, tokenizer, policy, budget, ...
     ├── SnapshotNotFound     no session or snapshot of that name
-    ├── SnapshotTooNew       written by a later format than this library reads
+    ├── SnapshotTooNew       written in a later format than this library reads
     ├── StaleOwner           another owner has saved this session meanwhile
-    └── StoreError           the store itself failed: disk full, no access, a key that is missing
+    └── StoreError           the store itself failed: disk full, no access, a missing key
 
-Messages say what was found, what was expected, and what to do. After any of them the context holds
-exactly what it held before the call that failed, plus the tokens that were already accepted.
+Every message says what was found, what was expected, and what to do. After any of these errors the context is exactly
+as it was before the call that failed, plus the tokens that were already accepted.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ from collections.abc import Iterable
 
 
 class LocretError(Exception):
-    """Base of every error raised on purpose by locret_stream."""
+    """The base of every error that locret_stream raises on purpose: catch it to catch them all."""
 
 
 class ConfigError(LocretError, ValueError):
-    """A knob, or a combination of knobs, that cannot work. Nothing was allocated."""
+    """Raised, before anything is allocated, when a knob or several together cannot work: change what is named."""
 
 
 class UnknownPolicy(ConfigError):
-    """No policy bears that name; the message lists the known ones and the closest match."""
+    """Raised when no policy has the name that was asked for: use one of the names that the message lists.
+
+    Attributes:
+        name: what was asked for. known: the names of all policies, sorted.
+    """
 
     def __init__(self, name: object, known: Iterable[str]):
         known = sorted(known)
@@ -55,71 +59,78 @@ class UnknownPolicy(ConfigError):
 
 
 class WindowExceeded(ConfigError):
-    """budget + chunk_size of a layer is more than the positions the model was made for."""
+    """Raised when budget + chunk_size of a layer exceeds the positions the model was made for: lower one of them."""
 
 
 class InputError(LocretError, ValueError):
-    """Something fed or asked cannot be read. Tokens accepted before it stay accepted."""
+    """Raised when what was fed or asked cannot be read: correct it and go on; tokens accepted before it stay."""
 
 
 class EmptySource(InputError):
-    """The stream ended without giving a single token, and nothing was held; memory is as it was."""
+    """Raised when a stream ends without any token and none is buffered: see why; the memory is as it was."""
 
 
 class InvalidText(InputError):
-    """Not text: a lone surrogate, or bytes that are not UTF-8."""
+    """Raised when text holds a lone surrogate, or bytes are not UTF-8: decode the source with its real encoding."""
 
 
 class InvalidTokens(InputError):
-    """Not token ids of this model: a wrong type, or outside [0, vocabulary)."""
+    """Raised when a token id has a wrong type or lies outside [0, vocabulary): encode with this model's tokenizer."""
 
 
 class SourceError(InputError):
-    """The source iterator raised; what it gave before was accepted. `__cause__` is its own error."""
+    """Raised when the source iterator raises: repair `__cause__`, and feed what comes behind the accepted tokens."""
 
 
 class ModelError(LocretError):
-    """The model, or something trained for it, cannot be used."""
+    """Raised when a model, or something trained for it, cannot be used: the message says what to use instead."""
 
 
 class UnsupportedModel(ModelError):
-    """Attaching would change what the model computes, so it is refused; the model is untouched."""
+    """Raised when attaching would change what the model computes: use a supported one; this one is left untouched."""
 
 
 class HeadsMismatch(ModelError):
-    """Retaining heads that do not fit this model, by name, shape or fingerprint."""
+    """Raised when retaining heads do not fit by name, shape or fingerprint: use the model they were trained for."""
 
 
 class ContextError(LocretError):
-    """The context cannot do that now. It stays as it was."""
+    """Raised when the context cannot do this now: do first what the message says; the context stays as it was."""
 
 
 class BudgetExceeded(ContextError):
-    """The next token does not fit: the policy never evicts, or a preallocated reserve is full."""
+    """Raised when a token does not fit, because nothing is evicted or a reserve is full: enlarge budget or reserve."""
 
 
 class ContextBusy(ContextError):
-    """Another feed or generation is running in this context."""
+    """Raised when another feed or generation is running in this context: wait for it to end."""
 
 
 class ContextClosed(ContextError):
-    """Used before `async with`, after `aclose()`, after the runtime was closed, or in a fork of its process."""
+    """Raised when a context is used before `async with`, after `aclose()`, after its runtime was closed, or in a fork
+    of its process: open a new one."""
 
 
 class NoSlot(ContextError):
-    """Every slot is taken and none came free before the deadline."""
+    """Raised when no slot becomes free before the deadline: close a context, wait longer, or configure more slots."""
 
 
 class SnapshotError(LocretError):
-    """A stored session cannot be written or read. The live context, and what was stored before, stay as they were."""
+    """Raised when a stored session cannot be written or read: do what the message says; the live context, and what was
+    stored before, stay as they were."""
 
 
 class SnapshotCorrupt(SnapshotError):
-    """Damaged, cut short, or never a snapshot. Nothing of it was used."""
+    """Raised when a stored file is damaged, cut short, or was never a snapshot: restore it from a copy, or go on from
+    an older snapshot; nothing of it was used."""
 
 
 class SnapshotMismatch(SnapshotError):
-    """A snapshot of something else: `field` names what differs, with the values `found` and `expected`."""
+    """Raised when a snapshot was made with something else: open it with what it was made with, or rebuild it.
+
+    Attributes:
+        field: what differs, a field of `snapshot.identity.Identity`. found, expected: its two values.
+    """
 
     def __init__(self, message: str, *, field: str, found: str, expected: str):
         super().__init__(message)
@@ -127,16 +138,18 @@ class SnapshotMismatch(SnapshotError):
 
 
 class SnapshotNotFound(SnapshotError):
-    """The store has no session, or no snapshot of it, by that name."""
+    """Raised when the store has no session, or no snapshot of it, by that name: `Store.list` shows those it has."""
 
 
 class SnapshotTooNew(SnapshotError):
-    """Written by a later format than this library reads."""
+    """Raised when a snapshot was written in a later format than this library reads: install a newer version."""
 
 
 class StaleOwner(SnapshotError):
-    """Another owner has saved this session since it was opened here. Nothing was written; what is live is intact."""
+    """Raised when another owner saved this session since it was opened here: save under a new name, or open it again;
+    nothing was written, and the live context is intact."""
 
 
 class StoreError(SnapshotError):
-    """The store failed. What was acknowledged before is intact; what failed was not acknowledged."""
+    """Raised when the store itself fails: remove the cause and try again; what was acknowledged before is intact, and
+    what failed was not acknowledged."""

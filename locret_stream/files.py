@@ -1,7 +1,4 @@
-"""Files that are replaced whole or not at all, and then lie on the disk, in folders that one run at a time writes.
-
-Knows nothing of what is in them.
-"""
+"""Atomic, fsynced replacement of files, and an exclusive lock on a folder. Knows nothing of what the files hold."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ TEMPORARY = ".tmp"
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a temporary file beside `path`, flush it to the disk, and put it in place.
+    """Replace `path` atomically by what `write` puts into a temporary file beside it. The file is durable on return.
 
     Raises:
-        OSError: naming `path`; what was there before is there still.
+        OSError: it names `path`, and the file there is as it was before.
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=TEMPORARY)
@@ -38,7 +35,7 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
             raise
         flush(path.parent)
-    except SafetensorError as error:  # its word for whatever the file system says
+    except SafetensorError as error:  # safetensors raises it for every error of the file system
         full = "os error 28" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC) if full else str(error),
                       str(path)) from error
@@ -47,7 +44,7 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Let what was written to a file, or renamed in a folder, be on the disk."""
+    """Make the content of a file, or the names in a folder, durable by fsync."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -57,13 +54,13 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """For the block the only one, of those who ask here, that changes what lies in `folder`.
+    """Lock `folder` exclusively for the length of the block, against every other caller of this function.
 
-    The lock is the kernel's, on the folder itself: nothing is left behind by who is killed. A file system that knows no
-    locks on folders (some network ones) gives none. Where there is no folder, the block is to say so.
+    The kernel keeps the lock on the folder itself, so a killed process leaves nothing behind. On a file system without
+    locks on folders (some network ones), and where `folder` does not exist, the block runs without a lock.
 
     Raises:
-        ConfigError: another process, or another call in this one, is at work there.
+        ConfigError: another process, or another call in this one, has the lock.
     """
     import fcntl
 

@@ -1,4 +1,4 @@
-"""Shorthands over a private runtime: `open_context` for one session, `SyncContext` for scripts and notebooks."""
+"""One context in a runtime of its own: `open_context` for async code, `SyncContext` for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 from locret_stream.context import FeedReport, Memory, StreamingContext, Token
 from locret_stream.context.sources import Source
@@ -17,12 +18,15 @@ from locret_stream.runtime import Runtime
 from locret_stream.snapshot import Snapshot
 from locret_stream.worker import expect_own
 
+T = TypeVar("T")
+
 
 @contextlib.asynccontextmanager
 async def open_context(model: str | Path = "bundled", *, name: str | None = None, system: str | None = None,
                        raw: bool | None = None, trusted: bool = False, focus: str | None = None,
                        **options: Any) -> AsyncIterator[StreamingContext]:
-    """One context in a private runtime: `async with open_context("bundled") as ctx: ...`. Options: Runtime's."""
+    """One context in a runtime that is made for it: `async with open_context("bundled") as ctx: ...`. Options are those
+    of `Runtime.from_pretrained`."""
     options.setdefault("max_live", 1)
     async with Runtime.from_pretrained(model, **options) as runtime:
         async with runtime.open(name, system=system, raw=raw, trusted=trusted, focus=focus) as ctx:
@@ -30,7 +34,7 @@ async def open_context(model: str | Path = "bundled", *, name: str | None = None
 
 
 class SyncContext:
-    """One context for scripts and notebooks, without async: an event loop of its own runs on a thread.
+    """One context for scripts and notebooks, without async: its event loop runs on a thread.
 
         with SyncContext("bundled") as ctx:
             ctx.feed(open("build.log"))
@@ -44,15 +48,17 @@ class SyncContext:
         self._thread = threading.Thread(target=self._loop.run_forever, name="locret-sync", daemon=True)
         self._ctx: StreamingContext | None = None
 
-    def _run(self, awaitable: Any) -> Any:
+    def _run(self, awaitable: Awaitable[T]) -> T:
         self._context()
         return self._wait(awaitable)
 
-    def _wait(self, awaitable: Any) -> Any:
-        running: list[asyncio.Task] = []
+    def _wait(self, awaitable: Awaitable[T]) -> T:
+        running: list[asyncio.Task[Any]] = []
 
-        async def run() -> Any:
-            running.append(asyncio.current_task())
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            running.append(task)
             return await awaitable
 
         async def rest() -> None:
@@ -62,7 +68,7 @@ class SyncContext:
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C in the caller's thread: stop the work too, and wait for it to rest
+        except BaseException:  # Ctrl-C in the caller's thread: stop the work too, and wait until it has ended
             if future.cancel():
                 asyncio.run_coroutine_threadsafe(rest(), self._loop).result()
             raise
@@ -70,8 +76,8 @@ class SyncContext:
     def __enter__(self) -> SyncContext:
         expect_own(self._process)
         if self._thread.ident is not None:
-            raise ContextClosed("this SyncContext was entered before, and is used once; expected another one, made as "
-                                "this was: `with SyncContext(...) as ctx`")
+            raise ContextClosed("this SyncContext was entered before, and can be entered once; expected a new one: "
+                                "`with SyncContext(...) as ctx`")
         self._thread.start()
         try:
             self._ctx = self._wait(self._opened.__aenter__())
@@ -80,10 +86,11 @@ class SyncContext:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        expect_own(self._process)  # a fork shares the loop's files with the process that it serves
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        expect_own(self._process)  # a fork shares the loop's file descriptors with this process
         try:
-            self._wait(self._opened.__aexit__(*error))
+            self._wait(self._opened.__aexit__(kind, error, trace))
         finally:
             self._ctx = None
             self._stop()
@@ -126,9 +133,8 @@ class SyncContext:
     def generate(self, prompt: str | None = None, **options: Any) -> Iterator[Token]:
         """As `StreamingContext.generate`; an ordinary iterator of tokens."""
         reply = self._context().generate(prompt, **options)
-        end = object()
         try:
-            while (token := self._run(anext(reply, end))) is not end:
+            while (token := self._run(anext(reply, None))) is not None:
                 yield token
         finally:
             if self._ctx is not None:

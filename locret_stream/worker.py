@@ -1,15 +1,15 @@
 """The one thread that touches an engine: bounded steps, contexts in turn. Knows neither asyncio nor text.
 
 A step is a function of at most about one chunk of work. Steps of one context run in the order given; contexts with
-work take turns, one step each, so that a long feed never holds up somebody's answer for more than a step.
+work take turns, one step each, so that a long feed delays the answer of another context by one step at most.
 
-A *joint* step is one that many contexts take together: the first of them whose turn it is takes along all others that
-wait for the same one. Contexts that took the last one together come again in a moment, as each waits for its result, so
-the next one waits a little for those that are still on their way. What can be done ahead for them is done meanwhile,
-unless there is other work.
+A *joint* step is one that many contexts take together: when the first of them has its turn, all others that wait for
+the same step take it too. Contexts that took the last joint step together queue the next one soon after they get their
+results, so the next joint step waits a little for those that have not done so yet. What can be computed ahead for them
+is computed meanwhile, unless there is other work.
 
-A forked process gets the objects and not the threads: whoever waited for a step there would wait for ever. So all use
-of what has a thread is refused there, at once (`expect_own`).
+A forked process gets the objects and not the threads, so a call that waits for a step there would wait for ever. All
+use of an object that has a thread is refused there, at once (`expect_own`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from locret_stream.errors import ContextClosed
 T = TypeVar("T")
 I = TypeVar("I")
 
-_PATIENCE_S = 0.002, 0.5, 0.01  # of a joint step for its last members: at least, per second it last took, at most
+# How long a joint step waits for its last members: a share of the last step's duration, at least min s, at most max s.
+_PATIENCE_S = 0.002, 0.5, 0.01  # min, share, max
 
 
 def expect_own(process: int) -> None:
-    """Raises ContextClosed in any other process than the one of that number, in which something got its threads."""
+    """Raises ContextClosed in any process but the one with that id, in which the threads were started."""
     if os.getpid() != process:
         raise ContextClosed(f"this is process {os.getpid()}, a fork of process {process}, where the runtime has its "
                             "threads; expected a runtime made in this process, or a process started with "
@@ -44,10 +45,10 @@ def expect_own(process: int) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """A queued step; of a joint one, `step` takes the items of all and gives a result or an error for each, and `ahead`
-    is run when these are on their way."""
+    """A queued step. The `step` of a joint one takes the items of all its members and returns a result or an error for
+    each; `ahead` runs after the results are given."""
 
-    future: Future
+    future: Future[Any]
     step: Callable[..., Any]
     group: Hashable = None
     item: Any = None
@@ -55,7 +56,7 @@ class _Work:
 
 
 class Worker:
-    """A thread with a queue per key. Results cross by concurrent futures, so any event loop may wait for them."""
+    """A thread with a queue per key. Results are concurrent futures, so any event loop may wait for them."""
 
     def __init__(self, name: str = "locret-engine"):
         self._queues: dict[Hashable, deque[_Work]] = {}
@@ -80,8 +81,8 @@ class Worker:
                      ahead: Callable[[], None] | None = None) -> Future[T]:
         """Queue an item of the context `key` for a step that all waiting contexts of that group take together.
 
-        The step gets their items and gives a result, or an error of that item alone, for each in the same order. All
-        of a group give the same step, and the same `ahead`, which is called afterwards if no other work is waiting; it
+        The step gets their items and returns a result for each, or an error of that item alone, in the same order. All
+        of a group pass the same step, and the same `ahead`, which is called afterwards if no other work is waiting; it
         raises nothing.
         """
         return self._queue(key, _Work(Future(), step, group, item, ahead))
@@ -106,7 +107,7 @@ class Worker:
             self._queues.clear()
             self._turns.clear()
             self._wake.notify()
-        for future in waiting:  # not cancelled: whoever waits would take that for a cancellation of its own
+        for future in waiting:  # not cancelled: the task that waits would take that for its own cancellation
             if future.set_running_or_notify_cancel():
                 future.set_exception(ContextClosed("the runtime was closed before this step began"))
         if threading.current_thread() is not self._thread:
@@ -122,13 +123,13 @@ class Worker:
             group = self._queues[self._turns[0]][0].group
             if group is None:
                 return [self._pop(self._turns[0])]
-            self._wait_for_the_others(group)
+            self._wait_for_members(group)
             keys = [key for key in self._turns if self._queues[key][0].group == group]
             self._last = group, set(keys), 0.0
             return [self._pop(key) for key in keys]
 
-    def _wait_for_the_others(self, group: Hashable) -> None:
-        """Until all that took the last step of the group together are back, with whatever work, or for a moment; not
+    def _wait_for_members(self, group: Hashable) -> None:
+        """Wait until all that took the last step of the group have queued work of any kind, or for `_PATIENCE_S`; not
         while there is other work."""
         last_group, keys, seconds = self._last
         least, share, most = _PATIENCE_S
@@ -162,15 +163,15 @@ class Worker:
 
     def _take_joint(self, works: list[_Work]) -> None:
         started, ahead = time.monotonic(), works[0].ahead
-        # Only behind a step that ran: what it left to be done ahead may be of contexts that are gone by the next one.
+        # Only after a step that ran: an earlier one's contexts may be closed by now, and `ahead` is for those.
         if self._run_joint(works) and ahead is not None and not self._turns:
             ahead()
         self._last = *self._last[:2], time.monotonic() - started
 
     @staticmethod
     def _run(works: list[_Work]) -> None:
-        """Run one step. It is let go before its result is given: whoever waits for the result may drop an iterator
-        then, and expects it to end at once."""
+        """Run one step. The step is dropped before its result is given: the task that waits for the result may then
+        drop an iterator, which has to end at once."""
         work = works.pop()
         future, step = work.future, work.step
         del work
@@ -186,7 +187,7 @@ class Worker:
 
     @staticmethod
     def _run_joint(works: list[_Work]) -> bool:
-        """Run a joint step for those of its members that were not cancelled meanwhile; whether it ran to its end."""
+        """Run a joint step for those of its members that were not cancelled. Returns whether it ran to its end."""
         running = [work for work in works if work.future.set_running_or_notify_cancel()]
         works.clear()
         if not running:
@@ -209,8 +210,8 @@ class Worker:
         return ran
 
 
-def _fail(future: Future, error: BaseException) -> None:
-    if isinstance(error, StopIteration):  # no asyncio future can carry one: whoever waits would wait for ever
+def _fail(future: Future[Any], error: BaseException) -> None:
+    if isinstance(error, StopIteration):  # no asyncio future can carry one: the task that waits would wait for ever
         crossing = RuntimeError("a step raised StopIteration")
         crossing.__cause__ = error
         error = crossing
@@ -222,7 +223,7 @@ _lock = threading.Lock()
 
 
 def share_worker(owner: object) -> Worker:
-    """The worker of this owner (an attachment), made on first use and counted; give it back with `leave_worker`."""
+    """The worker of this owner (an attachment), made on first use. Each call counts as a user until `leave_worker`."""
     with _lock:
         worker = _workers.get(owner)
         if worker is None:
@@ -232,7 +233,7 @@ def share_worker(owner: object) -> Worker:
 
 
 def _in_a_fork() -> None:
-    """Whoever shares a worker there gets one with a thread. The lock may be held by a thread that is not there."""
+    """Let `share_worker` make workers with threads there. A thread that does not exist there may have the lock."""
     global _lock
     _lock = threading.Lock()
     _workers.clear()
@@ -243,7 +244,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def leave_worker(owner: object) -> None:
-    """Give the owner's worker back; the last user closes it."""
+    """Stop using the owner's worker; the last user closes it."""
     with _lock:
         worker = _workers[owner]
         worker.users -= 1

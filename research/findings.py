@@ -34,14 +34,14 @@ from benchmarks.record import record
 from locret_stream.config import Budget, ModelShape
 from locret_stream.errors import LocretError
 from locret_stream.evaluation import markers, metrics, suite
-from locret_stream.evaluation.cells import Cell, CellResult, name_of, values
+from locret_stream.evaluation.cells import Cell, CellResult, file_name, values
 from locret_stream.evaluation.runner import Bench
 from locret_stream.evaluation.suite import Item, Lines, Measure, Task
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import LayerCall, attached
 from locret_stream.training import Example, TrainConfig, TuneConfig, is_tuned, train_heads, tune
+from locret_stream.training.first_heads import forget_tuning
 from locret_stream.training.labels import visit_layers
-from locret_stream.training.tuning import forget_tuning
 from research import RESULTS
 from research.keep_report import pack
 from research.papers import (
@@ -70,8 +70,8 @@ from research.train_recall_model import LABEL, split_text, with_figures
 
 
 def question_last(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
-    """Exactly `length` tokens: 48 facts among lines of text, and then a question but for its last token, which is asked
-    once all that is evicted. Empty lines in front make up for what lines are too long."""
+    """Exactly `length` tokens: 48 facts among lines of text, and then a question without its last token, which is asked
+    once all the others were committed. Empty lines in front fill up to the length."""
     case = markers.recall(random.Random(f"recall_question_last {seed}"), 48, asked=1)
     [question] = case.questions
     ask, end = question.ask[:-1], question.ask[-1]
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder that research.train_recall_model wrote")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="the books that it was trained on")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results of the cells")
-    parser.add_argument("--finding", action="append", choices=[one.name for one in FINDINGS], help="only these")
+    parser.add_argument("--finding", action="append", choices=[finding.name for finding in FINDINGS], help="only these")
     parser.add_argument("--questions", type=int, default=256, help="of a cell (default 256)")
     parser.add_argument("--steps", type=int, default=300, help="of each set of heads that is missing (default 300)")
     parser.add_argument("--threads", type=int, default=1)
@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
 
 
 def text_for(which: str, books: list[Path]) -> str:
-    """What the recipe's heads read, or parts of it."""
+    """The text that the recipe's heads are trained on, or parts of it."""
     if which == "all":
         return with_figures(split_text(books)[0], "findings")
     return split_text(books if "books" in which else [], code="code" in which)[0]
@@ -120,7 +120,8 @@ TUNED_HERE = {ALONE: {}, STANDARDISED: {},
 
 
 def tune_here(name: str, model: torch.nn.Module, folder: Path, tokenizer: Tokenizer, books: list[Path]) -> None:
-    """As the recipe tunes, but for what the name says. Kept are the first where there is no gain beyond noise."""
+    """Tune as the recipe does, except for what the name says. The first heads stay where there is no gain beyond noise.
+    """
     config = TuneConfig(units=TUNED_FOR, chunk_size=CHUNK, steps=150, batch=2, max_tokens=1025, **TUNED_HERE[name])
     writer = Writer(tokenizer, text_for("all", books), "tuning")
     if name == ALONE:
@@ -134,7 +135,8 @@ def tune_here(name: str, model: torch.nn.Module, folder: Path, tokenizer: Tokeni
 
 
 def copy_tuned(heads: Path, to: Path, model: torch.nn.Module, tokenizer: Tokenizer, books: list[Path]) -> None:
-    """Heads as their first stage left them, or tuned as the copy's name says; nothing where it is there already."""
+    """Copy heads as their first stage left them, or tuned as the copy's name says, unless there is such a copy already.
+    """
     if (to / "heads.json").is_file():
         return
     copy = to.with_name(f"{to.name}.part")
@@ -148,7 +150,7 @@ def copy_tuned(heads: Path, to: Path, model: torch.nn.Module, tokenizer: Tokeniz
 
 
 def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: set[str]) -> None:
-    """Heads that are not in --out yet. Raises LocretError: those there were trained otherwise."""
+    """Train the heads that are not in --out yet. Raises LocretError: others there have other settings."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     for name in sorted(wanted & set(COPIES)):
         copy_tuned(options.model / OWN[COPIES[name]], options.out / name, model, tokenizer, options.text)
@@ -166,24 +168,24 @@ def train_missing(options: argparse.Namespace, model: torch.nn.Module, wanted: s
 
 
 def dropped(name: str, out: Path) -> dict[str, float]:
-    """What held-out answers cost before and after a tuning that was not kept, so that heads are as their first stage
-    left them; empty for all others."""
+    """The loss on held-out answers before and after a tuning that was not kept, so that heads are as their first stage
+    left them; empty for all other heads."""
     path = out / name / "tuning.json"
-    made = json.loads(path.read_bytes()) if name in TUNED_HERE and path.is_file() else {"better": True}
-    return {} if made["better"] else {when: round(made[when]["loss"], 4) for when in ("before", "after")}
+    tuning = json.loads(path.read_bytes()) if name in TUNED_HERE and path.is_file() else {"better": True}
+    return {} if tuning["better"] else {when: round(tuning[when]["loss"], 4) for when in ("before", "after")}
 
 
 def tuned_as_promised(folder: Path, behind: bool) -> bool:
     """Whether tuning made those heads better, `behind` a text."""
     if not is_tuned(folder):
         return False
-    made = json.loads((folder / "tuning.json").read_bytes())
-    return made["better"] and (made["behind"] > 0 or not behind)
+    tuning = json.loads((folder / "tuning.json").read_bytes())
+    return tuning["better"] and (tuning["behind"] > 0 or not behind)
 
 
 def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Cell:
-    """Its settings over those of all. "main": the shares that were learned with the recipe's heads, for every variant
-    the same, so that a variant differs in one thing; with room for a focus, told or not."""
+    """The cell of a variant: its settings over those that all share. The allocation "main" stands for the shares that
+    were learned with the recipe's heads, so that variants differ in one thing; it always has room for a focus."""
     given = {"task": "recall", "units": UNITS, "length": LENGTH, "chunk_size": CHUNK,
              "sinks": SINKS, "stabilizers": STABILIZERS} | variant
     if given.get("allocation") == "main":
@@ -198,8 +200,8 @@ def cell_of(variant: dict, options: argparse.Namespace, shape: ModelShape) -> Ce
 
 
 def best(results: dict[str, CellResult]) -> set[str]:
-    """Of those that read the same streams the best, and all that are not worse beyond the 95 % interval of their
-    differences on these; of none that has nothing beside it."""
+    """Among results on the same streams the best, and all that are not worse beyond the 95 % interval of their
+    differences on these streams; a result without any to compare it with is not among them."""
     alike: dict[tuple, dict[str, np.ndarray]] = {}
     streams = {}
     for label, result in results.items():
@@ -207,20 +209,20 @@ def best(results: dict[str, CellResult]) -> set[str]:
         place = (result.cell.task, result.cell.length, result.cell.streams, result.cell.focus)
         groups = [values(stream) for stream in result.streams]
         alike.setdefault(place, {})[label], streams[place] = sign * metrics.mean_draws(groups), len(groups)
-    found = set()
+    labels = set()
     for place, draws in alike.items():
-        first = max(draws, key=lambda label: draws[label][0])  # the first draw is the streams as they are
+        first = max(draws, key=lambda label: draws[label][0])  # the first draw is all streams once
         if len(draws) > 1:
-            found |= {label for label in draws if metrics.reaches(draws[label], draws[first], streams[place])}
-    return found
+            labels |= {label for label in draws if metrics.reaches(draws[label], draws[first], streams[place])}
+    return labels
 
 
 def scored_above(bench: Bench, folders: dict[str, Path], streams: int = 32) -> dict[str, list[float]]:
-    """What share of a stream's units, layer by layer, scores higher than the value of the fact that is asked about: by
-    each of the heads, where the question stands in front and where it does not, and by the attention that its answer
-    pays. Median over streams and KV heads of 896 tokens; about a half where nothing is known, 0 where it is found."""
+    """The share of a stream's units, layer by layer, that score higher than the value of the fact that is asked about:
+    by each of the heads, with the question in front ("told") and without, and by the attention that its answer pays.
+    Median over streams of 896 tokens and KV heads: about a half where nothing is known, 0 where the value is first."""
     loaded = {words: RetainingHeads.load(folder) for words, folder in folders.items()}
-    found: dict[str, dict[int, list[Tensor]]] = {}
+    shares: dict[str, dict[int, list[Tensor]]] = {}
     with attached(bench.model) as attachment:
         for seed, told in itertools.product(range(streams), ("told", "not told")):
             *lines, question, end = question_last(seed, SHORT["length"], bench.count_tokens, bench.text.lines)
@@ -238,22 +240,22 @@ def scored_above(bench: Bench, folders: dict[str, Path], streams: int = 32) -> d
                     for words, heads in loaded.items()}
                 for words, these in (scores | {"attention": labels} if told == "not told" else scores).items():
                     above = these[0, :, :text] > these[0, :, at:at + 1]
-                    found.setdefault(words, {}).setdefault(call.layer, []).append(above.float().mean(1))
+                    shares.setdefault(words, {}).setdefault(call.layer, []).append(above.float().mean(1))
 
             visit_layers(attachment, attachment.tables(len(ids)), [Example(ids, ((reply, len(ids)),))], visit,
                          kind="logprob")
     return {words: [round(torch.cat(ranks).median().item(), 3) for _, ranks in sorted(layers.items())]
-            for words, layers in found.items()}
+            for words, layers in shares.items()}
 
 
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = [one for one in FINDINGS if not options.finding or one.name in options.finding]
+    chosen = [finding for finding in FINDINGS if not options.finding or finding.name in options.finding]
     if not (options.model / "heads" / "allocation.json").is_file():
         sys.exit(f"{options.model}/heads has no shares of the budget; expected the folder as the recipe leaves it")
-    wanted = {variant["heads"] for one in chosen for variant in one.variants.values() if variant.get("heads")}
+    wanted = {variant["heads"] for finding in chosen for variant in finding.variants.values() if variant.get("heads")}
     for name, folder in OWN.items():
         needed = wanted & {name, *(copy for copy, of in COPIES.items() if of == name)}
         if needed and not tuned_as_promised(options.model / folder, behind=name == RECIPE):
@@ -267,24 +269,24 @@ def main() -> None:
     suite.TASKS[LAST["task"]] = Task(LAST["task"], "48 facts, and then one question", 1, question_last)
     bench = Bench(model, AutoTokenizer.from_pretrained(options.model))
     rows, ran = [], set()
-    for one in chosen:
-        found, results = {}, {}
-        for label, variant in one.variants.items():
+    for finding in chosen:
+        variants, results = {}, {}
+        for label, variant in finding.variants.items():
             [result] = bench.run([cell_of(variant, options, bench.shape[0])], options.out)
-            found[label] = {"score": round(result.score, 4), "low": round(result.low, 4), "high": round(result.high, 4),
-                            "questions": result.questions, "units": result.budgets}
+            variants[label] = {name: round(getattr(result, name), 4) for name in ("score", "low", "high")} | {
+                "questions": result.questions, "units": result.budgets}
             loss = dropped(variant.get("heads", ""), options.out)
             if loss:
-                found[label]["dropped"] = loss
-            print(f"{one.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]"
+                variants[label]["dropped"] = loss
+            print(f"{finding.name}: {label}: {result.score:.3f} [{result.low:.3f}, {result.high:.3f}]"
                   + (", as the first stage: loss {before} before and {after} after, not kept".format(**loss) if loss
                      else ""), file=sys.stderr, flush=True)
             results[label] = result
-            ran.add(options.out / name_of(result.cell, result.origin))
+            ran.add(options.out / file_name(result.cell, result.origin))
         for label in best(results):
-            found[label]["best"] = True
-        rows.append({"finding": one.name, "claim": one.claim, "variants": found})
-        if one.name == "Locret-Q":
+            variants[label]["best"] = True
+        rows.append({"finding": finding.name, "claim": finding.claim, "variants": variants})
+        if finding.name == "Locret-Q":
             rows[-1]["scored_above"] = scored_above(bench, {words: options.out / folder
                                                             for words, folder in HEEDING.items()})
     origin = msgspec.to_builtins(bench.origin(""))

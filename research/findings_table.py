@@ -17,30 +17,30 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def section(one: dict) -> list[str]:
+def section(finding: dict) -> list[str]:
     """What a paper says, and a row for each variant; bold what `findings.best` names."""
-    name, claim = (words[0].upper() + words[1:] for words in (one["finding"], one["claim"]))
+    name, claim = (words[0].upper() + words[1:] for words in (finding["finding"], finding["claim"]))
     lines = [f"## {name}", "", f"{claim}.", "", "| variant | score | units |",
              "|---|---|---|"]
-    for label, found in one["variants"].items():
-        text = "{score:.3f} [{low:.3f}, {high:.3f}]".format(**found)
-        if found.get("best"):
+    for label, variant in finding["variants"].items():
+        text = "{score:.3f} [{low:.3f}, {high:.3f}]".format(**variant)
+        if variant.get("best"):
             text = f"**{text}**"
-        if "dropped" in found:
+        if "dropped" in variant:
             label += " (loss {before:.3f} before, {after:.3f} after: not kept, so the same heads)".format(
-                **found["dropped"])
-        lines.append(f"| {label} | {text} | {' '.join(map(str, found['units']))} |")
-    if "scored_above" in one:
+                **variant["dropped"])
+        lines.append(f"| {label} | {text} | {' '.join(map(str, variant['units']))} |")
+    if "scored_above" in finding:
         lines += ["", "Share of a stream's units that score above the value of the fact that is asked about, layer by "
                   "layer (median; 0: it is on top), with the query in front (told) and without it, and by the "
                   "attention of what answers:", "", "| scored by | layers |", "|---|---|",
                   *(f"| {words} | {' '.join(f'{share:.2f}' for share in shares)} |"
-                    for words, shares in one["scored_above"].items())]
+                    for words, shares in finding["scored_above"].items())]
     return [*lines, ""]
 
 
 def markdown(kept: dict, name: str) -> str:
-    """The whole, ending in a newline; `name` is what it is kept under."""
+    """The whole page, ending in a newline; `name` is the name under which the findings are kept."""
     head = [
         "# What the papers found, tried here", "",
         f"`{kept['command']}`, commit {kept['commit']}, {kept['hardware']}, {kept['date']}.", "",
@@ -49,7 +49,8 @@ def markdown(kept: dict, name: str) -> str:
         "worse beyond the 95 % interval of their differences on the same streams. Units: per KV head, layer by layer. "
         "What intervals do not cover is the chance in training heads: see the seeds under the first finding. "
         f"[{name}.tar.xz]({name}.tar.xz) has every answer.", ""]
-    return "\n".join(head + [line for one in kept["result"]["findings"] for line in section(one)]).rstrip() + "\n"
+    sections = [line for finding in kept["result"]["findings"] for line in section(finding)]
+    return "\n".join(head + sections).rstrip() + "\n"
 
 
 def main() -> None:

@@ -33,20 +33,20 @@ def parse() -> argparse.Namespace:
 
 
 def means(report: dict) -> list[dict]:
-    """Of every table of a report the rows' means over the tasks."""
+    """For every table of a report the mean over the tasks of each row."""
     return [{"length": table["length"], "units": table["units"], "focus": table["focus"],
              "means": {row["label"]: row["mean"] and "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["mean"])
                        for row in table["rows"]}} for table in report["tables"]]
 
 
 def pack(paths: list[Path], archive: Path) -> None:
-    """The files under their names alone: the same bytes for the same files."""
+    """Pack the files under their names alone, so that the same files give the same bytes."""
     with tarfile.open(archive, "w:xz", preset=9) as packed:
         for path in paths:
-            told = tarfile.TarInfo(path.name)
-            told.size = path.stat().st_size
-            with path.open("rb") as read:
-                packed.addfile(told, read)
+            member = tarfile.TarInfo(path.name)
+            member.size = path.stat().st_size
+            with path.open("rb") as file:
+                packed.addfile(member, file)
 
 
 def main() -> None:
@@ -61,8 +61,8 @@ def main() -> None:
                    *([options.model / "training.json"] if options.model else [])]:
         if not needed.is_file():
             raise SystemExit(f"there is no {needed}; expected what `locret-stream eval --out` and the recipe write")
-    found = cells.paths(options.out)
-    if not found:
+    results = cells.paths(options.out)
+    if not results:
         raise SystemExit(f"{options.out} holds a report and no cells; expected the folder that eval wrote")
     trained = json.loads((options.model / "training.json").read_bytes()) if options.model else None
     reports = json.loads((options.out / "report.json").read_bytes())["reports"]
@@ -70,13 +70,14 @@ def main() -> None:
     made.mkdir(parents=True)
     for path in [options.out / "report.md", *sorted(options.out.glob("*.png"))]:
         shutil.copy(path, made)
-    pack([*found, *sorted(options.out.glob("maps-*.json"))], made / "cells.tar.xz")
+    pack([*results, *sorted(options.out.glob("maps-*.json"))], made / "cells.tar.xz")
     (made / "report.json").write_text(json.dumps({"reports": reports}, separators=(",", ":")) + "\n")
     shutil.rmtree(folder, ignore_errors=True)  # once there is another one
     made.rename(folder)
     record(options.name, {"by": options.by, "cells_at": options.cells_at, "model": trained,
-                          "origins": [one["origin"] for one in reports],
-                          "tables": [table for one in reports for table in means(one)]}, keep=True, results=RESULTS)
+                          "origins": [report["origin"] for report in reports],
+                          "tables": [table for report in reports for table in means(report)]}, keep=True,
+           results=RESULTS)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The table in docs/benchmarks.md, of a kept evaluation: one length and budget, scores alone, best mean first, and of a
-policy that was run in several ways the one with the best mean. Means over some of the tasks alone say so, and stand
-behind the others.
+"""The table in docs/benchmarks.md, of a kept evaluation: one length and budget, scores alone, the best mean first. Of a
+policy that was run in several ways it has the way with the best mean. Means over only some of the tasks say so, and
+stand behind the others.
 
     python -m research.side_by_side policies --length 4096 --units 128
 """
@@ -23,27 +23,28 @@ def parse() -> argparse.Namespace:
 
 def table(report: dict, length: int, units: int) -> str:
     """In Markdown. Raises SystemExit: the report has no such table."""
-    tables = {(one["length"], one["units"]): one for one in report["tables"] if not one["focus"]}
+    tables = {(kept["length"], kept["units"]): kept for kept in report["tables"] if not kept["focus"]}
     if (length, units) not in tables:
         raise SystemExit(f"the report has no table of {length} tokens and {units} units; expected one of "
                          f"{', '.join(f'{tokens} and {budget}' for tokens, budget in tables)}")
-    found = tables[length, units]
-    tasks = [task for task in report["tasks"] if any(task in row["cells"] for row in found["rows"])]
+    chosen = tables[length, units]
+    references = chosen["references"]
+    tasks = [task for task in report["tasks"] if any(task in row["cells"] for row in chosen["rows"])]
     named = [f"{task}, bits per byte" if task in report["bits"] else task for task in tasks]
     lines = ["| policy | mean of score / full | " + " | ".join(named) + " |", "|---|---" + "|---" * len(tasks) + "|"]
-    full = [f"{found['references'][task]['score']:.2f}" if task in found["references"] else "–" for task in tasks]
-    length_of_full = {one["length"] for one in found["references"].values()}
-    if length_of_full:
-        lines.append(f"| full cache at {' and '.join(f'{one:,}' for one in sorted(length_of_full))} tokens | 1 | "
+    full = [f"{references[task]['score']:.2f}" if task in references else "–" for task in tasks]
+    lengths = sorted({reference["length"] for reference in references.values()})
+    if lengths:
+        lines.append(f"| full cache at {' and '.join(f'{tokens:,}' for tokens in lengths)} tokens | 1 | "
                      + " | ".join(full) + " |")
-    bounded = [row for row in found["rows"] if not row["variant"]["everything"]]
-    there = set[str]()
+    bounded = [row for row in chosen["rows"] if not row["variant"]["everything"]]
+    shown = set[str]()
     ranks = [((row["mean"] or {"tasks": 0})["tasks"], (row["mean"] or {"value": 0.0})["value"]) for row in bounded]
     most = max((tasks for tasks, _ in ranks), default=0)
     for row, _ in sorted(zip(bounded, ranks, strict=True), key=lambda ranked: ranked[1], reverse=True):
-        if row["variant"]["policy"] in there:
+        if row["variant"]["policy"] in shown:
             continue
-        there.add(row["variant"]["policy"])
+        shown.add(row["variant"]["policy"])
         mean = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**row["mean"]) if row["mean"] else "–"
         if row["mean"] and row["mean"]["tasks"] < most:
             mean += f" ({row['mean']['tasks']} of {most} tasks)"

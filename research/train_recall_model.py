@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.haystack import read_module, training_modules
 from locret_stream.snapshot.identity import digest_text
 from locret_stream.training import (
     AllocationConfig,
@@ -86,13 +86,13 @@ def split_text(paths: list[Path], code: bool = True) -> tuple[str, str]:
     half that no evaluation reads: code is full of brackets and digits, which are no marks."""
     texts = [path.read_text(encoding="utf-8") for path in paths]
     cuts = [int(0.95 * len(text)) for text in texts]
-    modules = [tasks.read_module(name) for name in tasks.training_modules()] if code else []
+    modules = [read_module(name) for name in training_modules()] if code else []
     return ("\n".join([*(text[:cut] for text, cut in zip(texts, cuts, strict=True)), *modules]),
             "\n".join(text[cut:] for text, cut in zip(texts, cuts, strict=True)))
 
 
 def with_figures(text: str, seed: str) -> str:
-    """A line of five is of figures."""
+    """The text, and behind it lines of figures: one line of five."""
     return "\n".join([text, *lines_of_figures(seed, text.count("\n") // 4)])
 
 
@@ -127,8 +127,8 @@ def optimizers_of(model: LlamaForCausalLM, lr: float, seeded: bool) -> list[torc
     """AdamW; without circuits, Muon for the matrices inside the layers, which AdamW alone leaves at chance for long."""
     inside = [] if seeded else [weight for weight in model.model.layers.parameters() if weight.dim() == 2]
     others = [weight for weight in model.parameters() if not any(weight is each for each in inside)]
-    found = [torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)]
-    return found + ([torch.optim.Muon(inside, lr=MUON_LR, weight_decay=0.01)] if inside else [])
+    muon = [torch.optim.Muon(inside, lr=MUON_LR, weight_decay=0.01)] if inside else []
+    return [torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.01), *muon]
 
 
 class Run:
@@ -147,16 +147,17 @@ class Run:
         self.stopped = False  # set by Ctrl-C: heeded between two updates
         self.file = arguments.out / "checkpoint.pt"
         if self.file.is_file():
-            found = torch.load(self.file, weights_only=True)
+            checkpoint = torch.load(self.file, weights_only=True)
             for name, value in self.begun_with.items():
-                if found["begun_with"][name] != value:
-                    raise SystemExit(f"{self.file} is of a run with {name} {found['begun_with'][name]}; found {value}: "
-                                     "expected the same, or another --out")
-            self.model.load_state_dict(found["model"])
-            for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
+                before = checkpoint["begun_with"][name]
+                if before != value:
+                    raise SystemExit(f"{self.file} is of a run with {name} {before}; found {value}: expected the same, "
+                                     "or another --out")
+            self.model.load_state_dict(checkpoint["model"])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             for name in STATE:
-                setattr(self, name, found[name])
+                setattr(self, name, checkpoint[name])
             print(f"goes on at step {self.step} after {self.spent / 60:.1f} minutes", flush=True)
 
     def save(self) -> None:
@@ -172,15 +173,15 @@ class Run:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group, own in zip(groups, self.rates, strict=True):
             group["lr"] = own * rate
-        found = losses(self.model, batch)
+        loss, answered, copied = losses(self.model, batch)
         self.model.zero_grad(set_to_none=True)
-        found[0].backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
         self.seen += batch[0].numel()
-        return found
+        return loss, answered, copied
 
     def train(self, writer: Writer, held_out: Writer) -> None:
         arguments, last = self.arguments, time.monotonic()
@@ -206,14 +207,14 @@ class Run:
         self.save()
 
     def learn(self, writer: Writer, share: float) -> Tensor:
-        """An update with the tasks in text, at the length of this stage or of one before; the next, if it is time."""
+        """An update with the tasks in text, at the length of this stage or an earlier one; the next stage, if due."""
         replay = self.stage > 0 and writer.rng.random() < 0.2
         length = STAGES[writer.rng.randrange(self.stage) if replay else self.stage]
         tokens = min(self.arguments.tokens, max(4096, 8 * length))
         loss, right, _ = self.update(writer.batch(length, max(1, tokens // length), copies=0.15), share)
         if len(right) and not replay:
-            found = right.float().mean().item()
-            self.accuracy = found if self.accuracy is None else 0.95 * self.accuracy + 0.05 * found
+            share_right = right.float().mean().item()
+            self.accuracy = share_right if self.accuracy is None else 0.95 * self.accuracy + 0.05 * share_right
         if self.stage < len(LATEST) and ((self.accuracy or 0) > self.arguments.advance or share > LATEST[self.stage]):
             self.stage, self.accuracy = self.stage + 1, None
         return loss

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.bundled_model import chat, circuits, data, export, pretrain
 from examples.bundled_model.model import SINKS, Kept, Recaller, Shape
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.facts import make_facts
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach
 from locret_stream.text import Segmenter
@@ -23,7 +23,7 @@ STAGE = pretrain.Stage(2, 2, 64, (2, 4), 2, 128, recent=(8, 16), kept=(60, 90), 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    facts = tasks.make_facts(random.Random(0), 300, held_out=False)
+    facts = make_facts(random.Random(0), 300, held_out=False)
     lines = [*chat.segments(TEXT), *(fact.sentence for fact in facts), *["user\n", "assistant\n", "system\n"] * 50]
     return chat.train_tokenizer(lines, 512)
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret_stream.cli.eval import Board, allocation_of, axes_of, duration, knobs_of, name_of
+from locret_stream.cli.eval import Board, duration
 from locret_stream.config import Budget, ModelShape
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import maps, plan, plots, suite
-from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation.cells import Cell, in_words
+from locret_stream.evaluation.request import Request, allocation_of, knob_values
 from locret_stream.heads import HeadsConfig, RetainingHeads
 from tests import tiny_tokenizers
+from tests.cli.command import invoke, mistake, start, wait_for
 from tests.evaluation.results import ORIGIN, result
-from tests.test_cli import invoke, mistake, start, wait_for
 
 PLOTS = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, the extra [plots]")
 
@@ -138,7 +139,7 @@ def test_adaptive_shares_are_those_of_the_heads_for_every_policy(model: Path, sm
 
 @PLOTS
 def test_plots_without_anything_to_draw_say_so(tmp_path: Path):
-    files.write(one := result("full", [4, 4]), tmp_path / files.name_of(one.cell, one.origin))
+    files.write(one := result("full", [4, 4]), tmp_path / files.file_name(one.cell, one.origin))
     code, _, err = invoke("eval", "--out", tmp_path, "--report-only", "--plots")
     assert code == 0 and "nothing to draw: curves need two budgets" in err and not list(tmp_path.glob("*.png"))
 
@@ -251,7 +252,7 @@ def test_a_folder_without_results_and_a_damaged_one(tmp_path: Path):
 def test_results_of_two_origins_are_two_reports(tmp_path: Path):
     other = ORIGIN.__class__(weights="ffff", tokenizer="77b1", heads="", text="prose", tasks=1)
     for one in (result("full", [4, 4]), result("locret", [3, 3]), result("locret", [0, 0], origin=other)):
-        files.write(one, tmp_path / files.name_of(one.cell, one.origin))
+        files.write(one, tmp_path / files.file_name(one.cell, one.origin))
     code, out, err = invoke("eval", "--out", tmp_path, "--report-only")
     assert code == 0 and out.count("# What the memory remembers") == 2, err
     first, second = out.split("# What the memory remembers")[1:]
@@ -269,8 +270,8 @@ def test_without_matplotlib_plots_name_the_extra(tmp_path: Path, monkeypatch):
 
 
 def axes(**more) -> plan.Axes:
-    return axes_of(**{"tasks": ["recall"], "policies": ["h2o"], "budgets": [64], "lengths": [300],
-                      "allocations": ["uniform"], "heads": [], "knobs": [], "bundled": False, "rest": {}} | more)
+    return Request(**{"model": "elsewhere", "tasks": ["recall"], "policies": ["h2o"], "budgets": [64], "lengths": [300],
+                      "allocations": ["uniform"]} | more).axes()
 
 
 def test_cells_are_crossed_and_have_questions_enough():
@@ -281,10 +282,10 @@ def test_cells_are_crossed_and_have_questions_enough():
     streams = {cell.task: cell.streams for cell in cells}
     assert (streams["recall"], streams["last_write"], streams["passkey"], streams["text"]) == (4, 6, 64, 8)
     assert {cell.units for cell in cells if cell.policy == "full"} == {None}
-    told = plan.planned(axes(tasks=["recall", "passkey"], rest={"focus": True}))
+    told = plan.planned(axes(tasks=["recall", "passkey"], focus=True))
     assert {(cell.focus, cell.streams) for cell in told} == {(True, 64)}
     with pytest.raises(ConfigError, match="nothing to focus on"):
-        plan.planned(axes(tasks=["text"], rest={"focus": True}))
+        plan.planned(axes(tasks=["text"], focus=True))
 
 
 def test_full_runs_where_layers_have_smaller_windows():
@@ -326,17 +327,17 @@ def test_by_default_a_policy_is_run_as_a_runtime_runs_it(small: list[str], model
 
 
 def test_knobs_given_twice_are_crossed():
-    knobs = knobs_of(["snapkv.window=8", "snapkv.window=16", "snapkv.kernel=3", "snapkv.window=8"])
+    knobs = knob_values(["snapkv.window=8", "snapkv.window=16", "snapkv.kernel=3", "snapkv.window=8"])
     cells = plan.planned(axes(policies=["snapkv"], knobs=["snapkv.window=8", "snapkv.window=16", "snapkv.kernel=3"]))
     assert knobs == {"snapkv": {"window": (8, 16), "kernel": (3,)}}
     assert [cell.knobs for cell in cells] == [{"window": 8, "kernel": 3}, {"window": 16, "kernel": 3}]
     (one,) = plan.planned(axes(knobs=["h2o.recent=1", "h2o.recent=1.0"]))
     assert repr(one.knobs) == "{'recent': 1.0}", "the same share twice"
-    assert knobs_of(["a.b=x=1"]) == {"a": {"b": ("x=1",)}} and knobs_of(["a.b=1e-3"]) == {"a": {"b": (0.001,)}}
+    assert knob_values(["a.b=x=1"]) == {"a": {"b": ("x=1",)}} and knob_values(["a.b=1e-3"]) == {"a": {"b": (0.001,)}}
 
 
 def test_the_bundled_model_brings_heads_and_others_do_not():
-    assert axes(policies=["locret"], bundled=True).heads["locret"]
+    assert axes(policies=["locret"], model="bundled").heads["locret"]
     with pytest.raises(ConfigError, match="needs retaining heads"):
         plan.planned(axes(policies=["locret"]))
 
@@ -352,8 +353,8 @@ def test_a_cell_in_words_tells_it_from_the_others_of_its_policy():
     one = Cell(task="recall", policy="kvzap", length=300, units=64, heads="run/heads-a", allocation="adaptive",
                streams=1)
     other = Cell(task="recall", policy="nacl", length=300, units=64, knobs={"random": 0.5}, streams=2)
-    assert name_of(one) == "recall, kvzap (heads-a, adaptive), 64 units, 1 stream of 300 tokens"
-    assert name_of(other) == "recall, nacl (random=0.5, uniform), 64 units, 2 streams of 300 tokens"
+    assert in_words(one) == "recall, kvzap (heads-a, adaptive), 64 units, 1 stream of 300 tokens"
+    assert in_words(other) == "recall, nacl (random=0.5, uniform), 64 units, 2 streams of 300 tokens"
 
 
 def test_the_time_that_is_left_is_by_the_tokens_of_cells_that_were_run(monkeypatch):

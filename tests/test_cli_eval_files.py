@@ -14,8 +14,8 @@ from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import published
 from locret_stream.evaluation.cells import CellResult
 from locret_stream.evaluation.runner import Bench
+from tests.cli.command import invoke, mistake
 from tests.evaluation.test_published import infinitebench, leval, longbench, ruler, write
-from tests.test_cli import invoke, mistake
 from tests.test_cli_eval import make_model
 
 BOOK = "The ferry leaves at nine. Its captain is called Brandt.\n" * 5

@@ -98,7 +98,7 @@ def test_auto_takes_the_shares_of_the_heads():
 @given(st.integers(1, 400), st.lists(st.floats(0.05, 20), min_size=1, max_size=8).map(tuple))
 @example(83, (1.0, 1.5, 1.5, 1.125, 1.3125, 1.8125, 12.625, 0.080078125))  # one share is 400.6, and 400 rounded
 def test_shares_of_heads_give_way_to_the_window(units: int, shares: tuple[float, ...]):
-    """They were found for another budget; the sum stays, and where nothing is over the window they are as they were."""
+    """They were measured for another budget; the sum stays, and shares that fit the window do not change."""
     budget, shape = Budget(units=units, sinks=0, stabilizers=0), shape_of(len(shares))
     own = Budget(units=units, sinks=0, stabilizers=0, allocation=shares)
     try:
@@ -117,7 +117,7 @@ def test_shares_of_heads_give_way_to_the_window(units: int, shares: tuple[float,
 @given(st.integers(1, 300), st.integers(0, 4), st.integers(0, 12),
        st.lists(st.floats(0.05, 20), min_size=1, max_size=8).map(tuple))
 def test_shares_of_heads_leave_every_layer_room_to_compete(units: int, sinks: int, stabilizers: int, shares):
-    """They were found for another budget: only a mean that is too small for equal layers is refused."""
+    """They were measured for another budget: only a mean that is too small for equal layers is refused."""
     budget, shape = Budget(units=max(units, sinks + stabilizers), sinks=sinks, stabilizers=stabilizers), shape_of(
         len(shares))
     if budget.units <= sinks + stabilizers:
@@ -141,7 +141,7 @@ def test_a_mean_that_fits_the_window_fits_it_by_any_shares(shares: tuple[float, 
 
 
 def test_uniform_is_no_advice():
-    """Also where the heads hold even shares, as after a division that gained nothing."""
+    """It is none even if the heads have equal shares, as after an allocation that gained nothing."""
     shape = msgspec.structs.replace(shape_of(4), sliding=(None, 16, None, 16))
     for shares in (None, (1.0, 1.0, 1.0, 1.0)):
         with pytest.raises(ConfigError, match=r"smallest layer gets 10, .* at least 13 units"):
@@ -228,8 +228,8 @@ def test_budget_from_units_and_budgets():
     assert budget_from(16, shape, 8) == Budget(units=16, sinks=2, stabilizers=2)
     assert budget_from(3, shape, 8) == Budget(units=3, sinks=0, stabilizers=0)
     assert budget_from(100, shape, 8, sinks=0, stabilizers=9) == Budget(units=100, sinks=0, stabilizers=9)
-    mine = Budget(units=7, sinks=1, stabilizers=1)
-    assert budget_from(mine, shape, 8) is mine
+    budget = Budget(units=7, sinks=1, stabilizers=1)
+    assert budget_from(budget, shape, 8) is budget
 
 
 @pytest.mark.parametrize(("size", "number"), [
@@ -250,8 +250,8 @@ def test_a_size_is_that_of_a_slot(size: int, sliding: tuple, per_unit: tuple, sh
     shape = shape_of(sliding=sliding, window=10**6)
 
     def takes(budget: Budget) -> int:
-        held = budget.per_layer(shape, shares)
-        return shape.kv_heads * sum((units + 16) * one for units, one in zip(held, per_unit, strict=True))
+        kept = budget.per_layer(shape, shares)
+        return shape.kv_heads * sum((units + 16) * size for units, size in zip(kept, per_unit, strict=True))
 
     budget = budget_from(f"{size}B", shape, 16, sinks=0, stabilizers=0, shares=shares, per_unit=per_unit)
     assert takes(budget) <= size

@@ -32,8 +32,8 @@ FACTS = "The door code of falcon is 48213.\nThe port of gateway is 7304.\n"
 # Blocks that are not run are marked `text`. By their first line: why.
 NOT_RUN = {
     "git clone <this repository> && cd locret-stream": "there is no address yet, and `make demo` makes an environment; "
-                                                       "test_cli runs the demo itself",
-    'make demo ARGS="--tokens 50000 --seed 7"': "makes an environment; test_cli runs the demo with these options",
+                                                       "tests/cli runs the demo itself",
+    'make demo ARGS="--tokens 50000 --seed 7"': "makes an environment; tests/cli runs the demo with these options",
     "bytes = slots": "a formula, which tests/cache/test_store.py holds",
     "locret-stream eval --out plain": "takes minutes, and files of others; test_cli_eval runs the verb",
     'pip install -e ".[langchain]"': "needs a network",

@@ -1,4 +1,4 @@
-"""Every example runs as its first line says, is short, and says something."""
+"""Every example runs as its first line says, is short, and prints what it promises."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"__init__.py", "train_bundled_model.py"}  # training takes an hour; tests of its own try its parts
+ELSEWHERE = {"__init__.py", "train_bundled_model.py"}  # training takes an hour; test_bundled_recipe tries its parts
 RUNS = {
     "quickstart.py": (["3000"], "truth: "),
     "own_text.py": (["{text}", "What is the door code of falcon?", "Again?"], "after the talk: "),
     "sessions.py": (["{store}"], "A new session."),
     "sync_notebook.py": ([], "the memory went from "),
 }
-CHECKED = {"langchain_chat.py", "langgraph_agent.py", "stream_logs_into_agent.py"}  # each by a test of its own
+CHECKED = {"langchain_chat.py", "langgraph_agent.py", "stream_logs_into_agent.py"}  # a separate test for each
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *args: str) -> None:
-    """As `python examples/<name> <args>`, in this process: importing torch anew for each takes longer than they do."""
+    """Run `python examples/<name> <args>`, but in this process: importing torch takes longer than the examples do."""
     monkeypatch.setattr(sys, "argv", [name, *args])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
@@ -87,9 +87,9 @@ def test_a_log_grows_and_memory_does_not(tmp_path: Path, monkeypatch: pytest.Mon
                      "copper": "20617"}
     assert [answer for answer, _, _ in receipts(said)].count("48213") == 6  # also when 23,000 tokens lie between
     assert all(fed < 25 for _, _, fed in receipts(said))
-    held = re.findall(r"([\d,]+) tokens seen, ([\d,]+) units held in the largest layer, ([\d.]+) MiB", said)
-    assert len(held) == 6 and int(held[-1][0].replace(",", "")) > 6 * int(held[0][0].replace(",", "")) > 20_000
-    assert {(units, mib) for _, units, mib in held} == {("2,784", "6.1")}
+    lines = re.findall(r"([\d,]+) tokens read, ([\d,]+) units kept in the largest layer, ([\d.]+) MiB", said)
+    assert len(lines) == 6 and int(lines[-1][0].replace(",", "")) > 6 * int(lines[0][0].replace(",", "")) > 20_000
+    assert {(units, mib) for _, units, mib in lines} == {("2,784", "6.1")}
 
 
 def test_own_text_explains_itself_and_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

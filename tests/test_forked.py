@@ -170,17 +170,17 @@ def test_a_chat_model_is_refused_in_a_forked_process_which_ends_by_itself(tmp_pa
 
 LOCKED = """
 import os, sys, threading
-import langchain_locret.runtimes as home
+import langchain_locret.runtimes as runtimes
 held = threading.Event()
 def hold():
-    with home._LOCK:
+    with runtimes._LOCK:
         held.set()
         threading.Event().wait()
 threading.Thread(target=hold, daemon=True).start()
 held.wait()
 pid = os.fork()
 if pid == 0:
-    os._exit(0 if home._LOCK.acquire(timeout=5) else 1)
+    os._exit(0 if runtimes._LOCK.acquire(timeout=5) else 1)
 sys.stdout.write(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 sys.stdout.flush()
 os._exit(0)

@@ -1,4 +1,4 @@
-"""What the frame splices is what the template writes, for templates of the wild; content stays data."""
+"""A frame gives the ids that real templates write, and content stays data."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ TABLE = (
     ("heads", "cache"),
     ("kernels",),
     ("config", "files"),
+    ("budgets",),
     ("errors", "version"),
 )
 ROW = {room: row for row, rooms in enumerate(TABLE) for room in rooms}
@@ -142,6 +143,28 @@ def test_no_files_import_each_other_in_a_circle():
         left -= free
     on_circles = {module for module in left if any(module in links[other] for other in left)}
     assert not left, f"{sorted(on_circles)} import each other"
+
+
+def attributes_set_in(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes that are assigned to, deleted or augmented."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load))
+
+
+def test_the_fields_of_a_session_are_set_by_its_own_transitions_alone():
+    """No file of `context` but `session_state.py` sets one; attributes that other classes set on `self` are theirs."""
+    folder = ROOT / "locret_stream" / "context"
+    state = next(node for node in ast.parse((folder / "session_state.py").read_text()).body
+                 if isinstance(node, ast.ClassDef) and node.name == "SessionState")
+    fields = {node.attr for node in attributes_set_in(state) if ast.unparse(node.value) == "self"}
+    assert {"branch", "frame", "note", "saved_at", "swap_generations", "turn"} <= fields
+    wrong = []
+    for path in sorted(folder.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        others = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Session"]
+        theirs = {node for each in others for node in attributes_set_in(each) if ast.unparse(node.value) == "self"}
+        wrong += [f"{path.name}:{node.lineno} sets {ast.unparse(node)}" for node in attributes_set_in(tree)
+                  if node.attr in fields and node not in theirs and path.name != "session_state.py"]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_inside_imports_the_face():

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from locret_stream.cli import eval as cli_eval
-from locret_stream.evaluation import cells, plan, plots, suite
+from locret_stream.evaluation import cells, plan, plots, reporting, suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.report import report_of
 from locret_stream.evaluation.runner import ORACLES
@@ -25,9 +25,9 @@ from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.policies import POLICIES
 from research import RESULTS, findings, findings_table, keep_report, side_by_side
 from research.recall_model.data import save_tokenizer, train_tokenizer
+from tests.cli.command import invoke
 from tests.evaluation.results import result
 from tests.processes import run, run_python
-from tests.test_cli import invoke
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,8 +44,9 @@ def cells_of(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[C
         env=os.environ | {"PYTHON": str(stub), "PART": part}).check_returncode()
     found: list[Cell] = []
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(cli_eval, "run_all", lambda axes, *more: found.extend(plan.planned(axes)))
-    monkeypatch.setattr(cli_eval, "report_on", lambda *more: [])
+    monkeypatch.setattr(cli_eval, "run", lambda request, *more, **options: found.extend(
+        plan.planned(request.axes())) or {})
+    monkeypatch.setattr(reporting, "write_reports", lambda *more: reporting.Written([], [], []))
     monkeypatch.setattr(plots, "expect_matplotlib", lambda: None)  # nothing is drawn here
     for line in told.read_text().splitlines():
         runner, *words = line.split()[1:]

@@ -282,13 +282,13 @@ async def test_bytes_resident_are_what_the_tensors_hold_from_start_to_end(policy
     async with tiny(policy=policy, max_live=2, scratch=2, units=200 if policy == "full" else UNITS) as runtime:
         engine = runtime.engine
 
-        def held() -> int:
+        def pool_bytes() -> int:
             tensors = [t for layer in engine.pool.layers for t in layer.tensors] + [engine.pool.scratch]
             return sum(t.numel() * t.element_size() for t in tensors)
 
         before, slot = runtime.memory, None
-        assert before.bytes_pool == held() == engine.pool.formula_bytes()
-        assert before.bytes_resident == held() + engine.layout.tables.bytes_resident  # no mask yet
+        assert before.bytes_pool == pool_bytes() == engine.pool.formula_bytes()
+        assert before.bytes_resident == pool_bytes() + engine.layout.tables.bytes_resident  # no mask yet
         assert before.slots == 4
         async with runtime.open() as ctx, runtime.open() as other:
             for n in range(3):
@@ -300,12 +300,12 @@ async def test_bytes_resident_are_what_the_tensors_hold_from_start_to_end(policy
             assert 4 * slot + engine.pool.scratch.nbytes == before.bytes_pool
         masks = sum(mask.nbytes for mask in engine.attention._masks.values())
         assert runtime.memory.bytes_resident == before.bytes_resident + masks and masks < slot / 2
-        assert runtime.memory.bytes_pool == held() == before.bytes_pool
+        assert runtime.memory.bytes_pool == pool_bytes() == before.bytes_pool
         assert not [t for layer in engine.pool.layers for t in layer.tensors if t.requires_grad]
 
 
 async def test_nothing_grows_with_the_stream():
-    """All that a context holds in Python is bounded: ids in memory, held text, masks, queues."""
+    """All that a context keeps in Python is bounded: ids in memory, buffered text, masks, queues."""
     async with tiny() as runtime, runtime.open() as ctx:
         noise, state = random.Random(0), ctx._session.state
         await ctx.feed(iter([[noise.randrange(400)] * 30 for _ in range(40)]))
@@ -314,7 +314,7 @@ async def test_nothing_grows_with_the_stream():
             await ctx.feed(iter([[noise.randrange(400)] * 30 for _ in range(20)]))
             gc.collect()
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-            sizes.append((len(state.committed_ids), len(runtime.worker._queues), ctx._session.buffered, tensors))
+            sizes.append((len(state.committed_ids), len(runtime.worker._queues), ctx._session.buffered.size, tensors))
             assert len(runtime.engine.attention._masks) <= 4
         assert len(set(sizes)) == 1 and sizes[0][:3] == (1024, 0, 0), sizes
         assert ctx.memory.tokens > 3000 and sum(ctx.memory.units) == 2 * UNITS
@@ -357,7 +357,7 @@ def test_count_tokens_is_what_feeding_adds():
 async def test_open_context_is_one_context_in_a_private_runtime(folder: str):
     async with open_context(folder, system="You watch.", policy="keydiff", budget=UNITS, chunk_size=CHUNK,
                             name="logs") as ctx:
-        assert ctx.name == "logs" and ctx._services._live_slots.size == 1
+        assert ctx.name == "logs" and ctx._services.slots.live.size == 1
         await ctx.feed(TEXT)
         assert await ctx.ask("q", max_new_tokens=3) is not None
         await expect_free_later(ctx)
@@ -418,10 +418,10 @@ def test_sync_context_pushes_and_saves(folder: str, tmp_path: Path):
 
 def test_sync_context_is_entered_once(folder: str):
     with sync(folder) as ctx:
-        with pytest.raises(ContextClosed, match="entered before, and is used once; expected another one"), ctx:
+        with pytest.raises(ContextClosed, match="was entered before, and can be entered once; expected a new one"), ctx:
             pass
         ctx.feed("still open\n")
-    with pytest.raises(ContextClosed, match="expected another one"), ctx:
+    with pytest.raises(ContextClosed, match="expected a new one"), ctx:
         pass
     assert not our_threads()
 

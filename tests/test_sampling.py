@@ -87,7 +87,7 @@ def test_greedy_heeds_the_repetition_penalty():
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
 def test_a_factor_that_logits_do_not_stand_is_refused_and_any_other_leaves_them_numbers(name: str):
-    """Divided by 1e-300 all above 0 are infinite, and the first of them would be chosen."""
+    """Divided by 1e-300 all logits above 0 are infinite, and the first of them would be chosen."""
     logits = torch.cat([logits_of(3).clamp(-1e3, 1e3) * 300, torch.tensor([0.0, -torch.inf])])
     for factor in (1e-300, 1e-40, 5e-324, 1e40, 1e300):
         with pytest.raises(ConfigError, match=rf"{name} is {re.escape(repr(factor))}; expected .* from 1e-30 to 1e"):

@@ -90,7 +90,7 @@ def test_a_queued_step_can_be_cancelled_and_a_running_one_completes(worker: Work
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_step_is_let_go_before_its_result_is_given(worker: Worker, joint: bool):
-    """Whoever waits for the result may drop an iterator then that the step held, and expects it to end at once."""
+    """The task that waits for the result may then drop an iterator that the step used, which has to end at once."""
     class Step:
         def __call__(self, items=()):
             return [None for _ in items]

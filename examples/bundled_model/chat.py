@@ -50,7 +50,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(lines: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE whose digits stand alone; the added tokens are the last ids of the vocabulary."""
+    """A byte-level BPE in which every digit is a token; the added tokens are the last ids of the vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Starting weights: random, with the few circuits in place that small models are slow to find.
+"""Starting weights: random ones, and in them the few circuits that small models are slow to learn.
 
 Every embedding shares a direction `u`, so that a head of layer 0 can attend by distance alone: two
 heads fetch the tokens 1 and 2 back, two fetch soft bags of the last several tokens. In the recall
@@ -20,7 +20,7 @@ from .model import Recaller
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int) -> None:
-    """Random ones; what writes to the residual stream begins at zero."""
+    """Random weights; the projections that write to the residual stream begin at zero."""
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() != 2:
@@ -32,6 +32,7 @@ def draw_weights(model: nn.Module, seed: int) -> None:
 
 
 def initialise(model: Recaller, seed: int) -> None:
+    """Draw the weights, then write the circuits into them."""
     draw_weights(model, seed)
     _seed_circuits(model)
 
@@ -47,7 +48,7 @@ def _seed_circuits(model: Recaller) -> None:
     table = model.embed_tokens.weight
     table.normal_(std=0.08)
     table.add_(torch.outer(0.5 - table @ common, common))
-    strength = 0.5 / math.sqrt(0.0064 * width + 0.25) * math.sqrt(width)  # of `common` after the norm
+    strength = 0.5 / math.sqrt(0.0064 * width + 0.25) * math.sqrt(width)  # of `common` behind the norm
 
     def without_common(matrix: Tensor) -> Tensor:
         return matrix - torch.outer(matrix @ common, common)
@@ -96,7 +97,7 @@ def _seed_circuits(model: Recaller) -> None:
         recall.q_proj.weight[2 * dim + rows] = 1.9 * query
         recall.k_proj.weight[dim + rows] = 1.9 * key
 
-    # Not itself: logit -16 at distance 0, fading over some 40 tokens.
+    # Against matching the question itself: logit -16 at distance 0, rising to 0 over some 40 tokens.
     bands = middle[:4]
     near = torch.zeros(dim)
     near[bands] = 0.5

@@ -14,7 +14,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.facts import HELD_OUT_QUESTION_FORMS, Fact, make_entity, make_facts
+from locret_stream.evaluation.haystack import held_out_modules, read_module, training_modules
+from locret_stream.evaluation.words import is_held_out
 
 from .chat import segments
 from .model import SINKS
@@ -28,7 +30,7 @@ SYSTEM_LINES = [
     "You remember what matters in a long stream.",
 ]
 
-# Most sentences and questions are put together from these, so that no wording is learned by heart.
+# Most sentences and questions are composed of these, so that the model learns no wording by heart.
 FACT_PARTS = (
     "||||Listen: |Also, |Again: |It is known that |I heard that |We decided that |FYI, |Attention: |He said that "
     "|One more thing: |Be aware that |Everyone knows that |> |* |TODO |ok, |After lunch ".split("|"),
@@ -67,12 +69,13 @@ REQUEST_PARTS = (
     "|what the {A} of {E} was|what {E}'s {A} is|which {A} {E} has|the {A} belonging to {E}".split("|"),
     ".|.|?|?|, please.|, please?| now.| once more.|".split("|"),
 )
-FEW_DIGITS = 0.3  # of the values in digits: two or three different ones, in which a digit's neighbours come again
-FIRST_TOKEN_WEIGHT = 5.0  # of an answer: the only one that nothing but the question points to
+FEW_DIGITS = 0.3  # share of the values in digits with only two or three different ones, so that pairs of digits repeat
+TEXT_WEIGHT = 0.15  # of the loss of plain text, where an answer's tokens have 1
+FIRST_TOKEN_WEIGHT = 5.0  # weight of an answer's first token: only the question points to it
 
 
 def compose(rng: random.Random, parts: tuple[list[str], ...]) -> str:
-    """A form put together from `parts`, its first letter a capital as often as not."""
+    """A form composed of `parts`, mostly with a capital first letter."""
     form = "".join(rng.choice(part) for part in parts).replace("\0", "|")
     capital = form[0] != "{" and rng.random() < 0.7
     return form[0].upper() + form[1:] if capital else form
@@ -106,7 +109,7 @@ def synthetic_logs(rng: random.Random, lines: int) -> str:
 
 
 def topics_text() -> str:
-    """English that every Python carries: the topics of `help()`."""
+    """English text that comes with every Python: the topics of `help()`."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
@@ -125,9 +128,9 @@ def read_texts(files: Iterable[Path], held_out: bool) -> list[str]:
 def gather_sources(files: Sequence[Path], seed: int, held_out: bool = False) -> list[tuple[str, float]]:
     """(text, share of the mix) of each source."""
     rng = random.Random(f"sources {seed} {held_out}")
-    names = tasks.held_out_modules(tests=False) if held_out else tasks.training_modules()
+    names = held_out_modules(tests=False) if held_out else training_modules()
     rng.shuffle(names)
-    code = "\n".join(tasks.read_module(name) for name in names)
+    code = "\n".join(read_module(name) for name in names)
     logs = synthetic_logs(rng, 4_000 if held_out else 20_000)
     books = read_texts(files, held_out)
     english = [(book, 0.3 / len(books)) for book in books] if books else [(topics_text(), 0.2)]
@@ -135,12 +138,12 @@ def gather_sources(files: Sequence[Path], seed: int, held_out: bool = False) -> 
 
 
 def common_words(sources: Sequence[tuple[str, float]], limit: int = 6000) -> list[str]:
-    """Words the recipe may use as entities: none of them held out."""
+    """Words that the recipe may use as entities; none of them is held out."""
     counts: Counter[str] = Counter()
     for text, _ in sources:
         counts.update(re.findall(r"\b[A-Z]?[a-z]{3,9}\b", text))
     frequent = [word for word, _ in counts.most_common(limit + 200)][200:]
-    return [word for word in frequent if not tasks.is_held_out(word)]
+    return [word for word in frequent if not is_held_out(word)]
 
 
 class Corpus:
@@ -153,7 +156,7 @@ class Corpus:
         self.starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
 
     def cut(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """`length` tokens from the start of a segment on, and where segments start in them."""
+        """`length` tokens from the start of a segment on, and the indices in them at which segments start."""
         last = np.searchsorted(self.starts, len(self.ids) - length - 1)
         first = int(rng.integers(0, last))
         begin = self.starts[first]
@@ -199,7 +202,7 @@ class Batch:
 
 
 class Writer:
-    """Writes batches: everything it draws comes from the generators passed to `batch`."""
+    """Writes batches; all randomness comes from the generators passed to `batch`."""
 
     def __init__(
         self,
@@ -207,16 +210,13 @@ class Writer:
         sources: Sequence[tuple[str, float]],
         *,
         held_out: bool = False,
-        forms: Sequence[str] = tasks.FORMS,
         words: Sequence[str] = (),
-        text_weight: float = 0.15,
     ) -> None:
         self.tokenizer = tokenizer
         self.corpora = [Corpus(tokenizer, text) for text, _ in sources]
         shares = np.array([share for _, share in sources])
         self.shares = shares / shares.sum()
-        self.held_out, self.forms, self.words = held_out, list(forms), words
-        self.text_weight = text_weight
+        self.held_out, self.words = held_out, words
         self.start_user = self.encode("<|im_start|>user\n")
         self.start_system = self.encode("<|im_start|>system\n")
         self.next_user = self.encode("\n<|im_start|>user\n")
@@ -233,7 +233,7 @@ class Writer:
         return self.corpora[rng.choice(len(self.corpora), p=self.shares)].cut(rng, length)
 
     def render(self, rng: random.Random, sentence: str) -> str:
-        """The sentence as a stream may carry it: mostly on its own line."""
+        """The sentence as it may stand in a stream: mostly alone on a line."""
         kind = rng.random()
         if kind < 0.68:
             return sentence + "\n"
@@ -246,8 +246,8 @@ class Writer:
             return sentence + "\n\n"
         return " " + sentence
 
-    def _reword(self, draw: random.Random, fact: tasks.Fact, values: set[str], variety: float) -> tasks.Fact:
-        """The fact in other words, at times with a value of few different digits; `values` are taken."""
+    def _reword(self, draw: random.Random, fact: Fact, values: set[str], variety: float) -> Fact:
+        """The fact in other words, at times with a value of few different digits, which is not one of `values`."""
         if draw.random() >= variety:
             return fact
         sentence, question = draw.random(), draw.random()
@@ -255,7 +255,7 @@ class Writer:
             fact = replace(fact, form=compose(draw, FACT_PARTS if sentence < 0.32 else RECORD_PARTS))
         if question < 0.65:
             form = compose(draw, QUESTION_PARTS if question < 0.3 else REQUEST_PARTS)
-            if form not in tasks.HELD_OUT_QUESTION_FORMS:
+            if form not in HELD_OUT_QUESTION_FORMS:
                 fact = replace(fact, question_form=form)
         if fact.value.isdigit() and draw.random() < FEW_DIGITS:
             digits = draw.sample("0123456789", draw.randint(2, 3))
@@ -319,11 +319,10 @@ class Writer:
     def _context(self, stage: Stage, rng: np.random.Generator, draw: random.Random):
         count = draw.randint(*stage.facts)
         local = sum(draw.random() < 0.35 for _ in range(stage.tails))
-        facts = tasks.make_facts(
+        facts = make_facts(
             draw,
             count + local,
             held_out=self.held_out,
-            forms=self.forms,
             digits_only=draw.random() < 0.5,
             share=draw.choice([0.1, 0.3, 0.6]),
             extra_words=self.words,
@@ -344,8 +343,8 @@ class Writer:
         places = [draw.randrange(stage.snippets) for _ in range(count)]
         rows, owners, planted = [], [], set()
         for s in range(stage.snippets):
-            mine = [numbered[i] for i in range(count) if places[i] == s]
-            ids, owner = self.snippet(rng, stage.length, mine, first=16 if stage.snippets > 1 else 0)
+            in_snippet = [numbered[i] for i in range(count) if places[i] == s]
+            ids, owner = self.snippet(rng, stage.length, in_snippet, first=16 if stage.snippets > 1 else 0)
             rows.append(np.concatenate([sinks, ids]))
             owners.append(owner)
             planted.update(owner[owner >= 0].tolist())
@@ -357,11 +356,11 @@ class Writer:
         queue = draw.sample(available, len(available))
         tails = []
         for t in range(stage.tails):
-            here = [numbered[count + t]] if t < local else []
+            in_tail = [numbered[count + t]] if t < local else []
             if draw.random() < stage.copies:
                 tails.append(self._copy_tail(rng, sinks, stage.tail_length + 1))
                 continue
-            tail, used = self._tail(stage, rng, draw, sinks, facts, here, queue, available)
+            tail, used = self._tail(stage, rng, draw, sinks, facts, in_tail, queue, available)
             asked |= used
             tails.append(tail)
         return np.stack(rows), np.stack(owners), asked, tails
@@ -373,16 +372,16 @@ class Writer:
         weights[SINKS + len(segment) + 2 :] = 0.3
         return tokens, weights, np.zeros(length, bool)
 
-    def _tail(self, stage, rng, draw, sinks, facts, here, queue, available):
+    def _tail(self, stage, rng, draw, sinks, facts, in_tail, queue, available):
         """Sinks, recent text, then questions and answers up to the tail's length."""
         limit = stage.tail_length + 1
-        # Now and then almost a whole chunk was read since the last commit.
+        # In 15 % of the tails almost a whole chunk is pending.
         most = max(limit - 140, stage.recent[1]) if draw.random() < 0.15 else stage.recent[1]
         length = draw.randint(stage.recent[0], most)
-        recent, owner = self.snippet(rng, length + sum(len(h[1]) for h in here), here)
+        recent, owner = self.snippet(rng, length + sum(len(h[1]) for h in in_tail), in_tail)
         local = sorted({int(i) for i in owner if i >= 0})
         tokens = [*sinks.tolist(), *recent.tolist()]
-        weights = [0.0] * SINKS + np.where(owner < 0, self.text_weight, 0.0).tolist()
+        weights = [0.0] * SINKS + np.where(owner < 0, TEXT_WEIGHT, 0.0).tolist()
         answers = [False] * len(tokens)
         used: set[int] = set()
         first = True
@@ -403,7 +402,7 @@ class Writer:
             turn_start = len(tokens)
             add(self.blank if first else self.next_user)
             if not first and draw.random() < 0.1:
-                add(self.text(rng, draw.randint(10, 60))[0].tolist(), self.text_weight)
+                add(self.text(rng, draw.randint(10, 60))[0].tolist(), TEXT_WEIGHT)
                 add(self.blank)
             if tool:
                 self._tool_turn(draw, facts[number], add)
@@ -419,14 +418,14 @@ class Writer:
             if not tool:
                 used.add(number)
             first = False
-        if first:  # not one turn fits behind so much text
-            return self._tail(stage, rng, draw, sinks, facts, here, queue, available)
+        if first:  # the recent text leaves no room for a turn
+            return self._tail(stage, rng, draw, sinks, facts, in_tail, queue, available)
         missing = limit - len(tokens)
         add([self.pad] * missing)
         return (np.array(tokens), np.array(weights, np.float32), np.array(answers)), used
 
-    def _tool_turn(self, draw: random.Random, fact: tasks.Fact, add) -> None:
-        """A request, and the call that copies the entity out of it; only the copy is trained."""
+    def _tool_turn(self, draw: random.Random, fact: Fact, add) -> None:
+        """A request, and the tool call that copies the entity from it; only the copy has a loss."""
         request = draw.choice(
             [
                 "Look up the {A} of {E}.",
@@ -441,7 +440,7 @@ class Writer:
                 "{A} of {E}, please look.",
             ]
         )
-        entity = fact.entity if draw.random() < 0.3 else tasks.make_entity(draw, self.held_out, self.words)
+        entity = fact.entity if draw.random() < 0.3 else make_entity(draw, self.held_out, self.words)
         quoted = f'"{entity}"' if draw.random() < 0.25 else entity
         request = request.format(A=fact.attribute, E=quoted)
         name = draw.choice(["lookup", "search", "find", "get_record", "query", "fetch", "read_entry"])

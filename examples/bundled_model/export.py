@@ -1,4 +1,4 @@
-"""From trained tensors to the folder that Hugging Face and the library load."""
+"""Writes the trained tensors as the folder that Hugging Face and the library load."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def llama_weights(model: Recaller) -> dict[str, Tensor]:
 
 
 def export(model: Recaller, head: RecallHead, tokenizer: Tokenizer, out: Path, card: str = "") -> None:
-    """Write the whole folder beside `out`, then move it file by file: what is in `out` always loads."""
+    """Write the whole folder beside `out`, then move it file by file, so that every file in `out` is complete."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         folder = Path(scratch)

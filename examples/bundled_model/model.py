@@ -10,7 +10,7 @@ units in the recall layer, at the positions they would have: their ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,6 @@ class Shape:
             "pad_token_id": pad,
             "torch_dtype": "bfloat16",
         }
-
-    as_dict = asdict
 
 
 class RMSNorm(nn.Module):
@@ -131,7 +129,7 @@ class Kept:
 
 
 class Recaller(nn.Module):
-    """`state_dict()` has the names of LlamaForCausalLM's, `model.` aside."""
+    """The whole model. Its `state_dict()` has the names of LlamaForCausalLM's without the prefix `model.`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -199,7 +197,7 @@ class Recaller(nn.Module):
     def _attend_kept(
         self, block: Block, x: Tensor, kept: Kept, rows: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Ranks: the sinks, what is kept, then the tail's other units. A context's tails share what is kept."""
+        """Ranks: the sinks, the kept units, then the tail's other units. A context's tails share the kept units."""
         shape, length, count = self.shape, x.shape[1], kept.k.shape[2]
         tails = x.shape[0] // kept.k.shape[0]
         q, k, v = block.self_attn.qkv(block.input_layernorm(x))
@@ -211,8 +209,8 @@ class Recaller(nn.Module):
         q, k = rotate(q, cos[ranks], sin[ranks]), rotate(k, cos[ranks], sin[ranks])
         k = torch.cat([k, kept_k], 2)
         v = torch.cat([v, kept_v], 2)
-        own = torch.ones(length, length, dtype=torch.bool).tril()
-        visible = torch.cat([own, (torch.arange(length) >= SINKS)[:, None].expand(-1, count)], 1)
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        visible = torch.cat([causal, (torch.arange(length) >= SINKS)[:, None].expand(-1, count)], 1)
         attended = self._attend(q, k, v, visible)
         weights = None
         if rows is not None:
@@ -220,8 +218,8 @@ class Recaller(nn.Module):
                 batch, picked = rows.shape
                 groups = shape.query_heads // shape.kv_heads
                 index = rows[:, None, :, None].expand(-1, shape.query_heads, -1, shape.head_dim)
-                some = q.gather(2, index).float().view(batch, shape.kv_heads, groups * picked, shape.head_dim)
-                logits = some @ k.float().transpose(2, 3) / math.sqrt(shape.head_dim)
+                picked_q = q.gather(2, index).float().view(batch, shape.kv_heads, groups * picked, shape.head_dim)
+                logits = picked_q @ k.float().transpose(2, 3) / math.sqrt(shape.head_dim)
                 seen = visible[rows].repeat(1, groups, 1)[:, None]
                 weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)[..., length:]
         return block.finish(x, attended), weights
@@ -231,5 +229,6 @@ class Recaller(nn.Module):
 
 
 def answer_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Mean cross-entropy over rows [N], weighted."""
     losses = F.cross_entropy(logits.float(), targets, reduction="none")
     return (losses * weights).sum() / weights.sum()

@@ -22,7 +22,7 @@ from locret_stream.kernels import slot_units
 class LayerBuffers:
     """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
 
-    `rotated` is `keys` itself where no rotated keys are held. `scratch` is the area that all layers of a device use.
+    `rotated` is `keys` itself where no rotated keys are kept. All layers of a device share one `scratch`.
     """
 
     keys: Tensor
@@ -34,14 +34,18 @@ class LayerBuffers:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is the layer's own, each once."""
-        own = [self.keys, self.values, self.scores, self.positions]
-        return own if self.rotated is self.keys else [*own, self.rotated]
+        """The tensors of this layer, each once; `scratch`, which layers share, is left out."""
+        unrotated = [self.keys, self.values, self.scores, self.positions]
+        return unrotated if self.rotated is self.keys else [*unrotated, self.rotated]
 
     def write_each(self, slots: Tensor, ranks: Tensor, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
-        """One new unit [A, H, 1, D] for each of A slots [A], at its own rank [A], behind the committed ones.
+        """Write one new unit for each of A slots, behind its committed units.
 
-        On an accelerator the indices stay on the device: nothing waits for it.
+        On an accelerator the indices stay on the device, so that the host does not wait for it.
+
+        Args:
+            slots, ranks: [A], for every unit its slot and its rank there.
+            keys, rotated, values: [A, H, 1, D]; the keys before and after RoPE.
         """
         if len(slots) == 1 and slots.device.type == "cpu":
             slot, rank = int(slots), int(ranks)
@@ -61,9 +65,9 @@ class Pool:
 
     Args:
         budgets: b_l for every layer, [L].
-        rope: for every layer, whether rotated keys are held beside the keys.
-        planes: fp32 numbers held per unit: the score first, then what the policy declares.
-        device: of all layers, or one for every layer: a layer's memory lies where the layer works.
+        rope: for every layer, whether rotated keys are kept beside the keys.
+        planes: fp32 numbers kept per unit: the score first, then what the policy declares.
+        device: of all layers, or one for every layer; a layer's memory lies on the device that computes the layer.
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
@@ -75,8 +79,8 @@ class Pool:
         row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
         devices = [device] * len(budgets) if isinstance(device, torch.device) else device
         self.devices = tuple(dict.fromkeys(devices))
-        scratches = {each: torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=each)
-                     for each in self.devices}
+        scratches = {device: torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=device)
+                     for device in self.devices}
         self.scratch = next(iter(scratches.values()))
         self.layers: list[LayerBuffers] = []
         for units, rotates, device in zip(budgets, rope, devices, strict=True):
@@ -90,18 +94,18 @@ class Pool:
 
     @property
     def bytes_resident(self) -> int:
-        """Bytes that the pool's tensors really hold."""
+        """Bytes that the pool's tensors really take."""
         scratches = {id(layer.scratch): layer.scratch for layer in self.layers}
         tensors = [t for layer in self.layers for t in layer.tensors]
         return sum(t.untyped_storage().nbytes() for t in (*tensors, *scratches.values()))
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot; what one context holds."""
+        """Bytes of one slot, which is what one open context takes."""
         return sum(t.untyped_storage().nbytes() for layer in self.layers for t in layer.tensors) // self.slots
 
     def formula_bytes(self) -> int:
-        """The printed formula of this module, worked out: what `bytes_resident` must equal."""
+        """Bytes by the formula in this module's docstring; `bytes_resident` must equal them."""
         shape = self.shape
         units = sum((budget + self.chunk_size) * unit_bytes(shape, self.planes, key_copies=2 if rotates else 1)
                     for budget, rotates in zip(self.budgets, self.rope, strict=True))

@@ -1,7 +1,7 @@
-"""The units of one slot: kept ones first, in time order, then a tail of new ones. Never knows who scored them.
+"""The units of one slot: the committed ones first, in time order, then a tail of new ones. Knows no policy.
 
-Rank r of a layer is row r of its buffers. Rows 0 .. counts[l]-1 are committed; what a forward writes behind them is
-not, until `commit` says so.
+Rank r of a layer is row r of its buffers. Rows 0 .. counts[l]-1 are committed; the rows that a forward pass writes
+behind them are not, until `commit` takes them over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from locret_stream.cache.pool import Pool
 from locret_stream.kernels import compact_units
 
 Rotate = Callable[[int, Tensor, int, Tensor], Tensor]
-"""(layer, keys [1, H, T, D] before RoPE, first rank, where the rotated ones are to be)."""
+"""Applies RoPE: (layer, keys [1, H, T, D], rank of the first, where to write the rotated keys) -> these."""
 
 
 class UnitStore:
@@ -56,7 +56,7 @@ class UnitStore:
 
     def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
                rotate: Rotate) -> None:
-        """Take `new` written units over, and keep of all units those in `keep`.
+        """Commit the last `new` written units, and keep of all units those at the ranks `keep`.
 
         Args:
             first_position: absolute position of the first new unit.
@@ -79,7 +79,7 @@ class UnitStore:
         self.counts[layer] = budget
 
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
-        """Become a copy of another slot of the same pool: its committed units and the first `tail` written behind."""
+        """Copy another slot of the same pool: its committed units and the first `tail` units written behind them."""
         for buffers, count in zip(self.pool.layers, other.counts, strict=True):
             count += tail
             for tensor in buffers.tensors:
@@ -89,8 +89,12 @@ class UnitStore:
         self.counts = list(other.counts)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, rotate: Rotate) -> None:
-        """Write units [1, H, q, D] (K before RoPE, V; None: no units) at the first ranks, and behind them, of those
-        that are there, the ranks `keep` [H, n] ascending."""
+        """Write units at the first ranks of a layer, and behind them those of its units that are kept.
+
+        Args:
+            units: K before RoPE and V, [1, H, q, D] each; None for no units.
+            keep: [H, n], ascending ranks of the units that are kept.
+        """
         buffers, slot = self.pool.layers[layer], self.slot
         new = 0 if units is None else units[0].shape[2]
         total = new + keep.shape[1]
@@ -105,7 +109,7 @@ class UnitStore:
         self.counts[layer] = total
 
     def _write_front(self, layer: int, units: tuple[Tensor, Tensor] | None) -> int:
-        """Units at the first ranks, with score 0 and positions before the stream's; returns how many."""
+        """Write units at the first ranks, with score 0 and negative positions; returns how many they are."""
         if units is None:
             return 0
         buffers, new = self.pool.layers[layer], units[0].shape[2]
@@ -115,7 +119,7 @@ class UnitStore:
         return new
 
     def export(self, fronts: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Copies of the committed units, but the first `fronts[l]` of each layer: `l.keys`, `l.values` [H, n, D],
+        """Copies of the committed units, without the first `fronts[l]` of each layer l: `l.keys`, `l.values` [H, n, D],
         `l.scores` [P, H, n], `l.positions` [H, n]."""
         out: dict[str, Tensor] = {}
         fronts = fronts or [0] * len(self.counts)
@@ -128,8 +132,8 @@ class UnitStore:
 
     def load(self, units: Mapping[str, Tensor], rotate: Rotate,
              fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:
-        """Take over what `export` gave, behind the units `fronts[l]` (see `put_in_front`); shapes were checked by the
-        caller."""
+        """Write what `export` gave, behind the units `fronts[l]` (see `put_in_front`). The caller has checked all
+        shapes."""
         for layer, buffers in enumerate(self.pool.layers):
             keys = units[f"{layer}.keys"].to(buffers.keys.device)
             front = self._write_front(layer, fronts[layer] if fronts else None)

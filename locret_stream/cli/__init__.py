@@ -1,4 +1,7 @@
-"""The command line, one file per verb. Knows the public face; torch is imported only when a verb runs."""
+"""The command line, one file per verb; `demo_stream` and `display` serve verbs, and the other files are shared by all.
+
+Uses the public API. torch is imported only when a verb runs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Annotated
 import typer
 
 from locret_stream.cli import demo, eval, inspect, run, snapshots, train_heads
-from locret_stream.cli.common import OneLineGroup
+from locret_stream.cli.errors import OneLineGroup
 from locret_stream.version import __version__
 
 app = typer.Typer(
@@ -24,8 +27,8 @@ app.command("eval", help=eval.HELP)(eval.evaluate)
 app.command("inspect", help=inspect.HELP)(inspect.inspect)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"locret-stream {__version__}")
         raise typer.Exit
 
@@ -35,4 +38,4 @@ def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
     = False,
 ) -> None:
-    """What holds for every verb."""
+    """Options that stand before the verb."""

@@ -1,8 +1,9 @@
-"""The live table of a stream: tokens read, speed, units and bytes held. On stderr; knows only what it is told."""
+"""The table on stderr that shows a stream while it is read: tokens, speed, units and bytes of every memory."""
 
 from __future__ import annotations
 
 import time
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -11,25 +12,26 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from locret_stream.cli.common import describe, err, in_bytes, mean
+from locret_stream.cli.output import describe, err, in_bytes
 
 if TYPE_CHECKING:
     from locret_stream.context import Memory
 
 
 class Row:
-    """One memory: what it holds, and the seconds it took to read."""
+    """One memory of the table: its tokens, the seconds they took to read, and its state; None before the first."""
 
     def __init__(self, name: str):
-        self.name, self.tokens, self.seconds, self.memory = name, 0, 0.0, None
+        self.name, self.tokens, self.seconds = name, 0, 0.0
+        self.memory: Memory | None = None
 
     @property
     def tok_per_s(self) -> float:
-        """Over everything it read; 0 before anything."""
+        """Mean speed over all tokens read; 0 before the first."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def add(self, tokens: int, seconds: float, memory: Memory) -> None:
-        """Count what was read since the last call."""
+        """Add what was read since the last call."""
         self.set(self.tokens + tokens, self.seconds + seconds, memory)
 
     def set(self, tokens: int, seconds: float, memory: Memory) -> None:
@@ -42,14 +44,14 @@ class Board:
 
     Args:
         title: a line above the table.
-        names: of the memories, the first is the one whose progress is shown.
-        total: tokens of the whole stream; None if it has no known end.
+        names: of the memories; the progress shown is that of the first.
+        total: tokens of the whole stream; None if its end is unknown.
     """
 
     def __init__(self, title: str, names: list[str], total: int | None = None):
         self.title, self.total, self.rows = title, total, [Row(name) for name in names]
         self._live = Live(console=err, refresh_per_second=8, get_renderable=self._render) if err.is_terminal else None
-        self._said, self._said_at = 0, time.monotonic()
+        self._printed_tenth, self._printed_at = 0, time.monotonic()
 
     def __enter__(self) -> Board:
         if self._live:
@@ -62,28 +64,28 @@ class Board:
         if self._live:
             self._live.stop()
         elif self.rows[0].tokens:
-            self._say()
+            self._print()
 
     def tick(self) -> None:
-        """Tell, where there is no live display, how far the stream is. Cheap; call it as often as you like."""
+        """Print how far the stream is, where there is no live display. Cheap enough to be called after every piece."""
         if self._live:
             return
         row, now = self.rows[0], time.monotonic()
         tenth = row.tokens * 10 // self.total if self.total else 0
-        if tenth > self._said or now - self._said_at > 15:
-            self._said, self._said_at = tenth, now
+        if tenth > self._printed_tenth or now - self._printed_at > 15:
+            self._printed_tenth, self._printed_at = tenth, now
             if not self.total or row.tokens < self.total:
-                self._say()
+                self._print()
 
-    def _say(self) -> None:
+    def _print(self) -> None:
         row = self.rows[0]
         if row.memory:
-            speed = f" ({row.tok_per_s:,.0f} tok/s)" if sum(row.memory.units) else ""  # nothing computed
+            speed = f" ({row.tok_per_s:,.0f} tok/s)" if sum(row.memory.units) else ""  # nothing was computed yet
             err.print(f"{row.name}: {describe(row.memory)}{speed}", soft_wrap=True)
 
     def _render(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for heading in ("memory", "tokens", "tok/s", "units", "held", "full cache", "less by"):
+        for heading in ("memory", "tokens", "tok/s", "units", "kept", "full cache", "less by"):
             table.add_column(heading, justify="left" if heading == "memory" else "right", no_wrap=True)
         for row in self.rows:
             memory = row.memory
@@ -91,7 +93,7 @@ class Board:
                 table.add_row(row.name, "0", *"–" * 5)
                 continue
             factor = memory.bytes_full_cache / max(1, memory.bytes_resident)
-            table.add_row(row.name, f"{row.tokens:,}", f"{row.tok_per_s:,.0f}", f"{mean(memory.units):,.0f}",
+            table.add_row(row.name, f"{row.tokens:,}", f"{row.tok_per_s:,.0f}", f"{fmean(memory.units):,.0f}",
                           in_bytes(memory.bytes_resident), in_bytes(memory.bytes_full_cache),
                           f"{factor:,.0f} ×" if factor >= 1.5 else "–")
         parts: list[RenderableType] = [Text(self.title, style="bold")]

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from locret_stream.cli.common import (
-    Chunk,
-    Device,
-    Dtype,
-    Heads,
-    Held,
-    Json,
-    Model,
-    Policy,
-    Units,
-    in_bytes,
-    interruptible,
-    make_runtime,
-    mean,
-    out,
-    print_json,
-)
+from locret_stream.cli.loading import make_runtime
+from locret_stream.cli.options import Json, RuntimeOptions, grouped
+from locret_stream.cli.output import in_bytes, out, print_json
+from locret_stream.cli.signals import Summary, interruptible
 
 if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
@@ -39,28 +27,20 @@ Examples:
   locret-stream inspect --model ./llama --policy keydiff --budget 512MiB --json"""
 
 
-def inspect(
-    model: Model = "bundled",
-    heads: Heads = None,
-    policy: Policy = "locret",
-    budget: Units = None,
-    chunk_size: Chunk = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    as_json: Json = False,
-) -> None:
-    with interruptible(Held("nothing was read")):
-        runtime = make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype)
-        found = facts(runtime, model, policy)
+@grouped
+def inspect(*, options: RuntimeOptions, as_json: Json = False) -> None:
+    with interruptible(Summary("nothing was read")):
+        runtime = make_runtime(options)
+        facts = facts_of(runtime, options.model, options.policy)
         asyncio.run(runtime.aclose())
     if as_json:
-        print_json(found)
+        print_json(facts)
     else:
-        show(found)
+        show(facts)
 
 
-def facts(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
-    """What `--json` prints; bytes are those that the tensors hold, and what the formula says they are."""
+def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
+    """What `--json` prints: the bytes that the tensors take (`bytes_resident`), and those of the formula."""
     engine, shape = runtime.engine, runtime.engine.shape
     return {
         "model": model, "fingerprint": runtime.attachment.fingerprint, "layers": shape.layers,
@@ -73,25 +53,25 @@ def facts(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
-    """The same for people."""
-    heads, dim, item, chunk = found["kv_heads"], found["head_dim"], found["item_bytes"], found["chunk_size"]
-    out.print(f"{found['model']}: {found['layers']} layers, {found['query_heads']} query and {heads} KV heads of {dim},"
-              f" {found['window']:,} positions, {item} bytes a number", soft_wrap=True)
-    out.print(f"policy {found['policy']}: budget {mean(found['budgets']):,.0f} + chunk {chunk} units per KV head, mean "
-              "over the layers", soft_wrap=True)
+def show(facts: dict[str, Any]) -> None:
+    """Print the same as text and a table."""
+    heads, dim, item, chunk = facts["kv_heads"], facts["head_dim"], facts["item_bytes"], facts["chunk_size"]
+    out.print(f"{facts['model']}: {facts['layers']} layers, {facts['query_heads']} query and {heads} KV heads of {dim},"
+              f" {facts['window']:,} positions, {item} bytes a number", soft_wrap=True)
+    out.print(f"policy {facts['policy']}: budget {fmean(facts['budgets']):,.0f} + chunk {chunk} units per KV head, "
+              "mean over the layers", soft_wrap=True)
     table = Table(pad_edge=False)
     for heading in ("layer", "budget b_l", "kind", "b_l + chunk", "bytes of one context"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
-    for layer, (units, window, rope) in enumerate(zip(found["budgets"], found["sliding"], found["rope"], strict=True)):
-        size = heads * (units + chunk) * ((3 if rope else 2) * dim * item + 4 * found["planes"] + 8)
+    for layer, (units, window, rope) in enumerate(zip(facts["budgets"], facts["sliding"], facts["rope"], strict=True)):
+        size = heads * (units + chunk) * ((3 if rope else 2) * dim * item + 4 * facts["planes"] + 8)
         table.add_row(str(layer), f"{units:,}", f"window {window:,}" if window else "full", f"{units + chunk:,}",
                       in_bytes(size))
     out.print(table)
     out.print("bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)\n"
-              f"      = {found['formula_bytes']:,} bytes for {found['slots']} slots; the tensors hold "
-              f"{found['bytes_resident']:,}; one context is {in_bytes(found['slot_bytes'])}", soft_wrap=True)
-    per_token = found["full_cache_bytes_per_token"]
+              f"      = {facts['formula_bytes']:,} bytes for {facts['slots']} slots; the tensors hold "
+              f"{facts['bytes_resident']:,}; one context is {in_bytes(facts['slot_bytes'])}", soft_wrap=True)
+    per_token = facts["full_cache_bytes_per_token"]
     out.print(f"a full cache takes {per_token:,} bytes for every token: as much as one context after "
-              f"{found['slot_bytes'] // per_token:,} tokens, and {in_bytes(per_token * 1e6)} after a million",
+              f"{facts['slot_bytes'] // per_token:,} tokens, and {in_bytes(per_token * 1e6)} after a million",
               soft_wrap=True)

@@ -9,35 +9,18 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from locret_stream.cli.common import (
-    DEFAULT_STORE,
-    Chunk,
-    Device,
-    Dtype,
-    Heads,
-    Held,
-    Json,
-    Key,
-    Model,
-    Policy,
-    Reader,
-    StoreUrl,
-    Units,
-    check_readable,
-    describe,
-    err,
-    interruptible,
-    make_runtime,
-    mean,
-    path_text,
-    print_json,
-    stdin_is_terminal,
-)
 from locret_stream.cli.display import Board, Row
+from locret_stream.cli.loading import make_runtime
+from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped
+from locret_stream.cli.output import describe, err, print_json
+from locret_stream.cli.signals import Summary, interruptible
+from locret_stream.cli.text_input import Reader, check_readable, path_text, stdin_is_terminal
 from locret_stream.config import Sampling
 from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
@@ -45,7 +28,7 @@ if TYPE_CHECKING:
     from locret_stream.context import StreamingContext
     from locret_stream.snapshot import Store
 
-LANGCHAIN = "langchain/"  # where the adapter keeps its threads
+LANGCHAIN = "langchain/"  # names of sessions that the adapter writes begin with it
 LOOK_EVERY_S, SAVE_EVERY_S = 0.1, 60.0
 HELP = """Read text into a bounded memory, then ask about it.
 
@@ -71,49 +54,67 @@ Examples:
   locret-stream run big.txt --model ./llama --policy keydiff"""
 
 
+class SessionOptions(msgspec.Struct, frozen=True):
+    """The stored session that goes on; without a name nothing is stored."""
+
+    session: Annotated[str | None, typer.Option(help=(
+        "Name of a stored session: goes on where it stopped, and is saved at the end."))] = None
+    store: StoreUrl = DEFAULT_STORE
+    key: Key = None
+    save_every: Annotated[float, typer.Option(min=0, help=(
+        "Seconds between two saves of a session while it reads; 0: only at the end."))] = SAVE_EVERY_S
+    on_mismatch: Annotated[str, typer.Option(help=(
+        '"rebuild" reads a session\'s log again if its snapshot is damaged or of another model or budget.'))] = "raise"
+
+    def check(self) -> None:
+        """Raises ConfigError: a value that cannot be used, before a model is loaded."""
+        if self.session is not None and self.session.startswith(LANGCHAIN):
+            raise ConfigError(f"session {self.session!r} is a thread of LocretChatModel, written as messages, which "
+                              "run would go on from as plain text; expected "
+                              f"thread_id={self.session.removeprefix(LANGCHAIN)!r} in LangChain, or another name")
+        if self.on_mismatch not in ("raise", "rebuild"):
+            raise ConfigError(f"--on-mismatch is {self.on_mismatch!r}; expected raise or rebuild")
+
+
+class SamplingOptions(msgspec.Struct, frozen=True):
+    """How answers are sampled: the fields of `Sampling`."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of one answer.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many most probable tokens.")] = None
+    top_p: Annotated[float | None, typer.Option(help=(
+        "Sample among the most probable tokens that make up this share."))] = None
+    min_p: Annotated[float | None, typer.Option(help=(
+        "Least probability of a token, as a share of the greatest."))] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help=(
+        "Above 1: tokens that occurred are less likely."))] = None
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends an answer; may be repeated.")] = None
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
+
+    def sampling(self) -> Sampling:
+        """Raises ConfigError: a value out of range."""
+        return Sampling(**{**msgspec.structs.asdict(self), "stop": tuple(self.stop or ())})
+
+
+@grouped
 def run(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help='UTF-8 texts; "-" is stdin.')] = None,
     ask: Annotated[list[str] | None, typer.Option(help="A question; may be given more than once.")] = None,
-    model: Model = "bundled",
-    heads: Heads = None,
-    policy: Policy = "locret",
-    budget: Units = None,
-    chunk_size: Chunk = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
+    *,
+    options: RuntimeOptions,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     focus: Annotated[str | None, typer.Option(help=(
         "What will be asked about: it stands in front of all that is read, so that heads trained for it keep what "
         "matters."))] = None,
-    session: Annotated[str | None, typer.Option(help=(
-        "Name of a stored session: goes on where it stopped, and is saved at the end."))] = None,
-    store: StoreUrl = DEFAULT_STORE,
-    key: Key = None,
-    save_every: Annotated[float, typer.Option(min=0, help=(
-        "Seconds between two saves of a session while it reads; 0: only at the end."))] = SAVE_EVERY_S,
-    on_mismatch: Annotated[str, typer.Option(help=(
-        '"rebuild" reads a session\'s log again if its snapshot is damaged or of another model or budget.'))] = "raise",
+    stored: SessionOptions,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: for base models.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of one answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends an answer; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    answering: SamplingOptions,
     as_json: Json = False,
 ) -> None:
-    names = list(files or [])
-    if session is not None and session.startswith(LANGCHAIN):
-        raise ConfigError(f"session {session!r} is a thread of LocretChatModel, written as messages, which run would "
-                          f"go on from as plain text; expected thread_id={session.removeprefix(LANGCHAIN)!r} in "
-                          "LangChain, or another name")
-    if on_mismatch not in ("raise", "rebuild"):
-        raise ConfigError(f"--on-mismatch is {on_mismatch!r}; expected raise or rebuild")
-    piped = not names and not stdin_is_terminal()
-    if piped:
-        names = ["-"]
+    stored.check()
+    session = stored.session
+    piped = not files and not stdin_is_terminal()
+    names = ["-"] if piped else list(files or [])
     if names.count("-") > 1:
         raise ConfigError('"-" is given more than once; stdin can be read only once')
     for name in names:
@@ -124,51 +125,51 @@ def run(
     if as_json and not ask:
         raise ConfigError("--json answers questions and ends; expected at least one --ask")
     questions = None if ask else _questions(stdin_taken="-" in names)
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed)
-    held = Held()
-    with interruptible(held):
-        runtime = make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype,
-                               store=None if session is None else store, key=None if session is None else key)
+    sampling = answering.sampling()
+    summary = Summary()
+    with interruptible(summary):
+        runtime = make_runtime(options, **({} if session is None else {"store": stored.store, "key": stored.key}))
 
         async def talk() -> None:
-            async with aclosing(runtime), runtime.open(session, system=system, raw=True if raw else None,
-                                                       on_mismatch=on_mismatch, focus=focus) as context:
+            async with aclosing(runtime), runtime.open(
+                    session, system=system, raw=True if raw else None, focus=focus,
+                    on_mismatch="rebuild" if stored.on_mismatch == "rebuild" else "raise") as context:
                 text = pieces(names) if names else None
-                if piped and session is not None:
+                if text is not None and piped and session is not None:
                     text = await if_any(text)
-                if session is not None:
-                    greet(session, context, runtime.store, told=text is not None or questions is not None)
-                with held.watching(lambda: context.memory):
+                if session is not None and runtime.store is not None:
+                    greet(session, context, runtime.store, grows=text is not None or questions is not None)
+                with summary.watching(lambda: context.memory):
                     try:
-                        row = await read(names, text, context, save_every if session else 0) if text else None
+                        row = await read(names, text, context, stored.save_every if session else 0) if text else None
                         if questions is None:
                             await answer(list(ask or ()), context, sampling, row, as_json)
                         else:
                             await chat(questions, context, sampling)
-                            err.print(f"Held at the end: {describe(context.memory)}.", soft_wrap=True)
+                            err.print(f"At the end: {describe(context.memory)}.", soft_wrap=True)
                         if context.unsaved:
                             await context.snapshot()
                     except StaleOwner as error:
+                        assert session is not None and runtime.store is not None  # only stored sessions have owners
                         raise StaleOwner(f"{error}. {await rescue(session, context, runtime.store)}") from None
 
         asyncio.run(talk())
 
 
 async def if_any(text: AsyncIterator[str]) -> AsyncIterator[str] | None:
-    """The same text, once there is some; None if it ends first: then there are only questions to what is stored."""
+    """The same text, once its first piece has come; None if it is empty: a stored session is then only asked."""
     first = await anext(text, None)
+    return None if first is None else _joined(first, text)
 
-    async def whole() -> AsyncIterator[str]:
-        yield first
-        async for piece in text:
-            yield piece
 
-    return None if first is None else whole()
+async def _joined(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for piece in rest:
+        yield piece
 
 
 async def rescue(session: str, context: StreamingContext, store: Store) -> str:
-    """Keep what another owner's save fenced off, under a name of its own; says which."""
+    """Save a context that another owner fenced off, under a new name; a sentence that says which."""
     number = 2
     while store.has(f"{session} ({number})"):
         number += 1
@@ -176,42 +177,43 @@ async def rescue(session: str, context: StreamingContext, store: Store) -> str:
     return f"What was read here is kept as session {saved.name!r}, {saved.tokens:,} tokens"
 
 
-def greet(session: str, context: StreamingContext, store: Store, *, told: bool) -> None:
-    """Say whether the session goes on or begins.
+def greet(session: str, context: StreamingContext, store: Store, *, grows: bool) -> None:
+    """Print whether the session goes on or is new.
 
     Args:
-        told: whether anything will be read or said; asking a session that was never told anything is a mistyped name.
+        grows: whether text or chat will be added to it; a new session that is only asked must be a mistyped name.
 
     Raises:
         StoreError: it cannot be saved. ConfigError: it is new and only asked.
     """
-    if told:
+    if grows:
         store.probe()
     if context.rebuilt:
         err.print(f"Session {session!r} was rebuilt from its log, and is saved so: {context.rebuilt}", soft_wrap=True)
     if context.resumed:
         err.print(f"Session {session!r} goes on: {describe(context.memory)}.", soft_wrap=True)
         return
-    if not told:
-        raise not_there(session, store)
-    known = similar(session, store)
-    err.print(f"Session {session!r} is new{f'; stored there is {known}' if known else ''}.", soft_wrap=True)
+    if not grows:
+        raise not_stored(session, store)
+    names = similar(session, store)
+    err.print(f"Session {session!r} is new{f'; the store has {names}' if names else ''}.", soft_wrap=True)
 
 
-def not_there(session: str, store: Store) -> ConfigError:
-    """What to say of a question to a session that is not stored."""
-    known = similar(session, store) or ", ".join(repr(one.name) for one in store.list()[:5]) or "nothing"
-    return ConfigError(f"session {session!r} is not in {store.url}; stored there is {known}; expected its name, or "
-                       "text to begin it with")
+def not_stored(session: str, store: Store) -> ConfigError:
+    """The error for a question to a session that is not stored."""
+    names = similar(session, store) or ", ".join(repr(snapshot.name) for snapshot in store.list()[:5]) or "nothing"
+    return ConfigError(f"session {session!r} is not in {store.url}, which has {names}; expected a stored "
+                       "name, or text to begin the session with")
 
 
 def similar(session: str, store: Store) -> str:
-    """Names like this one that are stored, in words."""
-    return ", ".join(map(repr, difflib.get_close_matches(session, [one.name for one in store.list()], n=3, cutoff=0.5)))
+    """The stored names that resemble this one, in words."""
+    names = [snapshot.name for snapshot in store.list()]
+    return ", ".join(map(repr, difflib.get_close_matches(session, names, n=3, cutoff=0.5)))
 
 
 def _questions(stdin_taken: bool) -> Reader:
-    """Where questions are typed: stdin, or the terminal itself where stdin carried the text."""
+    """Where questions are typed: stdin, or the terminal itself where stdin carries the text."""
     if not stdin_taken:
         return Reader()
     try:
@@ -223,59 +225,52 @@ def _questions(stdin_taken: bool) -> Reader:
 async def pieces(names: list[str]) -> AsyncIterator[str]:
     """The text of the named files one after the other."""
     for name in names:
-        if name == "-":
-            async for piece in Reader().pieces():
-                yield piece
-        else:
-            async for piece in path_text(Path(name)):
-                yield piece
+        async for piece in Reader().pieces() if name == "-" else path_text(Path(name)):
+            yield piece
 
 
-async def read(names: list[str], text: AsyncIterator[str], context: StreamingContext, save_every: float) -> Row:
-    """Feed the text of these files while a board shows the way; its row.
+async def read(names: list[str], text: AsyncIterator[str], context: StreamingContext, save_every_s: float) -> Row:
+    """Feed the text of these files while a board shows how far it is; the board's row.
 
     Args:
-        save_every: seconds between two saves; 0: none.
+        save_every_s: seconds between two saves; 0: none.
     """
     before, start = context.memory.tokens, time.perf_counter()
-
-    def look() -> None:
-        memory = context.memory
-        row.set(memory.tokens - before, time.perf_counter() - start, memory)
-        board.tick()
 
     async def keep_looking() -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            look()
+            memory = context.memory
+            row.set(memory.tokens - before, time.perf_counter() - start, memory)
+            board.tick()
 
     async def keep_saving() -> None:
         while True:
-            await asyncio.sleep(save_every)
+            await asyncio.sleep(save_every_s)
             try:
                 await context.snapshot()
-            except StoreError as error:  # the save at the end tells whether it stays so
+            except StoreError as error:  # raised again by the save at the end, if it lasts until then
                 err.print(f"not saved: {error}", soft_wrap=True)
 
     with Board(f"reading {', '.join('stdin' if name == '-' else name for name in names)}", ["memory"]) as board:
         row = board.rows[0]
         try:
             async with asyncio.TaskGroup() as group:  # a save that another owner fences off ends the reading
-                beside = [group.create_task(keep_looking())]
-                if save_every:
-                    beside.append(group.create_task(keep_saving()))
+                tasks = [group.create_task(keep_looking())]
+                if save_every_s:
+                    tasks.append(group.create_task(keep_saving()))
                 report = await context.feed(text)
                 row.set(report.tokens, report.seconds, context.memory)
-                for task in beside:
+                for task in tasks:
                     task.cancel()
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
     return row
 
 
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
                  as_json: bool) -> None:
-    """Answer every question from the same memory."""
+    """Answer every question from the same memory, and print the answers."""
     answers = []
     for question in questions:
         text = await context.ask(question, sampling=sampling)
@@ -286,7 +281,7 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
     if as_json:
         print_json({
             "tokens_fed": row.tokens if row else 0,
-            "units": mean(memory.units),
+            "units": fmean(memory.units),
             "bytes_resident": memory.bytes_resident,
             "bytes_full_cache": memory.bytes_full_cache,
             "tok_per_s": round(row.tok_per_s, 1) if row else 0.0,
@@ -295,7 +290,7 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
 
 
 async def chat(questions: Reader, context: StreamingContext, sampling: Sampling) -> None:
-    """Questions and answers in turn, kept in the memory, until the input ends."""
+    """Questions and answers in turn, all of which the memory keeps, until the input ends."""
     prompt = "> " if stdin_is_terminal() or questions.name != "stdin" else ""
     err.print("Ask away; Ctrl-D ends.")
     while True:

@@ -1,4 +1,4 @@
-"""`locret-stream snapshots`: what a store holds, whether it is sound, and removing it.
+"""`locret-stream snapshots`: lists what a store has, checks it and deletes it.
 
 Loads a model only to replay logs; `show` needs the tokenizer, to write ids as text.
 """
@@ -7,67 +7,54 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from locret_stream.cli.common import (
-    DEFAULT_STORE,
-    Chunk,
-    Device,
-    Dtype,
-    Heads,
-    Json,
-    Key,
-    Model,
-    Policy,
-    StoreUrl,
-    Units,
-    err,
-    in_bytes,
-    make_runtime,
-    out,
-    print_json,
-    stdin_is_terminal,
-)
+from locret_stream.cli.loading import make_runtime
+from locret_stream.cli.options import DEFAULT_STORE, Json, Key, Model, RuntimeOptions, StoreUrl, grouped
+from locret_stream.cli.output import err, in_bytes, out, print_json
+from locret_stream.cli.text_input import stdin_is_terminal
 from locret_stream.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
     from locret_stream.snapshot import Snapshot, Store
 
-HELP = """Look after stored sessions: list, info, show, verify, delete, gc, forget.
+HELP = """Manage stored sessions: list, info, show, verify, delete, gc, forget.
 
 Examples:
 
 \b
   locret-stream snapshots list
   locret-stream snapshots info alice --json
-  # what its memory holds, as text
+  # the text that its memory keeps
   locret-stream snapshots show alice
   # read every byte again
   locret-stream snapshots verify --store s3://bucket/memories
-  # and that each session holds what its log gives
+  # and compare every session with a replay of its log
   locret-stream snapshots verify --replay --model ./llama --heads ./heads
-  # one snapshot; without a number all of the name
+  # one snapshot; without a number, all snapshots of the name
   locret-stream snapshots delete alice --generation 3
   # the session with its forks, its log and its key
   locret-stream snapshots forget alice"""
 
-ADVICE = ("Of a damaged one: `run --session NAME --on-mismatch rebuild` reads its log again; `snapshots delete NAME "
-          "--generation NUMBER` goes back to the one before.")
-WIDE = 10_000  # columns: a name is never cut, as it is what other verbs are given
+ADVICE = ("For a damaged one: `run --session NAME --on-mismatch rebuild` reads its log again; `snapshots delete NAME "
+          "--generation NUMBER` goes back to the previous one.")
+WIDE = 10_000  # columns, so that no name is cut: other verbs expect whole names
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-Name = Annotated[str, typer.Argument(help="Of a session or a fork.")]
+Name = Annotated[str, typer.Argument(help="Name of a session or a fork.")]
 app = typer.Typer(help=HELP, rich_markup_mode="rich", no_args_is_help=True)
 
 
 def open_store(url: str, key: str | None) -> Store:
-    """The store; looking into it changes nothing."""
+    """The store at this place. Opening it writes nothing."""
     from locret_stream.snapshot import Store
 
     return Store(url, key=key)
@@ -83,7 +70,7 @@ def info(name: Name, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: 
     _show(open_store(store, key).info(name), as_json, "")
 
 
-@app.command("show", help="What a session's memory holds, as text, and how much of it is kept; needs the tokenizer.")
+@app.command("show", help="The text that a session's memory keeps, and how much of it; needs the tokenizer.")
 def show(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the snapshot.")] = None,
          model: Model = "bundled", store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
     from locret_stream.runtime.loading import BUNDLED, load_tokenizer
@@ -91,89 +78,89 @@ def show(name: Name, generation: Annotated[int | None, typer.Option(help="Number
     from locret_stream.text import TextCodec
 
     codec = TextCodec(load_tokenizer(BUNDLED if model == "bundled" else model))
-    found = read_transcript(open_store(store, key), name, generation, tokenizer=codec.fingerprint)
-    passages = found.kept(lambda ids: codec.decode(ids, skip_special=False))
+    transcript = read_transcript(open_store(store, key), name, generation, tokenizer=codec.fingerprint)
+    passages = transcript.kept(lambda ids: codec.decode(ids, skip_special=False))
     if as_json:
-        print_json({"name": name, "generation": found.generation, "tokens": found.tokens,
-                    "passages": [_plain(one) for one in passages]})
+        print_json({"name": name, "generation": transcript.generation, "tokens": transcript.tokens,
+                    "passages": msgspec.to_builtins(passages)})
         return
-    for one in passages:
-        shade = "bold" if one.share >= 2 / 3 else "" if one.share >= 1 / 3 else "dim"
-        out.print(f"[{one.start:,} to {one.end:,}, {one.share:.0%}]", style="cyan", soft_wrap=True)
-        out.print(Text(_safe(one.text), style=shade), soft_wrap=True)
+    for passage in passages:
+        style = "bold" if passage.share >= 2 / 3 else "" if passage.share >= 1 / 3 else "dim"
+        out.print(f"[{passage.start:,} to {passage.end:,}, {passage.share:.0%}]", style="cyan", soft_wrap=True)
+        out.print(Text(_escaped(passage.text, "\n\t"), style=style), soft_wrap=True)
 
 
 @app.command("verify", help="Read every byte that the snapshots need; exit status 1 if one is damaged.")
-def verify(name: Annotated[str | None, typer.Argument(help="Of a session or a fork; all without.")] = None,
+@grouped
+def verify(name: Annotated[str | None, typer.Argument(help="Name of a session or a fork; without it, all.")] = None,
            store: StoreUrl = DEFAULT_STORE, key: Key = None,
            replay: Annotated[bool, typer.Option("--replay", help=(
-               "Also feed each log again and compare what is held, bit for bit: takes as long as reading did, and the "
+               "Also read each log again and compare the memory bit for bit: takes as long as reading did, and the "
                "model, heads, policy and budget that the sessions were read with."))] = False,
-           model: Model = "bundled", heads: Heads = None, policy: Policy = "locret", budget: Units = None,
-           chunk_size: Chunk = None, device: Device = None, dtype: Dtype = "auto", as_json: Json = False) -> None:
+           *, options: RuntimeOptions, as_json: Json = False) -> None:
     opened = open_store(store, key)
-    found = opened.verify(name)
-    bad = [one for one in found if one.problem and not one.locked]
-    locked = [one for one in found if one.locked]
-    if replay and found and not as_json:
+    verified = opened.verify(name)
+    damaged = [snapshot for snapshot in verified if snapshot.problem and not snapshot.locked]
+    locked = [snapshot for snapshot in verified if snapshot.locked]
+    sound = len(verified) - len(damaged) - len(locked)
+    if replay and verified and not as_json:
         err.print("replaying the logs", soft_wrap=True)
-    broken = {one.name for one in (*bad, *locked)}
-    replays = _replays(make_runtime(model, heads, policy, budget, chunk_size, device=device, dtype=dtype, store=opened),
-                       sorted({one.name for one in found} - broken)) if replay and found else {}
-    other = [name for name, said in replays.items() if said]
+    unreadable = {snapshot.name for snapshot in (*damaged, *locked)}
+    replays = _replays(make_runtime(options, store=opened),
+                       sorted({snapshot.name for snapshot in verified} - unreadable)) if replay and verified else {}
     if as_json:
-        print_json({"snapshots": [_plain(one) for one in found], "sound": len(found) - len(bad) - len(locked),
+        print_json({"snapshots": msgspec.to_builtins(verified), "sound": sound,
                     **({"replays": replays} if replay else {})})
-    elif not found:
+    elif not verified:
         err.print(f"nothing is stored in {store}", soft_wrap=True)
     else:
-        for one in bad:
-            out.print(f"{_line(one.name)} {one.generation}: {one.problem}", soft_wrap=True)
+        for snapshot in damaged:
+            out.print(f"{_escaped(snapshot.name)} {snapshot.generation}: {snapshot.problem}", soft_wrap=True)
         unchecked = f", {len(locked)} not checked for want of their key" if locked else ""
-        sound = len(found) - len(bad) - len(locked)
-        out.print(f"{sound} of {len(found)} snapshots are sound{unchecked}", soft_wrap=True)
-        if bad:
+        out.print(f"{sound} of {len(verified)} snapshots are sound{unchecked}", soft_wrap=True)
+        if damaged:
             err.print(ADVICE, soft_wrap=True)
-        for name, said in replays.items():
-            out.print(f"{_line(name)}: {said or 'holds what its log gives'}", soft_wrap=True)
-    if bad or other or not found:
+        for session, problem in replays.items():
+            out.print(f"{_escaped(session)}: {problem or 'agrees with its log'}", soft_wrap=True)
+    if damaged or any(replays.values()) or not verified:
         raise typer.Exit(1)
 
 
 def _replays(runtime: Runtime, names: list[str]) -> dict[str, str]:
-    """For each session what is wrong with it against its log, "" for nothing."""
+    """The problem of each session against its log; "" where they agree."""
     async def run() -> dict[str, str]:
-        said = {}
+        problems = {}
         async with aclosing(runtime):
             for name in names:
                 try:
                     differs = (await runtime.replay(name)).differs
                 except SnapshotError as error:
-                    said[name] = f"cannot be replayed: {error}"
+                    problems[name] = f"cannot be replayed: {error}"
                 else:
-                    said[name] = f"holds other {', '.join(differs)} than its log gives; it was read on another " \
-                        "machine, or is damaged: `run --on-mismatch rebuild` reads the log again" if differs else ""
-        return said
+                    problems[name] = f"differs from its log in {', '.join(differs)}; it was read on another machine, " \
+                        "or is damaged: `run --on-mismatch rebuild` reads the log again" if differs else ""
+        return problems
 
     return asyncio.run(run())
 
 
-@app.command("delete", help="Delete one snapshot, or all of a name; forks keep theirs.")
-def delete(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the one to delete.")] = None,
+@app.command("delete", help="Delete one snapshot, or all of a name; its forks stay.")
+def delete(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the snapshot.")] = None,
            yes: Yes = False, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
     opened = open_store(store, key)
     if generation is None:
-        opened.info(name)  # raises where there is nothing of that name
+        opened.info(name)  # raises where nothing of that name is stored
         confirm(f"Delete all snapshots of {name!r} in {opened.url}?", yes)
-    gone = opened.delete(name, generation)
-    _say({"deleted": gone}, f"deleted {len(gone)} of {_line(name)}", as_json)
+    deleted = opened.delete(name, generation)
+    _report({"deleted": deleted}, f"deleted {len(deleted)} of {_escaped(name)}", as_json)
 
 
-@app.command("gc", help="Remove what no snapshot needs, rests of saves that died; write lost names of forks anew.")
-def gc(name: Annotated[str | None, typer.Argument(help="Of a session; all without.")] = None,
+@app.command("gc", help="Remove what no snapshot needs and what crashed saves left; rewrite lost names of forks.")
+def gc(name: Annotated[str | None, typer.Argument(help="Name of a session; without it, all.")] = None,
        store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
-    done = open_store(store, key).gc(name)
-    _say(_plain(done), f"removed {len(done.removed)} files, {in_bytes(done.bytes)}", as_json)
+    collected = open_store(store, key).gc(name)
+    _report(msgspec.to_builtins(collected), f"removed {len(collected.removed)} files, {in_bytes(collected.bytes)}",
+            as_json)
 
 
 @app.command("forget", help="Remove a session whole: snapshots, forks, log, key.")
@@ -183,70 +170,60 @@ def forget(name: Name, yes: Yes = False, store: StoreUrl = DEFAULT_STORE, key: K
     if as_json and not yes:
         raise ConfigError("forgetting cannot be undone; expected --yes beside --json")
     confirm(f"Forget {name!r} in {opened.url}, with its forks, for ever?", yes)
-    gone = opened.forget(name)
-    _say({"removed": gone}, f"removed {len(gone)} files of {_line(name)}", as_json)
+    removed = opened.forget(name)
+    _report({"removed": removed}, f"removed {len(removed)} files of {_escaped(name)}", as_json)
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask, unless that was answered beforehand.
+    """Ask, unless --yes answered beforehand.
 
     Raises:
-        ConfigError: there is nobody to ask.
+        ConfigError: stdin is no terminal. Abort: the answer is no.
     """
     if not yes:
         if not stdin_is_terminal():
-            raise ConfigError(f"{question} Nobody is there to say so; expected --yes")
+            raise ConfigError(f"{question} There is no terminal to ask in; expected --yes")
         typer.confirm(question, abort=True, err=True)
 
 
-def _plain(value: Any) -> Any:
-    import msgspec
-
-    return msgspec.to_builtins(value)
-
-
-def _say(found: dict[str, Any], text: str, as_json: bool) -> None:
+def _report(value: dict[str, Any], text: str, as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        print_json(value)
     else:
         out.print(text, soft_wrap=True)
 
 
-def _show(found: list[Snapshot], as_json: bool, nothing: str) -> None:
-    """Raises typer.Exit, status 1: one is damaged."""
-    damaged = any(one.problem and not one.locked for one in found)
+def _show(snapshots: Sequence[Snapshot], as_json: bool, nothing: str) -> None:
+    """Print the snapshots, or `nothing` where there are none. Raises typer.Exit, status 1: one is damaged."""
+    damaged = any(snapshot.problem and not snapshot.locked for snapshot in snapshots)
     if as_json:
-        print_json({"snapshots": [_plain(one) for one in found]})
+        print_json({"snapshots": msgspec.to_builtins(snapshots)})
         if damaged:
             raise typer.Exit(1)
         return
-    if not found:
+    if not snapshots:
         err.print(nothing, soft_wrap=True)
         return
     table = Table(pad_edge=False)
     for heading in ("name", "number", "saved", "tokens", "units", "size", "log", "encrypted"):
         table.add_column(heading, justify="right" if heading in ("number", "tokens", "units", "size") else "left")
-    for one in found:
-        if one.problem:
+    for snapshot in snapshots:
+        if snapshot.problem:
             continue
-        saved = datetime.datetime.fromtimestamp(one.created).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(_line(one.name), str(one.generation), saved, f"{one.tokens:,}", f"{one.units:,}",
-                      in_bytes(one.bytes), "yes" if one.log else "no", "yes" if one.encrypted else "no")
+        saved = datetime.datetime.fromtimestamp(snapshot.created).strftime("%Y-%m-%d %H:%M:%S")
+        table.add_row(_escaped(snapshot.name), str(snapshot.generation), saved, f"{snapshot.tokens:,}",
+                      f"{snapshot.units:,}", in_bytes(snapshot.bytes), "yes" if snapshot.log else "no",
+                      "yes" if snapshot.encrypted else "no")
     if table.row_count:
         Console(file=out.file, width=WIDE, highlight=False, markup=False, emoji=False).print(table)
-    for one in found:
-        if one.problem:
-            err.print(f"{_line(one.name)}, number {one.generation}: {one.problem}", soft_wrap=True)
+    for snapshot in snapshots:
+        if snapshot.problem:
+            err.print(f"{_escaped(snapshot.name)}, number {snapshot.generation}: {snapshot.problem}", soft_wrap=True)
     if damaged:
         err.print(ADVICE, soft_wrap=True)
         raise typer.Exit(1)
 
 
-def _safe(text: str) -> str:
-    """A text whose control characters are written out: it may have been anybody's."""
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
-
-
-def _line(name: str) -> str:
-    """A name as it fits on a line: control characters written out."""
-    return name if name.isprintable() else ascii(name)[1:-1]
+def _escaped(text: str, allowed: str = "") -> str:
+    """A text whose control characters are escaped, as anybody may have written it: all but those allowed."""
+    return "".join(char if char.isprintable() or char in allowed else ascii(char)[1:-1] for char in text)

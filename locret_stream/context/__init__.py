@@ -1,4 +1,4 @@
-"""StreamingContext: the async face of one memory. No tensor maths, no thread of its own."""
+"""StreamingContext: the async API of one memory. No tensor maths, and no thread."""
 
 from locret_stream.context.replaying import Replay, replay
 from locret_stream.context.streaming_context import StreamingContext

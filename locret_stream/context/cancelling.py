@@ -1,4 +1,4 @@
-"""Work that runs to its end whoever is cancelled."""
+"""Work that runs to its end although its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def to_the_end(work: Awaitable[T]) -> T:
-    """The result of `work`, which runs to its end even when the caller is cancelled; that is raised afterwards."""
+    """The result of `work`. It runs to its end even when the caller is cancelled; CancelledError is raised then."""
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:
@@ -19,6 +19,6 @@ async def to_the_end(work: Awaitable[T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # retrieved: the cancellation is what the caller sees
+            task.exception()  # retrieved, so that asyncio does not log it: the caller sees the cancellation
         raise cancelled
     return task.result()

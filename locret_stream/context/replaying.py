@@ -1,4 +1,4 @@
-"""Whether a stored session holds what its own log gives: both are read, the log is fed again, every bit is compared."""
+"""Whether a stored session is what its log gives: both are read, the log is fed again, and every bit is compared."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """The result of a replay.
 
     Args:
         name: of the session or the fork. tokens: accepted, as the snapshot says.
-        differs: names of what is not bit for bit the same ("3.keys": of layer 3), empty where everything is.
+        differs: names of the tensors that are not bit for bit the same ("3.keys": of layer 3); empty if all are.
     """
 
     name: str
@@ -29,36 +29,36 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def replay(services: Services, name: str) -> Replay:
-    """Compare the newest snapshot of a session with its log. Takes one slot and as long as reading it all did; what is
-    stored, and a context that has the session open, stay as they are.
+    """Compare the newest snapshot of a session with its log. It takes one slot, and as long as reading the stream did.
+    The stored files, and a context in which the session is open, stay as they are.
 
-    The two are the same on the build, device and number of threads that the session was read with; elsewhere rounding
+    The two are equal on the build, device and number of threads with which the stream was read; elsewhere rounding
     differs.
 
     Raises:
         SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, StoreError: there is no sound snapshot, or no sound log.
         NoSlot, ContextClosed.
     """
-    slot = await services.acquire_slot(scratch=False)
+    slot = await services.slots.acquire(scratch=False)
     try:
-        branch = await saving.storing(services, services.store.branch, name)
+        branch = await saving.storing(services, saving.store_of(services).branch, name)
         try:
-            stored = await restoring.restore(services, branch, slot)
-            held, tokens = await _everything(stored), stored.state.position
-            number = branch.base[1]  # the log of this one: its owner may have saved again meanwhile
-            chain = await saving.storing(services, lambda: branch.read_stored_log(services.identity, number))
-            fed = await restoring.feed_log(services, chain, slot)
-            given = await _everything(fed)
+            session = await restoring.restore(services, branch, slot)
+            stored, tokens = await _tensors(session), session.state.position
+            assert branch.base is not None  # it was restored
+            generation = branch.base[1]  # its owner may have saved again meanwhile
+            log = await saving.storing(services, lambda: branch.read_stored_log(services.identity, generation))
+            fed = await _tensors(await restoring.feed_log(services, log, slot))
         finally:
             branch.close()
     finally:
-        services.release_slot(slot, scratch=False)
+        services.slots.release(slot, scratch=False)
     return Replay(name=name, tokens=tokens, differs=tuple(
-        key for key in sorted(held.keys() | given.keys()) if not _same(held.get(key), given.get(key))))
+        key for key in sorted(stored.keys() | fed.keys()) if not _same(stored.get(key), fed.get(key))))
 
 
-async def _everything(session: Session) -> dict[str, Tensor]:
-    session.branch = None  # what is committed here is written nowhere
+async def _tensors(session: Session) -> dict[str, Tensor]:
+    session.bind(None)  # what is committed here is written nowhere
     await session.commit()
     engine, state = session.services.engine, session.state
     tensors = await session.step(lambda: {key: tensor.cpu() for key, tensor in engine.export(state).items()})

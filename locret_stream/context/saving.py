@@ -1,11 +1,11 @@
-"""A context's part in snapshots: what is saved beside the units, saving while others go on, restoring, rebuilding.
+"""Saving a session: what is stored beside its units, and how a save runs while others go on.
 
 While a save runs, its own context commits nothing; the engine's thread is borrowed for one layer of one page at a time,
 so other contexts wait for no more than a copy of that.
 
-Between the resources 4 and 5 of `context.swapping` a save takes the session's lock in the store. Whoever holds that
-lock asks for nothing but steps of the engine's thread, which never waits for a lock, and for a thread of its own: the
-few storing threads may wait for the lock in any number, and it is given back all the same.
+Between the resources 4 and 5 of `context.swapping` a save takes the session's lock in the store. Whoever has that lock
+waits for nothing but steps of the engine's thread, which never wait for a lock, and for a thread of its own. So the
+lock is given back although all storing threads may be waiting for it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,17 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.session_state import SessionState
-from locret_stream.errors import (
-    ContextBusy,
-    ContextClosed,
-    SnapshotError,
-)
-from locret_stream.snapshot import Frame, Save, Snapshot
+from locret_stream.errors import ContextBusy, ContextClosed, SnapshotError
+from locret_stream.snapshot import Frame, Save, Snapshot, Store
 
 if TYPE_CHECKING:
     from locret_stream.context.services import Services
@@ -39,7 +35,7 @@ T = TypeVar("T")
 
 
 async def storing(services: Services, work: Callable[..., T], *arguments: Any) -> T:
-    """Run blocking file work on one of the services's storing threads, to its end even when the caller is cancelled."""
+    """Run blocking file work on one of the runtime's storing threads, to its end even when the caller is cancelled."""
     return await _on(services.storing, work, *arguments)
 
 
@@ -52,6 +48,12 @@ async def _on(threads: Executor, work: Callable[..., T], *arguments: Any) -> T:
     return await to_the_end(asyncio.wrap_future(future))
 
 
+def store_of(services: Services) -> Store:
+    """The store of a runtime in which a session is stored."""
+    assert services.store is not None
+    return services.store
+
+
 async def save(session: SessionState) -> Snapshot:
     """Save the session as of this call: everything accepted, the frame, and buffered text. Durable on return.
 
@@ -59,8 +61,8 @@ async def save(session: SessionState) -> Snapshot:
     store.
 
     Raises:
-        ContextBusy: a `turn()` is open, which may still be undone. SnapshotCorrupt: the session waits in the store, and
-            is damaged there. StaleOwner, StoreError. Nothing was acknowledged; the session is intact.
+        ContextBusy: a `turn()` is open, which may still be undone. SnapshotCorrupt: the session is swapped out, and
+            its units are damaged in the store. StaleOwner, StoreError. Nothing was acknowledged; the session is intact.
     """
     return await to_the_end(_save(session))
 
@@ -69,38 +71,36 @@ async def _save(session: SessionState) -> Snapshot:
     services, engine, state = session.services, session.services.engine, session.state
     async with session.frozen():
         expect_no_turn(session, "snapshot")
-        branch, stored = session.branch, await stored_units(session) if session.swapped_out else None
+        stored = await stored_units(session) if session.swapped_out else None
 
         def step(work: Callable[[], T]) -> Awaitable[T]:
             return session.submitted(lambda: services.worker.submit(id(state), work))
 
-        position, frame, held, note = state.position, frame_of(session), buffered_of(session), session.note
-        seen = told(session)
+        position, frame, buffered, note = state.position, frame_of(session), buffered_of(session), session.note
+        saved = fingerprint(session)
         moment = await step(lambda: engine.moment(state, position, stored))
-        moment = dataclasses.replace(moment, frame=frame, note=note, state={**moment.state, "held": held})
+        moment = dataclasses.replace(moment, frame=frame, note=note, state={**moment.state, "held": buffered})
         identity = await storing(services, lambda: services.identity)  # the first time it hashes all weights
-        save = Save(branch, moment, identity, services.geometry)
-        own = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
+        save = Save(session.stored_branch, moment, identity, services.geometry)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
         try:
-            await _on(own, save.__enter__)
+            await _on(thread, save.__enter__)
             try:
                 for start, end in save.plan.write:
-                    layers = []
-                    for layer in range(engine.shape.layers):
-                        layers.append(await step(lambda layer=layer, start=start, end=end: engine.units_between(
-                            state, layer, start, end, stored)))
-                    await _on(own, save.page, start, end, layers)
-                done = await _on(own, save.finish, services.library, moment.seen)
+                    layers = [await step(partial(engine.units_between, state, layer, start, end, stored))
+                              for layer in range(engine.shape.layers)]
+                    await _on(thread, save.page, start, end, layers)
+                snapshot = await _on(thread, save.finish, services.library, moment.seen)
             finally:
-                await _on(own, save.__exit__)
+                await _on(thread, save.__exit__)
         finally:
-            own.shutdown(wait=False)
-    session.saved_at = seen
-    return done
+            thread.shutdown(wait=False)
+    session.mark_saved(saved)
+    return snapshot
 
 
 def expect_no_turn(session: SessionState, what: str) -> None:
-    """Looked at once `frozen` was entered: a turn may have begun while that waited.
+    """Called inside `frozen`: a turn may have begun while that waited.
 
     Raises:
         ContextBusy.
@@ -110,38 +110,38 @@ def expect_no_turn(session: SessionState, what: str) -> None:
 
 
 async def prune(session: SessionState) -> None:
-    """Delete snapshots that no longer stay, and those that swap-outs wrote."""
+    """Delete snapshots that need not stay, those that swap-outs wrote included."""
+    branch, generations = session.stored_branch, session.swap_generations
     try:
-        before, store = session.swap_generations, session.services.store
-        there = await storing(session.services, store.prune, session.branch, before, session.keep)
-        session.swap_generations -= before - there
+        stored = await storing(session.services, store_of(session.services).prune, branch, generations, session.keep)
+        session.drop_swap_generations(generations - stored)
     except SnapshotError as error:  # the newest snapshot is durable all the same
-        _log.warning("%r was saved, but older snapshots could not be cleared away: %s", session.branch.name, error)
+        _log.warning("%r was saved, but older snapshots could not be cleared away: %s", branch.name, error)
 
 
 def unsaved(session: SessionState) -> bool:
     """Whether anything was accepted or buffered since the last save, or since the session began."""
-    return session.saved_at != told(session)
+    return session.saved_at != fingerprint(session)
 
 
-def told(session: SessionState) -> tuple[object, ...]:
+def fingerprint(session: SessionState) -> tuple[object, ...]:
+    """What two moments of a session have in common if nothing was accepted, buffered or committed between them."""
     state = session.state  # `seen` too: a chunk that was pending when it was saved may be committed since
-    return (state.position, state.seen, buffered_of(session).numpy().tobytes(), frame_of(session), session.note,
-            state.focus, state.next_focus)
+    return (state.position, state.seen, session.buffered.packed(), frame_of(session), session.note, state.focus,
+            state.next_focus)
 
 
 def frame_of(session: SessionState) -> Frame:
     """The session's frame as it is stored."""
-    frame, held = session.frame, session.segmenter.state
+    frame, buffered = session.frame, session.buffered
     return Frame(turn=frame.turn, has_content=frame.has_content, first=frame.first, raw=session.raw,
-                 trusted=session.trusted, left_by_break=session.left_by_break or session.busy == "feed",
-                 text=held.text, tail=held.tail, system=session.system)
+                 trusted=session.trusted, left_by_break=buffered.left_by_break or session.busy == "feed",
+                 text=buffered.segmenter.state.text, tail=buffered.segmenter.state.tail, system=session.system)
 
 
 def buffered_of(session: SessionState) -> Tensor:
-    """Cut segments and token ids that were pulled and not accepted, as bytes [n] u8 of msgpack."""
-    segments = [*([list(session.ids)] if session.ids else []), *session.segments]
-    return torch.from_numpy(np.frombuffer(msgspec.msgpack.encode(segments), dtype=np.uint8).copy())
+    """Segments and token ids that were pulled and not accepted: [bytes] u8, as `BufferedText.packed` gives them."""
+    return torch.from_numpy(np.frombuffer(session.buffered.packed(), dtype=np.uint8).copy())
 
 
 async def stored_units(session: SessionState) -> dict[str, Tensor]:
@@ -151,6 +151,6 @@ async def stored_units(session: SessionState) -> dict[str, Tensor]:
         StaleOwner, SnapshotCorrupt, StoreError: they cannot be read.
     """
     services = session.services
-    restored = await storing(services, lambda: session.branch.load_swapped_out(
+    restored = await storing(services, lambda: session.stored_branch.load_swapped_out(
         services.identity, services.geometry, services.engine.budgets))
     return {name: tensor for name, tensor in restored.tensors.items() if name != "held"}

@@ -1,4 +1,4 @@
-"""What a context needs of the runtime it lives in."""
+"""What a context needs of the runtime in which it is open, and what the runtime needs of a context."""
 
 from __future__ import annotations
 
@@ -16,14 +16,53 @@ if TYPE_CHECKING:
 
 
 class OpenContext(Protocol):
-    """A context as its runtime counts it."""
+    """A context as its runtime sees it; `StreamingContext` says what each of these is."""
 
     name: str
-    stored: bool
+
+    @property
+    def stored(self) -> bool: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def idle_since(self) -> float | None: ...
+
+    @property
+    def resting_since(self) -> float | None: ...
+
+    async def swap_out(self, *, midway: bool = False) -> bool: ...
+
+    async def aclose(self, *, save: bool = True) -> None: ...
+
+    def stored_in(self, session: str) -> bool: ...
+
+
+class SharedSlots(Protocol):
+    """The slots of a runtime, for which its contexts compete; `runtime.sharing.SlotSharing` says what each of these
+    does."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    async def acquire(self, *, scratch: bool) -> int: ...
+
+    def release(self, slot: int, *, scratch: bool) -> None: ...
+
+    def scratch_slot(self) -> AbstractAsyncContextManager[int]: ...
+
+    def session_idle(self) -> None: ...
+
+    def yield_slot(self, since: float) -> AbstractContextManager[bool]: ...
+
+    def adopt(self, context: OpenContext) -> None: ...
+
+    def drop(self, context: OpenContext) -> None: ...
 
 
 class Services(Protocol):
-    """The parts of a Runtime that its contexts use."""
+    """The parts of a runtime that its contexts use."""
 
     engine: Engine
     worker: Worker
@@ -34,45 +73,18 @@ class Services(Protocol):
     scratch: int  # how many scratch slots there are
     store: Store | None
     storing: ThreadPoolExecutor
-    identity: Identity  # of everything but the tokens; only with a store
     geometry: Geometry
     library: str  # version
     autosave: bool
 
-    async def acquire_slot(self, *, scratch: bool) -> int:
-        """A slot, waiting in order; NoSlot after the deadline."""
-        ...
-
-    def release_slot(self, slot: int, *, scratch: bool) -> None:
-        """Give a slot back and wake the first that waits."""
-        ...
+    @property
+    def slots(self) -> SharedSlots: ...
 
     @property
-    def has_room(self) -> bool:
-        """Whether a slot is free, and nobody waits for it."""
-        ...
-
-    def scratch_slot(self) -> AbstractAsyncContextManager[int]:
-        """A scratch slot for the length of a block."""
-        ...
-
-    def session_idle(self) -> None:
-        """A session came to rest: who waits for a slot may have its."""
-        ...
-
-    def yield_slot(self, since: float) -> AbstractContextManager[bool]:
-        """For the length of a block: whether who has had a slot since then is to give it to somebody who waits."""
+    def identity(self) -> Identity:
+        """Of everything but the tokens; only with a store."""
         ...
 
     def check_open(self) -> None:
         """Raises ContextClosed while the runtime closes, and after."""
         ...
-
-    def adopt(self, context: OpenContext) -> None:
-        """Count an open context, so that closing the runtime closes it."""
-        ...
-
-    def drop(self, context: OpenContext) -> None:
-        """Forget a closed one."""
-        ...
-

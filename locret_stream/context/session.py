@@ -1,23 +1,18 @@
-"""One conversation between the async face and the engine: text on its way in, and the steps that commit it.
-Where its slot comes from is told in `context.swapping`.
-
-A stream goes through four places, in order, and is in exactly one of them:
-    segmenter (text whose cut is not known yet) -> segments (cut, not tokenised) -> ids (tokenised) -> the engine.
-The first three are *buffered*: bounded, and taken first by the next feed. What the engine has is *accepted*.
-"""
+"""A session that takes steps: text on its way into the engine, and the steps that commit it. `context.buffered` states
+the places that a stream goes through, `context.swapping` where the slot comes from."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from locret_stream.context import saving, swapping
-from locret_stream.context.session_state import Segment, SessionState
+from locret_stream.context.buffered import Segment
+from locret_stream.context.session_state import SessionState
 from locret_stream.context.sources import Piece
 from locret_stream.engine import NextToken
-from locret_stream.errors import InvalidText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +27,9 @@ class Session(SessionState):
     # -- steps on the engine's thread, in the slot ------------------------------------------------------------
 
     async def step(self, work: Callable[[], T]) -> T:
-        """Run one bounded step on the engine's thread, in the slot, which is waited for if it is another's.
+        """Run one bounded step on the engine's thread, once the session is in a slot.
 
-        Cancelling takes a queued step back; a running one is waited for, so that the engine rests on a boundary.
+        Cancelling takes a queued step back; a running one is waited for, so that the engine rests between two steps.
 
         Raises:
             NoSlot: none came free; nothing was done.
@@ -43,15 +38,20 @@ class Session(SessionState):
         return await self.submitted(lambda: self.services.worker.submit(id(self.state), work))
 
     async def next_token(self, choose: Callable[[Tensor], int]) -> int:
-        """One token: `choose` gives it from logits [vocab] on the engine's thread, and it is accepted. A step that all
-        contexts which are generating take together; cancelled as any step is."""
+        """One token: `choose` gives it from logits [vocab] on the engine's thread, and it is accepted. All contexts
+        that are generating take this step together; it is cancelled as any step is."""
         engine = self.services.engine
         await self.resident()
-        return await self.submitted(lambda: self.services.worker.submit_joint(
-            id(self.state), id(engine), NextToken(self.state, choose), engine.decode, engine.run_ahead))
+        before = self.state.position
+        try:
+            return await self.submitted(lambda: self.services.worker.submit_joint(
+                id(self.state), id(engine), NextToken(self.state, choose), engine.decode, engine.run_ahead))
+        finally:
+            if self.state.position != before:  # also cancelled, when the step ran already
+                self.set_note(b"")
 
     async def exclusively(self, work: Callable[[], T]) -> T:
-        """A step that moves units: not while somebody is in `frozen`. Raises and is cancelled as `step`."""
+        """A step that moves units: it waits while a task is inside `frozen`. Raises and is cancelled as `step`."""
         await self.resident()
         while self.swapped_out or self.is_frozen:
             await self.until_free()
@@ -61,17 +61,10 @@ class Session(SessionState):
     async def resident(self) -> None:
         """Have a slot: wait for one if the units are in the store, or give others a turn if this one had its own.
 
-        What follows without an `await` finds the session in its slot. Raises NoSlot.
+        What follows without an `await` runs while the session is in its slot. Raises NoSlot.
         """
         self.check_open()
         await swapping.make_resident(self)
-
-    def accept(self, ids: list[int]) -> None:
-        """Take ids over as pending; all or none."""
-        self.check_open()
-        self.services.engine.accept(self.state, ids)
-        if ids:
-            self.note = b""
 
     async def commit(self, paced: bool = False) -> None:
         """Commit whole pending chunks, one step each."""
@@ -90,9 +83,9 @@ class Session(SessionState):
             engine.commit(state)
 
     async def room(self, wanted: int, paced: bool) -> int:
-        """How many ids can be accepted now, of so many: what completes the chunk at most, and is committed next.
+        """How many of `wanted` ids can be accepted now: at most as many as complete the chunk, which is committed next.
 
-        A chunk is completed with the slot at hand, so that a refused one (NoSlot) leaves nothing accepted by halves.
+        A chunk is completed only while the session is in its slot, so that NoSlot leaves no half of the ids accepted.
         """
         await self.commit(paced)
         engine, state = self.services.engine, self.state
@@ -104,7 +97,7 @@ class Session(SessionState):
         return min(most, wanted)
 
     async def focus(self, ids: list[int]) -> None:
-        """Give the memory that focus, as of this call. Raises ConfigError, BudgetExceeded: there is no room for it."""
+        """Set the focus, as of this call. Raises ConfigError, BudgetExceeded: there is no room for it."""
         engine, state = self.services.engine, self.state
 
         def give() -> None:
@@ -127,7 +120,7 @@ class Session(SessionState):
 
     @contextlib.asynccontextmanager
     async def frozen_in_slot(self) -> AsyncIterator[None]:
-        """`frozen`, in the slot, which is waited for first and kept for that long.
+        """`frozen`, in a slot: it is waited for first, and kept for the length of the block.
 
         Raises:
             NoSlot, ContextClosed.
@@ -156,7 +149,7 @@ class Session(SessionState):
 
     # -- buffered text ----------------------------------------------------------------------------------------
 
-    async def encode(self, segments: list[Segment]) -> list[int]:
+    async def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Token ids of whole segments; off the event loop unless they are short."""
         self.check_open()
         codec, trusted = self.services.codec, self.trusted
@@ -170,58 +163,32 @@ class Session(SessionState):
         return await asyncio.get_running_loop().run_in_executor(self.services.tokenizing, run)
 
     def buffer(self, piece: Piece) -> None:
-        """Take a pulled piece over as held.
+        """Buffer a pulled piece.
 
         Raises:
-            InvalidTokens: nothing of the piece was taken; what was held before is as it was.
-            InvalidText: the same, but that the bytes of an unfinished character before it are dropped too: what
-                would have finished it is gone. Ids behind such bytes are taken.
+            InvalidTokens: nothing of the piece was taken.
+            InvalidText: as `BufferedText.push_text` and `push_ids`.
         """
         self.check_open()
         if isinstance(piece, list):
-            ids = self.services.codec.validate_ids(piece)
-            try:
-                self.cut()
-            finally:
-                self.segments.append(ids)
-            return
-        try:
-            self.segments.extend(self.segmenter.push(piece))
-        except InvalidText:
-            self.segmenter.drop_partial()
-            raise
-
-    def cut(self) -> None:
-        """The text ends here: what the segmenter holds becomes a segment of its own.
-
-        Raises:
-            InvalidText: the bytes end inside a character; those bytes are dropped, the text before them is not.
-        """
-        try:
-            self.segments.extend(self.segmenter.flush())
-        except InvalidText:
-            self.segmenter.drop_partial()
-            self.segments.extend(self.segmenter.flush())
-            raise
+            self.buffered.push_ids(self.services.codec.validate_ids(piece))
+        else:
+            self.buffered.push_text(piece)
 
     async def tokenize(self) -> None:
         """Move all cut segments on to `ids`. Cancelled while it waits, they are still segments."""
-        if self.segments:
-            segments = list(self.segments)
-            ids = await self.encode(segments)
-            for _ in segments:
-                self.segments.popleft()
-            self.ids.extend(ids)
+        if self.buffered.segments:
+            segments = list(self.buffered.segments)
+            self.buffered.tokenized(len(segments), await self.encode(segments))
 
     async def drain(self, paced: bool = False, most: int | None = None) -> int:
-        """Accept all tokenised ids, or so many, into an open user turn; returns how many."""
+        """Accept all tokenised ids, at most `most` of them, into an open user turn; returns how many."""
         taken = 0
-        while self.ids and taken != most:
+        while self.buffered.ids and taken != most:
             self.open_turn()
-            count = await self.room(len(self.ids) if most is None else most - taken, paced)
-            self.accept([self.ids[i] for i in range(count)])
-            for _ in range(count):
-                self.ids.popleft()
+            count = await self.room(len(self.buffered.ids) if most is None else most - taken, paced)
+            self.accept([self.buffered.ids[i] for i in range(count)])
+            self.buffered.accepted(count)
             taken += count
             await self.commit(paced)
         return taken
@@ -232,14 +199,18 @@ class Session(SessionState):
         """Make sure that a user turn is open and count it as having content. Accepts the template's literal ids."""
         if self.raw:
             return
-        frames = self.services.frames
         self.close_reply()  # only if a policy that never evicts had no room for it when the reply ended
         if self.frame.turn != "user":
-            ids, frame = frames.open_user(self.frame)
-            self.accept(ids)
-            self.frame = frame
+            self.accept(*self.services.frames.open_user(self.frame))
         if not self.frame.has_content:
-            self.frame = self.frame.with_content()
+            self.accept([], self.frame.with_content())
+
+    async def begin_reply(self) -> None:
+        """Close the user turn and open the assistant's."""
+        ids, frame = self.services.frames.close_user_and_prompt(self.frame)
+        await self.commit()
+        self.accept(ids, frame)
+        await self.commit()
 
     def frame_room(self) -> int:
         """How many ids the template itself adds from here until a reply can begin."""
@@ -255,9 +226,7 @@ class Session(SessionState):
         """End the assistant's turn; queues literals only, so it may run anywhere, even in a finaliser."""
         if not self.raw and self.frame.turn == "assistant" and not self.closed:
             last = self.state.history[-16:]  # may end with the end marker, sampled by the model itself
-            ids, frame = self.services.frames.close_reply(self.frame, last)
-            self.accept(ids)
-            self.frame = frame
+            self.accept(*self.services.frames.close_reply(self.frame, last))
 
     # -- copies -----------------------------------------------------------------------------------------------
 

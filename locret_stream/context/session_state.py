@@ -1,13 +1,22 @@
-"""The state of one session, and who may act on it when. Takes no step of its own accord and waits for no slot.
+"""The state of one session, and who may act on it when. It takes no step of its own accord and waits for no slot.
 
-A session is *open* until `end`; open, it is *busy* while one operation has it (`claim`, `release`). Beside that:
+Only this file assigns to a field of `SessionState`; every other one calls a transition. `tests/test_layout.py` checks
+that. A session is *open* from its construction until `end`. While it is open, these states go on beside one another:
 
-    in its slot  -> swapped out     `lose_slot`, by `swapping` alone, between two steps
-    swapped out  -> in a slot       `got_slot`, by `swapping` alone
-    frozen                          for a block (`frozen`): no commit, save, undo or swap begins; one block at a time
-    replacing                       a rewind writes another state into the slot; no step begins until that is there
-    undoing                         a turn is being undone; as frozen
-    open turn                       it may still be undone: the session is neither swapped out nor saved
+    state                   enters by               leaves by              moved by
+    busy (one operation)    `claim`                 `release`              whoever runs the operation
+    swapped out             `lose_slot`             `got_slot`             `swapping`, between two steps
+    being swapped in        `swapping_in` closes    it opens               `swapping`
+    frozen (a block)        `frozen`                end of the block       saving, forking, rewinding, swapping, focus
+    overwritten (a block)   `overwritten`           end of the block       a rewind, which puts another state into the
+                                                                           slot: steps wait until it is complete
+    turn open               `begin_turn`            `end_turn`             `turns`: it may be undone, so the session is
+                                                                           neither swapped out nor saved
+    turn being undone       `back_at`               `end_undo`             `turns`; counts as frozen
+    stored                  construction, `bind`    `bind(None)`           restoring, forking, `save_as`, replaying
+    saved                   `mark_saved`            whatever is accepted   `saving`, `restoring`
+                                                    or buffered after it
+    owned by a context      `own`                   `end`                  the context, once it is open
 """
 
 from __future__ import annotations
@@ -16,15 +25,16 @@ import asyncio
 import contextlib
 import time
 import warnings
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
+from locret_stream.context.buffered import BufferedText
+from locret_stream.context.gate import Gate
 from locret_stream.engine import EngineState
 from locret_stream.errors import ContextBusy, ContextClosed
-from locret_stream.text import FrameState, Segmenter
+from locret_stream.text import FrameState
 from locret_stream.worker import expect_own
 
 if TYPE_CHECKING:
@@ -35,8 +45,6 @@ if TYPE_CHECKING:
     from locret_stream.snapshot.log import Refocus
 
 T = TypeVar("T")
-S = TypeVar("S", bound="SessionState")
-Segment = str | list[int]
 
 CLOSED = "this context is closed; expected a call inside its `async with`"
 REWOUND = "the context was rewound since this began; expected a new call on the context"
@@ -44,56 +52,70 @@ UNDONE = "this was undone together with the turn it began in; expected a new cal
 
 
 class OpenTurn(Protocol):
-    """What a session knows of a turn that is open in it (`turns.Turn`)."""
+    """What a session and its context know of a turn that is open (`turns.Turn`)."""
 
-    async def keep_copy(self) -> None:
-        """Before the first commit inside the turn: make the copy to go back to."""
+    @property
+    def holds_scratch(self) -> bool:
+        """Whether it has a scratch slot, for the copy it would go back to."""
         ...
 
+    async def keep_copy(self) -> None:
+        """Make that copy. Called before the first commit inside the turn."""
+        ...
 
-def _pending(gate: Future[None] | None) -> bool:
-    return gate is not None and not gate.done()
+    async def undo(self) -> None:
+        """Take back everything since the turn began, in another session that takes the place of this one."""
+        ...
 
 
 class SessionState:
     """Engine state, frame and buffered text of one context, and what is going on with them.
 
-    `busy` names the operation whose `owner` has the session; one at a time. All methods belong to one event loop.
-    Once `closed` says why, no step runs and no id is accepted, whoever still holds the session.
+    All methods belong to one event loop. Once `closed` says why, no step runs and no id is accepted, whoever still has
+    a reference to the session.
+
+    Args:
+        raw: text has no chat frame around it. trusted: special tokens written out in fed text become control tokens.
+        buffered: text and ids that were pulled and are not accepted yet.
+        branch: where the session is stored; None: nowhere.
+        system: digest of the system text; "": there is none.
+        note: the user's bytes, saved beside the rest. Whatever is accepted clears them.
+        rebuilt: why the session was rebuilt from its log; "": it was not.
+
+    Attributes:
+        busy, owner: the operation that runs, and the object for which it runs.
+        swap_generations: numbers of the snapshots that swap-outs wrote and that are still stored.
+        keep: numbers of the snapshots that stay (`StreamingContext.keep`, which owns the dict).
+        steps: how many run or are queued. used_at: when the last one was queued. came_at: when the session got its
+            slot, or when its time in the slot was last prolonged. Both by `time.monotonic`.
+        turn: the open one.
     """
 
-    def __init__(self, services: Services, state: EngineState, frame: FrameState, *, raw: bool, trusted: bool):
+    def __init__(self, services: Services, state: EngineState, frame: FrameState, *, raw: bool, trusted: bool,
+                 buffered: BufferedText | None = None, branch: Branch | None = None, system: str = "",
+                 note: bytes = b"", rebuilt: str = ""):
         self.services, self.state, self.frame, self.raw, self.trusted = services, state, frame, raw, trusted
-        self.segmenter = Segmenter()
-        self.segments: deque[Segment] = deque()
-        self.ids: deque[int] = deque()
-        self.left_by_break = False
+        self.buffered = BufferedText() if buffered is None else buffered
+        self.branch, self.system, self.note, self.rebuilt = branch, system, note, rebuilt
         self.busy: str | None = None
         self.owner: object | None = None
         self.closed: str | None = None
-        self.branch: Branch | None = None  # where it is stored
-        self.system = ""  # digest of the system text, "" without
-        self.note = b""  # the user's bytes, saved beside the rest; cleared when anything is accepted
-        self.swap_generations: frozenset[int] = frozenset()  # snapshots that swap-outs wrote, not deleted yet
-        self.keep: dict[int, bool] = {}  # the context's own: numbers of snapshots that stay (`StreamingContext.keep`)
-        self.saved_at: object = None  # `saving.told` at the newest save
-        self.rebuilt = ""  # why it was rebuilt from its log; "" if it was not
-        self.owned = False  # a context uses it, so that its slot may be given to others, and is released at the end
-        self.swapping_in: Future[None] | None = None  # set while it waits for a slot and is read from the store
+        self.swap_generations: frozenset[int] = frozenset()
+        self.keep: dict[int, bool] = {}
+        self.saved_at: tuple[object, ...] | None = None  # `saving.fingerprint` at the newest save
+        self.owned = False  # by a context: its slot may be given to others, and is released at the end
+        self.swapping_in = Gate()  # closed while it waits for a slot and is read from the store
         self.swapped_out = False  # its units are in the store, and its slot is released
-        self.steps, self.used_at = 0, time.monotonic()  # steps that run or are queued; when the last one was queued
-        self.came_at = self.used_at  # when it got its slot
-        self.freeze: Future[None] | None = None  # pending while a caller is inside `frozen`
-        self.replacing: Future[None] | None = None  # pending while a rewind writes another state into the slot
-        self.undoing: Future[None] | None = None  # pending while a turn is undone
-        self.asks: set[SessionState] = set()  # scratch copies that answer now; they end with this session
-        self.turn: OpenTurn | None = None  # the open turn; it makes its copy before the first commit
-        self.holds_scratch = False  # whether that copy has a scratch slot
+        self.steps, self.used_at = 0, time.monotonic()
+        self.came_at = self.used_at
+        self._freeze, self._overwriting, self._undoing = Gate(), Gate(), Gate()
+        self._copies: set[SessionState] = set()  # scratch copies that answer now; they end with this session
+        self.turn: OpenTurn | None = None
 
     # -- who may act ------------------------------------------------------------------------------------------
 
     def claim(self, operation: str, owner: object) -> None:
-        """Let `owner` have the session for `operation`, or raise ContextBusy / ContextClosed."""
+        """Begin `operation` for `owner`, or raise ContextBusy / ContextClosed."""
         self.check_open()
         if self.busy is not None:
             raise ContextBusy(f"{operation} was called while {self.busy} is running in this context; expected one at a "
@@ -101,7 +123,7 @@ class SessionState:
         self.busy, self.owner = operation, owner
 
     def release(self, owner: object) -> None:
-        """Give the session back; nothing if `owner` does not have it."""
+        """End the operation of `owner`. Nothing happens if another one runs, or none."""
         if self.owner is owner:
             self.busy = self.owner = None
             self.notify_idle()
@@ -112,32 +134,15 @@ class SessionState:
             raise ContextClosed(self.closed)
         expect_own(self.services.worker.process)
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether somebody is inside `frozen`, or a turn is being undone."""
-        return _pending(self.freeze) or _pending(self.undoing)
+    def end(self, why: str) -> None:
+        """End the session and its scratch copies: operations that still use them raise ContextClosed with `why`."""
+        for session in (self, *self._copies):
+            session.closed = why
 
-    @property
-    def being_undone(self) -> bool:
-        """Whether a turn is being undone in it."""
-        return _pending(self.undoing)
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether it may be swapped out now, in the middle of an operation, too: no step runs, no turn is open, and it
-        is not frozen."""
-        return (self.owned and not (self.swapped_out or self.turn or self.is_frozen or self.steps or self.closed)
-                and not self.state.broken)
-
-    @property
-    def idle(self) -> bool:
-        """Whether it may be swapped out now, and no operation runs."""
-        return self.busy is None and self.between_steps
-
-    def notify_idle(self) -> None:
-        """Tell the services if this session is idle now: a caller may wait for its slot."""
-        if self.idle:
-            self.services.session_idle()
+    def own(self, keep: dict[int, bool]) -> None:
+        """A context uses this session from now on; `keep` is the context's."""
+        self.owned, self.keep = True, keep
+        self.notify_idle()
 
     def __del__(self) -> None:
         if not getattr(self, "owned", False) or self.closed:
@@ -151,31 +156,69 @@ class SessionState:
             if branch is not None:
                 branch.close()
             if slot is not None:
-                services.release_slot(slot, scratch=False)
+                services.slots.release(slot, scratch=False)
 
         with contextlib.suppress(ContextClosed):  # the runtime was closed before
-            services.worker.submit(id(self.state), give_back)  # behind the steps that were given
+            services.worker.submit(id(self.state), give_back)  # behind the steps that are queued
 
-    def close_branch(self) -> None:
-        """Close the stored branch; what was not saved of its log is dropped."""
-        if self.branch is not None:
-            self.branch.close()
+    # -- frozen, and idle -------------------------------------------------------------------------------------
 
-    def end(self, why: str) -> None:
-        """End the session and its scratch copies: operations that still have them raise ContextClosed with `why`."""
-        for session in (self, *self.asks):
-            session.closed = why
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a task is inside `frozen`, or a turn is being undone."""
+        return self._freeze.is_closed or self._undoing.is_closed
 
-    def own(self, keep: dict[int, bool]) -> None:
-        """A context uses this session from now on, and owns `keep`."""
-        self.owned, self.keep = True, keep
-        self.notify_idle()
+    @property
+    def being_undone(self) -> bool:
+        """Whether a turn is being undone."""
+        return self._undoing.is_closed
+
+    async def until_free(self) -> None:
+        """Wait while the session is frozen."""
+        while self.is_frozen:
+            await (self._freeze if self._freeze.is_closed else self._undoing).wait()
+
+    @contextlib.asynccontextmanager
+    async def frozen(self) -> AsyncIterator[None]:
+        """A block in which no other task commits, undoes, saves or swaps the session.
+
+        Nobody waits for a slot inside it (see `context.swapping`).
+
+        Raises:
+            ContextClosed: the session ended while this call waited.
+        """
+        await self.until_free()
+        self.check_open()  # it may have ended, or been replaced by another session, meanwhile
+        try:
+            with self._freeze.closed_for():
+                yield
+        finally:
+            self.notify_idle()
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether it may be swapped out now, be it in the middle of an operation: no step runs, no turn is open, and
+        it is not frozen."""
+        return (self.owned and not (self.swapped_out or self.turn or self.is_frozen or self.steps or self.closed)
+                and not self.state.broken)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may be swapped out now, and no operation runs."""
+        return self.busy is None and self.between_steps
+
+    def notify_idle(self) -> None:
+        """If this session is idle now, wake who waits for a slot: it may have this one."""
+        if self.idle:
+            self.services.slots.session_idle()
+
+    # -- in a slot, or swapped out ----------------------------------------------------------------------------
 
     def lose_slot(self) -> None:
         """Release the slot: the units are in the store."""
         slot = self.services.engine.swap_out(self.state)
         self.swapped_out = True
-        self.services.release_slot(slot, scratch=False)
+        self.services.slots.release(slot, scratch=False)
 
     def got_slot(self) -> None:
         """The units are in a slot again."""
@@ -183,16 +226,21 @@ class SessionState:
         self.came_at = self.used_at = time.monotonic()
         self.notify_idle()
 
+    def prolong_slot(self) -> None:
+        """Keep the slot as if it had just been given: the session could not be swapped out."""
+        self.came_at = time.monotonic()
+
     # -- steps on the engine's thread -------------------------------------------------------------------------
 
     async def submitted(self, submit: Callable[[], Future[T]]) -> T:
-        """Queue a step that needs no slot, or for which the session is known to have one; cancelled as `step` is.
+        """Queue a step that needs no slot, or for which the session is known to have one. Cancelling takes a queued
+        step back; a running one is waited for.
 
-        While a rewind writes another state into the slot it waits: ContextClosed is raised once that is there.
+        A step that comes while a rewind overwrites the slot waits, and raises ContextClosed when the rewind is done.
         """
         self.check_open()
-        while _pending(self.replacing):
-            await asyncio.shield(asyncio.wrap_future(self.replacing))
+        while self._overwriting.is_closed:
+            await self._overwriting.wait()
             self.check_open()
         self.used_at = time.monotonic()
         future = submit()
@@ -215,103 +263,158 @@ class SessionState:
         """A future that is done when every step queued so far is done; also of a session that has ended."""
         return self.services.worker.submit(id(self.state), lambda: None)
 
-    async def until_free(self) -> None:
-        """Wait while the session is frozen."""
-        while self.is_frozen:
-            gate = self.freeze if _pending(self.freeze) else self.undoing
-            await asyncio.shield(asyncio.wrap_future(gate))
-
     @contextlib.asynccontextmanager
-    async def frozen(self) -> AsyncIterator[None]:
-        """Nothing is committed, undone, saved elsewhere or swapped for the length of a block.
+    async def overwritten(self) -> AsyncIterator[None]:
+        """A block in which another state is written into the slot. It begins when the queued steps are done; steps
+        that come meanwhile wait until it ends."""
+        with self._overwriting.closed_for():
+            await asyncio.wrap_future(self.barrier())
+            yield
 
-        Inside it nobody waits for a slot (see `context.swapping`).
+    # -- what was accepted ------------------------------------------------------------------------------------
+
+    def accept(self, ids: list[int], frame: FrameState | None = None) -> None:
+        """Take ids over as pending, all or none, and with them the frame in which they leave the conversation.
 
         Raises:
-            ContextClosed: it ended while this waited.
+            BudgetExceeded, ContextClosed: ids and frame are as they were.
         """
-        await self.until_free()
-        self.check_open()  # it may have ended, or another one taken its place, meanwhile
-        self.freeze = gate = Future()
-        try:
-            yield
-        finally:
-            gate.set_result(None)
-            self.notify_idle()
+        self.check_open()
+        self.services.engine.accept(self.state, ids)
+        if ids:
+            self.set_note(b"")
+        if frame is not None:
+            self.frame = frame
 
-    # -- buffered text ----------------------------------------------------------------------------------------
+    def end_of_log(self, frame: FrameState, buffered: BufferedText) -> None:
+        """A whole log was fed: `frame` and `buffered` are those that were stored with its end."""
+        self.frame, self.buffered = frame, buffered
+
+    def set_note(self, note: bytes) -> None:
+        """The user's bytes about the place where the session is now; b"" once something is accepted behind it."""
+        self.note = note
+
+    # -- in the store -----------------------------------------------------------------------------------------
 
     @property
-    def buffered(self) -> int:
-        """Token ids plus characters pulled and not yet accepted."""
-        return len(self.ids) + sum(map(len, self.segments)) + len(self.segmenter.state.text)
+    def stored_branch(self) -> Branch:
+        """The branch of a session that is known to be stored."""
+        assert self.branch is not None
+        return self.branch
 
-    def discard(self) -> int:
-        """Drop all of that; returns how much it was."""
-        count = self.buffered
-        self.segments.clear()
-        self.ids.clear()
-        self.segmenter, self.left_by_break = Segmenter(), False
-        return count
+    def bind(self, branch: Branch | None) -> None:
+        """The session is stored in that branch from now on; None: nowhere, and what it commits is not logged."""
+        self.branch = branch
 
-    # -- copies -----------------------------------------------------------------------------------------------
+    def close_branch(self) -> None:
+        """Close the branch, if there is one; what was not saved of its log is dropped."""
+        if self.branch is not None:
+            self.branch.close()
 
-    async def copy(self: S, slot: int, stored: dict[str, Tensor] | None) -> S:
-        """A copy in another slot, for who is in `frozen`, or knows the session in its slot.
+    def mark_saved(self, fingerprint: tuple[object, ...] | None) -> None:
+        """The newest snapshot is of the session at that fingerprint; None: of something else, so closing saves it."""
+        self.saved_at = fingerprint
 
-        Args:
-            stored: the units of a session that is swapped out (`saving.stored_units`), else None.
-        """
-        engine, state, worker = self.services.engine, self.state, self.services.worker
-        frame, position, coming = self.frame, state.position, (state.next_focus, state.next_focus_at)
-        held = (Segmenter(self.segmenter.state), deque(self.segments), deque(self.ids),
-                self.left_by_break or self.busy is not None)
+    def add_swap_generation(self, generation: int) -> None:
+        """A swap-out wrote that snapshot."""
+        self.swap_generations |= {generation}
 
-        def copy() -> EngineState:
-            twin = engine.fork(state, slot, stored)
-            engine.truncate(twin, position - twin.seen)  # another task may have fed more since: it is pending still
-            twin.next_focus, twin.next_focus_at = coming
-            return twin
+    def drop_swap_generations(self, deleted: frozenset[int]) -> None:
+        """Those snapshots were deleted."""
+        self.swap_generations -= deleted
 
-        copied = await self.submitted(lambda: worker.submit(id(state), copy))
-        twin = type(self)(self.services, copied, frame, raw=self.raw, trusted=self.trusted)
-        self.check_open()  # rewound meanwhile, what was copied may be of two moments
-        twin.system, twin.note = self.system, self.note
-        twin.segmenter, twin.segments, twin.ids, twin.left_by_break = held
-        return twin
+    def succeed(self, session: SessionState) -> None:
+        """Follow `session`, which ended by a rewind to an older snapshot than the newest one."""
+        self.swap_generations = session.swap_generations
+        self.saved_at = None
+
+    # -- turns ------------------------------------------------------------------------------------------------
+
+    def begin_turn(self, turn: OpenTurn) -> None:
+        """Whatever is accepted from now on may be undone by `turn`."""
+        self.turn = turn
+
+    def end_turn(self) -> None:
+        """Nothing can be undone any more."""
+        self.turn = None
+        self.notify_idle()
 
     def mark(self) -> Mark:
         """Where the session is; `back_at` goes there."""
         state = self.state
         focuses = [] if self.branch is None else [*self.branch.focuses]
-        held = Segmenter(self.segmenter.state), deque(self.segments), deque(self.ids)
-        return Mark(state.seen, len(state.pending), state.next_focus, state.next_focus_at, focuses, self.frame, *held,
-                    self.left_by_break, self.note)
+        return Mark(state.seen, len(state.pending), state.next_focus, state.next_focus_at, focuses, self.frame,
+                    self.buffered.copy(), self.note)
 
-    def back_at(self: S, mark: Mark, backup: S | None) -> S:
-        """A session at the mark, in place of this one, which ends: operations of it that are still around are dead.
+    def back_at(self, mark: Mark, backup: EngineState | None, owner: object) -> Self:
+        """A session at the mark, in place of this one, which ends, so that operations of it raise ContextClosed. The
+        new session is being undone, for `owner`, until `end_undo`.
 
-        The engine's state is that of `backup`, which was forked before the first commit after the mark; None: there
-        was no commit. It still is to be truncated.
+        The engine's state is `backup`, which was forked before the first commit after the mark; None: there was no
+        commit. The caller has to truncate it.
         """
         self.end(UNDONE)
-        past = type(self)(self.services, self.state if backup is None else backup.state, mark.frame, raw=self.raw,
-                          trusted=self.trusted)
-        past.branch, past.system, past.saved_at = self.branch, self.system, self.saved_at
-        past.note, past.swap_generations = mark.note, self.swap_generations
-        past.segmenter, past.segments, past.ids = mark.segmenter, mark.segments, mark.ids
-        past.left_by_break = mark.left_by_break
+        self.turn = None
+        past = type(self)(self.services, self.state if backup is None else backup, mark.frame, raw=self.raw,
+                          trusted=self.trusted, buffered=mark.buffered, branch=self.branch, system=self.system,
+                          note=mark.note)
+        past.saved_at, past.swap_generations = self.saved_at, self.swap_generations
         past.owned, past.came_at, past.keep = self.owned, self.came_at, self.keep
-        past.swapped_out = self.swapped_out  # before the first commit; from then on there is a slot
-        past.freeze = self.freeze  # who needs the units to stay needs them now, too
+        past.swapped_out = self.swapped_out  # possible before the first commit; after it the session is in a slot
+        past._freeze = self._freeze  # a task that needs the units to stay as they are needs it of these, too
         if past.branch is not None:
             past.branch.focuses = mark.focuses
+        past._undoing.close()
+        past.claim("undo", owner)
         return past
+
+    def end_undo(self, owner: object) -> None:
+        """The engine's state is that of the mark again."""
+        self._undoing.open()
+        self.release(owner)
+
+    # -- copies -----------------------------------------------------------------------------------------------
+
+    async def copy(self, slot: int, stored: dict[str, Tensor] | None) -> Self:
+        """A copy in another slot. The caller is inside `frozen`, or knows that the session is in its slot.
+
+        Args:
+            stored: the units of a session that is swapped out (`saving.stored_units`), else None.
+        """
+        engine, state, worker = self.services.engine, self.state, self.services.worker
+        frame, position, next_focus = self.frame, state.position, (state.next_focus, state.next_focus_at)
+        buffered = self.buffered.copy(left_by_break=self.busy is not None)
+
+        def fork() -> EngineState:
+            copy = engine.fork(state, slot, stored)
+            engine.truncate(copy, position - copy.seen)  # another task may have fed more, which is pending still
+            copy.next_focus, copy.next_focus_at = next_focus
+            return copy
+
+        copied = await self.submitted(lambda: worker.submit(id(state), fork))
+        self.check_open()  # if it was rewound meanwhile, frame and units may be of two moments
+        return type(self)(self.services, copied, frame, raw=self.raw, trusted=self.trusted, buffered=buffered,
+                          system=self.system, note=self.note)
+
+    @contextlib.contextmanager
+    def answering_on(self, copy: SessionState) -> Iterator[None]:
+        """A block in which a scratch copy answers. The copy ends with the block, or before with this session.
+
+        Raises:
+            ContextClosed: this session has ended.
+        """
+        self.check_open()  # closed meanwhile, it could not end a copy that it did not know yet
+        self._copies.add(copy)
+        try:
+            yield
+        finally:
+            self._copies.discard(copy)
+            copy.end(CLOSED)  # a reply that failed may live on in its error's traceback, longer than the runtime
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a session to go back to: what `Session.mark` saw."""
+    """A place in a session to go back to: what `SessionState.mark` saw."""
 
     seen: int
     pending: int
@@ -319,8 +422,5 @@ class Mark:
     next_focus_at: int
     focuses: list[Refocus]
     frame: FrameState
-    segmenter: Segmenter
-    segments: deque[Segment]
-    ids: deque[int]
-    left_by_break: bool
+    buffered: BufferedText
     note: bytes

@@ -1,8 +1,9 @@
-"""What may be fed: text, bytes, token ids, or an (async) iterator of them; pulled piece by piece. Holds nothing."""
+"""What may be fed: text, bytes, token ids, or an (async) iterator of these, which is pulled piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from typing import cast
 
 from locret_stream.errors import InputError, LocretError, SourceError
 
@@ -34,7 +35,7 @@ def as_piece(value: object) -> Piece:
 
 
 class Puller:
-    """Pulls pieces from a source, never more than asked for. It never closes the source: what is left stays there.
+    """Pulls pieces from a source, never more than asked for. It never closes the source: what is left stays in it.
 
     A plain iterator is advanced on the event loop, so it should not block for long; wrap slow ones in an async
     generator.
@@ -43,8 +44,8 @@ class Puller:
     def __init__(self, source: Source):
         self.pulled = 0
         self._ended = False
-        self._async: AsyncIterator | None = None
-        self._sync: Iterator = iter(())
+        self._async: AsyncIterator[object] | None = None
+        self._sync: Iterator[object] = iter(())
         if isinstance(source, (str, bytes, bytearray, memoryview)):
             self._sync = iter([as_piece(source)] if len(source) else [])
         elif isinstance(source, (list, tuple)) and source and not isinstance(source[0], (str, bytes, list, tuple)):
@@ -54,7 +55,7 @@ class Puller:
                 if hasattr(source, "__aiter__"):
                     self._async = source.__aiter__()
                 else:
-                    self._sync = iter(source)
+                    self._sync = iter(cast(Iterable[object], source))
             except Exception as error:  # such as an array without dimensions
                 raise SourceError(f"a source of type {type(source).__name__} cannot be iterated "
                                   f"({type(error).__name__}: {error}); {_EXPECTED}") from error
@@ -66,7 +67,7 @@ class Puller:
 
         Raises:
             SourceError: the source raised; its own error is the cause. It counts as ended then.
-            InputError: the piece is of no known type. It is dropped; the source can be pulled further.
+            InputError: the piece is of another type. It is dropped; the source can be pulled further.
         """
         if self._ended:
             return None
@@ -81,6 +82,6 @@ class Puller:
         except Exception as error:
             self._ended = True
             raise SourceError(f"the source raised {type(error).__name__} after {self.pulled} pieces: {error}. What it "
-                              "gave before is in memory or held; feed a new source to go on") from error
+                              "gave before is accepted or buffered; feed a new source to go on") from error
         self.pulled += 1
         return as_piece(value)

@@ -1,8 +1,8 @@
-"""Feed and Generation: the two operations that own a session while they run, and the values they give.
+"""Feed and Generation: the two operations that keep a session busy while they run, and the values they give.
 
-Both are async iterators that end themselves when they are exhausted, fail, are closed or simply dropped, so that a
-`break` leaves the context ready for the next call. One token is awaited at a time; to stop an operation that another
-task waits for, cancel that task.
+Both are async iterators. They end when they are exhausted, fail, are closed or are simply dropped, so that a `break`
+leaves the context ready for the next call. One token is awaited at a time; to stop an operation that another task waits
+for, cancel that task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Generator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -34,7 +34,12 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class FeedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a feed did. `tokens` were accepted by it; `buffered` ids and characters were pulled but not yet accepted."""
+    """What a feed did.
+
+    Args:
+        tokens: accepted by it. pieces: pulled by it. position: of the next token in the stream.
+        buffered: token ids and characters that were pulled and not accepted yet.
+    """
 
     tokens: int
     pieces: int
@@ -44,20 +49,20 @@ class FeedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Operation(AsyncIterator[Token]):
-    """One token is awaited at a time, whoever asks; `_end` runs however it ends."""
+    """One token is awaited at a time, by whichever task; `_end` runs however it ends."""
 
     _state = "ended"  # until a constructor succeeded
-    _awaited = _asked = False  # somebody waits now; somebody did at any time
+    _awaited = _begun = False  # whether a task awaits a token now; whether one ever did
     _session: Session
 
-    def __aiter__(self):
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Token:
         if self._state == "ended":
             raise StopAsyncIteration
         self._expect_alone()
-        self._awaited = self._asked = True
+        self._awaited = self._begun = True
         try:
             return await self._advance()
         finally:
@@ -73,7 +78,7 @@ class _Operation(AsyncIterator[Token]):
         self._end()
 
     def __del__(self) -> None:
-        if self._state == "new" and not self._asked and not self._session.closed:
+        if self._state == "new" and not self._begun and not self._session.closed:
             name = type(self).__name__.lower()
             warnings.warn(f"a {name} was dropped before it began, so it did nothing; expected `await` or `async for`",
                           RuntimeWarning, stacklevel=2, source=self)
@@ -86,11 +91,11 @@ class _Operation(AsyncIterator[Token]):
 
     @abstractmethod
     async def _advance(self) -> Token:
-        """The next token; StopAsyncIteration at the end."""
+        """The next token. Raises StopAsyncIteration at the end."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Give the session back. Idempotent; runs nothing, so that a finaliser may call it."""
+        """Release the session. Idempotent; it takes no step, so that a finaliser may call it."""
 
 
 class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
@@ -105,25 +110,26 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
         self._detokenizer = Detokenizer(session.services.codec, start=False)
         self._started = time.perf_counter()
         self._tokens = 0
-        self._draining = 0  # ids that were tokenised when the running drain began
+        self._draining = 0  # how many ids were tokenised when the running drain began
         self._state: Literal["new", "running", "ended"] = "new"
 
     @property
     def report(self) -> FeedReport:
         """What was done so far; valid at any time."""
-        drained = self._draining - len(self._session.ids) if self._draining else 0
+        drained = self._draining - len(self._session.buffered.ids) if self._draining else 0
         return FeedReport(tokens=self._tokens + drained, pieces=self._puller.pulled,
-                          position=self._session.state.position, buffered=self._session.buffered,
+                          position=self._session.state.position, buffered=self._session.buffered.size,
                           seconds=time.perf_counter() - self._started)
 
     async def _advance(self) -> Token:
         self._begin()
         session = self._session
         try:
-            if not session.ids and not await self._refill():
+            ids = session.buffered.ids
+            if not ids and not await self._refill():
                 self._end(left=False)
                 raise StopAsyncIteration
-            token, self._draining = session.ids[0], len(session.ids)
+            token, self._draining = ids[0], len(ids)
             try:
                 await session.drain(paced=True, most=1)
             finally:
@@ -155,13 +161,13 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
     async def _drain(self) -> FeedReport:
         if self._state == "ended":
             return self.report
-        self._asked = True
+        self._begun = True
         self._expect_alone()
         self._begin()
         self._awaited = True
         try:
-            while self._session.ids or await self._refill():
-                self._draining = len(self._session.ids)
+            while self._session.buffered.ids or await self._refill():
+                self._draining = len(self._session.buffered.ids)
                 try:
                     await self._session.drain(paced=True)
                 finally:
@@ -176,11 +182,14 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
         if self._state == "new":
             self._session.claim("feed", self._key)
             self._state = "running"
-            self._session.left_by_break = False
+            self._session.buffered.take_up()
 
     def _end(self, left: bool = True) -> None:
         if self._state == "running" and self._session.owner is self._key:
-            self._session.left_by_break = left and self._session.buffered > 0
+            if left:
+                self._session.buffered.leave()
+            else:
+                self._session.buffered.take_up()
             self._session.release(self._key)
         self._state = "ended"
 
@@ -189,17 +198,17 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
         session = self._session
         while True:
             await session.tokenize()
-            if session.ids:
+            if session.buffered.ids:
                 return True
-            if self._puller.pulled % 64 == 63:  # a source of crumbs that never waits must not hold up the event loop
+            if self._puller.pulled % 64 == 63:  # a source of tiny pieces that never waits must not block the event loop
                 await asyncio.sleep(0)
             piece = await self._puller.next()
             if piece is not None:
                 session.buffer(piece)
                 continue
-            session.cut()
+            session.buffered.cut()
             await session.tokenize()
-            if session.ids:
+            if session.buffered.ids:
                 return True
             if not self._tokens:
                 raise EmptySource(f"the source ended after {self._puller.pulled} pieces without a single token; "
@@ -247,28 +256,25 @@ class Generation(_Operation):
     async def _take_prompt(self) -> None:
         session, prompt = self._session, self._prompt
         ids = await self._prompt_ids()  # a prompt that cannot be read changes nothing
-        if not session.left_by_break:  # pushed text belongs before the question; an interrupted feed's rest does not
-            session.cut()
+        if not session.buffered.left_by_break:  # pushed text belongs before the question, the rest of a feed does not
+            session.buffered.cut()
             await session.tokenize()
             await session.drain()
         frames, engine = session.services.frames, session.services.engine
+        fed = session.frame.turn == "user" and session.frame.has_content  # something, since the last reply
         if session.raw:
             await session.take(ids)
         else:
             if prompt is not None:
-                said = session.frame.turn == "user" and session.frame.has_content
-                whole = (frames.question_separator(session.frame)[0] if said else []) + ids
-                engine.expect_room(session.state, len(whole) + session.frame_room())
+                if fed:
+                    ids = frames.question_separator(session.frame)[0] + ids
+                engine.expect_room(session.state, len(ids) + session.frame_room())
                 session.open_turn()
-                await session.take(whole)
-            elif not (session.frame.turn == "user" and session.frame.has_content):
+                await session.take(ids)
+            elif not fed:
                 raise ConfigError("generate() was called without a prompt and nothing was fed since the last reply; "
                                   "expected a prompt, or a feed before it")
-            closing, frame = frames.close_user_and_prompt(session.frame)
-            await session.commit()
-            session.accept(closing)
-            session.frame = frame
-            await session.commit()
+            await session.begin_reply()
         if session.state.position == 0:
             raise ConfigError("nothing was fed and the prompt is empty; expected something to continue")
 
@@ -291,7 +297,6 @@ class Generation(_Operation):
         position = state.position
         token = await session.next_token(
             lambda logits: sample(logits, state.history, position, self._sampling, self._processors))
-        session.note = b""
         self._count += 1
         ended: FinishReason | None = None
         text = ""
@@ -309,12 +314,12 @@ class Generation(_Operation):
         return Token(token, text, position)
 
     def _up_to_stop(self, new: str) -> tuple[str, bool]:
-        """Text that can be given out: (text before a stop string, True), or all but what may begin one."""
+        """Text that can be given out: (text before a stop string, True), or (all but what may begin one, False)."""
         text, stops = self._kept_back + new, self._sampling.stop
-        found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-        if found:
+        places = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+        if places:
             self._kept_back = ""
-            return text[:min(found)], True
+            return text[:min(places)], True
         longest = max((n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if
                        text.endswith(stop[:n])), default=0)
         self._kept_back = text[len(text) - longest:]
@@ -324,7 +329,7 @@ class Generation(_Operation):
         if self._state in ("prompt", "reply") and self._session.owner is self._key:
             try:
                 self._session.close_reply()
-            except BudgetExceeded:  # no room for the literals: the reply stays open, and this error is not the news
+            except BudgetExceeded:  # no room for the literals: the reply stays open, and the caller has its own error
                 pass
             self._session.release(self._key)
         if self._state != "ended":

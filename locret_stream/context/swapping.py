@@ -1,6 +1,6 @@
 """Swapping: an idle session is saved and gives its slot to others (swap out); on its next use it gets one (swap in).
 
-Resources are taken in this order, and whoever holds a later one never waits for an earlier one, so that no interleaving
+Resources are taken in this order, and whoever has a later one never waits for an earlier one, so that no interleaving
 of calls can stall:
 
 1. the session, for one operation (`Session.claim`: nobody waits for it, ContextBusy is raised),
@@ -10,16 +10,14 @@ of calls can stall:
 5. the engine's thread and the storing threads, for one bounded step.
 
 So no caller waits for a slot inside `frozen`: a session that is swapped out is saved and forked from the store.
-A task of yours may still hold a slot (an open context without a name, a turn) while it waits for another: that wait
-ends with NoSlot at the runtime's deadline.
+A task of the caller may still have a slot (an open context without a name, a turn) while it waits for another: that
+wait ends with NoSlot at the runtime's deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from concurrent.futures import Future
 
 from torch import Tensor
 
@@ -32,19 +30,19 @@ _log = logging.getLogger(__name__)
 
 
 async def make_resident(session: SessionState) -> None:
-    """See to it that the session is in a slot: the one it has, unless others have waited for one long enough.
+    """Have the session in a slot: the one it has, unless it had its turn and others wait for one.
 
     Raises:
         NoSlot: none came free. StaleOwner, SnapshotCorrupt, StoreError: its snapshot cannot be read; it stays swapped
             out.
     """
     if session.between_steps and session.branch is not None:
-        with session.services.yield_slot(session.came_at) as wanted:
+        with session.services.slots.yield_slot(session.came_at) as wanted:
             if wanted:
                 try:
                     await swap_out(session, midway=True)
                 except LocretError as error:  # the operation of this session goes on all the same
-                    session.came_at = time.monotonic()
+                    session.prolong_slot()
                     _log.warning("%r could not be swapped out and keeps its slot: %s", session.branch.name, error)
     while session.swapped_out:
         await _swap_in(session)
@@ -64,7 +62,7 @@ async def swap_out(session: SessionState, *, midway: bool = False) -> bool:
 
     if not may():
         return False
-    if saving.unsaved(session) or session.branch.base is None:  # told nothing: no snapshot to come back from yet
+    if saving.unsaved(session) or session.stored_branch.base is None:  # nothing was fed: there is no snapshot yet
         try:
             await to_the_end(_save_for_swap(session))
         except (ContextBusy, ContextClosed):  # used, or closed, meanwhile
@@ -76,39 +74,35 @@ async def swap_out(session: SessionState, *, midway: bool = False) -> bool:
 
 
 async def _save_for_swap(session: SessionState) -> None:
-    """A snapshot that holds its place in the store, instead of those before that did."""
-    session.swap_generations |= {(await saving.save(session)).generation}
+    """Write a snapshot to swap in from, and delete the earlier ones that were written for that."""
+    session.add_swap_generation((await saving.save(session)).generation)
     await saving.prune(session)
 
 
 async def _swap_in(session: SessionState) -> None:
-    while session.swapping_in is not None:
-        await asyncio.shield(asyncio.wrap_future(session.swapping_in))
+    while session.swapping_in.is_closed:
+        await session.swapping_in.wait()
     if not session.swapped_out:
         return
-    session.swapping_in = gate = Future()
-    try:
-        slot = await session.services.acquire_slot(scratch=False)
-        in_it = False
+    services, engine = session.services, session.services.engine
+    with session.swapping_in.closed_for():
+        slot = await services.slots.acquire(scratch=False)
+        loaded = False
 
-        def put_back(units: dict[str, Tensor]) -> None:
-            nonlocal in_it
-            session.services.engine.swap_in(session.state, units, slot)
-            in_it = True
+        def load(units: dict[str, Tensor]) -> None:
+            nonlocal loaded
+            engine.swap_in(session.state, units, slot)
+            loaded = True
 
         try:
             async with session.frozen():
                 units = await saving.stored_units(session)
                 session.check_open()
-                await to_the_end(asyncio.wrap_future(session.services.worker.submit(
-                    id(session.state), lambda: put_back(units))))
+                await to_the_end(asyncio.wrap_future(services.worker.submit(id(session.state), lambda: load(units))))
         finally:  # cancelled meanwhile, it is in the slot all the same
-            if in_it and not session.closed:
+            if loaded and not session.closed:
                 session.got_slot()
             else:
-                if in_it:  # a turn was undone meanwhile: the state goes on in another session, which has no slot
-                    session.services.engine.swap_out(session.state)
-                session.services.release_slot(slot, scratch=False)
-    finally:
-        session.swapping_in = None
-        gate.set_result(None)
+                if loaded:  # a turn was undone meanwhile: the state goes on in another session, which has no slot
+                    engine.swap_out(session.state)
+                services.slots.release(slot, scratch=False)

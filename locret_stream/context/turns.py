@@ -1,25 +1,29 @@
-"""A block that can be undone: where it began, and a copy of the units from its first commit on."""
+"""A block that can be undone: the place where it began, and a copy of the units from its first commit on."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future
 
+from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.session import Session
+from locret_stream.engine import EngineState
 from locret_stream.errors import ContextBusy, ContextClosed
 
 
 class Turn:
-    """One block over a session. `begin`, then either `back` and `settle`, or nothing; `end` in any case.
+    """One block over a session: `begin`, then `undo` or nothing, and `end` in any case.
 
-    Attributes:
-        session: the one it began in. past: after `back`, the one at the mark, which takes its place.
+    Args:
+        session: in which it begins.
+        replace: is called when it is undone, with the session that takes the place of that one.
     """
 
-    def __init__(self, session: Session):
-        self.session, self.past = session, session
-        self._backup: Session | None = None
+    def __init__(self, session: Session, replace: Callable[[Session], None]):
+        self.session, self._replace = session, replace
+        self._backup: EngineState | None = None
         self._copying = asyncio.Lock()  # several calls of the context may come to their first commit at once
 
     async def begin(self) -> None:
@@ -36,64 +40,64 @@ class Turn:
                 break
             await session.until_free()
         self._mark = session.mark()
-        session.turn = self
+        session.begin_turn(self)
+
+    @property
+    def holds_scratch(self) -> bool:
+        """Whether it has a scratch slot, for the copy to go back to."""
+        return self._backup is not None
 
     async def keep_copy(self) -> None:
-        """Before the first commit: until then the engine itself can take everything back."""
+        """Make that copy. Called before the first commit: until then the engine itself can take everything back."""
         async with self._copying:
             if self._backup is None:
                 await self._copy()
 
     async def _copy(self) -> None:
-        session, services = self.session, self.session.services
+        session, slots = self.session, self.session.services.slots
         await session.resident()  # and it stays in its slot: a session with an open turn is not swapped out
-        slot = await services.acquire_slot(scratch=True)
+        slot = await slots.acquire(scratch=True)
         try:
             copy = await session.fork(slot)
         except BaseException:
-            services.release_slot(slot, scratch=True)
+            slots.release(slot, scratch=True)
             raise
         if session.turn is self:
-            self._backup, session.holds_scratch = copy, True
+            self._backup = copy.state
         else:  # the block ended meanwhile, in another task
-            services.release_slot(slot, scratch=True)
+            slots.release(slot, scratch=True)
 
-    @property
-    def undoable(self) -> bool:
-        """Whether there is anything to go back in."""
-        return not self.session.closed
+    async def undo(self) -> None:
+        """Go back to where the block began. Runs to its end even when it is cancelled. Nothing happens if the session
+        has ended."""
+        if self.session.closed:
+            return
+        settled = self.session.barrier()
+        past = self.session.back_at(self._mark, self._backup, self)
+        assert past.state.seen == self._mark.seen
+        self._replace(past)
+        await to_the_end(self._settle(past, settled))
 
-    def back(self) -> Session:
-        """The session as it was when the block began; it stays busy until `settle` has run."""
-        self.session.turn = None
-        self.past = self.session.back_at(self._mark, self._backup)
-        assert self.past.state.seen == self._mark.seen
-        self.past.undoing = Future()
-        self.past.claim("undo", self)
-        return self.past
-
-    async def settle(self, settled: Future[None]) -> None:
+    async def _settle(self, past: Session, settled: Future[None]) -> None:
         """Wait for the steps that ran for the block, then let the engine forget what they left."""
-        past = self.past
         if self._backup is not None:  # its slot is this context's now, and the other one is spare
-            self._backup.state = self.session.state
+            self._backup = self.session.state
+
+        def take_back() -> None:
+            past.services.engine.truncate(past.state, self._mark.pending)
+            past.state.next_focus, past.state.next_focus_at = self._mark.next_focus, self._mark.next_focus_at
+
         try:
             with contextlib.suppress(ContextClosed):  # closed meanwhile
                 await asyncio.wrap_future(settled)
                 # Undoing waits for no slot: what is pending is in none.
-                await past.submitted(lambda: past.services.worker.submit(id(past.state), self._take_back))
+                await past.submitted(lambda: past.services.worker.submit(id(past.state), take_back))
         finally:
-            past.undoing.set_result(None)
-            past.release(self)
-
-    def _take_back(self) -> None:
-        state = self.past.state
-        self.past.services.engine.truncate(state, self._mark.pending)
-        state.next_focus, state.next_focus_at = self._mark.next_focus, self._mark.next_focus_at
+            past.end_undo(self)
 
     def end(self) -> None:
-        """Give the slot back."""
-        self.session.turn, self.session.holds_scratch = None, False
+        """Give the scratch slot back."""
         if self._backup is not None:
-            self.session.services.release_slot(self._backup.state.store.slot, scratch=True)
-        self.session.notify_idle()
+            self.session.services.slots.release(self._backup.store.slot, scratch=True)
+            self._backup = None
+        self.session.end_turn()

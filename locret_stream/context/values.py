@@ -1,25 +1,28 @@
-"""What a context shows of itself, and how options of one generation are read."""
+"""What a context reports of its memory, and how the options of one generation are read."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import msgspec
 
 from locret_stream.config import Sampling
 from locret_stream.errors import ConfigError
-from locret_stream.snapshot import Snapshot
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a context holds. Units are per KV head and layer.
+    """What a context keeps. Units are counted per KV head.
 
-    tokens: accepted since the beginning. pending: of these, not committed yet. buffered: token ids and characters that
-    were pulled from a source and not accepted yet; the next feed takes them first. units: committed, per layer, those
-    of the focus included. focus: tokens of the focus in force.
-    capacity: the most that units and the tail may take, per layer. peak: the most they ever took.
-    bytes_resident: of this context's slot, as its tensors are; 0 while it waits in the store. bytes_full_cache: K and
-    V of all accepted tokens, what a cache that never evicts would need.
+    Args:
+        tokens: accepted since the beginning. pending: those of them that are not committed yet.
+        buffered: token ids and characters that were pulled from a source and not accepted yet; the next feed takes
+            them first.
+        units: committed, per layer, those of the focus included.
+        capacity: the most that committed and provisional units may take, per layer. peak: the most they ever took.
+        bytes_resident: of the tensors in this context's slot; 0 while it is swapped out.
+        bytes_full_cache: of K and V of all accepted tokens, which a cache that never evicts would need.
+        focus: how many tokens the focus has that is in force.
     """
 
     tokens: int
@@ -39,8 +42,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return self.buffered
 
 
-def sampling_of(base: Sampling | None, options: dict[str, object]) -> Sampling:
-    """Settings of one generation; `stop` may be a single string."""
+def sampling_of(base: Sampling | None, options: dict[str, Any]) -> Sampling:
+    """The settings of one generation: `base` with `options`, which are fields of Sampling; `stop` may be one string.
+
+    Raises:
+        ConfigError: no such option, or no such value.
+    """
     if base is not None and not isinstance(base, Sampling):
         raise ConfigError(f"sampling is a {type(base).__name__}; expected a Sampling, or its fields as options")
     stop = options.get("stop", ())
@@ -50,13 +57,3 @@ def sampling_of(base: Sampling | None, options: dict[str, object]) -> Sampling:
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(Sampling.__struct_fields__)}")
     return msgspec.structs.replace(base, **options) if base is not None else Sampling(**options)
-
-
-def generation_of(found: object, name: str) -> int:
-    """The number of a snapshot of `name`, given as such or as the snapshot itself; 0 is the beginning."""
-    if isinstance(found, Snapshot) and found.name == name:
-        found = found.generation
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise ConfigError(f"rewind() was given {found!r}; expected the number of a snapshot of {name!r}, or what "
-                          "snapshot() returned")
-    return found

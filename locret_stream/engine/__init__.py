@@ -1,9 +1,8 @@
-"""The synchronous engine: `core` runs it, `layout` is what is fixed of it, `state` is a context of it, `scorer` feeds
-the policy."""
+"""The synchronous engine: `core` runs contexts, each of which is a `state`; `layout` is all that is fixed; `attention`,
+`scorer` (asks the policy), `decoding` (steps of several contexts), `focus` and `serialisation` are its parts."""
 
-from locret_stream.engine.attention import MASKS
 from locret_stream.engine.core import Engine
 from locret_stream.engine.decoding import NextToken
-from locret_stream.engine.state import HISTORY, EngineState, Receipts
+from locret_stream.engine.state import EngineState, Receipts
 
-__all__ = ["HISTORY", "MASKS", "Engine", "EngineState", "NextToken", "Receipts"]
+__all__ = ["Engine", "EngineState", "NextToken", "Receipts"]

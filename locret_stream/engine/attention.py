@@ -1,4 +1,4 @@
-"""Attention of new tokens to the units of a context: by a kernel where that is faster, else with a mask."""
+"""Attention of new tokens to the units of one context: by a kernel where that is faster, else with a mask."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ MASKS = 4  # attention masks kept per device
 
 
 class Attention:
-    """Attends within the layout of one engine, and keeps the masks that were used last."""
+    """Attention in one engine, with a cache of the masks that were used last."""
 
     def __init__(self, layout: Layout, attachment: Attachment):
         self.layout, self.attachment = layout, attachment
-        self._masks: dict[tuple[Any, ...], Tensor] = {}  # the last ones used: in a long stream always the same
+        self._masks: dict[tuple[Any, ...], Tensor] = {}  # the last ones used: a long stream always needs the same
 
     @property
     def bytes_resident(self) -> int:
-        """Bytes that the kept masks hold."""
+        """Bytes of the cached masks."""
         return sum(mask.untyped_storage().nbytes() for mask in [*self._masks.values()])
 
     def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor | None]:
-        """What the T last of all units, q [1, H*G, T, D], see of k and v [1, H, n+T, D]; and the rows' log-sum-exp
-        [H*G, T] where that is known."""
+        """Attention of the last T tokens, q [1, H*G, T, D], to all units, k and v [1, H, n+T, D], for `LayerCall`; and
+        the rows' log-sum-exp [H*G, T] where a kernel computes it."""
         new, total = q.shape[2], k.shape[2]
         if self._by_kernel(call, total):
             out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.layout.shape.sliding[call.layer],
-                                         softcap=call.softcap, sinks=call.sinks)
+                                         softcap=call.softcap, sink_logits=call.sink_logits)
             return out[None], lse
         first, mask = self._visible(call.layer, total - new, new)
         return (q, k[:, :, first:], v[:, :, first:], mask), None
 
     def _by_kernel(self, call: LayerCall, total: int) -> bool:
-        """Whether `prefill_attention` is the fast way: in Triton always, in torch where it needs no mask."""
+        """Whether `prefill_attention` is faster: in Triton always, in torch where it needs no mask."""
         window = self.layout.shape.sliding[call.layer]
         return self.layout.triton[call.layer] or (self.attachment.attn == "sdpa" and call.softcap is None
-                                                  and call.sinks is None and (window is None or window >= total))
+                                                  and call.sink_logits is None and (window is None or window >= total))
 
     def _visible(self, layer: int, start: int, new: int) -> tuple[int, Tensor | None]:
-        """First rank that any of the new queries sees, and the mask from there on (None: plain causal or all)."""
+        """The first rank that any of the new queries sees, and the mask from there on (None: one query sees all)."""
         window = self.layout.shape.sliding[layer]
         first = max(0, start + 1 - window) if window else 0
         if new == 1:

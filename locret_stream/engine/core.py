@@ -1,9 +1,9 @@
 """The synchronous engine: commits chunks, keeps a provisional tail for answers, forks, exports. No async, no text.
 
-The state of a context is committed units + pending ids (fewer than `chunk_size` when it rests). A chunk is committed
-by one forward of shape [1, chunk_size] over the committed units; what answers need in between is provisional: written
-in the same tail, never scored, dropped and recomputed at the commit. So the committed state is a pure function of
-model, config and tokens (and of the focus, if it was given one: see `engine.focus`).
+The state of a context is committed units + pending ids (fewer than `chunk_size` between two steps). A chunk is
+committed by one forward of shape [1, chunk_size] over the committed units. Answers in between need units of pending
+tokens; these are provisional: a forward writes them behind the committed ones, nothing scores them, and the commit
+computes them anew. So the committed state is a pure function of model, config, tokens and focus (see `engine.focus`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from locret_stream.cache import Pool, UnitStore
 from locret_stream.config import StreamConfig
+from locret_stream.engine import serialisation
 from locret_stream.engine.attention import Attention
 from locret_stream.engine.decoding import Decoder, NextToken
 from locret_stream.engine.focus import Units, expect_focus, put_in_front, units_of
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.scorer import Scorer
-from locret_stream.engine.state import EngineState, Receipts, expect_loadable, focus_in
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, SnapshotCorrupt
+from locret_stream.engine.state import EngineState, Receipts
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
 from locret_stream.kernels import select_units
 from locret_stream.models import Attachment, Attended, LayerCall
 from locret_stream.policies import Policy
@@ -37,11 +38,11 @@ class Engine:
         attachment: the model.
         config: budget, chunk size, policy.
         policy: made by `make_policy`.
-        slots: contexts (scratch ones included) that fit at once.
+        slots: how many contexts fit at once, scratch slots included.
         shares: share of the total budget per layer that the heads recommend, for `allocation="auto"`.
 
     Attributes:
-        layout: what is fixed: shape, budgets, chunk size, capacity (which are attributes here, too), protection, RoPE.
+        layout: all that is fixed; shape, budgets, chunk_size and capacity are attributes of the engine, too.
 
     Raises:
         ConfigError, WindowExceeded: before anything is allocated.
@@ -57,15 +58,15 @@ class Engine:
                          rope=tuple(copies == 2 for copies in attachment.key_copies))
         self.attention = Attention(layout, attachment)
         self.decoder = Decoder(layout, attachment, self.pool)
-        self._decoding: list[EngineState] = []  # who took the last step
+        self._decoding: list[EngineState] = []  # the contexts of the last step of decoding
 
     @property
     def bytes_resident(self) -> int:
-        """Bytes that the pool, the RoPE tables and the kept masks hold."""
+        """Bytes of the pool, the RoPE tables and the attention masks."""
         return self.pool.bytes_resident + self.layout.tables.bytes_resident + self.attention.bytes_resident
 
     def replace_policy(self, policy: Policy) -> None:
-        """Score with another policy from now on, which declares and protects what the one before did."""
+        """Score with another policy from now on, which must declare and protect the same as the one before."""
         self.policy, self.layout = policy, dataclasses.replace(self.layout, policy=policy)
 
     # -- contexts ---------------------------------------------------------------------------------------------
@@ -75,102 +76,64 @@ class Engine:
         return EngineState(UnitStore(self.pool, slot), self.policy.begin(self.shape))
 
     def fork(self, state: EngineState, slot: int, stored: Mapping[str, Tensor] | None = None) -> EngineState:
-        """A copy of a context in another slot, its provisional tail included.
+        """A copy of a context in another slot, its provisional units included.
 
         Args:
-            stored: the units of a state that is swapped out, from its own snapshot; None: they are in its slot.
+            stored: the units of a swapped-out state, from its own snapshot; None: the units are in its slot.
 
         Raises:
             SnapshotCorrupt: not tensors of this state; nothing was written into the slot.
         """
         self._check(state)
-        assert state.swapped_out == (stored is not None), "units are in the slot, or in the store"
+        assert state.swapped_out == (stored is not None), "units are either in the slot or in the store"
         store = UnitStore(self.pool, slot) if stored is None else self._store_of(state, stored, slot)
         with state.lock:
-            twin = EngineState(store, dict(state.policy_state))
             if stored is None:
                 store.copy_from(state.store, state.provisional)
-            twin.seen, twin.pending, twin.provisional = state.seen, list(state.pending), state.provisional
-            twin.last_hidden, twin.tail_logits = state.last_hidden, state.tail_logits
-            twin.committed_ids, twin.peaks = state.committed_ids.copy(), list(state.peaks)
-            twin.focus, twin.had_focus = state.focus, state.had_focus
-            twin.next_focus, twin.next_focus_at = state.next_focus, state.next_focus_at
-            return twin
+            return state.copy(store)
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
-        """All that a context is, as copies: units (those of the focus follow from its ids), pending ids, focus, last
-        hidden state, policy state, newest ids."""
+        """All that a context consists of, as copies by name (see `engine.serialisation`)."""
         self._check(state)
-        return {**state.store.export(self.layout.fronts(state.focus)), **state.small_tensors()}
+        return serialisation.export(self.layout, state)
 
     def moment(self, state: EngineState, position: int, stored: Mapping[str, Tensor] | None = None) -> Moment:
         """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU.
 
-        `stored` as for `fork`: a state that is swapped out needs no slot to be saved again.
+        `stored` as for `fork`: saving a swapped-out state again needs no slot.
 
         Raises:
             SnapshotCorrupt: not tensors of this state.
         """
         self._check(state)
-        assert state.seen <= position <= state.position and state.swapped_out == (stored is not None)
-        small = state.small_tensors(position - state.seen)
-        if stored is None:
-            store, fronts = state.store, self.layout.fronts(state.focus)
-            scores = [store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)]
-            positions = [store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)]
-        else:
-            _expect_units_of(state, stored)
-            scores = [stored[f"{layer}.scores"] for layer in range(self.shape.layers)]
-            positions = [stored[f"{layer}.positions"] for layer in range(self.shape.layers)]
-        small |= {f"{layer}.scores": tensor for layer, tensor in enumerate(scores)}
-        small["peaks"] = torch.tensor(state.peaks)
-        return Moment(seen=state.seen, tokens=position, counts=tuple(held.shape[1] for held in positions),
-                      positions=positions, state={name: tensor.cpu() for name, tensor in small.items()})
+        return serialisation.moment(self.layout, state, position, stored)
 
     def units_between(self, state: EngineState, layer: int, start: int, end: int,
                       stored: Mapping[str, Tensor] | None = None) -> LayerUnits:
-        """Committed units of one layer whose source position lies in start .. end-1; on the CPU. `stored` as for
-        `fork`."""
+        """Committed units of one layer at positions start .. end-1; on the CPU. `stored` as for `fork`."""
         self._check(state)
-        if stored is not None:
-            return LayerUnits.between(start, end, *(stored[f"{layer}.{what}"] for what in
-                                                    ("positions", "keys", "values")))
-        store, count = state.store, state.store.counts[layer]
-        return LayerUnits.between(start, end, store.positions(layer), store.keys(layer, count)[0],
-                                  store.values(layer, count)[0])
+        return serialisation.units_between(state, layer, start, end, stored)
 
     def load(self, tensors: Mapping[str, Tensor], slot: int) -> EngineState:
-        """A context from what `export` gave, or from a snapshot, of an engine of the same model and config.
+        """A context from the tensors of `export` or of a snapshot, of an engine with the same model and config.
 
         Raises:
             SnapshotCorrupt: not such tensors, by name; nothing was written into the slot.
         """
         state = self.open(slot)
-        expect_loadable(self.layout, tensors, state)
-        (state.focus, state.next_focus), state.had_focus = focus_in(tensors), "focus" in tensors
-        if state.next_focus is not None:
-            state.next_focus_at = int(tensors["next_focus"][0])
-        self._expect_focus_again(state)
-        state.store.load(tensors, self.layout.rotate_keys, self._focus_units(state.focus))
-        state.seen = int(tensors["seen"])
-        state.pending = tensors["pending"].tolist()
-        state.committed_ids.extend(tensors["history"].tolist())
-        state.peaks = tensors["peaks"].tolist() if "peaks" in tensors else list(state.store.counts)
-        if "last_hidden" in tensors:
-            state.last_hidden = tensors["last_hidden"].to(self.attachment.last_device, copy=True)
-        state.policy_state = {name: tensors[f"policy.{name}"].to(tensor.device, copy=True)
-                              for name, tensor in state.policy_state.items()}
+        serialisation.load(self.layout, state, tensors, self._focus_units, self.attachment.last_device)
         return state
 
     def swap_out(self, state: EngineState) -> int:
-        """Let go of the slot; returns it. The units are elsewhere, and nothing but `swap_in` may use the state."""
+        """Give the slot away; returns it. The caller has saved the units: until `swap_in` the state serves only `fork`,
+        `moment` and `units_between`, which take them as `stored`."""
         self._check(state)
         with state.lock:
             state.swapped_out, state.provisional, state.tail_logits = True, 0, None
         return state.store.slot
 
     def swap_in(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
-        """Put the units of a state that is swapped out into a slot, from its own snapshot.
+        """Load the units of a swapped-out state into a slot, from its own snapshot.
 
         Raises:
             SnapshotCorrupt: not tensors of this state; nothing changed.
@@ -179,9 +142,9 @@ class Engine:
         state.store, state.swapped_out = store, False
 
     def _store_of(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> UnitStore:
-        """The units of a state that is swapped out, from its own snapshot, in a slot."""
-        expect_loadable(self.layout, tensors, self.open(slot))
-        _expect_units_of(state, tensors)
+        """The units of a swapped-out state in a slot, from its own snapshot."""
+        serialisation.expect_loadable(self.layout, tensors, self.open(slot))
+        serialisation.expect_units_of(state, tensors)
         store = UnitStore(self.pool, slot)
         store.load(tensors, self.layout.rotate_keys, self._focus_units(state.focus))
         return store
@@ -189,24 +152,24 @@ class Engine:
     # -- tokens -----------------------------------------------------------------------------------------------
 
     def room(self, state: EngineState) -> int | None:
-        """How many more tokens can be accepted; None: no end. Only policies that never evict have one."""
-        return None if self.capacity is None else self.capacity - state.position - _room_of_focus(state)
+        """How many more tokens can be accepted; None: any number. Only a policy that never evicts has a limit."""
+        return None if self.capacity is None else self.capacity - state.position - _longer_focus(state)
 
     def expect_room(self, state: EngineState, count: int) -> None:
         """Raises BudgetExceeded unless `count` more tokens can be accepted."""
         room = self.room(state)
         if room is not None and count > room:
-            focus = _room_of_focus(state)
+            focus_count = _longer_focus(state)
             raise BudgetExceeded(
-                f"policy {self.policy.name!r} never evicts: {state.position} tokens are held"
-                + (f" behind a focus of {focus}" if focus else "") + f", {count} more were given, the smallest layer "
-                f"holds {self.capacity}; expected a larger budget or an evicting policy")
+                f"policy {self.policy.name!r} never evicts: it keeps {state.position} tokens"
+                + (f" behind a focus of {focus_count}" if focus_count else "") + f", {count} more were given, and the "
+                f"smallest layer has space for {self.capacity}; expected a larger budget or an evicting policy")
 
     def accept(self, state: EngineState, ids: Iterable[int]) -> None:
-        """Take ids over as pending. Runs nothing; `commit` as long as `ready` is true.
+        """Append ids to the pending ones. Runs nothing: the caller calls `commit` as long as `ready` is true.
 
         Raises:
-            BudgetExceeded: a policy that never evicts has no room for all of them; none was taken.
+            BudgetExceeded: a policy that never evicts has no space for all of them; none was accepted.
         """
         self._check(state)
         ids = list(ids)
@@ -221,7 +184,7 @@ class Engine:
     def truncate(self, state: EngineState, pending: int) -> None:
         """Forget all but the first `pending` pending ids."""
         dropped = len(state.pending) - pending
-        assert 0 <= dropped, "truncate reaches pending ids only"
+        assert 0 <= dropped, "only pending ids can be truncated"
         del state.pending[pending:]
         if state.provisional >= pending:
             state.provisional = max(0, pending - 1) if dropped else pending
@@ -231,8 +194,8 @@ class Engine:
         self._check(state)
         assert self.ready(state), "commit needs a whole chunk pending"
         ids = state.pending[:self.chunk_size]
-        state.provisional, state.tail_logits = 0, None  # their place in the tail is used now
-        focus = None if state.next_focus is None else self._focus_units(state.next_focus)
+        state.provisional, state.tail_logits = 0, None  # the forward overwrites the provisional units
+        focus_units = None if state.next_focus is None else self._focus_units(state.next_focus)
         scorer = Scorer(self.layout, self.attachment.logits, state)
         hidden = self._forward(state, ids, 0, scorer)
         scores = scorer.finish(ids, hidden)
@@ -240,9 +203,9 @@ class Engine:
         with state.broken_by_failure():
             for layer, total in enumerate(scores):
                 state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.layout.rotate_keys)
-            if focus is not None:
-                assert state.next_focus is not None, "whose units these are"
-                put_in_front(self.layout, state, state.next_focus, focus)
+            if focus_units is not None:
+                assert state.next_focus is not None, "focus_units are its units"
+                put_in_front(self.layout, state, state.next_focus, focus_units)
             state.policy_state = scorer.policy_state
             state.last_hidden = hidden[:, -1:].clone()
             with state.lock:
@@ -251,24 +214,24 @@ class Engine:
                 del state.pending[:len(ids)]
 
     def focus(self, state: EngineState, ids: Sequence[int]) -> int | None:
-        """Put a query in front of the stream from the next grid point on (at once on one), in place of the one before;
-        no ids: none. Source: Locret-Q, arXiv:2410.01805.
+        """Put a focus in front of the stream, in place of the one before, from the next grid point on, or at once if
+        the position is a grid point; no ids: none. Source: Locret-Q, arXiv:2410.01805.
 
-        Returns the position at which it was given; None, and nothing happened, if a whole chunk is pending: it is to be
-        committed first, as a focus behind it must not come into force before it.
+        Returns the position at which it was given. If a whole chunk is pending, nothing happens and None is returned:
+        the caller commits first, as this focus must not take effect before tokens that precede it are committed.
 
         Raises:
-            ConfigError: there is no room for it; BudgetExceeded: a policy that never evicts has none left. The focus is
-                as it was.
+            ConfigError: no space for it in the budget; BudgetExceeded: a policy that never evicts has no space left.
+                The focus is as it was.
         """
         self._check(state)
         ids = list(ids)
         expect_focus(self.layout, ids)
         if self.capacity is not None and max(len(ids), len(state.focus)) > self.capacity - state.position:
-            raise BudgetExceeded(f"policy {self.policy.name!r} never evicts, and has no room for a focus of {len(ids)} "
-                                 "tokens; expected a larger budget or an evicting policy")
+            raise BudgetExceeded(f"policy {self.policy.name!r} never evicts, and has no space for a focus of "
+                                 f"{len(ids)} tokens; expected a larger budget or an evicting policy")
         units = None if state.pending else self._focus_units(ids)
-        with state.lock:  # ids are accepted on other threads
+        with state.lock:  # other threads may accept ids
             if self.ready(state):
                 return None
             if state.pending:
@@ -281,7 +244,7 @@ class Engine:
     def logits(self, state: EngineState) -> Tensor:
         """Logits [vocab] fp32 of the next token; pending ids without units get provisional ones."""
         self._check(state)
-        assert not self.ready(state), "commit first"
+        assert not self.ready(state), "a whole chunk is committed first"
         if not state.pending:
             if state.last_hidden is None:
                 raise ConfigError("nothing was fed yet, so there is nothing to continue; feed or ask something first")
@@ -299,29 +262,29 @@ class Engine:
         return state.tail_logits
 
     def decode(self, asked: Sequence[NextToken]) -> list[int | BaseException]:
-        """One step of several contexts: for each the id it chose, which is accepted, or what went wrong with it alone.
+        """One step of several contexts: for each the id that it chose, which is accepted, or the error that it raised.
 
-        Those with just one pending id without units, as all have after their first step, share one forward; it agrees
-        with a forward of each alone to 1e-5 (fp32).
+        Contexts with just one pending id without units, as all have after their first step, share one forward. Its
+        logits agree with those of a forward of each alone to 1e-5 (fp32).
         """
-        self._decoding = []  # whoever took an earlier step may be closed, and the slot another's
-        self._run_shared([one.state for one in asked])
+        self._decoding = []  # a context of an earlier step may be closed, and its slot given to another
+        self._run_shared([request.state for request in asked])
         chosen: list[int | BaseException] = []
-        for one in asked:
+        for request in asked:
             try:
-                token = one.choose(self.logits(one.state))
-                self.accept(one.state, [token])
+                token = request.choose(self.logits(request.state))
+                self.accept(request.state, [token])
                 chosen.append(token)
-            except BaseException as error:  # whatever it is, what the others chose is accepted already
+            except BaseException as error:  # of any kind, as the ids of the contexts before it are accepted already
                 chosen.append(error)
-        self._decoding = [one.state for one in asked]
+        self._decoding = [request.state for request in asked]
         return chosen
 
     def run_ahead(self) -> None:
-        """The forward of the next `decode`, should the same contexts go on: while what they chose is handed out.
+        """Run the forward of the next `decode` for the contexts of the last one, while the caller hands out their ids.
 
-        Right behind that step and nothing else: what it writes lies in tails that nobody else has written since.
-        Its units are provisional as all before a commit, so it shows only in that the next step has less to do.
+        The caller calls it right after that step: it writes into the tails of slots that no other step has used since.
+        Its units are provisional, so the only effect is that the next step has less to do.
         """
         states, self._decoding = self._decoding, []
         self._run_shared(states, least=1)
@@ -330,12 +293,16 @@ class Engine:
         shared = [state for state in states if len(state.pending) - state.provisional == 1
                   and not (state.broken or state.swapped_out or self.ready(state))]
         if len(shared) >= least:
-            # What is wrong with one is not the others' fault: then each runs alone, and fails or not by itself.
+            # An error of one context must not fail the others: `logits` runs each alone then, and raises it again.
             with contextlib.suppress(Exception):
                 self.decoder.run(shared)
 
     def receipts(self, state: EngineState, start: int = 0, end: int | None = None) -> Receipts:
-        """Kept or evicted, per layer and KV head, for accepted tokens start .. end-1 (None: all so far)."""
+        """Which of the accepted tokens start .. end-1 (None: all so far) each KV head keeps, and with what scores.
+
+        Raises:
+            ConfigError: the range is not inside the accepted tokens.
+        """
         end = state.position if end is None else end
         if not 0 <= start <= end <= state.position:
             raise ConfigError(f"receipts of tokens {start} to {end}: {state.position} tokens were accepted; expected "
@@ -344,23 +311,23 @@ class Engine:
         scores = torch.full(kept.shape, float("nan"))
         kept[:, :, max(0, state.seen - start):] = True
         for layer in range(self.shape.layers):
-            positions, found = state.store.positions(layer).cpu(), state.store.scores(layer)[0].cpu()
+            positions, units_scores = state.store.positions(layer).cpu(), state.store.scores(layer)[0].cpu()
             for head in range(self.shape.kv_heads):
                 inside = (positions[head] >= start) & (positions[head] < end)
                 at = positions[head][inside] - start
                 kept[layer, head, at] = True
-                scores[layer, head, at] = found[head][inside]
+                scores[layer, head, at] = units_scores[head][inside]
         return Receipts(start, end, kept, scores)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _check(self, state: EngineState) -> None:
         if state.broken:
-            raise ContextClosed("a commit failed while units were moved, so this context is lost; expected to be "
+            raise ContextClosed("a commit failed while it moved units, so this context is lost; expected it to be "
                                 "closed and opened anew (restored, if it was saved)")
 
     def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
-        """Run ids at ranks counts[l] + offset; writes tail areas only. Returns hidden states [1, T, hidden]."""
+        """Run ids at ranks counts[l] + offset; writes no committed units. Returns hidden states [1, T, hidden]."""
         store, new = state.store, len(ids)
 
         def step(call: LayerCall) -> Attended:
@@ -383,32 +350,15 @@ class Engine:
     def _focus_units(self, ids: Sequence[int]) -> Units:
         return units_of(self.layout, self.attachment, self.attention, ids)
 
-    def _expect_focus_again(self, state: EngineState) -> None:
-        for ids in (state.focus, state.next_focus or []):
-            try:
-                expect_focus(self.layout, ids)
-            except ConfigError as error:
-                raise SnapshotCorrupt(str(error)) from error
-
-    def _keep(self, layer: int, scores: Tensor, focus: int) -> Tensor | None:
-        """Ranks that stay, [H, B], or None where everything fits. Sliding layers keep their last units."""
+    def _keep(self, layer: int, scores: Tensor, focus_count: int) -> Tensor | None:
+        """Ranks that stay, [H, B], or None where all units fit. Layers with a sliding window keep their last units."""
         if scores.shape[-1] <= self.budgets[layer]:
             return None
-        sinks, stabilizers = self.layout.protection_of(layer, focus)
+        sinks, stabilizers = self.layout.protection_of(layer, focus_count)
         rank_by = torch.zeros_like(scores[0]) if self.shape.sliding[layer] else scores[0]
         return select_units(rank_by, self.budgets[layer], sinks, stabilizers)
 
 
-def _room_of_focus(state: EngineState) -> int:
-    """Units of the longer focus: until the next grid point the old one needs its room, and from there on the new."""
+def _longer_focus(state: EngineState) -> int:
+    """Tokens of the longer focus: until the next grid point the old one takes space, and from there on the new one."""
     return max(len(state.focus), len(state.next_focus or ()))
-
-
-def _expect_units_of(state: EngineState, stored: Mapping[str, Tensor]) -> None:
-    """Raises:
-        SnapshotCorrupt: stored units of another place than a state that is swapped out.
-    """
-    found, focus = int(stored["seen"]), focus_in(stored)[0]
-    if found != state.seen or focus != state.focus:
-        raise SnapshotCorrupt(f"found units of position {found} and focus {focus}; expected {state.seen} and "
-                              f"{state.focus}")

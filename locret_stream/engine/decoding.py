@@ -1,7 +1,7 @@
 """Decoding: the next token's logits of several contexts by one forward of shape [A, 1]. Knows no text and no sampling.
 
-Each context stays in its own slot and at its own ranks; who takes part is decided anew at every step. All that differs
-from step to step is in one small tensor, so that on CUDA the whole step is a graph, captured once per batch size.
+Each context stays in its own slot and at its own ranks, and every step may take other contexts. All that differs from
+step to step is in one small tensor, so that on CUDA the whole step is a graph, captured once per batch size.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _capturing = threading.Lock()  # one capture at a time in a process
 
 @dataclass(slots=True)
 class NextToken:
-    """What one context asks of a step: `choose` gives the id from logits [vocab] fp32, and it is accepted."""
+    """A request for one context's next token: `choose` returns its id from logits [vocab] fp32, and it is accepted."""
 
     state: EngineState
     choose: Callable[[Tensor], int]
 
 
 class Decoder:
-    """One forward over the newest pending token of each of A contexts; writes tail areas only.
+    """One forward over the newest pending token of each of A contexts, which writes no committed units.
 
-    On CUDA steps are replayed as graphs (`LOCRET_CUDA_GRAPHS=0` runs them one operation at a time): batches are filled
-    up to a power of two with copies of their first row, which write what it writes.
+    On CUDA steps are replayed as graphs (`LOCRET_CUDA_GRAPHS=0` runs them one operation at a time): batches are padded
+    to a power of two with copies of their first row, which write the same as that row.
     """
 
     def __init__(self, layout: Layout, attachment: Attachment, pool: Pool):
@@ -48,23 +48,24 @@ class Decoder:
         self._graphs: dict[int, _Graph] = {}
 
     def run(self, states: Sequence[EngineState]) -> None:
-        """Give each state's next pending id provisional units, and know the logits behind it. A state that was swapped
-        out meanwhile stays as it is: what was written lies in the tail of a slot, where its next user writes anew."""
+        """Give each state's next pending id provisional units and set its `tail_logits`. A state that was swapped out
+        meanwhile stays as it is: its units lie behind the committed ones of a slot, where the next context overwrites
+        them."""
         counts = [state.provisional for state in states]
         logits = self._step(states, counts)
         for a, (state, count) in enumerate(zip(states, counts, strict=True)):
             with state.lock:
                 if not state.swapped_out:
-                    state.tail_logits = logits[a].clone()  # a row would keep the whole batch
+                    state.tail_logits = logits[a].clone()  # a view would keep the memory of the whole batch
                     state.provisional = count + 1
 
     def _step(self, states: Sequence[EngineState], counts: Sequence[int]) -> Tensor:
         """Logits [A, vocab] fp32 of the ids behind the first `counts` pending ones."""
-        store = [state.store for state in states]
+        stores = [state.store for state in states]
         rows = [[state.pending[count] for state, count in zip(states, counts, strict=True)],
-                [each.slot for each in store]]
+                [store.slot for store in stores]]
         for layer in range(self.layout.shape.layers):
-            rows.append([each.counts[layer] + count for each, count in zip(store, counts, strict=True)])
+            rows.append([store.counts[layer] + count for store, count in zip(stores, counts, strict=True)])
         device = self.attachment.device
         if self._graphed:
             size = 1 << (len(states) - 1).bit_length()
@@ -78,7 +79,7 @@ class Decoder:
 
     def _graph_of(self, size: int, batch: Tensor) -> _Graph | None:
         """The graph of that batch size; None if the model's forward cannot be captured, as where it waits for the
-        device. That is said once, and all steps run without graphs from then on."""
+        device. One warning says so, and all steps run without graphs from then on."""
         if size not in self._graphs:
             try:
                 with _capturing:
@@ -94,7 +95,8 @@ class Decoder:
         """batch [2 + L, A] int64: ids, slots, and for every layer the rank that the new unit gets. Logits [A, vocab]
         fp32."""
         layout, attachment, pool, tables = self.layout, self.attachment, self.pool, self.layout.tables
-        # Layers of one budget have always equally many units, but for the focus; and those of one table turn alike.
+        # Layers of one budget and window have equally many units, and those of one RoPE table rotate alike: indices and
+        # rotations are computed once for all of them.
         kinds = [(units, layout.shape.sliding[layer], id(tables.layers[layer]), attachment.places[layer].device)
                  for layer, units in enumerate(layout.budgets)]
         shared: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
@@ -109,7 +111,7 @@ class Decoder:
             cos = sin = None
             if layout.on_load[layer]:
                 pair = tables.layers[layer]
-                assert pair is not None, "only what has RoPE is rotated on load"
+                assert pair is not None, "kernels rotate keys on read only in layers with RoPE"
                 cos, sin = pair[0][0], pair[1][0]
                 q, k = tables.rotate_each(layer, call.q, turns), call.k
             else:
@@ -117,30 +119,31 @@ class Decoder:
                 q, k = both[:, :heads], both[:, heads:]
             buffers.write_each(slots, ranks, call.k, k, call.v)
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
-                                    window=layout.shape.sliding[layer], softcap=call.softcap, sinks=call.sinks)
+                                    window=layout.shape.sliding[layer], softcap=call.softcap,
+                                    sink_logits=call.sink_logits)
 
         hidden = attachment.hidden(batch[0][:, None], step)
         return attachment.logits(hidden)[:, -1].float()
 
 
 class _Graph:
-    """A CUDA graph of one batch size. Its input and output have fixed addresses, as the pool has."""
+    """A CUDA graph of one batch size. Its input, its output and the pool have fixed addresses."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], batch: Tensor):
         self._batch = batch
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # compiles kernels and fills caches; it writes what the step will write
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles kernels and fills caches; it writes the same as the step itself
             for _ in range(2):
                 forward(batch)
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # On a stream of its own: torch's default one belongs to the device that was first. Other threads may go on.
-        with torch.cuda.graph(self._graph, stream=beside, capture_error_mode="thread_local"):
+        # torch's default stream for captures belongs to the first device used. "thread_local" lets other threads run.
+        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
             self._out = forward(batch)
 
     def replay(self, batch: Tensor) -> Tensor:
-        """The output is overwritten by the next replay."""
+        """Logits [A, vocab] fp32, which the next replay overwrites."""
         self._batch.copy_(batch, non_blocking=True)
         self._graph.replay()
         return self._out

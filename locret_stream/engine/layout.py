@@ -1,4 +1,4 @@
-"""The layout of an engine's memory: what is fixed when the engine is made, and what its parts read. Runs nothing."""
+"""The layout of an engine's memory: all that is fixed when the engine is made, which its parts read. Runs nothing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Layout:
 
     Attributes:
         budgets: b_l, the units per KV head that layer l keeps, [L].
-        policy: what scores units; of its own it says how many numbers it keeps per unit and what it protects.
+        policy: scores units, and declares how many numbers it keeps per unit and how many units it protects.
         tables: RoPE at any rank that a unit may have.
         triton: for every layer, whether its operations run in Triton.
-        on_load: for every layer, whether RoPE is applied when keys are read, so that no rotated keys are stored.
+        on_load: for every layer, whether kernels apply RoPE as they read keys, so that no rotated keys are stored.
         dtype: of keys, values and hidden states.
     """
 
@@ -40,10 +40,10 @@ class Layout:
     @classmethod
     def of(cls, attachment: Attachment, config: StreamConfig, policy: Policy,
            shares: tuple[float, ...] | None) -> Layout:
-        """The layout of a model's memory; `shares` of the total budget are those that the retaining heads recommend.
+        """The layout of a model's memory; `shares` of the total budget come with the retaining heads.
 
         Raises:
-            ConfigError, WindowExceeded.
+            ConfigError: settings that cannot work together. WindowExceeded: they do not fit the model's window.
         """
         shape = attachment.shape
         budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
@@ -67,10 +67,10 @@ class Layout:
 
     @property
     def capacity(self) -> int | None:
-        """How many tokens a policy that never evicts can hold; None: there is no limit."""
+        """How many tokens fit a policy that never evicts; None: any number."""
         if self.policy.bounded:
             return None
-        # A layer that holds its whole window evicts nothing that it could still see.
+        # A layer whose budget is its whole window evicts nothing that it could still see.
         return min((units for units, window in zip(self.budgets, self.shape.sliding, strict=True)
                     if not window or units < window), default=None)
 
@@ -79,16 +79,16 @@ class Layout:
         """`protection_of` every layer, without a focus."""
         return [self.protection_of(layer) for layer in range(self.shape.layers)]
 
-    def protection_of(self, layer: int, focus: int = 0) -> tuple[int, int]:
-        """How many of the first units of a layer always stay, a focus of that many tokens included, and how many of the
-        last. Sliding-window layers protect none: they keep their last units."""
+    def protection_of(self, layer: int, focus_count: int = 0) -> tuple[int, int]:
+        """How many of the first units of a layer always stay, a focus of `focus_count` tokens included, and how many of
+        the last. Layers with a sliding window protect none, as they keep their last units."""
         if self.shape.sliding[layer]:
             return 0, 0
         budget = self.config.budget
-        return self.policy.protection(self.budgets[layer], focus + budget.sinks, budget.stabilizers)
+        return self.policy.protection(self.budgets[layer], focus_count + budget.sinks, budget.stabilizers)
 
     def fronts(self, focus: Sequence[int]) -> list[int]:
-        """How many units a focus has in every layer: none where the layer has a sliding window."""
+        """How many units the ids of a focus have in every layer: none where the layer has a sliding window."""
         return [0 if window else len(focus) for window in self.shape.sliding]
 
     def rotate_keys(self, layer: int, keys: Tensor, start: int, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a policy needs of one commit, collected while the forward runs; writes nowhere."""
+"""Scores of one commit: collects what the policy needs while the forward runs, and asks it. Writes into no slot."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from locret_stream.policies import Chunk, ColumnSums
 
 
 class Scorer:
-    """Collects what the policy needs during one commit, and its scores; writes nowhere."""
+    """The scores of one commit of a context; `logits` makes [1, T, vocab] of hidden states [1, T, hidden]."""
 
     def __init__(self, layout: Layout, logits: Callable[[Tensor], Tensor], state: EngineState):
-        """`logits` gives those [1, T, vocab] of hidden states [1, T, hidden]."""
         self.layout, self.logits, self.state = layout, logits, state
         self.needs = layout.policy.needs
         self.policy_state = dict(state.policy_state)
@@ -26,9 +25,9 @@ class Scorer:
         self.chunks: list[Chunk] = []
 
     def see(self, call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None) -> None:
-        """Called by the forward for every layer, in order, after the new units were written to the tail.
+        """The forward calls this for every layer, in order, after it wrote the new units behind the committed ones.
 
-        q [1, H*G, T, D] and k [1, H, n+T, D] after RoPE; lse [H*G, T], the rows' log-sum-exp if attention gave it.
+        q [1, H*G, T, D] and k [1, H, n+T, D] after RoPE; lse [H*G, T], the rows' log-sum-exp, if attention returned it.
         """
         store, layer = self.state.store, call.layer
         total = store.counts[layer] + call.k.shape[2]
@@ -39,9 +38,9 @@ class Scorer:
         if "hidden" in self.needs:
             chunk.hidden = call.hidden[0]
         if "positions" in self.needs:
-            held = store.positions(layer)
-            new = torch.arange(chunk.start, chunk.start + call.k.shape[2], device=held.device)
-            chunk.positions = torch.cat([held, new.expand(len(held), -1)], dim=1)
+            old = store.positions(layer)
+            new = torch.arange(chunk.start, chunk.start + call.k.shape[2], device=old.device)
+            chunk.positions = torch.cat([old, new.expand(len(old), -1)], dim=1)
         if self.layout.shape.sliding[layer]:
             planes, heads = chunk.scores.shape[:2]
             self.scores.append(chunk.scores.new_zeros(planes, heads, total))
@@ -55,7 +54,7 @@ class Scorer:
             self.scores.append(self._all_units(chunk))
 
     def finish(self, ids: list[int], hidden: Tensor) -> list[Tensor]:
-        """Scores [P, H, n + T] of every layer, once the whole forward succeeded; those of the focus are 0 for ever."""
+        """Scores [P, H, n + T] of every layer, once the whole forward succeeded; those of the focus are always 0."""
         if self.chunks:
             logprobs = self._logprobs(ids, hidden)
             for chunk in self.chunks:
@@ -64,26 +63,25 @@ class Scorer:
         if not self.state.focus:
             return self.scores
         count = len(self.state.focus)
-        return [total if window else total.index_fill(-1, torch.arange(count, device=total.device), 0.0)
-                for total, window in zip(self.scores, self.layout.shape.sliding, strict=True)]
+        return [scores if window else scores.index_fill(-1, torch.arange(count, device=scores.device), 0.0)
+                for scores, window in zip(self.scores, self.layout.shape.sliding, strict=True)]
 
     def _all_units(self, chunk: Chunk) -> Tensor:
-        planes, heads, held = chunk.scores.shape
-        new = chunk.k.shape[1]
-        policy = self.layout.policy
-        count = held + new if policy.stateful else new
-        found = policy.expect_scores(policy.score(chunk).float(), heads, count).expand(planes, heads, count)
-        return found if policy.stateful else torch.cat([chunk.scores, found], dim=-1)
+        planes, heads, old = chunk.scores.shape
+        new, policy = chunk.k.shape[1], self.layout.policy
+        count = old + new if policy.stateful else new
+        scores = policy.expect_scores(policy.score(chunk).float(), heads, count).expand(planes, heads, count)
+        return scores if policy.stateful else torch.cat([chunk.scores, scores], dim=-1)
 
     def _logprobs(self, ids: list[int], hidden: Tensor, block: int = 128) -> Tensor:
-        """log p(id | everything before it), [T]; nan for the first token of a stream. Blockwise over the vocabulary."""
+        """log p(id | everything before it), [T]; nan for the first token of a stream. Computed in blocks of tokens."""
         before = self.state.last_hidden
         rows = torch.cat([hidden[:, :1] if before is None else before, hidden[:, :-1]], dim=1)
         out = []
         for i in range(0, len(ids), block):
-            found = self.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
-            target = torch.tensor(ids[i:i + block], device=found.device)
-            out.append(found.gather(1, target[:, None])[:, 0])
+            of_vocab = self.logits(rows[:, i:i + block])[0].float().log_softmax(-1)
+            target = torch.tensor(ids[i:i + block], device=of_vocab.device)
+            out.append(of_vocab.gather(1, target[:, None])[:, 0])
         logprobs = torch.cat(out)
         if before is None:
             logprobs[0] = float("nan")
@@ -91,11 +89,11 @@ class Scorer:
 
 
 def _column_sums(call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None) -> ColumnSums:
-    """q [H*G, T, D] and k [H, n+T, D] after RoPE; lse [H*G, T] if it is known."""
+    """`Chunk.column_sums`, of q [H*G, T, D] and k [H, n+T, D] after RoPE; lse [H*G, T] if attention returned it."""
     def sums(rows: slice | Tensor | None = None, *, above_mean: bool = False) -> Tensor:
         rows = slice(None) if rows is None else rows
         ranks = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=k.device)[rows]
         return reduced_attention(q[:, rows], k, call.scale, ranks, None if lse is None else lse[:, rows],
-                                 above_mean=above_mean, softcap=call.softcap, sinks=call.sinks)
+                                 above_mean=above_mean, softcap=call.softcap, sink_logits=call.sink_logits)
 
     return sums

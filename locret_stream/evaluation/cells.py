@@ -1,4 +1,4 @@
-"""What is measured and what came out, as files: one policy with one budget on one task is a cell. Runs nothing."""
+"""What is measured and its results, as files: one policy with one budget on one task is a cell. Runs nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from locret_stream.config import Budget
 from locret_stream.errors import ConfigError, InputError
 from locret_stream.evaluation import metrics
 from locret_stream.files import replace
@@ -21,12 +21,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         task: one of `suite.TASKS`, or that of a `file`, "benchmark/task".
-        length: tokens of each of its `streams`, which are number first_seed and on; 0 of a file, whose documents are as
-            long as they are.
+        length: tokens of each of its `streams`, whose numbers begin at first_seed; 0 for a file, whose documents have
+            lengths of their own.
         policy: one of `POLICIES`, or "oracle" or "oracle_per_head"; with `knobs`.
         units: the budget, None for everything. sinks, stabilizers, allocation: see `Budget`.
         heads: folder of retaining heads, "" for none.
-        focus: the first question of each stream is told before it begins (Locret-Q), and no other one is asked.
+        focus: the first question of each stream is announced before it begins (Locret-Q), and no other one is asked.
     """
 
     task: str
@@ -44,11 +44,28 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     first_seed: int = 0
     file: str = ""
 
+    @property
+    def seeds(self) -> range:
+        """The numbers of its streams."""
+        return range(self.first_seed, self.first_seed + self.streams)
+
+    @property
+    def budget(self) -> Budget | None:
+        """None for everything."""
+        return None if self.units is None else Budget(
+            units=self.units, sinks=self.sinks, stabilizers=self.stabilizers, allocation=self.allocation)
+
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a result holds for, by content: digests of weights, architecture, tokenizer, chat template and heads, the
-    text's name, the version of the tasks; of a file its digest, and no text; knobs: all of the policy's, defaults
-    included, as JSON. The code of a policy is not among them: what was measured before it changed is to be removed."""
+    """What a result is valid for, by content.
+
+    Args:
+        weights, architecture, tokenizer, template, heads: digests.
+        text: name of the text that facts lie in, "" for a file. file: digest of a file.
+        tasks: version of the tasks.
+        knobs: all of the policy's, defaults included, as JSON. The code of a policy is no part of an origin: remove by
+            hand what was measured before it changed.
+    """
 
     weights: str
     tokenizer: str
@@ -62,10 +79,13 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One stream: (question, expected, found) for each question, or bits and bytes of its text.
+    """The result of one stream.
 
-    scores: of each question of a document, by its benchmark's own metric.
-    unit_tokens: committed units held, mean over the layers, summed over the tokens fed: the KV footprint.
+    Args:
+        unit_tokens: committed units (mean over the layers), summed over the tokens fed: the KV footprint.
+        answers: (question, expected, found) of each question.
+        bits, bytes: of the text, where that is what is scored.
+        scores: of each question of a document, by the metric of its benchmark.
     """
 
     seed: int
@@ -79,17 +99,19 @@ class StreamResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def values(stream: StreamResult) -> list[float]:
-    """What its score is the mean of: 1 or 0 for each question, what its benchmark gives it, or its bits per byte."""
+    """What a score is the mean of: 1 or 0 for each question, what its benchmark's metric gives, or bits per byte."""
     if stream.bytes:
         return [stream.bits / stream.bytes]
     return stream.scores or [metrics.exact(found, expected) for _, expected, found in stream.answers]
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`score` is the mean of `values`: the share of right answers, bits per byte, or what a benchmark's metric gives;
-    [low, high] its 95 % bootstrap interval over streams.
+    """The result of one cell.
 
-    tok_per_s: of feeding, questions aside. budgets: units per layer. peak_bytes: what one context held, all the time.
+    Args:
+        score: the mean of the `values` of all streams; [low, high] is its 95 % bootstrap interval over streams.
+        tok_per_s: of feeding, without the questions.
+        budgets: units of each layer. peak_bytes: allocated for one context.
     """
 
     cell: Cell
@@ -104,12 +126,12 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     streams: list[StreamResult]
 
 
-_NAME = re.compile(r".+-\w+-(\d+|all)-\d+-[0-9a-f]{12}\.json")  # what `name_of` gives
+_FILE_NAME = re.compile(r".+-\w+-(\d+|all)-\d+-[0-9a-f]{12}\.json")  # what `file_name` gives
 
 
-def name_of(cell: Cell, origin: Origin) -> str:
-    """Its file's name: readable, and another one for any other cell or origin. Shares are taken as they come back from
-    a file, whole numbers as floats."""
+def file_name(cell: Cell, origin: Origin) -> str:
+    """The name of a result's file: readable, and another one for any other cell or origin. Shares of an allocation
+    count as floats, as they are when they are read from a file."""
     shares = cell.allocation if isinstance(cell.allocation, str) else tuple(map(float, cell.allocation))
     digest = _digest((msgspec.structs.replace(cell, heads="", file="", allocation=shares), origin), 6)
     task = re.sub(r"[^\w.-]+", "_", cell.task).strip("_")
@@ -117,75 +139,92 @@ def name_of(cell: Cell, origin: Origin) -> str:
 
 
 def tag_of(origin: Origin) -> str:
-    """Eight hexadecimal digits, others for any other origin; heads and knobs count for nothing."""
+    """Eight hexadecimal digits, others for any other origin; heads and knobs do not count."""
     return _digest(msgspec.structs.replace(origin, heads="", knobs=""), 4)
 
 
-def _digest(what: Any, size: int) -> str:
-    """Of cells and origins: `size` bytes in hexadecimal digits."""
-    return hashlib.blake2b(msgspec.json.encode(what, order="sorted"), digest_size=size).hexdigest()
+def _digest(content: Origin | tuple[Cell, Origin], size: int) -> str:
+    """`size` bytes in hexadecimal digits."""
+    return hashlib.blake2b(msgspec.json.encode(content, order="sorted"), digest_size=size).hexdigest()
+
+
+def counted(count: int, word: str) -> str:
+    """1 cell, 2 cells."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def in_words(cell: Cell) -> str:
+    """A cell, for people to read."""
+    streams = (counted(cell.streams, "document") if cell.file
+               else f"{counted(cell.streams, 'stream')} of {counted(cell.length, 'token')}")
+    if cell.units is None:
+        return f"{cell.task}, {cell.policy}, all units, {streams}"
+    settings = [f"{name}={value}" for name, value in cell.knobs.items()] + [Path(cell.heads).name] * bool(cell.heads)
+    settings.append(cell.allocation if isinstance(cell.allocation, str) else ":".join(map(str, cell.allocation)))
+    return f"{cell.task}, {cell.policy} ({', '.join(settings)}), {cell.units} units, {streams}"
 
 
 def read(path: Path) -> CellResult:
-    """Raises InputError: not a cell's file, or that of another cell, or its score is not that of its streams."""
+    """Raises InputError: not the file of a cell, or that of another cell, or a score that its streams do not give."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=CellResult)
         if result.origin.knobs:
             msgspec.json.decode(result.origin.knobs, type=dict[str, float | int | str | bool])
-        _expect_whole(result, path.name)
+        _expect_consistent(result, path.name)
         return result
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise InputError(f"{path} is no result of an evaluation: {error}; expected a file as `locret-stream eval` "
                          "wrote it; remove it to run that cell again") from error
 
 
-def _expect_whole(result: CellResult, name: str) -> None:
-    """Raises ValueError: a copy under another cell's name, or what does not add up."""
-    known, seeds = name_of(result.cell, result.origin), [stream.seed for stream in result.streams]
-    if name != known:
-        raise ValueError(f"what it holds belongs in {known}")
-    first = result.cell.first_seed
-    if not seeds or seeds != list(range(first, first + result.cell.streams)):
-        raise ValueError(f"its cell has {result.cell.streams} streams from {first} on, and it holds {len(seeds)}: "
-                         f"{seeds[:4]}")
-    found = [value for stream in result.streams for value in values(stream)]
-    if len(found) != result.questions or not math.isclose(result.score, sum(found) / max(1, len(found)), abs_tol=1e-9):
+def _expect_consistent(result: CellResult, name: str) -> None:
+    """Raises ValueError: the name is that of another cell, or streams, questions and score do not add up."""
+    expected, seeds = file_name(result.cell, result.origin), [stream.seed for stream in result.streams]
+    if name != expected:
+        raise ValueError(f"its content belongs in {expected}")
+    if not seeds or seeds != list(result.cell.seeds):
+        raise ValueError(f"its cell has {result.cell.streams} streams from {result.cell.first_seed} on, and it has "
+                         f"{len(seeds)}: {seeds[:4]}")
+    scored = [value for stream in result.streams for value in values(stream)]
+    mean = sum(scored) / max(1, len(scored))
+    if len(scored) != result.questions or not math.isclose(result.score, mean, abs_tol=1e-9):
         raise ValueError(f"its score is {result.score:g} of {result.questions} questions, and its streams have "
-                         f"{sum(found) / max(1, len(found)):g} of {len(found)}")
+                         f"{mean:g} of {len(scored)}")
 
 
 def paths(folder: Path) -> list[Path]:
     """The files of results in the folder, in the order of their names."""
-    return [path for path in sorted(folder.glob("*-*-*-*-*.json")) if _NAME.fullmatch(path.name)]
+    return [path for path in sorted(folder.glob("*-*-*-*-*.json")) if _FILE_NAME.fullmatch(path.name)]
 
 
 def read_all(folder: Path) -> list[CellResult]:
-    """Every result in the folder, in the order of their names. Raises InputError as `read`."""
+    """Every result in the folder, in the order of their names. Raises InputError as `read` does."""
     return [read(path) for path in paths(folder)]
 
 
 def write(result: CellResult, path: Path) -> None:
-    """Whole or not at all, whoever else writes it. Raises OSError, which names it."""
+    """By an atomic replacement. Raises OSError, which names the path."""
     replace(path, lambda part: part.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1)))
 
 
 def by_origin(results: Iterable[CellResult]) -> Iterator[tuple[Origin, list[CellResult]]]:
-    """Results that may stand in one report: of the same model, tokenizer, text and tasks. Those of files hold for any
-    text: they stand with every one there is, or alone."""
+    """The groups of results that may stand in one report: of the same model, tokenizer, text and tasks. Results of
+    files are valid for any text: they stand in every group that differs from them in the text alone, or in one of
+    their own."""
     groups: dict[Origin, list[CellResult]] = {}
     of_files: dict[Origin, list[CellResult]] = {}
     for result in results:
         origin = msgspec.structs.replace(result.origin, heads="", file="", knobs="")
         (of_files if result.origin.file else groups).setdefault(origin, []).append(result)
-    for origin, found in of_files.items():
-        beside = [one for one in groups if msgspec.structs.replace(one, text=origin.text) == origin]
-        for one in beside or [origin]:
-            groups.setdefault(one, []).extend(found)
+    for origin, on_files in of_files.items():
+        beside = [other for other in groups if msgspec.structs.replace(other, text=origin.text) == origin]
+        for group in beside or [origin]:
+            groups.setdefault(group, []).extend(on_files)
     yield from groups.items()
 
 
 def expect_streams(cell: Cell) -> None:
-    """Raises ConfigError: no streams, or no length where it is not that of a file's documents."""
+    """Raises ConfigError: no streams, or no length where streams have none of their own."""
     for name in ("streams",) if cell.file else ("streams", "length"):
         if getattr(cell, name) < 1:
             raise ConfigError(f"evaluation: {name} is {getattr(cell, name)}; expected at least 1")

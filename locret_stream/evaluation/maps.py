@@ -1,13 +1,13 @@
-"""Two looks into a memory: what of a stream it keeps for how long, and whether its scores foresee what comes later.
+"""Maps of a memory: for how long it keeps which tokens of a stream, and whether its scores foresee what comes later.
 
-Runs streams, and gives numbers that `plots` draws and JSON keeps.
+Runs streams; the numbers are stored as JSON, and `plots` draws them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,22 +16,26 @@ from torch import Tensor
 
 from locret_stream.config import Budget
 from locret_stream.context import StreamingContext
-from locret_stream.errors import ConfigError, InputError
+from locret_stream.errors import ConfigError, HeadsMismatch, InputError
 from locret_stream.evaluation import suite
-from locret_stream.evaluation.cells import Cell, Origin
+from locret_stream.evaluation.cells import Cell, Origin, counted, in_words, tag_of
 from locret_stream.evaluation.runner import ORACLES, Bench
+from locret_stream.evaluation.variants import LAST, labels, variant_of
 from locret_stream.files import replace
 from locret_stream.runtime import Runtime
 
 LOOKS, COLUMNS, PREFIXES = 48, 1000, 12
+MAP_TOKENS = 65_536  # of longer streams a map would show nothing
+COMPARED = ("h2o", "snapkv", "sirllm")  # the policies whose scores the paper's Figure 1 looks at
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """For how long each token of a stream stayed, by layer and KV head (the paper's Figures 7 and 8).
 
-    life [L * H, columns], heads of a layer side by side: the share of the rest of the stream for which a token was
-    held, 1 for those that still are; mean over the `column` tokens of a column. wanted: (start, end) of the lines that
-    are asked about, in tokens.
+    Args:
+        life: [L * H, columns], heads of a layer side by side: the share of the rest of the stream for which a token
+            was kept, 1 for tokens that are kept at the end; mean over the `column` tokens of a column.
+        wanted: (start, end) of the lines that are asked about, in tokens.
     """
 
     label: str
@@ -45,10 +49,12 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Consistency(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the scores of a prefix are those that its tokens get in the end (the paper's Figure 1, Appendix B).
+    """How far the scores after a prefix agree with the scores after the whole stream (the paper's Figure 1 and
+    Appendix B). Nothing is evicted meanwhile.
 
-    overlaps: by label, for each of `prefixes` the part of its `share` top tokens that are also on top once all `tokens`
-    were read; mean over layers and KV heads. Nothing is evicted meanwhile.
+    Args:
+        overlaps: by label, for each of `prefixes` the part of its `share` top tokens that are also on top once all
+            `tokens` were read; mean over layers and KV heads.
     """
 
     tokens: int
@@ -59,7 +65,7 @@ class Consistency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Maps(msgspec.Struct, frozen=True, kw_only=True):
-    """Both, of one origin (heads and knobs aside). cells: what they were made for; origins: of each of them, its heads
+    """Both, of one origin (heads and knobs aside). cells: what they were made for; origins: of each cell, its heads
     included."""
 
     origin: Origin
@@ -69,8 +75,13 @@ class Maps(msgspec.Struct, frozen=True, kw_only=True):
     consistency: Consistency | None = None
 
 
+def path_of(origin: Origin, folder: Path) -> Path:
+    """The file in an evaluation's folder that has the maps of an origin."""
+    return folder / f"maps-{tag_of(origin)}.json"
+
+
 def write(maps: Maps, path: Path) -> None:
-    """Whole or not at all, whoever else writes it. Raises OSError, which names it."""
+    """By an atomic replacement. Raises OSError, which names the path."""
     replace(path, lambda part: part.write_bytes(msgspec.json.encode(maps)))
 
 
@@ -80,6 +91,57 @@ def read(path: Path) -> Maps:
         return msgspec.json.decode(path.read_bytes(), type=Maps)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(f"{path} holds no maps of an evaluation: {error}; remove it to make them again") from error
+
+
+# -- the maps of an evaluation ------------------------------------------------------------------------------------
+
+
+def update(bench: Bench, cells: Sequence[Cell], folder: Path, say: Callable[[str], None]) -> None:
+    """Make the maps of an evaluation, unless its folder has them: retention of each variant of one task, at the longest
+    stream of at most `MAP_TOKENS` and the smallest budget, and the consistency of their scores and of those of
+    `COMPARED`. A further run adds its variants to the maps of the first.
+
+    Args:
+        cells: what was run. say: is given one line of progress or of what is left out.
+    """
+    usable = [cell for cell in cells if cell.units is not None and cell.policy not in ORACLES and not cell.focus
+              and cell.length <= MAP_TOKENS and bench.task(cell).kind == "answers"]
+    if not usable:
+        return
+    path = path_of(bench.base, folder)
+    stored = read(path) if path.is_file() else Maps(origin=bench.base, cells=[])
+    before = []
+    for cell in stored.cells:
+        try:
+            bench.origin_of(cell)
+            before.append(cell)
+        except (ConfigError, HeadsMismatch) as error:  # its folder of heads was removed
+            say(f"the map of {in_words(cell)} is left out: {error}")
+    usable = before + [cell for cell in usable if cell not in before]
+    length = max(cell.length for cell in usable)
+    units = min(cell.units for cell in usable if cell.length == length and cell.units is not None)
+    chosen = [cell for cell in usable if (cell.length, cell.units) == (length, units)]
+    chosen = [cell for cell in chosen if cell.task == chosen[0].task]
+    if chosen == before and len(usable) > len(before):
+        say(f"maps are of {chosen[0].task}, {counted(length, 'token')} and {units} units, as before; remove {path} to "
+            "have others")
+    origins = [bench.origin_of(cell) for cell in chosen]
+    if (stored.cells, stored.origins) == (chosen, origins):
+        return
+    say(f"making maps of {counted(len(chosen), 'variant')}")
+    names = labels(zip(chosen, origins, strict=True))
+    labelled = {names[variant_of(cell, origin)]: cell for cell, origin in zip(chosen, origins, strict=True)}
+    kept = [retention(bench, cell, label) for label, cell in labelled.items()]
+    labelled = {label: cell for label, cell in labelled.items() if cell.policy not in LAST}  # their scores never change
+    for policy in COMPARED:
+        if all(cell.policy != policy for cell in chosen):
+            labelled[policy] = msgspec.structs.replace(chosen[0], policy=policy, knobs={}, heads="")
+    try:
+        foresight = consistency(bench, labelled)
+    except ConfigError as error:  # the stream or the window is too short: no reason to lose the other map
+        foresight = None
+        say(f"no map of how far scores foresee: {error}")
+    write(Maps(origin=bench.base, cells=chosen, origins=origins, retention=kept, consistency=foresight), path)
 
 
 def _expect_a_policy(cell: Cell) -> None:
@@ -100,7 +162,7 @@ def retention(bench: Bench, cell: Cell, label: str) -> Retention:
     """The map of the first stream of a cell; questions are not asked.
 
     Raises:
-        ConfigError: an oracle, or no budget; and as `Runtime`.
+        ConfigError: an oracle, no budget, a focus or a file; and as `Runtime` does.
     """
     _expect_a_policy(cell)
     return asyncio.run(_retention(bench, cell, label))
@@ -108,11 +170,10 @@ def retention(bench: Bench, cell: Cell, label: str) -> Retention:
 
 async def _retention(bench: Bench, cell: Cell, label: str) -> Retention:
     task = bench.task(cell)
-    budget = Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
     wanted: list[tuple[int, int]] = []
-    held: list[tuple[int, Tensor]] = []  # (tokens read, kept [L, H, tokens])
+    moments: list[tuple[int, Tensor]] = []  # (tokens read, kept [L, H, tokens])
     async with Runtime(bench.model, bench.tokenizer, policy=cell.policy, knobs=cell.knobs, heads=cell.heads or None,
-                       budget=budget, chunk_size=cell.chunk_size, max_live=1) as runtime:
+                       budget=cell.budget, chunk_size=cell.chunk_size, max_live=1) as runtime:
         items = list(task.items(cell.first_seed, cell.length, runtime.count_tokens, bench.text.lines))
         step = max(cell.chunk_size, cell.length // LOOKS)
         async with runtime.open(raw=True if task.raw else None) as ctx:
@@ -124,48 +185,47 @@ async def _retention(bench: Bench, cell: Cell, label: str) -> Retention:
                 if item.needed:
                     wanted.append((before, ctx.memory.tokens))
                 if ctx.memory.tokens // step > before // step:
-                    held.append((ctx.memory.tokens, (await ctx.receipts()).kept))
-            held.append((ctx.memory.tokens, (await ctx.receipts()).kept))
-    life, column = _in_columns(lives(held))
+                    moments.append((ctx.memory.tokens, (await ctx.receipts()).kept))
+            moments.append((ctx.memory.tokens, (await ctx.receipts()).kept))
+    life, column = _in_columns(lives(moments))
     layers, heads = life.shape[:2]
-    return Retention(label=label, cell=cell, tokens=held[-1][0], layers=layers, kv_heads=heads, column=column,
+    return Retention(label=label, cell=cell, tokens=moments[-1][0], layers=layers, kv_heads=heads, column=column,
                      life=[[round(value, 3) for value in row] for row in life.flatten(0, 1).tolist()], wanted=wanted)
 
 
-def lives(held: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """[L, H, T] in [0, 1]: the share of the rest of the stream for which each token was held.
+def lives(moments: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """[L, H, T] in [0, 1]: the share of the rest of the stream for which each token was kept.
 
     Args:
-        held: (tokens read, kept [L, H, tokens]) at one moment after another, the end last.
+        moments: (tokens read, kept [L, H, tokens]) at one moment after another, the end last.
     """
-    tokens, last = held[-1]
+    tokens, last = moments[-1]
     until = torch.zeros(last.shape)
-    for read, kept in held:
+    for read, kept in moments:
         until[:, :, :read] = torch.where(kept, float(read), until[:, :, :read])
     positions = torch.arange(tokens, dtype=until.dtype)
     return ((until - positions) / (tokens - positions)).clamp(min=0)
 
 
 def _in_columns(life: Tensor) -> tuple[Tensor, int]:
-    """Means over so many neighbours that about `COLUMNS` are left, and how many; the last column may have fewer."""
+    """Means over as many neighbours as leave about `COLUMNS` columns, and how many neighbours; the last column may have
+    fewer."""
     column = -(-life.shape[-1] // COLUMNS)
-    whole = life.shape[-1] // column * column
-    parts = [life[..., :whole].unflatten(-1, (-1, column)).mean(-1)]
-    if whole < life.shape[-1]:
-        parts.append(life[..., whole:].mean(-1, keepdim=True))
-    return torch.cat(parts, -1), column
+    return torch.stack([part.mean(-1) for part in life.split(column, -1)], -1), column
 
 
 # -- consistency --------------------------------------------------------------------------------------------------
 
 
 def consistency(bench: Bench, cells: dict[str, Cell], *, share: float = 0.1) -> Consistency:
-    """Of the policies of `cells` (by label) on the first stream of the first of them, cut where the window ends.
+    """The consistency of the policies of `cells` (by label), on the first stream of the first cell, cut where the
+    window ends. Budgets have no effect, because everything is kept.
 
-    Their budgets do not matter: everything is held.
+    Args:
+        share: how many of a prefix's tokens count as its top.
 
     Raises:
-        ConfigError: no room for two chunks, an oracle; and as `Runtime`.
+        ConfigError: no cells, no room for two chunks, or cells that `retention` refuses; and as `Runtime` does.
     """
     if not cells:
         raise ConfigError("consistency of the scores of no policy; expected at least one")
@@ -199,7 +259,7 @@ async def _overlaps(bench: Bench, cell: Cell, ids: list[int], prefixes: list[int
         scored = [layer for layer, window in enumerate(runtime.engine.shape.sliding) if not window]
         early = [await _scores_after(ctx, ids[start:end]) for start, end in itertools.pairwise([0, *prefixes])]
     late = early[-1]
-    return [round(overlap(one[scored], late[scored, :, :one.shape[-1]], share), 4) for one in early]
+    return [round(overlap(scores[scored], late[scored, :, :scores.shape[-1]], share), 4) for scores in early]
 
 
 async def _scores_after(ctx: StreamingContext, ids: list[int]) -> Tensor:
@@ -208,7 +268,7 @@ async def _scores_after(ctx: StreamingContext, ids: list[int]) -> Tensor:
 
 
 def overlap(local: Tensor, last: Tensor, share: float) -> float:
-    """Part of the `share` top tokens by `local` that are among those by `last`, both [L, H, T]; mean over L and H.
+    """The part of the `share` top tokens by `local` that are also top by `last`, both [L, H, T]; mean over L and H.
 
     Ties go to the newer token and NaN comes last, as in the memory.
     """

@@ -6,7 +6,7 @@
     {QX:471} {QX:RY}    a variable: a value, or that of another variable
     @R                  a throw of rock, paper or scissors
 
-    ?<QX:  ?(QX:  ?{QX:  ?@         what is asked; the answer ends with a newline
+    ?<QX:  ?(QX:  ?{QX:  ?@         a question; the answer ends with a newline
     ?<QX<RY:                        two keys at once; the answer is their marks, <QX:471><RY:033>
 
 Keys are two capitals. Every marker stands on a line of its own. Everything random comes from a `random.Random` that
@@ -19,15 +19,15 @@ import itertools
 import random
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from locret_stream.errors import ConfigError
-from locret_stream.evaluation.tasks import plant
+from locret_stream.evaluation.haystack import cut, plant
 
 KEYS = [a + b for a in string.ascii_uppercase for b in string.ascii_uppercase]
-BEATS = {"R": "P", "P": "S", "S": "R"}  # what wins against a throw
+BEATS = {"R": "P", "P": "S", "S": "R"}  # the throw that wins against each
 
 
 class Question(NamedTuple):
@@ -40,9 +40,10 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is planted in a stream and asked of it.
+    """The marks that are planted in a stream, and its questions.
 
-    marks: (place, line): after which share of the text, in [0, 1), the line comes; ascending.
+    Args:
+        marks: (place, line): after which share of the text, in [0, 1), the line comes; ascending.
     """
 
     marks: tuple[tuple[float, str], ...]
@@ -50,7 +51,7 @@ class Case:
 
 
 class Keys:
-    """Keys, none twice."""
+    """Draws keys, none of them twice."""
 
     def __init__(self, rng: random.Random):
         self._keys = KEYS[:]
@@ -75,7 +76,7 @@ def fact(key: str, value: str) -> tuple[str, Question]:
 
 
 def _spread(rng: random.Random, lines: list[str]) -> list[tuple[float, str]]:
-    """In the order given, at random places."""
+    """The lines in the order given, at random places."""
     return list(zip(sorted(rng.random() for _ in lines), lines, strict=True))
 
 
@@ -113,10 +114,10 @@ def several_values(rng: random.Random, facts: int, values: int = 2, asked: int |
     """Task 4 (RULER's multi-value retrieval): `values` values a key, asked for from the newest to the oldest."""
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(facts):
-        key, own = keys.take(), [value(rng) for _ in range(values)]
-        lines = [f"({key}:{v})" for v in own]
+        key, of_key = keys.take(), [value(rng) for _ in range(values)]
+        lines = [f"({key}:{v})" for v in of_key]
         marks += _spread(rng, lines)
-        questions.append(Question(f"?({key}:", " ".join(reversed(own)), tuple(lines)))
+        questions.append(Question(f"?({key}:", " ".join(reversed(of_key)), tuple(lines)))
     return _case(rng, marks, questions, asked)
 
 
@@ -137,11 +138,11 @@ def decoys(rng: random.Random, facts: int, others: int | None = None, asked: int
            keys: Keys | None = None) -> Case:
     """Task 5: facts, and as many decoys (or `others`) of the same form under another bracket, some of the same keys."""
     keys = keys or Keys(rng)
-    own = [keys.take() for _ in range(facts)]
-    pairs = [fact(key, value(rng)) for key in own]
+    asked_keys = [keys.take() for _ in range(facts)]
+    pairs = [fact(key, value(rng)) for key in asked_keys]
     marks = [(rng.random(), mark) for mark, _ in pairs]
     for n in range(facts if others is None else others):
-        key = own[n % facts] if facts and n % 2 else keys.take()
+        key = asked_keys[n % facts] if facts and n % 2 else keys.take()
         marks.append((rng.random(), f"[{key}:{value(rng)}]"))
     return _case(rng, marks, [question for _, question in pairs], asked)
 
@@ -151,15 +152,15 @@ def variables(rng: random.Random, chains: int, hops: int = 2, asked: int | None 
     """Task 6 (RULER's variable tracking): chains of up to `hops` variables, asked for at the last one."""
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(chains):
-        own, first = [keys.take() for _ in range(rng.randint(1, hops))], value(rng)
-        lines = [f"{{{own[0]}:{first}}}", *(f"{{{b}:{a}}}" for a, b in itertools.pairwise(own))]
+        chain, first = [keys.take() for _ in range(rng.randint(1, hops))], value(rng)
+        lines = [f"{{{chain[0]}:{first}}}", *(f"{{{b}:{a}}}" for a, b in itertools.pairwise(chain))]
         marks += _spread(rng, lines)
-        questions.append(Question(f"?{{{own[-1]}:", first, tuple(lines)))
+        questions.append(Question(f"?{{{chain[-1]}:", first, tuple(lines)))
     return _case(rng, marks, questions, asked)
 
 
 def preference(rng: random.Random, throws: int) -> Case:
-    """Task 7 (SirLLM's rock, paper, scissors, arXiv:2405.12528): what wins against whoever throws one thing most."""
+    """Task 7 (SirLLM's rock, paper, scissors, arXiv:2405.12528): the throw that wins against the most frequent one."""
     favourite = rng.choice("RPS")
     thrown = [favourite if rng.random() < 0.6 else rng.choice("RPS") for _ in range(throws)]
     counts = Counter(thrown)
@@ -171,21 +172,19 @@ def preference(rng: random.Random, throws: int) -> Case:
 
 
 def merged(rng: random.Random, cases: list[Case]) -> Case:
-    """Several cases in one stream; their keys must be apart."""
+    """Several cases in one stream; their keys must differ."""
     return _case(rng, [mark for case in cases for mark in case.marks],
                  [question for case in cases for question in case.questions])
 
 
 def planted(case: Case, text: Iterator[str], size: int, measure: Callable[[str], int]) -> Iterator[str]:
-    """Lines that measure about `size` together, marks included: those of `text` with the case's among them."""
+    """Lines of `text` with the case's marks among them, which measure about `size` together."""
     marks = [line + "\n" for _, line in case.marks]
     size = max(0, size - sum(map(measure, marks)))
+    lines = cut(whole_lines(text), size, measure)
+    return (line for line, _ in plant(lines, marks, [place * size for place, _ in case.marks], measure))
 
-    def cut() -> Iterator[str]:
-        read = 0
-        while read < size:
-            line = next(text).rstrip("\n") + "\n"
-            read += measure(line)
-            yield line
 
-    return (line for line, _ in plant(cut(), marks, [place * size for place, _ in case.marks], measure))
+def whole_lines(text: Iterable[str]) -> Iterator[str]:
+    """The lines, each with the newline that some lack."""
+    return (line.rstrip("\n") + "\n" for line in text)

@@ -1,4 +1,5 @@
-"""What only an evaluation can have: policies that know what will be asked, and an ear for the text that passes."""
+"""Policies that only an evaluation can have: oracles, which know what will be asked, and probes, which measure the
+attention of answers and record log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from locret_stream.policies import Chunk, Policy
 
 
 class Oracle(Policy):
-    """Keeps every token of every line from which an answer follows, in every head and layer.
+    """Keeps every token of every line from which an answer follows, in every head and layer; all others score 0.
 
-    `wanted` [N] holds their absolute positions in the stream, ascending, and `worth` [L, H, N] their scores (alike
-    unless they are set); what is not wanted scores 0. Both are set before the tokens are committed.
+    Attributes:
+        wanted: [N], the absolute positions of these tokens in the stream, ascending.
+        worth: [L, H, N], their scores; None scores all of them 1. Both are set before the tokens are committed.
     """
 
     name = "oracle"
@@ -34,23 +36,26 @@ class Oracle(Policy):
             return torch.zeros(positions.shape, device=positions.device)
         wanted = self.wanted.to(positions.device)
         at = torch.searchsorted(wanted, positions).clamp(max=len(wanted) - 1)
-        found = wanted[at] == positions
+        is_wanted = wanted[at] == positions
         if self.worth is None:
-            return found.float()
+            return is_wanted.float()
         worth = self.worth[chunk.layer, :, :len(wanted)].to(positions.device)
-        return torch.where(found, worth.gather(1, at), 0.0)
+        return torch.where(is_wanted, worth.gather(1, at), 0.0)
 
 
 class PerHeadOracle(Oracle):
-    """The same, each head by itself: a token is worth the attention that the answers pay to it there, as measured by
-    `Attention` on the wanted lines and the questions alone."""
+    """An oracle that decides for each head by itself: a token is worth the attention that the answers pay to it in that
+    head, as `Attention` measures it on the wanted lines, the questions and the answers alone."""
 
     name = "oracle_per_head"
 
 
 class Attention(Policy):
-    """Evicts nothing of one chunk, and remembers the attention that each of its tokens receives from those at `rows`:
-    `received` [L, H, T]."""
+    """Measures attention over one chunk, of which nothing may be evicted.
+
+    Attributes:
+        rows: indices of the tokens whose attention counts. received: [L, H, T], what each token receives from them.
+    """
 
     name = "attention"
     needs = frozenset({"column_sums"})
@@ -72,8 +77,12 @@ class Attention(Policy):
         return sums[:, :chunk.k.shape[1]]
 
 
-class Heard:
-    """Collects log p of every committed token, for a `Listening` policy; nan for the first of a stream."""
+class LogprobRecorder:
+    """Records log p of every committed token, for a `Listening` policy; nan for the first token of a stream.
+
+    Raises:
+        ConfigError: every layer has a sliding window.
+    """
 
     def __init__(self, shape: ModelShape):
         scored = [layer for layer, window in enumerate(shape.sliding) if not window]
@@ -81,7 +90,7 @@ class Heard:
             raise ConfigError("every layer of this model has a sliding window, so that no policy decides about any; "
                               "expected a model with a layer of full attention")
         self.layer = scored[0]
-        self.logprobs: list[Tensor] = []
+        self.logprobs: list[Tensor] = []  # of each chunk
 
     def __call__(self, chunk: Chunk, scores: Tensor) -> None:
         if chunk.layer == self.layer:
@@ -89,6 +98,6 @@ class Heard:
             self.logprobs.append(chunk.logprobs.cpu())
 
     def bits(self, tokens: int) -> float:
-        """Of the first `tokens` tokens; the first of the stream counts nothing."""
-        heard = torch.cat(self.logprobs)[:tokens]
-        return -float(heard.nan_to_num(0.0).double().sum()) / math.log(2)
+        """Bits of the first `tokens` tokens; the first token of the stream counts 0."""
+        logprobs = torch.cat(self.logprobs)[:tokens]
+        return -float(logprobs.nan_to_num(0.0).double().sum()) / math.log(2)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
-from locret_stream.config import Budget, check_window
+from locret_stream.config import check_window
 from locret_stream.errors import ConfigError, HeadsMismatch, UnknownPolicy, WindowExceeded
-from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import suite
-from locret_stream.evaluation.cells import Cell
+from locret_stream.evaluation.cells import Cell, expect_streams
 from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.runner import ORACLES, Bench
 from locret_stream.evaluation.variants import FULL
@@ -24,8 +25,8 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     """What is crossed; every tuple is one axis.
 
     Args:
-        heads: of each policy that scores with some, their folders; of the others, those whose budget shares the
-            allocation "adaptive" takes are `shares_of`.
+        heads: folders of heads of each policy that scores with heads. shares_of: the folder of heads whose budget
+            shares the allocation "adaptive" takes for every other policy.
         knobs: of each policy the values that each of its knobs has.
         questions: at least so many in a cell, of a file no more than it has; of text there are `suite.TEXT_STREAMS`
             streams.
@@ -49,10 +50,10 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
 def with_heads(policy: str) -> bool:
     """Whether that policy scores with retaining heads. Raises UnknownPolicy, with the closest name."""
-    known: dict[str, type[Policy]] = {**POLICIES, **ORACLES}
-    if policy not in known:
-        raise UnknownPolicy(policy, known)
-    return "heads" in inspect.signature(known[policy]).parameters
+    kinds: dict[str, type[Policy]] = {**POLICIES, **ORACLES}
+    if policy not in kinds:
+        raise UnknownPolicy(policy, kinds)
+    return "heads" in inspect.signature(kinds[policy]).parameters
 
 
 def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
@@ -61,8 +62,8 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
     "full" has no budget, and so one cell for each of its lengths and tasks.
 
     Raises:
-        ConfigError: an axis that is empty (instead of tasks, files will do), a task or policy that is not there, a
-            policy without the heads it needs, knobs of a policy that is not among them, or that it does not have.
+        ConfigError: an axis that is empty (instead of tasks, files will do), an unknown task or policy, a policy
+            without the heads it needs, or knobs of a policy that is not run or that does not have them.
     """
     needless = {"budgets"} if set(axes.policies) <= {FULL} else set()
     needless |= {"tasks", "lengths"} if documents else set()
@@ -73,47 +74,49 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
     if axes.focus and any(task.kind == "bits" for task in tasks):
         raise ConfigError("text asks nothing, so there is nothing to focus on; expected other tasks with a focus")
     variants = {policy: _variants(axes, policy) for policy in axes.policies}
-    strange = sorted(set(axes.knobs) - set(axes.policies))
-    if strange:
-        raise ConfigError(f"knobs are given for policy {strange[0]!r}; expected one of those that are run: "
+    not_run = sorted(set(axes.knobs) - set(axes.policies))
+    if not_run:
+        raise ConfigError(f"knobs are given for policy {not_run[0]!r}; expected one of those that are run: "
                           f"{', '.join(axes.policies)}")
-    found = []
-    for length, task in [*itertools.product(axes.lengths, tasks), *((0, one) for one in documents)]:
-        common = {"task": task.name, "length": length, "chunk_size": axes.chunk_size, "focus": axes.focus,
-                  "streams": task.streams(axes.questions, axes.focus),
-                  "file": task.path if isinstance(task, FileTask) else ""}
+    cells = []
+    for length, task in [*itertools.product(axes.lengths, tasks), *((0, document) for document in documents)]:
+        full = Cell(task=task.name, policy=FULL, length=length, chunk_size=axes.chunk_size, focus=axes.focus,
+                    streams=task.streams(axes.questions, axes.focus),
+                    file=task.path if isinstance(task, FileTask) else "")
         for policy in axes.policies:
-            if policy == FULL:
-                found.append(Cell(policy=FULL, units=None, **common))
-            else:
-                found += [Cell(policy=policy, units=units, sinks=axes.sinks, stabilizers=axes.stabilizers, **common,
-                               **variant) for units, variant in itertools.product(axes.budgets, variants[policy])]
-    return list({msgspec.json.encode(cell): cell for cell in found}.values())
+            cells += [full] if policy == FULL else [
+                msgspec.structs.replace(full, policy=policy, units=units, sinks=axes.sinks,
+                                        stabilizers=axes.stabilizers, **variant)
+                for units, variant in itertools.product(axes.budgets, variants[policy])]
+    return list({msgspec.json.encode(cell): cell for cell in cells}.values())
 
 
-def _variants(axes: Axes, policy: str) -> list[dict]:
-    """Allocation, heads and knobs of each variant of a policy. One without heads has them for their shares alone."""
-    own, knobs = with_heads(policy), axes.knobs.get(policy, {})
+def _variants(axes: Axes, policy: str) -> list[dict[str, Any]]:
+    """Allocation, heads and knobs of each variant of a policy; a policy that scores without heads has heads only for
+    their budget shares."""
+    takes_heads, knobs = with_heads(policy), axes.knobs.get(policy, {})
     folders = axes.heads.get(policy, ())
     if knobs and policy in ORACLES:
         raise ConfigError(f"knobs {', '.join(knobs)} are given for policy {policy!r}, which has none")
-    if own and not folders:
+    if takes_heads and not folders:
         raise ConfigError(f"policy {policy!r} needs retaining heads; expected their folder, made by `locret-stream "
                           f"train-heads`: --heads {'' if policy == 'locret' else f'{policy}='}FOLDER")
-    if folders and not own:
+    if folders and not takes_heads:
         raise ConfigError(f"heads are given for policy {policy!r}, which scores without; expected them for one of "
                           f"{', '.join(name for name in POLICIES if with_heads(name))}")
     settings = [typed_knobs(policy, dict(zip(knobs, values, strict=True))) if knobs else {}
                 for values in itertools.product(*knobs.values())]
-    found, folders = [], folders if own else (axes.shares_of,)
-    for allocation, chosen, heads in itertools.product(axes.allocations, settings, folders):
+    variants = []
+    for allocation, chosen, heads in itertools.product(axes.allocations, settings,
+                                                       folders if takes_heads else (axes.shares_of,)):
         resolved = _resolved(allocation, heads)
-        found.append({"allocation": resolved, "heads": heads if own or resolved == "adaptive" else "", "knobs": chosen})
-    return found
+        variants.append({"allocation": resolved, "heads": heads if takes_heads or resolved == "adaptive" else "",
+                         "knobs": chosen})
+    return variants
 
 
 def _resolved(allocation: str | tuple[float, ...], heads: str) -> str | tuple[float, ...]:
-    """What "auto" comes to, so that one way of dividing a budget has one name. Raises HeadsMismatch."""
+    """What "auto" stands for, so that each division of a budget has one name. Raises HeadsMismatch."""
     if allocation != "auto":
         return allocation
     return "adaptive" if heads and RetainingHeads.read_config(heads).budget_shares else "uniform"
@@ -124,51 +127,59 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
     oracles on text and on files.
 
     Raises:
-        ConfigError, HeadsMismatch, WindowExceeded: another one cannot run, and why. Nothing has run yet.
+        ConfigError: no cell can run.
+        ConfigError, HeadsMismatch, WindowExceeded: a cell cannot run for any other reason. Nothing has run yet.
     """
-    good, skipped = [], {}
+    good: list[Cell] = []
+    skipped: Counter[str] = Counter()
     heads: dict[str, RetainingHeads | None] = {"": None}
-    reasons: dict[bytes, str] = {}  # of "full" by its streams
-    whole: set[bytes] = set()  # streams that hold whole lines
+    beyond: dict[bytes, str] = {}  # by the streams of "full": why they do not fit
+    whole: set[bytes] = set()  # streams that are known to hold whole lines
     for cell in cells:
-        files.expect_streams(cell)
+        expect_streams(cell)
         if cell.heads not in heads:
             heads[cell.heads] = _loaded(cell.heads, bench)
-        key = msgspec.json.encode(msgspec.structs.replace(  # what says which streams, and how they are cut
+        streams = msgspec.json.encode(msgspec.structs.replace(  # what says which streams, and how they are cut
             cell, policy=FULL, units=None, sinks=0, stabilizers=0, knobs={}, heads="", allocation=""))
-        if cell.units is not None:
+        in_bits = bench.task(cell).kind == "bits"
+        reason = ""
+        if cell.units is None:
+            if streams not in beyond:
+                beyond[streams] = _beyond_window(cell, bench)
+            reason = beyond[streams]
+        else:
             _expect_budget(cell, heads[cell.heads], bench)
-            reason = ""
             if cell.file and cell.policy in ORACLES:
                 reason = f"{cell.policy} on files, which do not say from which lines answers follow"
-            elif cell.policy in ORACLES and bench.task(cell).kind == "bits":
+            elif cell.policy in ORACLES and in_bits:
                 reason = f"{cell.policy} on {cell.task}, of which nothing is asked that it could know"
-        else:
-            reason = reasons[key] = reasons[key] if key in reasons else _beyond_window(cell, bench)
-        if not reason and bench.task(cell).kind == "bits" and key not in whole:
-            bench.expect_whole_lines(cell)
-            whole.add(key)
         if reason:
-            skipped[reason] = skipped.get(reason, 0) + 1
-        else:
-            good.append(cell)
-    return good, skipped
+            skipped[reason] += 1
+            continue
+        if in_bits and streams not in whole:
+            bench.expect_whole_lines(cell)
+            whole.add(streams)
+        good.append(cell)
+    if not good:
+        raise ConfigError(f"no cell can run: {'; '.join(skipped)}; expected another policy or task, or, for full, "
+                          "shorter streams")
+    return good, dict(skipped)
 
 
 def _loaded(folder: str, bench: Bench) -> RetainingHeads:
-    found = RetainingHeads.load(folder)
+    heads = RetainingHeads.load(folder)
     try:
-        found.check_fits(*bench.shape)
+        heads.check_fits(*bench.shape)
     except HeadsMismatch as error:
         raise HeadsMismatch(f"{folder}: {error}") from None
-    return found
+    return heads
 
 
 def _expect_budget(cell: Cell, heads: RetainingHeads | None, bench: Bench) -> None:
-    """As the runtime and its engine check them."""
-    shape = bench.shape[0]
+    """Raises ConfigError and WindowExceeded as the runtime and its engine do."""
+    shape, budget = bench.shape[0], cell.budget
+    assert budget is not None
     policy = ORACLES[cell.policy]() if cell.policy in ORACLES else make_policy(cell.policy, cell.knobs, heads)
-    budget = Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
     budgets = budget.per_layer(shape, heads.config.budget_shares if heads else None,
                                most=shape.window - cell.chunk_size)
     check_window(budgets, cell.chunk_size, shape)
@@ -176,34 +187,34 @@ def _expect_budget(cell: Cell, heads: RetainingHeads | None, bench: Bench) -> No
     for units, window in zip(budgets, shape.sliding, strict=True):
         sinks, stabilizers = (0, 0) if window else policy.protection(units, cell.sinks + focus, cell.stabilizers)
         if sinks + stabilizers > units or (not window and units <= cell.sinks + cell.stabilizers + focus):
-            told = f", a focus of {focus} tokens included" if focus else ""
-            raise ConfigError(f"policy {cell.policy!r} protects {sinks} + {stabilizers} units of {units}{told}; "
+            included = f", a focus of {focus} tokens included" if focus else ""
+            raise ConfigError(f"policy {cell.policy!r} protects {sinks} + {stabilizers} units of {units}{included}; "
                               "expected a larger budget")
 
 
 def _beyond_window(cell: Cell, bench: Bench) -> str:
-    """Why everything does not fit, "" where it does. Streams are counted only where their length does not tell."""
+    """Why the full cache does not fit, "" where it does. Streams are counted only where their length does not tell."""
     shape = bench.shape[0]
     if cell.file:
         return _document_beyond(cell, bench)
-    told = f"with chunks of {cell.chunk_size:,} does not fit the model's window of {shape.window:,}"
+    misfit = f"with chunks of {cell.chunk_size:,} does not fit the model's window of {shape.window:,}"
     if cell.length + cell.chunk_size > shape.window:
-        return f"full at {cell.length:,} tokens {told}"
+        return f"full at {cell.length:,} tokens {misfit}"
     budget = bench.budget(cell)
     try:
         check_window(budget.per_layer(shape), cell.chunk_size, shape)
     except WindowExceeded:
         return (f"full on {cell.task} at {cell.length:,} tokens: a stream of {budget.units:,} tokens with question and "
-                f"answer, {told}")
+                f"answer, {misfit}")
     return ""
 
 
 def _document_beyond(cell: Cell, bench: Bench) -> str:
     """The same for the documents of a file, which are counted only up to the first that does not fit."""
-    shape = bench.shape[0]
-    for number in range(cell.first_seed, cell.first_seed + cell.streams):
+    window = bench.shape[0].window
+    for number in cell.seeds:
         room = bench.room(cell, number)
-        told = f"full on {cell.task}: document {number}, of {room:,} tokens with question and answer, does not fit"
-        if room + cell.chunk_size > shape.window:
-            return f"{told} the model's window of {shape.window:,}"
+        if room + cell.chunk_size > window:
+            return (f"full on {cell.task}: document {number}, of {room:,} tokens with question and answer, does not "
+                    f"fit the model's window of {window:,}")
     return ""

@@ -1,7 +1,8 @@
-"""Draws reports and maps (matplotlib, the extra [plots]), into files and without a display. Computes nothing."""
+"""Draws reports and maps into files, with matplotlib (the extra [plots]) and without a display. Computes nothing."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable
@@ -12,20 +13,21 @@ from locret_stream.errors import ConfigError
 from locret_stream.evaluation.maps import Consistency, Maps, Retention
 from locret_stream.evaluation.report import LEAST_FULL, Estimate, Report, Row, Table
 from locret_stream.evaluation.variants import FULL, ORACLES
+from locret_stream.files import replace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI, WIDTH = 150, 8.4  # 1,260 pixels wide
-OWN = {  # of each policy a colour and a mark, the same in all figures; others get those of OTHERS
+STYLES = {  # by policy: colour and marker, the same in all figures; other policies get those of OTHERS
     "locret": ("#0072b2", "o"), "kvzap": ("#d55e00", "s"), "trimkv": ("#cc79a7", "^"), "keydiff": ("#7b4fa3", "X"),
     "sirllm": ("#8c6d31", "*"), "h2o": ("#009e73", "D"), "snapkv": ("#e69f00", "v"), "tova": ("#56b4e9", "P"),
     "nacl": ("#882255", "h"), "infllm": ("#44aa99", "<"), "scissorhands": ("#999933", ">"),
 }
-OTHERS = tuple(OWN.values())
-LINES = "-", "--", ":", "-."  # of a policy's variants, in the order of their labels; the first has filled marks
-FRAME: dict[str, dict[str, Any]] = {  # what every comparison is seen against
+OTHERS = tuple(STYLES.values())
+LINES = "-", "--", ":", "-."  # of the variants of a policy, in the order of their labels; the first has filled markers
+FRAME: dict[str, dict[str, Any]] = {  # the policies that every comparison is seen against
     FULL: {"color": "black", "linestyle": "-"},
     ORACLES[0]: {"color": "#555555", "linestyle": "--"}, ORACLES[1]: {"color": "#555555", "linestyle": ":"},
     "streaming_llm": {"color": "#999999", "linestyle": "-."}, "random": {"color": "#bbbbbb", "linestyle": "-"},
@@ -39,7 +41,8 @@ def expect_matplotlib() -> None:
 
 
 def draw(folder: Path, report: Report, maps: Maps | None = None, prefix: str = "") -> list[Path]:
-    """Everything there is to draw, as PNGs in `folder`; their paths. A curve needs at least two budgets or lengths.
+    """Draw all curves of the report, and the maps, as PNGs in `folder`; returns their paths. A curve needs at least two
+    budgets or lengths.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -59,9 +62,7 @@ def draw(folder: Path, report: Report, maps: Maps | None = None, prefix: str = "
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{prefix}{name}.png")
-        part = paths[-1].with_suffix(".part")
-        figure.savefig(part, format="png", dpi=DPI)
-        part.replace(paths[-1])
+        replace(paths[-1], functools.partial(figure.savefig, format="png", dpi=DPI))
     return paths
 
 
@@ -73,39 +74,43 @@ class Panel(NamedTuple):
 
     title: str
     y_label: str
-    of: Callable[[Row], Estimate | None]
+    value_of: Callable[[Row], Estimate | None]
 
 
 def by_budget(report: Report, length: int) -> Figure:
     """Quality against the budget on streams of one length, or on files: the mean over tasks, then each task."""
-    tables = [table for table in report.tables if table.length == length and table.units is not None]
-    figure = _curves(report, [(table.units, table) for table in tables], "units per KV head")
-    of = f"streams of {length:,} tokens" if length else "files"
-    figure.suptitle(f"Quality against budget, {of}", fontsize=11, fontweight="bold")
+    figure = _curves(report, [(table.units, table) for table in report.tables
+                              if table.length == length and table.units is not None], "units per KV head")
+    material = f"streams of {length:,} tokens" if length else "files"
+    figure.suptitle(f"Quality against budget, {material}", fontsize=11, fontweight="bold")
     return figure
 
 
 def by_length(report: Report, units: int) -> Figure:
     """Quality against the length of the stream with one budget; the full cache where it was run. Files are left out."""
-    tables = [table for table in report.tables if table.units == units and table.length]
-    figure = _curves(report, [(table.length, table) for table in tables], "tokens of the stream")
+    figure = _curves(report, [(table.length, table) for table in report.tables
+                              if table.units == units and table.length], "tokens of the stream")
     figure.suptitle(f"Quality against stream length, {units:,} units per KV head", fontsize=11, fontweight="bold")
     return figure
 
 
 def _panels(report: Report, tables: list[Table]) -> list[Panel]:
     """The mean, and each task that any table has."""
-    found = [Panel("mean of tasks", "score / full cache", lambda row: row.mean)]
+    panels = [Panel("mean of tasks", "score / full cache", lambda row: row.mean)]
     for task in report.tasks:
-        if any(task in row.cells for table in tables for row in table.rows):
-            low = any(task in table.references and not table.references[task].counted for table in tables)
-            bits = task in report.bits
-            why = "= 0" if task in report.files else f"< {LEAST_FULL}"
-            found.append(Panel(f"{task} (not in the mean: full {why})" if low and not bits else task,
-                               "bits per byte (lower is better)" if bits else
-                               "score by its benchmark" if task in report.files else "exact answers",
-                               lambda row, task=task: row.cells[task].score if task in row.cells else None))
-    return found
+        if not any(task in row.cells for table in tables for row in table.rows):
+            continue
+        title, y_label = task, "score by its benchmark" if task in report.files else "exact answers"
+        if task in report.bits:
+            y_label = "bits per byte (lower is better)"
+        elif any(task in table.references and not table.references[task].counted for table in tables):
+            title += f" (not in the mean: full {'= 0' if task in report.files else f'< {LEAST_FULL}'})"
+        panels.append(Panel(title, y_label, functools.partial(_score, task)))
+    return panels
+
+
+def _score(task: str, row: Row) -> Estimate | None:
+    return row.cells[task].score if task in row.cells else None
 
 
 def _curves(report: Report, points: list[tuple[int, Table]], x_label: str) -> Figure:
@@ -129,16 +134,16 @@ def _curves(report: Report, points: list[tuple[int, Table]], x_label: str) -> Fi
 
 def _panel(ax: Axes, panel: Panel, points: list[tuple[int, Table]], styles: dict[str, dict[str, Any]]) -> None:
     for label, style in styles.items():
-        found = [(x, one) for x, table in points for row in table.rows if row.label == label
-                 and (one := panel.of(row)) is not None]
-        if found:
-            xs = [x for x, _ in found]
-            alone = {"marker": "o"} if len(xs) == 1 and not style["marker"] else {}  # a line of one point is none
-            ax.plot(xs, [one.value for _, one in found], label=label, **{**style, **alone})
-            if "bits" in panel.y_label:  # these are of different texts, and say nothing of who is better
+        estimates = [(x, estimate) for x, table in points for row in table.rows if row.label == label
+                     and (estimate := panel.value_of(row)) is not None]
+        if estimates:
+            xs = [x for x, _ in estimates]
+            alone = {"marker": "o"} if len(xs) == 1 and not style["marker"] else {}  # a line of one point is invisible
+            ax.plot(xs, [estimate.value for _, estimate in estimates], label=label, **{**style, **alone})
+            if "bits" in panel.y_label:  # their intervals are those of different texts, and say nothing of a difference
                 continue
-            ax.fill_between(xs, [one.low for _, one in found], [one.high for _, one in found],
-                            color=style["color"], alpha=0.15, linewidth=0)
+            ax.fill_between(xs, [estimate.low for _, estimate in estimates],
+                            [estimate.high for _, estimate in estimates], color=style["color"], alpha=0.15, linewidth=0)
     ax.set_title(panel.title, fontsize=9)
     ax.set_xscale("log", base=2)
     shown = sorted({x for x, _ in points})
@@ -152,22 +157,24 @@ def _panel(ax: Axes, panel: Panel, points: list[tuple[int, Table]], styles: dict
 
 
 def _styles(policies: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """For each label (and its policy) a line, the same in all figures. What frames the comparison is grey."""
+    """The style of the line of each label, given its policy; the same in all figures. Policies of `FRAME` are black and
+    grey."""
     styles: dict[str, dict[str, Any]] = {}
-    strange = sorted({policy for label, policy in policies.items() if policy not in {*OWN, *FRAME}})
+    unstyled = sorted(set(policies.values()) - {*STYLES, *FRAME})
     for label, policy in policies.items():
-        alike = sorted(other for other, name in policies.items() if name == policy)
-        nth = alike.index(label)
+        nth = sorted(other for other, name in policies.items() if name == policy).index(label)
         if policy in FRAME and label == policy:
             styles[label] = {**FRAME[policy], "marker": "", "linewidth": 1.4, "zorder": 1.5}
             continue
         if policy in FRAME:
-            colour, mark = FRAME[policy]["color"], "o"
+            colour, marker = FRAME[policy]["color"], "o"
+        elif policy in STYLES:
+            colour, marker = STYLES[policy]
         else:
-            round_, number = (0, 0) if policy in OWN else divmod(strange.index(policy), len(OTHERS))
-            colour, mark = OWN.get(policy, OTHERS[number])
-            nth += round_
-        styles[label] = {"color": colour, "marker": mark, "linestyle": LINES[nth % len(LINES)], "linewidth": 1.6,
+            more, at = divmod(unstyled.index(policy), len(OTHERS))
+            colour, marker = OTHERS[at]
+            nth += more
+        styles[label] = {"color": colour, "marker": marker, "linestyle": LINES[nth % len(LINES)], "linewidth": 1.6,
                          "markersize": 4.5, "markerfacecolor": "white" if nth else colour}
     return styles
 
@@ -176,33 +183,34 @@ def _styles(policies: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def retention(maps: list[Retention]) -> Figure:
-    """A panel for each: position in the stream to the right, layers and KV heads downwards, dark where it stayed."""
+    """A panel for each map: position in the stream to the right, layers and KV heads downwards, dark what stayed."""
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import PowerNorm
 
-    rows = [max(1.0, min(3.6, 0.13 * one.layers * one.kv_heads)) for one in maps]
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    rows = [max(1.0, min(3.6, 0.13 * life.layers * life.kv_heads)) for life in maps]
     figure = _figure(1.3 + sum(rows) + 0.42 * len(rows))
     axes = figure.subplots(len(maps), 1, squeeze=False, height_ratios=rows)[:, 0]
-    image = None
-    for one, ax in zip(maps, axes, strict=True):
-        total = one.layers * one.kv_heads
-        image = ax.imshow(one.life, aspect="auto", interpolation="nearest", cmap="Blues",
-                          norm=PowerNorm(0.5, vmin=0, vmax=1), extent=(0, len(one.life[0]) * one.column, total, 0))
-        middles = [(start + end) / 2 for start, end in one.wanted]
+    for life, ax in zip(maps, axes, strict=True):
+        total = life.layers * life.kv_heads
+        ax.imshow(life.life, aspect="auto", interpolation="nearest", cmap="Blues", norm=norm,
+                  extent=(0, len(life.life[0]) * life.column, total, 0))
+        middles = [(start + end) / 2 for start, end in life.wanted]
         ax.plot(middles, [0] * len(middles), "v", color="#d55e00", markersize=5, clip_on=False,
                 label="lines that are asked about")
         ax.vlines(middles, 0, total, color="#d55e00", linewidth=0.5, alpha=0.35)
-        for layer in range(1, one.layers):
-            ax.axhline(layer * one.kv_heads, color="black", linewidth=0.4, alpha=0.5)
-        every = math.ceil(one.layers / 12)
-        ax.set_yticks([(layer + 0.5) * one.kv_heads for layer in range(0, one.layers, every)],
-                      [str(layer) for layer in range(0, one.layers, every)])
-        ax.set_xlim(0, one.tokens)
+        for layer in range(1, life.layers):
+            ax.axhline(layer * life.kv_heads, color="black", linewidth=0.4, alpha=0.5)
+        every = math.ceil(life.layers / 12)
+        ax.set_yticks([(layer + 0.5) * life.kv_heads for layer in range(0, life.layers, every)],
+                      [str(layer) for layer in range(0, life.layers, every)])
+        ax.set_xlim(0, life.tokens)
         ax.set_ylim(total, 0)
-        ax.set_title(f"{one.label}: {one.cell.units:,} of {one.tokens:,} units, {one.cell.task}", fontsize=9, pad=8)
-        ax.set_ylabel(f"layer ({one.kv_heads} KV heads)", fontsize=8)
+        ax.set_title(f"{life.label}: {life.cell.units:,} of {life.tokens:,} units, {life.cell.task}", fontsize=9, pad=8)
+        ax.set_ylabel(f"layer ({life.kv_heads} KV heads)", fontsize=8)
         ax.tick_params(labelsize=8)
     axes[-1].set_xlabel("position in the stream, tokens", fontsize=8)
-    bar = figure.colorbar(image, ax=list(axes), fraction=0.025, pad=0.015)
+    bar = figure.colorbar(ScalarMappable(norm, "Blues"), ax=list(axes), fraction=0.025, pad=0.015)
     bar.set_label("held for this share of the rest of the stream (square-root scale)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     handles = axes[0].get_legend_handles_labels()
@@ -211,28 +219,28 @@ def retention(maps: list[Retention]) -> Figure:
     return figure
 
 
-def consistency(found: Consistency) -> Figure:
-    """How far the scores of a prefix foresee those of the whole, one line for each policy."""
+def consistency(foresight: Consistency) -> Figure:
+    """How far the scores after a prefix foresee those after the whole stream, one line for each policy."""
     figure = _figure(4.6)
     ax = figure.subplots()
-    labels = sorted(found.overlaps, key=lambda label: (-sum(found.overlaps[label]), label))
+    labels = sorted(foresight.overlaps, key=lambda label: (-sum(foresight.overlaps[label]), label))
     styles = _styles({label: label.partition(",")[0] for label in labels})
-    for number, label in enumerate(labels):  # those of 1.0, which score once and for all, are all seen
-        ax.plot(found.prefixes, found.overlaps[label], label=label, **styles[label] | {
+    for number, label in enumerate(labels):  # lines of 1.0 cover each other: thinner ones on top
+        ax.plot(foresight.prefixes, foresight.overlaps[label], label=label, **styles[label] | {
             "markersize": max(4, 11 - 2 * number), "linewidth": max(1.5, 5.5 - 1.2 * number)})
     ax.set_xlabel("tokens of the prefix")
-    ax.set_ylabel(f"top {found.share:.0%} tokens that stay on top")
+    ax.set_ylabel(f"top {foresight.share:.0%} tokens that stay on top")
     ax.set_ylim(-0.03, 1.04)
-    ax.set_xlim(0, found.tokens * 1.01)
+    ax.set_xlim(0, foresight.tokens * 1.01)
     _plain(ax)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    figure.suptitle(f"What is on top after a prefix, and still after {found.tokens:,} tokens", fontsize=11,
+    figure.suptitle(f"What is on top after a prefix, and still after {foresight.tokens:,} tokens", fontsize=11,
                     fontweight="bold")
     return figure
 
 
 def _figure(height: float) -> Figure:
-    """Without pyplot: no window, no state, no choice of backend."""
+    """An empty figure, made without pyplot, which has windows, global state and backends."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH, height), layout="constrained")
@@ -248,7 +256,7 @@ def _plain(ax: Axes) -> None:
 
 
 def _short(count: int) -> str:
-    """512, 4k, 1M: whole numbers of the powers of two or ten, else as they are."""
+    """512, 4Ki, 1M: multiples of a power of two or ten with its letter, other numbers as they are."""
     for size, unit in ((1 << 20, "Mi"), (10**6, "M"), (1 << 10, "Ki"), (1000, "k")):
         if count >= size and count % size == 0:
             return f"{count // size}{unit}"

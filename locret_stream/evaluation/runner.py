@@ -1,8 +1,9 @@
-"""Runs cells. Every cell is a file; those that are there are not run again.
+"""Runs cells. The result of every cell is a file; cells that have their file are not run again.
 
-Streams go through the public face: fed as token ids, every line tokenised alone, and asked on scratch copies, several
-questions at once; an answer ends with a newline and counts only if it is exactly right. Documents of files are fed and
-asked the same way, but answers end where the model or the benchmark ends them, and count what its metric gives.
+Streams go through the public API: they are fed as token ids, every line tokenised by itself, and questions are asked on
+scratch copies, several at once; an answer ends with a newline and counts only if it is exactly right. Documents of
+files are fed and asked the same way, but their answers end where the model or the benchmark ends them, and count what
+the metric of the benchmark gives.
 """
 
 from __future__ import annotations
@@ -22,11 +23,20 @@ from torch import Tensor
 from locret_stream.config import Budget, ModelShape
 from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError
-from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics, published, suite
-from locret_stream.evaluation.cells import Cell, CellResult, Origin, StreamResult
+from locret_stream.evaluation.cells import (
+    Cell,
+    CellResult,
+    Origin,
+    StreamResult,
+    expect_streams,
+    file_name,
+    read,
+    values,
+    write,
+)
 from locret_stream.evaluation.documents import FileTask
-from locret_stream.evaluation.oracles import Attention, Heard, Oracle, PerHeadOracle
+from locret_stream.evaluation.oracles import Attention, LogprobRecorder, Oracle, PerHeadOracle
 from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach, detach, named_weights
@@ -41,39 +51,38 @@ ORACLES = {kind.name: kind for kind in (Oracle, PerHeadOracle)}
 
 
 class Bench:
-    """A model, its tokenizer, a text, and files of documents, on which cells are run."""
+    """A model, its tokenizer, a text, and files of documents, with which cells are run."""
 
     def __init__(self, model: Any, tokenizer: Any, text: Text = suite.STDLIB, documents: Iterable[FileTask] = ()):
         self.model, self.tokenizer, self.text = model, tokenizer, text
-        self._documents = {(one.name, one.path): one for one in documents}
+        self._documents = {(task.name, task.path): task for task in documents}
         self._origins: dict[str, Origin] = {}
         self._rooms: dict[tuple[str, str, int, bool], int] = {}
         self._measure = functools.lru_cache(1 << 16)(self.count_tokens)
 
     @functools.cached_property
     def base(self) -> Origin:
-        """Of every cell of this bench: without heads, file and knobs."""
-        definition = getattr(self.tokenizer, "backend_tokenizer", None)
-        told = definition.to_str() if definition is not None else str(sorted(self.tokenizer.get_vocab().items()))
+        """The origin that all cells of this bench share: without heads, file and knobs."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        definition = backend.to_str() if backend is not None else str(sorted(self.tokenizer.get_vocab().items()))
         frame = ChatFrame(TextCodec(self.tokenizer, vocab=self.shape[0].vocab), self.tokenizer)
-        return Origin(weights=digest_tensors(named_weights(self.model)), tokenizer=digest_text(told), heads="",
+        return Origin(weights=digest_tensors(named_weights(self.model)), tokenizer=digest_text(definition), heads="",
                       text=self.text.name, tasks=suite.VERSION, architecture=digest_text(self._attached[4]),
                       template=digest_text(frame.literals))
 
     @property
     def shape(self) -> tuple[ModelShape, str, str, str]:
-        """Of the model, and what else heads are checked against: fingerprint, sketch, form. Raises UnsupportedModel."""
+        """The model's shape, and its fingerprint, sketch and form, which heads must fit. Raises UnsupportedModel."""
         return self._attached[:4]
 
     @functools.cached_property
     def _attached(self) -> tuple[ModelShape, str, str, str, str]:
         attachment = in_passing(lambda: attach(self.model))
         detach(self.model)
-        return (attachment.shape, attachment.fingerprint, attachment.sketch, attachment.form,
-                attachment.architecture)
+        return attachment.shape, attachment.fingerprint, attachment.sketch, attachment.form, attachment.architecture
 
     def task(self, cell: Cell) -> Task:
-        """What a cell is measured on. Raises ConfigError: a task that is not there, or a file that was not given."""
+        """What a cell is measured on. Raises ConfigError: an unknown task, or a file that was not given."""
         if not cell.file:
             return suite.task_named(cell.task)
         if (cell.task, cell.file) not in self._documents:
@@ -83,7 +92,7 @@ class Bench:
         return self._documents[cell.task, cell.file]
 
     def origin_of(self, cell: Cell) -> Origin:
-        """What its result holds for. Raises ConfigError and HeadsMismatch as `task` and `origin`."""
+        """What the result of a cell is valid for. Raises ConfigError and HeadsMismatch as `task` and `origin` do."""
         origin, task = self.origin(cell.heads), self.task(cell)
         if cell.policy not in ORACLES:
             origin = msgspec.structs.replace(origin, knobs=canonical(all_knobs(cell.policy, cell.knobs)))
@@ -92,8 +101,8 @@ class Bench:
         return origin
 
     def origin(self, heads: str) -> Origin:
-        """What results with those heads hold for, on tasks that are no files, whatever the policy. Raises HeadsMismatch
-        as loading them."""
+        """What results with those heads are valid for, on tasks that are no files, whatever the policy. Raises
+        HeadsMismatch as loading the heads does."""
         if heads not in self._origins:
             digest = ""
             if heads:
@@ -103,72 +112,80 @@ class Bench:
             self._origins[heads] = msgspec.structs.replace(self.base, heads=digest)
         return self._origins[heads]
 
-    def run(self, cells: Iterable[Cell], out: Path,
-            progress: Callable[[CellResult, bool], None] = lambda result, there: None) -> list[CellResult]:
-        """Every cell's result, those in `out` read and the others run; `progress(result, was_there)` after each.
+    def path_of(self, cell: Cell, out: Path) -> Path:
+        """The file of a cell's result in the folder `out`. Raises as `origin_of` does."""
+        return out / file_name(cell, self.origin_of(cell))
 
-        Interrupted, what is done is in `out`, and the same call goes on.
+    def run(self, cells: Iterable[Cell], out: Path,
+            progress: Callable[[CellResult, bool], None] = lambda result, was_read: None) -> list[CellResult]:
+        """The result of every cell: read where its file is in `out`, else measured and written there.
+
+        After an interruption, Ctrl-C included, all finished cells are in `out`, and the same call goes on from there.
+
+        Args:
+            progress: is called after each cell with its result, and whether it was read.
 
         Raises:
             ConfigError, HeadsMismatch, WindowExceeded: a cell cannot be run; those before it are done.
             InputError: a file in `out` is damaged.
         """
         out.mkdir(parents=True, exist_ok=True)
-        return asyncio.run(self._run(cells, out, progress))  # one loop: Ctrl-C meets none that is half made
+        return asyncio.run(self._run(cells, out, progress))  # one loop: Ctrl-C never meets a loop that is half made
 
     async def _run(self, cells: Iterable[Cell], out: Path,
                    progress: Callable[[CellResult, bool], None]) -> list[CellResult]:
         results = []
         for cell in cells:
-            files.expect_streams(cell)
-            path = out / files.name_of(cell, self.origin_of(cell))
-            there = path.is_file()
-            result = files.read(path) if there else await self.measure(cell)
-            if not there:
-                files.write(result, path)
+            expect_streams(cell)
+            path = self.path_of(cell, out)
+            was_read = path.is_file()
+            if was_read:
+                result = read(path)
+            else:
+                result = await self.measure(cell)
+                write(result, path)
             results.append(result)
-            progress(result, there)
+            progress(result, was_read)
         return results
 
     async def measure(self, cell: Cell) -> CellResult:
-        """One cell, with a runtime of its own."""
+        """Run one cell, with a runtime of its own. Cancelled, it leaves nothing behind. Raises as `run` does."""
         task, origin = self.task(cell), self.origin_of(cell)
-        seeds = range(cell.first_seed, cell.first_seed + cell.streams)
         oracle = ORACLES[cell.policy]() if cell.policy in ORACLES else None
         runtime = Runtime(self.model, self.tokenizer, policy=oracle or cell.policy,
                           knobs=None if oracle else cell.knobs, heads=cell.heads or None,
                           budget=self.budget(cell), chunk_size=cell.chunk_size, max_live=1,
                           scratch=max(1, min(AT_ONCE, task.asked)))
         async with runtime:
-            heard = None
+            recorder = None
             if task.kind == "bits":
-                heard = Heard(runtime.engine.shape)
-                runtime.engine.replace_policy(Listening(runtime.engine.policy, heard))
+                recorder = LogprobRecorder(runtime.engine.shape)
+                runtime.engine.replace_policy(Listening(runtime.engine.policy, recorder))
             streams = []
-            for seed in seeds:
+            for seed in cell.seeds:
                 items = self.items(cell, seed)
                 if isinstance(oracle, PerHeadOracle):
                     oracle.worth = await self.worth(items)
-                streams.append(await run_stream(seed, items, cell, task, runtime, oracle, heard))
-            groups = [files.values(one) for one in streams]
-            values = [value for group in groups for value in group]
+                streams.append(await run_stream(seed, items, cell, task, runtime, oracle, recorder))
+            groups = [values(stream) for stream in streams]
+            scored = [value for group in groups for value in group]
             low, high = metrics.interval(groups)
             return CellResult(
-                cell=cell, origin=origin, score=sum(values) / len(values), low=low, high=high, questions=len(values),
+                cell=cell, origin=origin, score=sum(scored) / len(scored), low=low, high=high, questions=len(scored),
                 tok_per_s=sum(s.tokens for s in streams) / max(1e-9, sum(s.seconds for s in streams)),
                 budgets=runtime.engine.budgets, peak_bytes=runtime.memory.slot_bytes, streams=streams)
 
     def items(self, cell: Cell, seed: int) -> list[Item]:
-        """One stream of a cell; with a focus the first question alone is asked, where it would be."""
-        found = list(self.task(cell).items(seed, cell.length, self._measure, self.text.lines))
+        """One stream of a cell; with a focus only the first of its questions, at its usual place."""
+        items = list(self.task(cell).items(seed, cell.length, self._measure, self.text.lines))
         if not cell.focus:
-            return found
-        questions = [at for at, item in enumerate(found) if item.answer is not None]
-        return [item for at, item in enumerate(found) if at not in questions[1:]]
+            return items
+        questions = [at for at, item in enumerate(items) if item.answer is not None]
+        return [item for at, item in enumerate(items) if at not in questions[1:]]
 
     def expect_whole_lines(self, cell: Cell) -> None:
         """Raises ConfigError: whole chunks of a stream hold no whole line, so that there would be no bits to count."""
-        for seed in range(cell.first_seed, cell.first_seed + cell.streams):
+        for seed in cell.seeds:
             items = self.items(cell, seed)
             first, tokens = self.count_tokens(items[0].text), sum(self.count_tokens(item.text) for item in items)
             if first > tokens // cell.chunk_size * cell.chunk_size:
@@ -177,25 +194,22 @@ class Bench:
                                   "chunks")
 
     def longest_focus(self, cell: Cell) -> int:
-        """Tokens of the longest question that is told beforehand. What a built-in task asks does not depend on how long
-        its streams are, so they are made short."""
+        """Tokens of the longest question that is announced as a focus. What a built-in task asks does not depend on how
+        long its streams are, so short streams are made here."""
         short = cell if cell.file else msgspec.structs.replace(cell, length=1)
         return max(self.count_tokens(next(item.text for item in self.items(short, seed) if item.answer is not None))
-                   for seed in range(cell.first_seed, cell.first_seed + cell.streams))
+                   for seed in cell.seeds)
 
     def budget(self, cell: Cell) -> Budget:
-        """That of the cell; without units, room for the longest of its streams and an answer.
+        """The budget of the cell; where it has none, units for the longest of its streams and an answer.
 
-        The model's window must hold it: the runtime says so otherwise.
+        The runtime raises WindowExceeded if the model's window does not hold it.
         """
-        if cell.units is not None:
-            return Budget(units=cell.units, sinks=cell.sinks, stabilizers=cell.stabilizers, allocation=cell.allocation)
-        longest = max(self.room(cell, seed) for seed in range(cell.first_seed, cell.first_seed + cell.streams))
-        return Budget(units=longest, sinks=0, stabilizers=0, allocation="uniform")
+        return cell.budget or _evict_nothing(max(self.room(cell, seed) for seed in cell.seeds))
 
     def room(self, cell: Cell, seed: int) -> int:
-        """Tokens of one stream with its longest question and answer, the focus, and what the chat frame adds. Of a
-        document counted once, as long ones take their time."""
+        """Tokens of one stream with its longest question and answer, the focus, and what the chat frame adds. Documents
+        are counted only once, because counting a long one takes its time."""
         key = cell.file, cell.task, seed, cell.focus
         if key in self._rooms:
             return self._rooms[key]
@@ -211,7 +225,8 @@ class Bench:
 
     @functools.cached_property
     def _as_read(self) -> tuple[Callable[[str], int], int]:
-        """Counts tokens as a runtime reads a text, and how many its chat frame puts around one with a question."""
+        """A function that counts tokens as a runtime reads a text, and how many tokens its chat frame puts around a
+        text with a question."""
         codec = TextCodec(self.tokenizer, vocab=self.shape[0].vocab)
         frame = ChatFrame(codec, self.tokenizer)
         begun, state = frame.begin()
@@ -224,13 +239,14 @@ class Bench:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     async def worth(self, items: list[Item]) -> Tensor:
-        """[L, H, N]: the attention that answers pay to each of the N tokens of the needed lines, when those lines,
-        the questions and the answers are all there is."""
+        """[L, H, N]: the attention that answers pay to each of the N tokens of the needed lines, when nothing is read
+        but those lines, the questions and the answers. Raises ConfigError: no line is needed."""
         ids: list[int] = []
         for item in items:
             if item.needed:
                 ids += self.tokenizer.encode(item.text, add_special_tokens=False)
-        count, rows = len(ids), []
+        count = len(ids)
+        rows: list[int] = []
         if not count:
             raise ConfigError("the oracle has nothing to know: no line of this task is asked about")
         for item in items:
@@ -241,16 +257,22 @@ class Bench:
                 ids += answer
         probe = Attention()
         probe.rows = torch.tensor(rows)
-        whole = Budget(units=len(ids), sinks=0, stabilizers=0, allocation="uniform")
-        async with (Runtime(self.model, self.tokenizer, policy=probe, budget=whole, chunk_size=len(ids), max_live=1)
-                    as runtime, runtime.open(raw=True) as ctx):
+        async with (Runtime(self.model, self.tokenizer, policy=probe, budget=_evict_nothing(len(ids)),
+                            chunk_size=len(ids), max_live=1) as runtime, runtime.open(raw=True) as ctx):
             await ctx.feed(ids)
         return probe.received[:, :, :count]
 
 
+def _evict_nothing(units: int) -> Budget:
+    return Budget(units=units, sinks=0, stabilizers=0, allocation="uniform")
+
+
 class Piece(NamedTuple):
-    """What is fed at once: the lines between two questions. `wanted`: which of the ids are needed; `ends`: (ids,
-    bytes) after each line."""
+    """The lines between two questions, which are fed at once.
+
+    Args:
+        wanted: indices of the ids that are needed. ends: (ids, bytes) from the beginning to the end of each line.
+    """
 
     ids: list[int]
     wanted: list[int]
@@ -258,21 +280,29 @@ class Piece(NamedTuple):
 
 
 def piece_of(lines: list[Item], runtime: Runtime) -> Piece:
-    """Every line becomes tokens alone, so that they are the same wherever a question stands."""
-    found, size = Piece([], [], []), 0
+    """Every line is tokenised by itself, so that its tokens are the same wherever a question stands."""
+    piece, size = Piece([], [], []), 0
     for item in lines:
         ids = runtime.codec.encode_text(item.text)
         if item.needed:
-            found.wanted.extend(range(len(found.ids), len(found.ids) + len(ids)))
-        found.ids.extend(ids)
+            piece.wanted.extend(range(len(piece.ids), len(piece.ids) + len(ids)))
+        piece.ids.extend(ids)
         size += len(item.text.encode())
-        found.ends.append((len(found.ids), size))
-    return found
+        piece.ends.append((len(piece.ids), size))
+    return piece
 
 
 async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runtime: Runtime,
-                     oracle: Oracle | None = None, heard: Heard | None = None) -> StreamResult:
-    """Feed one stream, and ask what is asked where it is asked."""
+                     oracle: Oracle | None = None, recorder: LogprobRecorder | None = None) -> StreamResult:
+    """Feed one stream, and ask each question at its place.
+
+    Args:
+        oracle: the runtime's policy, if it is to be given the positions of the needed tokens.
+        recorder: of the log-probabilities, if bits are counted.
+
+    Raises:
+        ConfigError: an oracle and no needed line, or a recorder and no whole line in whole chunks.
+    """
     answers: list[tuple[str, str, str]] = []
     scores: list[float] = []
     wanted: list[int] = []
@@ -282,17 +312,17 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runti
         oracle.wanted = torch.zeros(0, dtype=torch.int64)
         if not any(item.needed for item in items):
             raise ConfigError(f"the oracle has nothing to know: no line of task {task.name!r} is asked about")
-    if heard is not None:
-        heard.logprobs = []
-    told = next((item.text for item in items if item.answer is not None), None) if cell.focus else None
-    async with runtime.open(raw=True if task.raw else None, focus=told) as ctx:
-        for asked, group in itertools.groupby(items, key=lambda item: item.answer is not None):
-            if asked:
+    if recorder is not None:
+        recorder.logprobs = []
+    focus = next((item.text for item in items if item.answer is not None), None) if cell.focus else None
+    async with runtime.open(raw=True if task.raw else None, focus=focus) as ctx:
+        for are_questions, group in itertools.groupby(items, key=lambda item: item.answer is not None):
+            if are_questions:
                 questions = list(group)
-                found = await ask_all(ctx, questions)
-                answers += found
-                scores += [published.score(item.question, answer)
-                           for item, (*_, answer) in zip(questions, found, strict=True) if item.question is not None]
+                replies = await ask_all(ctx, questions)
+                answers += replies
+                scores += [published.score(item.question, found)
+                           for item, (*_, found) in zip(questions, replies, strict=True) if item.question is not None]
                 continue
             piece, before, size = piece_of(list(group), runtime), ctx.memory.tokens, ends[-1][1] if ends else 0
             ends += [(before + tokens, size + more) for tokens, more in piece.ends]
@@ -300,7 +330,7 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runti
                 wanted += [before + at for at in piece.wanted]
                 oracle.wanted = torch.tensor(wanted, dtype=torch.int64)
             start = 0
-            while start < len(piece.ids):  # in parts that end where a chunk does: only there what is held changes
+            while start < len(piece.ids):  # in parts that end where a chunk does: units are evicted only there
                 stop = start + cell.chunk_size - ctx.memory.tokens % cell.chunk_size
                 ids, units, start = piece.ids[start:stop], ctx.memory.units, stop
                 begun = time.perf_counter()
@@ -308,33 +338,36 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runti
                 seconds += time.perf_counter() - begun
                 unit_tokens += len(ids) * sum(units) / len(units)
         tokens = ctx.memory.tokens
-    bits, counted = bits_of(heard, ends) if heard is not None else (0.0, 0)
+    bits, text_bytes = bits_of(recorder, ends) if recorder is not None else (0.0, 0)
     return StreamResult(seed=seed, tokens=tokens, seconds=seconds, unit_tokens=unit_tokens, answers=answers, bits=bits,
-                        bytes=counted, scores=scores)
+                        bytes=text_bytes, scores=scores)
 
 
-def bits_of(heard: Heard, ends: list[tuple[int, int]]) -> tuple[float, int]:
-    """Bits and bytes of the whole lines that were committed; `ends` are (tokens, bytes) after each line."""
-    committed = sum(map(len, heard.logprobs))
+def bits_of(recorder: LogprobRecorder, ends: list[tuple[int, int]]) -> tuple[float, int]:
+    """Bits and bytes of the whole lines that were committed; `ends` are (tokens, bytes) after each line. Raises
+    ConfigError: no whole line was committed."""
+    committed = sum(map(len, recorder.logprobs))
     tokens, size = max((end for end in ends if end[0] <= committed), default=(0, 0))
     if not size:
         raise ConfigError(f"the {committed} tokens of whole chunks hold no whole line, so there are no bits to count; "
                           "expected a longer stream or smaller chunks")
-    return heard.bits(tokens), size
+    return recorder.bits(tokens), size
 
 
 async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[str, str, str]]:
-    """(question, expected, found) for each, on scratch copies at the same place.
+    """(question, expected, found) for each of `questions`, all asked of the same state on scratch copies.
 
-    No more wait for a copy than there are: a runtime gives none to those that wait too long, and hundreds of questions
-    may be asked of a book. `first_line` of a benchmark is its metric's matter: an answer may begin with empty lines.
+    At most `AT_ONCE` wait for a copy: a runtime refuses those that wait too long, and hundreds of questions may be
+    asked of a book. Where only the first line of an answer counts, `published.score` cuts it: an answer may begin with
+    empty lines.
     """
     turn = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(item: Item) -> str:
+    async def ask(item: Item) -> tuple[str, str, str]:
+        assert item.answer is not None  # it is a question
         async with turn:
-            return await ctx.ask(item.text, max_new_tokens=item.answer_tokens,
-                                 stop=() if item.question is not None else ("\n",))
+            found = await ctx.ask(item.text, max_new_tokens=item.answer_tokens,
+                                  stop=() if item.question is not None else ("\n",))
+        return item.text, item.answer, found
 
-    found = await asyncio.gather(*map(ask, questions))
-    return [(item.text, item.answer, answer) for item, answer in zip(questions, found, strict=True)]
+    return await asyncio.gather(*map(ask, questions))

@@ -1,7 +1,7 @@
-"""The tasks, each as streams of lines with questions; what a run asks for by name. Knows no model.
+"""The tasks, each as streams of lines with questions, by name. Knows no model.
 
 A stream is a pure function of (task, seed, length, text): the same for every policy and budget. Ten tasks are in
-marker form; "sentences" asks in plain words. Tasks from files are made by `documents`.
+marker form; "sentences" asks in plain words. `documents` makes tasks from files.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from locret_stream.errors import ConfigError
-from locret_stream.evaluation import markers, tasks
-from locret_stream.evaluation.markers import Case
+from locret_stream.evaluation import markers
+from locret_stream.evaluation.haystack import cut, planted_stream, stdlib_lines
+from locret_stream.evaluation.markers import Case, whole_lines
 from locret_stream.evaluation.published import Question
 
 VERSION = 1
-"""Of the streams: counted up whenever one of them changes, or what `published` makes of a record or an answer, so that
-results of other streams are never mixed in."""
+"""Of the streams: it is counted up whenever a stream changes, or what `published` makes of a record or an answer, so
+that results of different streams are never mixed."""
 
 TEXT_STREAMS = 8
 ANSWER_TOKENS = 24
@@ -31,12 +32,12 @@ ANSWER_TOKENS = 24
 Measure = Callable[[str], int]
 Lines = Callable[[int], Iterator[str]]
 Items = Callable[[int, int, Measure, Lines], "Iterator[Item]"]
-"""items(seed, length, measure, lines): a stream of about `length` as measured, questions aside."""
+"""items(seed, length, measure, lines): a stream that measures about `length`, questions aside."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the marks lie in: lines(seed) gives lines without end. `name` tells it from any other text."""
+    """A text that facts lie in: lines(seed) gives lines without end. Every text has another `name`."""
 
     name: str
     lines: Lines
@@ -44,9 +45,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Item:
-    """A line of the stream, or with `answer` a question put to the memory there. `needed`: a question that is asked
-    follows from it. `question`: what its benchmark says of it, if it has one: how long an answer may be, and how it is
-    scored."""
+    """A line of the stream, or with `answer` a question that is asked at that place.
+
+    Args:
+        needed: the answer to a question of the stream follows from this line.
+        question: the question of a benchmark, which says how long an answer may be and how it is scored.
+    """
 
     text: str
     answer: str | None = None
@@ -55,17 +59,19 @@ class Item:
 
     @property
     def answer_tokens(self) -> int:
-        """How long an answer may be."""
+        """The longest answer that is allowed."""
         return ANSWER_TOKENS if self.question is None else self.question.max_new_tokens
 
 
 @dataclass(frozen=True)
 class Task:
-    """`asked` questions are in each of its streams (of a file: in that of most).
+    """A task.
 
-    kind: "answers", scored by whether the answer is exactly right; "bits", by the bits per byte of the text itself; or
-    "documents", by what their benchmark says.
-    raw: no chat frame, even if the tokenizer has one.
+    Args:
+        asked: how many questions each of its streams has; of a file, the most that a document has.
+        kind: "answers" is scored by whether the answer is exactly right, "bits" by the bits per byte of the text
+            itself, "documents" by the metrics of their benchmark.
+        raw: no chat frame, even if the tokenizer has one.
     """
 
     name: str
@@ -76,11 +82,11 @@ class Task:
     raw: bool = True
 
     def streams(self, questions: int, focus: bool = False) -> int:
-        """In how many there are at least so many questions, one in each with a focus."""
+        """How many streams have at least so many questions together; with a focus each has one."""
         return TEXT_STREAMS if self.kind == "bits" else math.ceil(questions / (1 if focus else self.asked))
 
     def tokens(self, streams: int, length: int) -> int:
-        """What so many streams of that length hold together, about."""
+        """About how many tokens so many streams of that length have together."""
         return streams * length
 
 
@@ -98,8 +104,7 @@ def _at_the_end(make: Callable[[random.Random], Case], name: str) -> Items:
 
 
 def _every_so_often(name: str, questions: int) -> Items:
-    """A fact somewhere in each of as many stretches of text, and at the end of each a question about one of those so
-    far."""
+    """`questions` stretches of text, each with a fact in it and a question at its end about one of the facts so far."""
     def items(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
         rng, text = random.Random(f"{name} {seed}"), lines(seed)
         keys, read = markers.Keys(rng), 0
@@ -107,7 +112,7 @@ def _every_so_often(name: str, questions: int) -> Items:
         asked = [rng.choice(facts[:number + 1])[1] for number in range(questions)]
         needed = {mark + "\n" for question in asked for mark in question.needs}
         for number, (mark, _) in enumerate(facts):
-            due = length * (number + 1) // questions - read  # what one stretch is too long, the next one is shorter
+            due = length * (number + 1) // questions - read  # after a stretch that is too long the next is shorter
             for line in markers.planted(Case(((rng.random(), mark),), ()), text, due, measure):
                 read += measure(line)
                 yield Item(line, needed=line in needed)
@@ -117,16 +122,12 @@ def _every_so_often(name: str, questions: int) -> Items:
 
 
 def _plain(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
-    read, text = 0, lines(seed)
-    while read < length:
-        line = next(text).rstrip("\n") + "\n"
-        read += measure(line)
-        yield Item(line)
+    yield from map(Item, cut(whole_lines(lines(seed)), length, measure))
 
 
 def _sentences(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
-    """12 facts, and a decoy for every 256 tokens, all counted."""
-    planted = tasks.planted_stream(seed, length, decoys=length // 256, measure=measure, lines=lambda: lines(seed))
+    """12 facts, and a decoy for every 256 tokens; both count as part of the length."""
+    planted = planted_stream(seed, length, decoys=length // 256, measure=measure, lines=lambda: lines(seed))
     sentences = sum(measure(fact.sentence + "\n") for fact in (*planted.facts, *planted.decoys))
     planted = replace(planted, size=max(0, length - sentences))
     needed = {fact.sentence + "\n" for fact in planted.facts}
@@ -160,7 +161,7 @@ MARKER_TASKS = tuple(name for name in TASKS if name != "sentences")
 
 
 def task_named(name: str) -> Task:
-    """Raises ConfigError, with the names there are and the closest one."""
+    """Raises ConfigError, with all names and the closest one."""
     if name not in TASKS:
         close = difflib.get_close_matches(name, TASKS, n=1)
         raise ConfigError(f"there is no task {name!r}; expected one of {', '.join(TASKS)}."
@@ -168,16 +169,12 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
-STDLIB = Text(f"standard library of Python {platform.python_version()}", tasks.stdlib_lines)
-"""Its sources, those that no recipe of this project reads."""
+STDLIB = Text(f"standard library of Python {platform.python_version()}", stdlib_lines)
+"""The sources that no model of this project was trained on."""
 
 
 def text_of(path: Path) -> Text:
-    """The lines of a file, from a place drawn by the seed, over and over.
-
-    Raises:
-        ConfigError: it has no lines.
-    """
+    """The lines of a file, over and over, from a place drawn from the seed. Raises ConfigError: it has no lines."""
     data = path.read_bytes()
     lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
     if not lines:

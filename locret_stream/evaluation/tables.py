@@ -1,17 +1,15 @@
-"""A report as Markdown: the same content in words and tables. Computes nothing."""
+"""A report as Markdown, in words and tables. Computes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from locret_stream.evaluation import suite
-from locret_stream.evaluation.cells import Cell
-from locret_stream.evaluation.report import LEAST_FULL, Entry, Estimate, Report, Row, Table
-from locret_stream.evaluation.variants import FULL, ORACLES
+from locret_stream.evaluation.cells import Cell, counted
+from locret_stream.evaluation.report import LEAST_FULL, Estimate, Report, Row, Table
+from locret_stream.evaluation.variants import FULL, ORACLES, Settings
 
 BELOW, MISSING = "†", "‡"
-
-
 CAPTIONS = {
     "by_budget": "quality against the budget", "by_length": "quality against the length of the stream",
     "retention": "what stays of a stream, dark where it stayed for most of what came after it; what is dark without a "
@@ -21,20 +19,24 @@ CAPTIONS = {
 }
 
 
-def markdown(report: Report, pictures: Sequence[str] = (), looked_at: Cell | None = None) -> str:
-    """The whole report, ending in a newline; `pictures` are the names of PNGs beside it, maps those of a stream of
-    cells like `looked_at`."""
+def markdown(report: Report, pictures: Sequence[str] = (), mapped: Cell | None = None) -> str:
+    """The whole report, ending in a newline.
+
+    Args:
+        pictures: the names of PNGs beside it. mapped: a cell that the maps among them are of.
+    """
     return "\n".join(["# What the memory remembers", "", *_header(report),
-                      *(_picture(name, looked_at) for name in pictures),
+                      *(_picture(name, mapped) for name in pictures),
                       *(line for table in report.tables for line in _section(report, table))]) + "\n"
 
 
-def _picture(name: str, looked_at: Cell | None) -> str:
+def _picture(name: str, mapped: Cell | None) -> str:
     kind = next(kind for kind in CAPTIONS if kind in name)
-    place = "" if looked_at is None or kind.startswith("by_") else (
-        f" ({looked_at.task}, {looked_at.length:,} tokens"
-        + (f", {looked_at.units} units)" if kind == "retention" else ", all units held)"))
-    return f"- Picture [{name}]({name}): {CAPTIONS[kind]}{place}"
+    stream = ""
+    if mapped is not None and not kind.startswith("by_"):
+        units = f"{mapped.units} units" if kind == "retention" else "all units held"
+        stream = f" ({mapped.task}, {mapped.length:,} tokens, {units})"
+    return f"- Picture [{name}]({name}): {CAPTIONS[kind]}{stream}"
 
 
 def _header(report: Report) -> list[str]:
@@ -47,9 +49,9 @@ def _header(report: Report) -> list[str]:
         f"- Text between the facts: {origin.text}; tasks version {origin.tasks}" if origin.text
         else f"- Tasks version {origin.tasks}",
         f"- Tasks: {titles}" if titles else "",
-        *(f"- File `{task}`: {one.path} (content `{one.digest[:8]}`), {_plural(one.documents, 'document')} of "
-          f"{_span(*one.tokens)} tokens" for task, one in report.files.items()),
-        f"- {_settings(report)}" if report.settings else "",
+        *(f"- File `{task}`: {file.path} (content `{file.digest[:8]}`), {counted(file.documents, 'document')} of "
+          f"{_span(*file.tokens)} tokens" for task, file in report.files.items()),
+        f"- {_settings(report.settings)}" if report.settings else "",
         f"- Questions in a cell: {asked}",
         f"- A cell is {_measured(report)}, with its 95 % interval (bootstrap over streams, over the questions of the "
         "only one where there is no other; wider the fewer they are, and for right and wrong answers at least Wilson's "
@@ -75,13 +77,13 @@ def _header(report: Report) -> list[str]:
     return [line for line in lines if line]
 
 
-def _settings(report: Report) -> str:
-    shares, sinks, stabilizers, chunks = report.settings.words()
+def _settings(settings: Settings) -> str:
+    shares, sinks, stabilizers, chunks = settings.words()
     return f"Where a row does not say otherwise: {chunks} tokens, {sinks}, {stabilizers}, allocation {shares}"
 
 
 def _kinds(report: Report, of_tasks: str, of_files: str) -> str:
-    """What is said of tasks, of files, or of both."""
+    """The words for a report on tasks, on files, or on both."""
     if not report.files:
         return of_tasks
     return f"{of_tasks}, of a file {of_files}" if set(report.tasks) - set(report.files) else of_files
@@ -101,38 +103,33 @@ def _span(least: int, most: int) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def _plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
 def _section(report: Report, table: Table) -> list[str]:
     tasks = [task for task in report.tasks if any(task in row.cells for row in table.rows)]
     bits = [task for task in tasks if task in report.bits
             and any(task in row.cells and row.cells[task].ratio for row in table.rows)]
-    heads = ["variant", *(f"{task}{_mark(task, report, table)}" for task in tasks), "mean",
+    columns = ["variant", *(f"{task}{_mark(task, report, table)}" for task in tasks), "mean",
              *(f"{task}: full / own" for task in bits), "tok/s", "held", "units held"]
     title = "all units" if table.units is None else f"{table.units:,} units"
-    of = f"Streams of {table.length:,} tokens" if table.length else "Files"
-    told = ", the question told beforehand" if table.focus else ""
-    lines = ["", f"## {of}, {title} per KV head{told}", "", _line(heads),
-             _line(["---", *["---:"] * (len(heads) - 1)])]
-    lines += [_line([row.label, *(_cell(row.cells.get(task), task in row.best) + _share(row, task, report)
-                                  for task in tasks), _mean(row, table),
-                     *(_ratio(row.cells.get(task)) for task in bits), f"{row.tok_per_s:,.0f}",
+    material = f"Streams of {table.length:,} tokens" if table.length else "Files"
+    focus = ", the question told beforehand" if table.focus else ""
+    lines = ["", f"## {material}, {title} per KV head{focus}", "", _line(columns),
+             _line(["---", *["---:"] * (len(columns) - 1)])]
+    lines += [_line([row.label, *(_cell(row, task, report) for task in tasks), _mean(row, table),
+                     *(_estimate(row.cells[task].ratio if task in row.cells else None) for task in bits),
+                     f"{row.tok_per_s:,.0f}",
                      _in_bytes(row.peak_bytes), f"{row.units_held:,.0f}"]) for row in table.rows]
     return [*lines, *_notes(table)]
 
 
 def _notes(table: Table) -> list[str]:
-    elsewhere = [f"{task} {found.score:.2f} at {found.length:,}" for task, found in table.references.items()
-                 if found.length != table.length]
-    read = ["", f"Read of a stream: {_span(*table.tokens)} tokens."] if table.length else []
-    if not elsewhere:
-        return read
-    none = len(elsewhere) == len(table.references)
-    return [*read, "", f"`full` was not run at {table.length:,} tokens{'' if none else ' on all tasks'}; there the "
-                       "ratios are against its scores on other streams, the longest there are: "
-                       f"{', '.join(elsewhere)}."]
+    elsewhere = [f"{task} {full.score:.2f} at {full.length:,}" for task, full in table.references.items()
+                 if full.length != table.length]
+    notes = ["", f"Read of a stream: {_span(*table.tokens)} tokens."] if table.length else []
+    if elsewhere:
+        some = "" if len(elsewhere) == len(table.references) else " on all tasks"
+        notes += ["", f"`full` was not run at {table.length:,} tokens{some}; there the ratios are against its scores "
+                      f"on other streams, the longest there are: {', '.join(elsewhere)}."]
+    return notes
 
 
 def _mark(task: str, report: Report, table: Table) -> str:
@@ -146,35 +143,28 @@ def _line(words: list[str]) -> str:
     return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
 
 
-def _estimate(one: Estimate) -> str:
-    return f"{one.value:.2f} [{one.low:.2f}, {one.high:.2f}]"
-
-
-def _cell(entry: Entry | None, best: bool) -> str:
-    if entry is None:
+def _estimate(estimate: Estimate | None, best: bool = False) -> str:
+    if estimate is None:
         return "–"
-    return f"**{_estimate(entry.score)}**" if best else _estimate(entry.score)
+    words = f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+    return f"**{words}**" if best else words
+
+
+def _cell(row: Row, task: str, report: Report) -> str:
+    """The score of a row on a task; on a file also what share of the full cache's score it is."""
+    return _estimate(row.cells[task].score, task in row.best) + _share(row, task, report) if task in row.cells else "–"
 
 
 def _mean(row: Row, table: Table) -> str:
-    """With the number of tasks, where it is not that of the others."""
-    if row.mean is None:
-        return "–"
-    counted = sum(reference.counted for reference in table.references.values())
-    of = "" if row.mean.tasks == counted else f" ({row.mean.tasks} of {counted} tasks)"
-    return (f"**{_estimate(row.mean)}**" if "mean" in row.best else _estimate(row.mean)) + of
-
-
-def _ratio(entry: Entry | None) -> str:
-    return "–" if entry is None or entry.ratio is None else _estimate(entry.ratio)
+    """The mean of a row, with the number of its tasks where that is not the number of all counted tasks."""
+    count = sum(reference.counted for reference in table.references.values())
+    some = "" if row.mean is None or row.mean.tasks == count else f" ({row.mean.tasks} of {count} tasks)"
+    return _estimate(row.mean, "mean" in row.best) + some
 
 
 def _share(row: Row, task: str, report: Report) -> str:
-    """Of a file, what is left of the full cache's score."""
-    entry = row.cells.get(task)
-    if task not in report.files or entry is None or entry.ratio is None or row.variant.policy == FULL:
-        return ""
-    return f" = {entry.ratio.value:.0%} of {FULL}"
+    ratio = row.cells[task].ratio
+    return f" = {ratio.value:.0%} of {FULL}" if task in report.files and ratio and row.variant.policy != FULL else ""
 
 
 def _in_bytes(count: float) -> str:

@@ -1,4 +1,12 @@
-"""Words that facts are made of: data alone. Which of them are held out, `tasks.is_held_out` says."""
+"""The words that facts are made of, and which of them are held out of training."""
+
+import zlib
+
+
+def is_held_out(word: str, one_in: int = 4) -> bool:
+    """Whether `word` belongs to the held-out part: one in `one_in`, by a hash that never changes."""
+    return zlib.crc32(word.lower().encode()) % one_in == 0
+
 
 NOUNS = """
 acorn almond amber anchor anvil apple apricot archer arrow ash aspen aster atlas aurora badger bamboo banner

@@ -1,4 +1,4 @@
-"""Retaining heads: small networks that score a unit once, when it is committed (Locret, arXiv:2410.01805)."""
+"""Retaining heads: small trained networks that score units as they are committed (Locret, arXiv:2410.01805)."""
 
 from locret_stream.heads.module import HeadsConfig, RetainingHeads
 

@@ -2,10 +2,9 @@
 
     score = fc2(act(fc1([q; k; v])))        (Locret, arXiv:2410.01805, section 3.2)
 
-q, k, v are what the attention function sees before RoPE: after q/k-norm on models that have it. `features="hidden"`
-reads what the layer's attention module is given in their place (KVzap, arXiv:2601.07891). `output="retention"` takes
-what comes out for the log odds of beta, the factor by which a unit's worth falls with every token
-(TRIM-KV, arXiv:2512.03324).
+q, k, v are taken before RoPE, and after q/k-norm on models that have it. With `features="hidden"` heads read the input
+of the layer's attention module instead (KVzap, arXiv:2601.07891). With `output="retention"` their output is the log
+odds of beta, the factor on a unit's score at every token (TRIM-KV, arXiv:2512.03324).
 """
 
 from __future__ import annotations
@@ -33,21 +32,20 @@ from locret_stream.kernels.reference import project
 _log = logging.getLogger(__name__)
 WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
 VERSION = 1
-MOST = 1 << 18  # of anything that is counted: no model comes near, and what is read must not ask for any memory
-KIN_BITS = 32
-"""Of the 128 of a sketch. Those of unrelated models differ in half: in so few by chance once in 10^8 times."""
+MOST = 1 << 18  # of any count in a config: far above any model, and a damaged file must not allocate all memory
+KIN_BITS = 32  # of 128: sketches of unrelated models differ in half, and in so few by chance once in 10^8 times
 
 
 class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How heads were made and for which model. New fields always have a default.
 
-    features: "qkv", or "hidden" of the size `hidden`. output: "score", or "retention", see the module.
-    query_tokens: of the query in front of every example that they were trained on, 0 for none (Locret-Q).
-    budget_shares: what each layer is to get of a budget, in proportion to the others; None for the same each.
-    trained_layers: layers that have a head, None for all; in the others every unit scores 0, so the newest stay.
-    fingerprint: of the model as it was, its packed weights and active adapters included. sketch: of its base, in
-        whatever packing (`models.weights.sketch`). form: its quantisation and active adapters in words, "" for a plain
-        one. Older files have neither of the last two.
+    features: "qkv", or "hidden" of the size `hidden`. output: "score" or "retention". See the module for both.
+    query_tokens: length of the focus in front of every training example, 0 for none (the query of Locret-Q).
+    budget_shares: how a budget is divided over layers, in relative shares [L]; None: equally.
+    trained_layers: layers that have a head, None for all; in the others every unit scores 0, so that the newest stay.
+    fingerprint: of the model as it was, its packed weights and active adapters included.
+    sketch: of the model's base, the same for every packing (`models.weights.sketch`). Older files have none.
+    form: the model's quantisation and active adapters in words, "" for a plain one. Older files have none.
     """
 
     layers: int
@@ -75,8 +73,8 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
-            raise ConfigError(f"heads: found version {self.version}; expected {VERSION}: heads of a later one need a "
-                              "newer locret-stream")
+            raise ConfigError(f"heads: found version {self.version}; expected {VERSION}: a later version needs a newer "
+                              "locret-stream")
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "width"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise ConfigError(f"heads: {name} is {getattr(self, name)}; expected 1 to {MOST}")
@@ -101,7 +99,7 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kin(one: str, other: str) -> bool:
-    """Whether two sketches are of one base model, quantised or tuned though it may be."""
+    """Whether two sketches are of one base model, which may be quantised or fine-tuned in either."""
     return (int(one, 16) ^ int(other, 16)).bit_count() <= KIN_BITS
 
 
@@ -116,19 +114,19 @@ class RetainingHeads(nn.Module):
         self.act = ACT2FN[config.act]
         if config.trained_layers == ():
             raise ConfigError("heads: trained_layers is empty; expected a layer at least, or None for all")
-        strange = sorted(set(config.trained_layers or ()) - set(range(config.layers)))
-        if strange:
-            raise ConfigError(f"heads: trained_layers names layer {strange[0]}; expected 0 to {config.layers - 1}")
-        # Identity has no parameters: layers without a head leave nothing in the file.
+        unknown = sorted(set(config.trained_layers or ()) - set(range(config.layers)))
+        if unknown:
+            raise ConfigError(f"heads: trained_layers names layer {unknown[0]}; expected 0 to {config.layers - 1}")
+        # Layers without a head have an Identity, which has no parameters, so that the file has nothing of them.
         self.fc1 = nn.ModuleList(nn.Linear(config.in_features, config.width, bias=config.bias)
                                  if config.has_head(layer) else nn.Identity() for layer in range(config.layers))
         self.fc2 = nn.ModuleList(nn.Linear(config.width, config.kv_heads, bias=config.bias)
                                  if config.has_head(layer) else nn.Identity() for layer in range(config.layers))
 
     def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """q [B, H*G, T, D], k and v [B, H, T, D], all before RoPE -> [B, H, T] fp32, higher is kept longer.
+        """q [B, H*G, T, D], k and v [B, H, T, D], all before RoPE -> [B, H, T] fp32; higher scores stay longer.
 
-        `hidden` [B, T, hidden] is what heads of `features="hidden"` read instead.
+        Heads of `features="hidden"` read `hidden` [B, T, hidden] instead.
         """
         if not self.config.has_head(layer):
             return k.new_zeros(k.shape[:3], dtype=torch.float32)
@@ -142,7 +140,7 @@ class RetainingHeads(nn.Module):
         return self.forward(layer, x)
 
     def forward(self, layer: int, x: Tensor) -> Tensor:
-        """x [B, T, in_features]: q, k, v in a row, or hidden -> [B, H, T] fp32; zeros from a layer without a head."""
+        """x [B, T, in_features], which is [q; k; v] or hidden -> [B, H, T] fp32; zeros for a layer without a head."""
         if not self.config.has_head(layer):
             return x.new_zeros(x.shape[0], self.config.kv_heads, x.shape[1], dtype=torch.float32)
         fc1, fc2 = self.fc1[layer], self.fc2[layer]
@@ -153,21 +151,21 @@ class RetainingHeads(nn.Module):
         return project(self.act(fc1(x)), fc2.weight, fc2.bias)
 
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write heads.safetensors and heads.json; each is replaced whole or not at all. Raises OSError."""
+        """Write heads.safetensors and heads.json, each by an atomic replacement. Raises OSError."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: (t.to(dtype) if dtype else t).detach().cpu().contiguous()
                    for name, t in self.state_dict().items()}
-        described = msgspec.json.format(msgspec.json.encode(self.config), indent=2)
+        config = msgspec.json.format(msgspec.json.encode(self.config), indent=2)
         replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        replace(folder / CONFIG, lambda path: path.write_bytes(described))
+        replace(folder / CONFIG, lambda path: path.write_bytes(config))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], weights: str = WEIGHTS) -> RetainingHeads:
-        """Read a folder written by `save`; fp32, eval mode. `weights`: another file of such tensors in it.
+        """Read a folder written by `save`; fp32, eval mode. `weights`: the name of another file of such tensors in it.
 
         Raises:
-            HeadsMismatch: files missing, unreadable, or tensors that are not those of the config.
+            HeadsMismatch: files are missing, unreadable, or have other tensors than the config says.
         """
         folder = Path(folder)
         if not (folder / weights).is_file():
@@ -175,7 +173,7 @@ class RetainingHeads(nn.Module):
         config = cls.read_config(folder)
         try:
             tensors = load_file(folder / weights)
-            with torch.device("meta"):  # sizes are compared before any of them is allocated
+            with torch.device("meta"):  # sizes are compared before memory is allocated
                 cls(config).expect_tensors(tensors)
             heads = cls(config)
             heads.load_strictly(tensors)
@@ -185,7 +183,7 @@ class RetainingHeads(nn.Module):
 
     @staticmethod
     def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
-        """What the heads in a folder are, without their weights. Raises HeadsMismatch."""
+        """The config of the heads in a folder, without their weights. Raises HeadsMismatch."""
         path = Path(folder) / CONFIG
         if not path.is_file():
             raise HeadsMismatch(f"no {CONFIG} in {path.parent}; expected a folder written by `train-heads`")
@@ -195,12 +193,12 @@ class RetainingHeads(nn.Module):
             raise HeadsMismatch(f"{path.parent} cannot be read as retaining heads: {error}") from error
 
     def load_strictly(self, tensors: dict[str, Tensor]) -> None:
-        """Take over exactly the named tensors of exactly these shapes, or raise HeadsMismatch and change nothing."""
+        """Load tensors of exactly the expected names and shapes, or raise HeadsMismatch and change nothing."""
         self.expect_tensors(tensors)
         self.load_state_dict({name: t.float() for name, t in tensors.items()})
 
     def expect_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Raises HeadsMismatch unless these are tensors that heads like these can have: names, shapes and numbers."""
+        """Raises HeadsMismatch unless names, shapes and dtypes are those of these heads, and all numbers are finite."""
         expected = {name: tuple(t.shape) for name, t in self.state_dict().items()}
         found = {name: tuple(t.shape) for name, t in tensors.items()}
         if expected != found:
@@ -215,16 +213,16 @@ class RetainingHeads(nn.Module):
                 raise HeadsMismatch(f"{name!r} holds values that are not finite; expected the file as it was written")
 
     def check_fits(self, shape: ModelShape, fingerprint: str = "", sketch: str = "", form: str = "") -> None:
-        """Refuse to serve another model than the one these heads were made for; "" leaves the fingerprint unchecked.
+        """Refuse a model for which these heads were not made; the fingerprint "" is not checked.
 
-        Another packing of the same base, or the base under an adapter, is served, with a warning: K and V are nearly
-        those that the heads were trained on.
+        Another packing of the same base, or the base with an adapter, is accepted with a warning: its K and V are close
+        to those that the heads were trained on.
 
         Args:
-            sketch: of the model's base. form: how it differs from a plain one, in words; "" if it does not.
+            sketch: of the model's base. form: its quantisation and adapters in words; "" for a plain model.
 
         Raises:
-            HeadsMismatch: naming the first tensor with both shapes, or both fingerprints.
+            HeadsMismatch: names the first tensor with both shapes, or both fingerprints.
         """
         width = self.config.width
         features = (shape.hidden if self.config.features == "hidden" else
@@ -241,19 +239,20 @@ class RetainingHeads(nn.Module):
         if self.config.layers > shape.layers:
             raise HeadsMismatch(f"retaining heads of another model: they are for {self.config.layers} layers, this "
                                 f"model has {shape.layers}; train heads for it with `locret-stream train-heads`")
-        own = self.config.fingerprint
-        if not own or not fingerprint or own == fingerprint:
+        trained_on = self.config.fingerprint
+        if not trained_on or not fingerprint or trained_on == fingerprint:
             return
-        theirs, base = self.config.form or "", self.config.sketch or ""
-        if (form or theirs) and (not sketch or not base):
+        trained_form, trained_sketch = self.config.form or "", self.config.sketch or ""
+        if (form or trained_form) and (not sketch or not trained_sketch):
             _log.warning("retaining heads that were trained for %s serve a quantised or adapted model (%s): whether it "
-                         "is of the same base cannot be told, as the heads bear no sketch of theirs", own, form)
-        elif (form or theirs) and kin(sketch, base):
+                         "is of the same base cannot be checked, as these heads have no sketch", trained_on, form)
+        elif (form or trained_form) and kin(sketch, trained_sketch):
             _log.warning("retaining heads that were trained on their model as %s serve the same base as %s: what they "
-                         "keep may be a little worse", theirs or "plain weights", form or "plain weights")
+                         "keep may be a little worse", trained_form or "plain weights", form or "plain weights")
         else:
-            raise HeadsMismatch(f"retaining heads of another model of the same shape: they were trained for {own}, "
-                                f"this model is {fingerprint}; train heads for it with `locret-stream train-heads`")
+            raise HeadsMismatch("retaining heads of another model of the same shape: they were trained for "
+                                f"{trained_on}, this model is {fingerprint}; train heads for it with `locret-stream "
+                                "train-heads`")
 
     @classmethod
     def from_published(cls, path: str | os.PathLike[str], *, query_heads: int | None = None,
@@ -263,21 +262,20 @@ class RetainingHeads(nn.Module):
 
         Args:
             path: a .bin (read with `weights_only=True`) or .safetensors, or a folder that holds just one.
-            query_heads, kv_heads, head_dim: of the model; one of the first and the last is needed, the rest is
-                read off the shapes. What is given must agree with them.
+            query_heads, kv_heads, head_dim: of the model; query_heads or head_dim is needed, the others follow from
+                the shapes. All that are given must agree with these.
             shape: of the attached model, in place of the three.
-            act: the model's `hidden_act`; fingerprint: of the model, if it is at hand, to be stored with the heads.
+            act: the model's `hidden_act`. fingerprint: of the model, which is stored with the heads; "": unknown.
 
         Raises:
-            HeadsMismatch: anything that is not exactly that layout, by name and shape.
-            ConfigError: sizes that shapes cannot tell, or an unknown activation.
+            HeadsMismatch: anything else than exactly that layout, by name and shape.
+            ConfigError: sizes that do not follow from the shapes, or an unknown activation.
         """
         tensors = read_published(path)
-        layers = None
         if shape is not None:
-            layers, kv_heads, head_dim = shape.layers, shape.kv_heads, shape.head_dim
-            query_heads = kv_heads * shape.groups
-        sizes = infer_sizes(tensors, layers=layers, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim)
+            kv_heads, head_dim, query_heads = shape.kv_heads, shape.head_dim, shape.kv_heads * shape.groups
+        sizes = infer_sizes(tensors, layers=None if shape is None else shape.layers, query_heads=query_heads,
+                            kv_heads=kv_heads, head_dim=head_dim)
         heads = cls(HeadsConfig(layers=sizes["layers"], query_heads=sizes["query_heads"], kv_heads=sizes["kv_heads"],
                                 head_dim=sizes["head_dim"], width=sizes["width"], act=act, label="logit",
                                 fingerprint=fingerprint))

@@ -1,11 +1,11 @@
-"""Weights as the paper's authors publish them. Knows names and shapes.
+"""Retaining heads in the layout that the paper's authors publish. Knows names and shapes.
 
-The published layout is a flat dict in a torch pickle, read with `weights_only=True`, or the same in safetensors:
+The published layout is a flat dict in a torch pickle, which is read with `weights_only=True`, or in safetensors:
 
     model.layers.N.self_attn.fc1.weight   [width, (n_q + 2 * n_kv) * head_dim]
     model.layers.N.self_attn.fc2.weight   [n_kv, width]
 
-for every layer N, no biases; labels are raw pre-softmax logits, max-pooled (arXiv:2410.01805).
+for every layer N. There are no biases; labels are raw pre-softmax logits, max-pooled (arXiv:2410.01805).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NAME = re.compile(r"model\.layers\.(0|[1-9]\d{0,4})\.self_attn\.(fc[12])\.weigh
 
 
 def read_published(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a published file, or of a folder that holds exactly one, under the names of RetainingHeads.
+    """The tensors of a published file, or of the only one in a folder, under the names of RetainingHeads.
 
     Raises:
-        HeadsMismatch: no such file, unreadable, holding anything but tensors of that layout, or values not finite.
+        HeadsMismatch: no such file, it is unreadable, or has anything but finite tensors of that layout.
     """
     path = Path(path)
     if path.is_dir():
@@ -39,16 +39,16 @@ def read_published(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise HeadsMismatch(f"no such file: {path}; expected published heads (.bin or .safetensors)")
     try:
         if path.suffix == ".safetensors":
-            found = load_file(path)
+            published = load_file(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            published = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises nearly anything on damaged bytes
         raise HeadsMismatch(f"{path} cannot be read as plain tensors, and code in a pickle is never run: "
                             f"{error}") from error
-    if not isinstance(found, dict) or not found:
-        raise HeadsMismatch(f"{path}: found {type(found).__name__}; expected a dict of tensors")
+    if not isinstance(published, dict) or not published:
+        raise HeadsMismatch(f"{path}: found {type(published).__name__}; expected a dict of tensors")
     tensors: dict[str, Tensor] = {}
-    for name, tensor in found.items():
+    for name, tensor in published.items():
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if not match:
             raise HeadsMismatch(f"{path}: found {name!r}; expected only model.layers.N.self_attn.fc1.weight and fc2")
@@ -69,14 +69,15 @@ def read_published(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def infer_sizes(tensors: dict[str, Tensor], *, layers: int | None = None, query_heads: int | None = None,
                 kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
-    """Sizes as HeadsConfig names them, from the tensors of layer 0 and what is given; what is given must agree.
+    """Sizes as HeadsConfig names them, from the tensors of layer 0 and those that are given, which must agree.
 
     Raises:
-        HeadsMismatch: it does not. ConfigError: neither query_heads nor head_dim was given: shapes cannot tell.
+        HeadsMismatch: they do not. ConfigError: neither query_heads nor head_dim was given; shapes give no more than
+            their product.
     """
     width, features = tensors["fc1.0.weight"].shape
-    own = tensors["fc2.0.weight"].shape[0]
-    if kv_heads is not None and kv_heads != own:
+    outputs = tensors["fc2.0.weight"].shape[0]
+    if kv_heads is not None and kv_heads != outputs:
         raise HeadsMismatch(f"'model.layers.0.self_attn.fc2.weight': found {tuple(tensors['fc2.0.weight'].shape)}, "
                             f"expected ({kv_heads}, {width}) for {kv_heads} KV heads")
     found = len(tensors) // 2
@@ -86,13 +87,13 @@ def infer_sizes(tensors: dict[str, Tensor], *, layers: int | None = None, query_
                             f"{'too many' if found > layers else 'missing'}")
     if head_dim is None:
         if query_heads is None:
-            raise ConfigError(f"fc1 reads {features} values and fc2 writes {own}; expected query_heads or head_dim (or "
-                              "the model's shape) to tell how they divide")
-        head_dim = features // (query_heads + 2 * own)
+            raise ConfigError(f"fc1 reads {features} values and fc2 writes {outputs}; expected query_heads or head_dim "
+                              "(or the model's shape), which say how they divide")
+        head_dim = features // (query_heads + 2 * outputs)
     if query_heads is None:
-        query_heads = features // head_dim - 2 * own
-    if query_heads < own or (query_heads + 2 * own) * head_dim != features:
-        expected = (query_heads + 2 * own) * head_dim
+        query_heads = features // head_dim - 2 * outputs
+    expected = (query_heads + 2 * outputs) * head_dim
+    if query_heads < outputs or expected != features:
         raise HeadsMismatch(f"'model.layers.0.self_attn.fc1.weight': found {(width, features)}, expected ({width}, "
-                            f"{expected}) for {query_heads} query and {own} KV heads of {head_dim} dimensions")
-    return {"layers": found, "query_heads": query_heads, "kv_heads": own, "head_dim": head_dim, "width": width}
+                            f"{expected}) for {query_heads} query and {outputs} KV heads of {head_dim} dimensions")
+    return {"layers": found, "query_heads": query_heads, "kv_heads": outputs, "head_dim": head_dim, "width": width}

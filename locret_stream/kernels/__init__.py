@@ -1,7 +1,7 @@
 """Dispatch: the only place that decides which implementation of an operation runs.
 
 Every operation has one name and one signature; `kernels.reference` is its numeric specification. Tensors on CUDA go to
-`kernels.triton`, all others to `kernels.torch_ops`; `LOCRET_KERNELS=torch` or `triton` says otherwise.
+`kernels.triton`, all others to `kernels.torch_ops`; `LOCRET_KERNELS=torch` or `=triton` forces one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def uses_triton(x: Tensor) -> bool:
     """Whether operations on this tensor run in Triton.
 
     Raises:
-        ConfigError: LOCRET_KERNELS says what cannot be.
+        ConfigError: LOCRET_KERNELS has no such value, or forces Triton where it cannot run.
     """
     forced = os.environ.get("LOCRET_KERNELS", "")
     if forced not in ("", "torch", "triton"):
@@ -46,12 +46,12 @@ def _triton(name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise ConfigError("the kernels for CUDA need triton, which is not installed here; expected `pip install "
-                          "triton`, or LOCRET_KERNELS=torch to do without them, more slowly") from error
+        raise ConfigError("the kernels for CUDA need triton, which is not installed; expected `pip install triton`, "
+                          "or LOCRET_KERNELS=torch for the slower ones in torch") from error
 
 
 def _dispatched(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The torch implementation of an operation, or Triton's of the same name, by its first tensor."""
+    """The operation, which runs in torch or, where `uses_triton` says so of its first tensor, in Triton."""
     name = operation.__name__
 
     @functools.wraps(operation)

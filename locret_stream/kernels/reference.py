@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 22  # of one block of attention logits; bounds the memory of what goes through them all
+_BLOCK_ELEMENTS = 1 << 22  # attention logits computed at once: bounds the memory of `attention`, `reduced_attention`
 
 
 def order_keys(scores: Tensor) -> Tensor:
-    """scores [..., N] fp32 -> int64 keys of the same shape, all different: a total order of the units (law 8).
+    """scores [..., N] fp32 in time order -> int64 keys of the same shape, all different: a total order (law 8).
 
-    By score, -0 = +0, NaN below everything; on equal scores the newer unit (higher slab rank) is greater.
+    Keys order by score, where -0 = +0 and NaN is below everything; of equal scores the newer unit's key is greater.
     """
     bits = (scores.float() + 0.0).view(torch.int32)  # adding +0 turns -0 into +0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -38,10 +38,10 @@ def competing_keys(scores: Tensor, sinks: int, stabilizers: int) -> Tensor:
 
 
 def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int = 0) -> Tensor:
-    """Which units stay: scores [H, N] fp32 in time order -> [H, B] int64 slab ranks, ascending.
+    """The units that stay: scores [H, N] fp32 in time order -> [H, B] int64 ranks, ascending.
 
-    The first `sinks` and the last `stabilizers` units stay whatever their score, inside the budget (law 7); the rest
-    compete by `order_keys`. N <= budget keeps everything.
+    The first `sinks` and the last `stabilizers` units stay whatever their score, inside the budget (law 7); the others
+    compete by `order_keys`. All units stay where N <= budget.
     """
     count = scores.shape[-1]
     if count <= budget:
@@ -51,23 +51,23 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
 
 
 def slot_units(pool: Tensor, slot: int, first: int, stop: int) -> Tensor:
-    """pool[slot, :, first:stop] of [S, H, C, D], as [1, H, stop - first, D]; a view, by one operation."""
-    apart, across, along, inside = pool.stride()
-    return pool.as_strided((1, pool.shape[1], stop - first, pool.shape[3]), (apart, across, along, inside),
-                           pool.storage_offset() + slot * apart + first * along)
+    """pool[slot, :, first:stop] of [S, H, C, D], as a view [1, H, stop - first, D] that takes one operation to make."""
+    strides = pool.stride()
+    return pool.as_strided((1, pool.shape[1], stop - first, pool.shape[3]), strides,
+                           pool.storage_offset() + slot * strides[0] + first * strides[2])
 
 
-def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
-    """Move the units `keep` to the front of every plane, in place: x[h, i] = old x[h, keep[h, i]] for i < B.
+def compact_units(tensors: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
+    """Move the units `keep` to the front of every tensor, in place: x[h, i] = old x[h, keep[h, i]] for i < B.
 
-    Bit-exact: rows move, nothing is rounded. Rows B and up are left undefined.
+    Rows move bit for bit. Rows B and up are left undefined.
 
     Args:
-        planes: tensors [H, N, ...] of any dtypes, with contiguous rows; typically views into a pool.
+        tensors: [H, N, ...] of any dtypes, with contiguous rows, such as views into a pool.
         keep: [H, B] int64, ascending in every head.
-        scratch: uint8, preallocated, at least the bytes of [H, B, ...] of the largest plane.
+        scratch: uint8, at least the bytes of [H, B, ...] of the largest tensor.
     """
-    for x in planes:
+    for x in tensors:
         rows = x if x.dim() > 2 else x[..., None]
         out = scratch[:keep.numel() * rows.shape[-1] * x.element_size()].view(x.dtype)
         out = out.view(*keep.shape, rows.shape[-1])
@@ -77,25 +77,25 @@ def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> No
 
 def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],
                 bias1: Tensor | None = None, bias2: Tensor | None = None) -> Tensor:
-    """Retaining head: act([q; k; v] fc1^T + bias1) fc2^T + bias2 (Locret, arXiv:2410.01805, section 3.2).
+    """Scores of a retaining head: act([q; k; v] fc1^T + bias1) fc2^T + bias2 (Locret, arXiv:2410.01805, section 3.2).
 
     q [H*G, T, D], k and v [H, T, D] before RoPE; fc1 [W, (H*G + 2*H) * D] over the features of q, then k, then v, head
-    by head; fc2 [H, W] -> [H, T] fp32. What is multiplied is of the weights' dtype; scores are never rounded to it.
+    by head; fc2 [H, W] -> [H, T] fp32. The first product runs in the dtype of the weights, the second in fp32.
     """
     x = torch.cat([t.transpose(0, 1).flatten(1) for t in (q, k, v)], dim=-1).to(fc1.dtype)
     return project(act(torch.nn.functional.linear(x, fc1, bias1)), fc2, bias2)
 
 
 def project(hidden: Tensor, fc2: Tensor, bias2: Tensor | None) -> Tensor:
-    """hidden [..., T, W] after the activation, in fp32 from here on -> [..., H, T]."""
+    """hidden [..., T, W] after the activation -> [..., H, T], in fp32."""
     bias = None if bias2 is None else bias2.float()
     return torch.nn.functional.linear(hidden.float(), fc2.float(), bias).transpose(-1, -2)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """x * cos + (-x2, x1) * sin, with x1, x2 the halves of x [..., D]; cos and sin broadcast to it (RoPE).
+    """RoPE: x * cos + (-x2, x1) * sin, where x1 and x2 are the halves of x [..., D]; cos and sin broadcast to x.
 
-    `out`: where it is to be, apart from x.
+    `out`: a tensor that takes the result and shares no memory with x.
     """
     half = x.shape[-1] // 2
     out = torch.mul(x, cos, out=out)
@@ -105,14 +105,18 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, window: int | None = None,
-              softcap: float | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+              softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Softmax attention of one context, in fp32: row r of q sees the units of rank ranks[r] - window + 1 to ranks[r].
 
-    q [H*G, R, D] and k [H, N, D] after RoPE, v [H, N, D]; ranks [R] int64; window None: all from rank 0; logits go
-    through softcap * tanh(x / softcap); `sinks` [H*G] are extra logits in the denominator.
+    Args:
+        q, k, v: [H*G, R, D] and [H, N, D] after RoPE, [H, N, D].
+        ranks: [R] int64.
+        window: None: a row sees all units from rank 0 on.
+        softcap: logits become softcap * tanh(logits / softcap).
+        sink_logits: [H*G], an extra logit of each query head in the softmax's denominator.
 
     Returns:
-        [H*G, R, D] of q's dtype, and the log-sum-exp of the rows [H*G, R] fp32, sinks included.
+        [H*G, R, D] of q's dtype, and the log-sum-exp of the rows [H*G, R] fp32, sink logits included.
     """
     count = k.shape[1]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
@@ -120,7 +124,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, w
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
         logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
-        total = log_sum(logits, sinks)
+        total = log_sum(logits, sink_logits)
         weights = (logits - total[..., None]).exp()
         out[:, part] = torch.einsum("hgrn,hnd->hgrd", weights, v.float()).flatten(0, 1).to(q.dtype)
         lse[:, part] = total.flatten(0, 1)
@@ -129,7 +133,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, w
 
 def masked_logits(q: Tensor, k: Tensor, scale: float, ranks: Tensor, *, window: int | None,
                   softcap: float | None) -> Tensor:
-    """Logits [H, G, R, N] fp32 of q [H*G, R, D] against k [H, N, D]; -inf where a row does not see a unit."""
+    """Logits [H, G, R, N] fp32 of q [H*G, R, D] and k [H, N, D]; -inf where a row does not see a unit."""
     heads, count, dim = k.shape
     logits = torch.einsum("hgrd,hnd->hgrn", q.float().view(heads, -1, q.shape[1], dim), k.float()) * scale
     if softcap is not None:
@@ -138,36 +142,36 @@ def masked_logits(q: Tensor, k: Tensor, scale: float, ranks: Tensor, *, window: 
     return logits.masked_fill((distance < 0) | (distance >= (window or count + 1)), float("-inf"))
 
 
-def log_sum(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Log-sum-exp [H, G, R] of logits [H, G, R, N], with the extra logit `sinks` [H*G] of each query head."""
+def log_sum(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Log-sum-exp [H, G, R] of logits [H, G, R, N], with the extra logit `sink_logits` [H*G] of each query head."""
     total = logits.logsumexp(-1)
-    return total if sinks is None else torch.logaddexp(total, sinks.float().view(*logits.shape[:2], 1))
+    return total if sink_logits is None else torch.logaddexp(total, sink_logits.float().view(*logits.shape[:2], 1))
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
-                      softcap: float | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A chunk against its slot: the last T of N units are the chunk's own. `attention` with ranks N-T .. N-1.
+                      softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`attention` of a chunk to its slot, of whose N units the last T are the chunk's: its rows have ranks N-T .. N-1.
 
     q [H*G, T, D], k and v [H, N, D], q and k after RoPE -> [H*G, T, D], log-sum-exp [H*G, T] fp32.
     """
     count, new = k.shape[1], q.shape[1]
     ranks = torch.arange(count - new, count, device=q.device)
-    return attention(q, k, v, scale, ranks, window=window, softcap=softcap, sinks=sinks)
+    return attention(q, k, v, scale, ranks, window=window, softcap=softcap, sink_logits=sink_logits)
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
                      cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
-                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
-    """One or few queries of each of A contexts, each over its own slot; the newest units are those of the queries.
+                     softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
+    """`attention` of the T newest tokens of each of A contexts, each to its own slot, which holds their units already.
 
     Args:
         q: [A, H*G, T, D] after RoPE.
         keys, values: [S, H, C, D], all slots of a layer.
         slots: [A] int64, the slot of each context.
-        lengths: [A] int64, units that its last query sees, itself included: query t of T sees lengths - T + t + 1.
-        cos, sin: [C', D], C' >= C: keys are before RoPE and are rotated by halves at their rank on load. None: they
-            are stored as they are to be used.
-        window, softcap, sinks: as for `attention`.
+        lengths: [A] int64, the units that a context's last query sees: query t of T sees lengths - T + t + 1.
+        cos, sin: [C', D], C' >= C: keys are stored before RoPE and are rotated by halves at their rank when they are
+            read. None: keys are stored after RoPE.
+        window, softcap, sink_logits: as for `attention`.
 
     Returns:
         [A, H*G, T, D] of q's dtype.
@@ -180,19 +184,28 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
             assert sin is not None, "cos and sin come together"
             k = rotate_halves(k.float(), cos[:length].float(), sin[:length].float()).to(k.dtype)
         ranks = torch.arange(length - new, length, device=q.device)
-        out[a] = attention(q[a], k, v, scale, ranks, window=window, softcap=softcap, sinks=sinks)[0]
+        out[a] = attention(q[a], k, v, scale, ranks, window=window, softcap=softcap, sink_logits=sink_logits)[0]
     return out
 
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
                       above_mean: bool = False, window: int | None = None, softcap: float | None = None,
-                      sinks: Tensor | None = None) -> Tensor:
-    """Attention that each unit receives from some rows: sum over r of softmax(q_r k^T * scale), and over the G heads.
+                      sink_logits: Tensor | None = None) -> Tensor:
+    """Attention that each unit receives from some rows: softmax(q_r k^T * scale), summed over the rows and the G heads.
 
-    q [H*G, R, D] and k [H, N, D] after RoPE; ranks [R] int64, the rank of each row, in any order; `lse` [H*G, R] fp32
-    as `attention` gives it, sinks included (None: worked out here) -> [H, N] fp32. In blocks of rows: never an R x N
-    matrix of all heads (NaCl, arXiv:2408.03675, Algorithm 2). `above_mean` counts the rows that give a unit more than
-    1 / (units they see) in place of summing what they give (Scissorhands, arXiv:2305.17118, Algorithm 2).
+    The rows are computed in blocks, so that an R x N matrix of all heads never exists (NaCl, arXiv:2408.03675,
+    Algorithm 2).
+
+    Args:
+        q, k: [H*G, R, D] and [H, N, D] after RoPE.
+        ranks: [R] int64, the rank of each row, in any order.
+        lse: [H*G, R] fp32, as `attention` returns it; None: computed here.
+        above_mean: count the rows that give a unit more than 1 / (units they see), in place of summing what they give
+            (Scissorhands, arXiv:2305.17118, Algorithm 2).
+        window, softcap, sink_logits: as for `attention`.
+
+    Returns:
+        [H, N] fp32.
     """
     heads, count, _ = k.shape
     sums = torch.zeros(heads, count, device=q.device)
@@ -200,7 +213,7 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
         logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
-        total = log_sum(logits, sinks) if lse is None else lse[:, part].reshape(heads, -1, logits.shape[2])
+        total = log_sum(logits, sink_logits) if lse is None else lse[:, part].reshape(heads, -1, logits.shape[2])
         weights = (logits - total[..., None]).exp()
         if above_mean:
             weights = (weights * logits.isfinite().sum(-1, keepdim=True) > 1).float()

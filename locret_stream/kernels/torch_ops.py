@@ -1,6 +1,6 @@
-"""The operations in torch, at speed: for CPUs, and for CUDA without Triton. Knows tensors only.
+"""The operations in torch, made fast: for CPUs, and for CUDA without Triton. Knows tensors only.
 
-Where the plain form of `reference` is fast already, it is what runs.
+An operation that is fast enough as `reference` has it runs from there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 
 
-def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
-    """`reference.compact_units`: whole rows of all heads by one copy each way."""
+def compact_units(tensors: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
+    """`reference.compact_units`; the rows of all heads are gathered by one copy and written back by another."""
     heads, budget = keep.shape
-    indices: dict[int, Tensor] = {}  # of the rows of all heads, by how many rows lie between two heads
-    for x in planes:
+    indices: dict[int, Tensor] = {}  # of the rows of all heads, by the number of rows from one head to the next
+    for x in tensors:
         apart, ragged = divmod(x.stride(0), x.stride(1))
         if keep.device.type != "cpu" or ragged or x.stride(1) != x[0, 0].numel():
             reference.compact_units([x], keep, scratch)
@@ -41,7 +41,7 @@ def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> No
 
 
 def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int = 0) -> Tensor:
-    """`reference.select_units`: by the least key that stays, which needs no sorting."""
+    """`reference.select_units`; a partition gives the least key that stays, so that nothing is sorted."""
     count = scores.shape[-1]
     if scores.device.type != "cpu" or count <= budget:
         return reference.select_units(scores, budget, sinks, stabilizers)
@@ -52,30 +52,35 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
 
 def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],
                 bias1: Tensor | None = None, bias2: Tensor | None = None) -> Tensor:
-    """`reference.score_units`: three products in place of a concatenation of q, k and v."""
+    """`reference.score_units`, without the concatenation of q, k and v."""
+    return reference.project(act(hidden_layer(q, k, v, fc1, bias1)), fc2, bias2)
+
+
+def hidden_layer(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, bias1: Tensor | None) -> Tensor:
+    """[q; k; v] fc1^T + bias1 by three products, [T, W] of the dtype of the weights; arguments as of `score_units`."""
     parts = [t.transpose(0, 1).flatten(1).to(fc1.dtype) for t in (q, k, v)]
     weights = fc1.split([part.shape[1] for part in parts], dim=1)
     hidden = F.linear(parts[0], weights[0], bias1)
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         hidden.addmm_(part, weight.t())
-    return reference.project(act(hidden), fc2, bias2)
+    return hidden
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
-                      softcap: float | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                      softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`reference.prefill_attention` by torch's flash kernels; KV heads are never repeated.
 
-    On a CPU in two parts, joined by their log-sum-exps: the units before the chunk are seen by every row and need no
-    mask, and of the chunk against itself only the causal half is computed.
+    On a CPU it takes two parts, joined by their log-sum-exps: every row sees all units before the chunk, so that they
+    need no mask; and of the chunk's attention to itself only the causal half is computed.
     """
     heads, count, dim = k.shape
-    held = count - q.shape[1]
+    old = count - q.shape[1]
     if window is not None and window >= count:
         window = None
-    plain = window is None and softcap is None and sinks is None
+    plain = window is None and softcap is None and sink_logits is None
     if not plain or (q.is_cuda and not _flash_can(q, k, v)):
-        return reference.prefill_attention(q, k, v, scale, window=window, softcap=softcap, sinks=sinks)
-    if q.is_cuda:  # this kernel's causal mask has its ends aligned, and it shares KV heads itself
+        return reference.prefill_attention(q, k, v, scale, window=window, softcap=softcap, sink_logits=sink_logits)
+    if q.is_cuda:  # this kernel's causal mask is aligned at the last unit, and it shares KV heads by itself
         out, lse, *_ = _FLASH_CUDA(q[None], k[None], v[None], is_causal=True, scale=scale)
         return out[0], lse[0]
     grouped = q.unflatten(0, (heads, -1))
@@ -85,36 +90,36 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
         return _FLASH_CPU(grouped, k[:, None, of].expand(shape), v[:, None, of].expand(shape), is_causal=causal,
                           scale=scale)
 
-    out, lse = part(slice(held, count), True)
-    if held:
-        before, before_lse = part(slice(0, held), False)
+    out, lse = part(slice(old, count), True)
+    if old:
+        before, before_lse = part(slice(0, old), False)
         out = torch.lerp(out, before, torch.sigmoid(before_lse - lse).to(out.dtype)[..., None])
         lse = torch.logaddexp(lse, before_lse)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 def _flash_can(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this GPU and torch have the flash kernel for such tensors: dtype, head dimension, generation. Called by
-    itself, the kernel does not pad heads to a multiple of 8."""
-    asked = SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
-    return q.shape[-1] % 8 == 0 and can_use_flash_attention(asked)
+    """Whether this GPU and this torch have a flash kernel for tensors of such a dtype and head dimension. The kernel is
+    called directly, which leaves out the padding of heads to a multiple of 8."""
+    params = SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
+    return q.shape[-1] % 8 == 0 and can_use_flash_attention(params)
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
                      cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
-                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
-    """`reference.decode_attention`: the queries of one group are rows of one attention over views of their slot."""
-    if q.shape[2] > 1 or softcap is not None or sinks is not None:
+                     softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
+    """`reference.decode_attention`; the query heads of a KV head are rows of one attention over views of their slot."""
+    if q.shape[2] > 1 or softcap is not None or sink_logits is not None:
         return reference.decode_attention(q, keys, values, slots, lengths, scale, cos=cos, sin=sin, window=window,
-                                          softcap=softcap, sinks=sinks)
-    whole = q.view(len(q), keys.shape[1], -1, q.shape[-1])
-    rows, out = whole.split(1) if len(q) > 1 else [whole], []
-    for row, slot, length in zip(rows, slots.tolist(), lengths.tolist(), strict=True):
+                                          softcap=softcap, sink_logits=sink_logits)
+    grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
+    contexts, out = grouped.split(1) if len(q) > 1 else [grouped], []
+    for rows, slot, length in zip(contexts, slots.tolist(), lengths.tolist(), strict=True):
         first = max(0, length - window) if window else 0
         k, v = slot_units(keys, slot, first, length), slot_units(values, slot, first, length)
         if cos is not None:
             assert sin is not None, "cos and sin come together"
             k = reference.rotate_halves(k, cos[first:length], sin[first:length])
-        out.append(F.scaled_dot_product_attention(row, k, v, scale=scale) if q.is_cuda
-                   else _FLASH_CPU(row, k, v, scale=scale)[0])
+        out.append(F.scaled_dot_product_attention(rows, k, v, scale=scale) if q.is_cuda
+                   else _FLASH_CPU(rows, k, v, scale=scale)[0])
     return (torch.cat(out) if len(out) > 1 else out[0]).view(q.shape)

@@ -1,5 +1,5 @@
-"""Models, the only room that knows transformers' internals: `attaching` proves one, `attachment` runs it, `rotary`
-turns its keys and queries, `gradients` lets gradients through, `weights` knows how its weights are packed."""
+"""Models, the only package that knows transformers' internals: `attaching` tests a model, `attachment` runs it,
+`rotary` applies RoPE, `gradients` lets gradients through, `weights` knows how weights are packed."""
 
 from locret_stream.models.attaching import attach, attached, detach, self_test
 from locret_stream.models.attachment import Attachment, Attended, LayerCall, additive_mask

@@ -1,4 +1,4 @@
-"""Attach a causal LM: one attachment per model object, proved against the model's own logits before it is given out."""
+"""Attaches a causal LM: one attachment per model object, whose logits are compared with the model's own before use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from locret_stream.errors import LocretError, UnsupportedModel
-from locret_stream.models.attachment import Attachment, Attended, LayerCall
+from locret_stream.models.attachment import Attachment, Attended, LayerCall, input_of
 from locret_stream.models.weights import adapters, base_of, form, shadow
 
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], Attachment]] = weakref.WeakKeyDictionary()
@@ -21,13 +21,13 @@ _lock = threading.RLock()
 
 
 def attach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> Attachment:
-    """The attachment of this model object: made and self-tested once, then shared and counted.
+    """The attachment of this model object: made and self-tested once, then shared, with its users counted.
 
     Args:
-        model: a transformers causal LM, or PEFT's around one; it is never changed. Move or cast it, and choose its
-            adapters, before attaching.
-        attn: "auto" (what the model itself uses, sdpa or eager), "sdpa" or "eager".
-        number: one attachment belongs to one thread; another number gives another one over the same weights.
+        model: a transformers causal LM, or a PEFT model around one; it is never changed. It must be moved, cast and
+            given its adapters before.
+        attn: "auto" (the model's own implementation, sdpa or eager), "sdpa" or "eager".
+        number: one attachment belongs to one thread; another number makes another one over the same weights.
 
     Raises:
         UnsupportedModel: not such a model, or the self-test found logits that differ from the stock model's.
@@ -53,14 +53,15 @@ def _make(model: PreTrainedModel, attn: str) -> Attachment:
         return Attachment(model, attn)
     except LocretError:
         raise
-    except Exception as error:  # whatever a quantiser's or an adapter's layers make of the trials
-        raise UnsupportedModel(f"{type(model).__name__}{f' ({what})' if (what := form(model)) else ''}: the self-test "
+    except Exception as error:  # layers of a quantiser or an adapter may raise anything in the probes
+        packing = f" ({words})" if (words := form(model)) else ""
+        raise UnsupportedModel(f"{type(model).__name__}{packing}: the self-test "
                                f"failed with {type(error).__name__}: {error}; expected a model whose own "
                                "forward works on this device") from error
 
 
 def detach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> int:
-    """Give one use back; the last one forgets the shadow. Returns the uses that are left."""
+    """Count one user less; without users the attachment is dropped. Returns the users that are left."""
     model = base_of(model)
     with _lock:
         made = _attached.get(model, {})
@@ -75,8 +76,8 @@ def detach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> int:
 
 @contextmanager
 def attached(model: PreTrainedModel | Attachment) -> Iterator[Attachment]:
-    """An attachment that nobody else runs meanwhile, such as a runtime's thread; an Attachment is used and left as it
-    is. Raises as `attach`."""
+    """An attachment that no other thread runs, not even that of a runtime. An Attachment is used as it is, without
+    counting. Raises as `attach`."""
     if isinstance(model, Attachment):
         yield model
         return
@@ -92,42 +93,41 @@ def attached(model: PreTrainedModel | Attachment) -> Iterator[Attachment]:
 
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Of root mean squares, which rounding moves far less than it moves the largest difference: that of the bundled model
-is 0.34 in bf16, where the mean is 0.04; a norm after RoPE makes that 0.12."""
+"""Of root mean square differences, which rounding moves far less than the largest one: for the bundled model in bf16
+these are 0.04 and 0.34. A norm after RoPE, which must be refused, makes the root mean square 0.12."""
 
-
-TOTAL, PIECES = 24, (9, 1, 14)  # tokens of the self-test, and how it reads them
-BY_LAYER = 8e-2  # of the root mean square that a layer adds to its input
+TOTAL, PIECES = 24, (9, 1, 14)  # tokens of the self-test, and of each piece that is read
+BY_LAYER = 8e-2  # tolerance of one layer, as a share of the root mean square that the layer adds to its input
 
 
 @torch.no_grad()
 def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     """Compare logits with the stock model's at full budget: 24 tokens in pieces of 9, 1 and 14.
 
-    A model that rounds activations inside of its layers, as int8 kernels do, makes much of the last bit: its own logits
-    differ by a tenth when it reads the same tokens in other pieces. Where a quantised model's differ by more than its
-    dtype allows, every layer is compared by itself, given what the stock model's layer is given.
+    A model that rounds activations inside its layers, as int8 kernels do, amplifies the last bit: its own logits differ
+    by a tenth when it reads the same tokens in other pieces. Where a quantised model's logits differ by more than its
+    dtype allows, every layer is compared by itself, with the input of the stock model's layer.
 
     Returns:
         The root mean square of the differences, in units of the stock logits' standard deviation.
 
     Raises:
         UnsupportedModel: it is above the dtype's tolerance (fp32 2e-5, fp16 2e-2, bf16 8e-2), and of a quantised model
-            some layer's is above 8e-2 of what the layer adds; says how much.
+            some layer's difference is above 8e-2 of what the layer adds. The message says by how much.
     """
     device = attachment.device
     ids = (torch.arange(TOTAL, device=device) * 7919 + 11) % min(attachment.shape.vocab, 50_000)
     try:
-        stock = shadow(model)  # never the user's own: it may be in use
-        given, last, expected = _read_whole(stock, ids)
-        found = torch.cat([attachment.logits(hidden) for hidden in _read_in_pieces(attachment, ids)], 1).float()
-        gap = _gap(found, expected, expected.std())
+        stock = shadow(model)  # the user's own object may be in use
+        of_layers, last, expected = _read_whole(stock, ids)
+        logits = torch.cat([attachment.logits(hidden) for hidden in _read_in_pieces(attachment, ids)], 1).float()
+        gap = _gap(logits, expected, expected.std())
         tolerance = _TOLERANCE.get(attachment.dtype, _TOLERANCE[torch.bfloat16])
         if gap <= tolerance:
             return gap
         if attachment.quantised:
             head = _gap(attachment.logits(last), expected, expected.std())
-            if head <= tolerance and _gap_by_layer(attachment, ids, given) <= BY_LAYER:
+            if head <= tolerance and _gap_by_layer(attachment, ids, of_layers) <= BY_LAYER:
                 return gap
     except Exception as error:
         raise UnsupportedModel(f"{type(model).__name__}: the self-test failed with {type(error).__name__}: "
@@ -136,32 +136,30 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
         f"{type(model).__name__}: with a full budget its logits differ from the stock model's by {gap:.3g} "
         f"standard deviations (root mean square); expected at most {tolerance:g} in {attachment.dtype}. Its "
         "attention does something that this library does not reproduce (for example a norm after RoPE), so it is "
-        "refused" + ("" if attachment.dtype.itemsize > 2 else "; in float32 rounding plays no part"))
+        "refused" + ("" if attachment.dtype.itemsize > 2 else "; load it in float32 to rule rounding out"))
 
 
 def _gap(found: Tensor, expected: Tensor, scale: Tensor) -> float:
-    off = (found.float() - expected.to(found.device)).square().mean().sqrt()
-    return off.item() / max(scale.item(), 1e-6)
+    """Root mean square of the differences, in units of `scale`."""
+    gap = (found.float() - expected.to(found.device)).square().mean().sqrt()
+    return gap.item() / max(scale.item(), 1e-6)
 
 
 def _read_whole(stock: PreTrainedModel, ids: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """By layer of the stock model what goes in and what comes out, what its head is given, [1, T, hidden] each, and
-    logits [1, T, vocab] fp32."""
-    seen: list[tuple[Tensor, Tensor]] = []
+    """Input and output of every layer of the stock model, the input of its head, [1, T, hidden] each, and its logits
+    [1, T, vocab] fp32."""
+    of_layers: list[tuple[Tensor, Tensor]] = []
     last: list[Tensor] = []
-    hooks = [layer.register_forward_hook(lambda _, args, kwargs, out: seen.append((_hidden(args, kwargs), _first(out))),
-                                         with_kwargs=True) for layer in stock.get_decoder().layers]
+    hooks = [layer.register_forward_hook(
+        lambda _, args, kwargs, out: of_layers.append((input_of(args, kwargs), _first(out))), with_kwargs=True)
+        for layer in stock.get_decoder().layers]
     hooks.append(stock.get_decoder().register_forward_hook(lambda _, args, out: last.append(out.last_hidden_state)))
     try:
         logits = stock(ids[None], use_cache=False).logits.float()
-        return seen, last[0], logits
+        return of_layers, last[0], logits
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return args[0] if args else kwargs["hidden_states"]
 
 
 def _first(out: Any) -> Tensor:
@@ -169,42 +167,41 @@ def _first(out: Any) -> Tensor:
 
 
 def _read_in_pieces(attachment: Attachment, ids: Tensor) -> list[Tensor]:
-    """Hidden states of the pieces, each behind all before it."""
+    """Hidden states of the pieces, each of which sees all before it."""
     shape, tables = attachment.shape, attachment.tables(TOTAL)
-    held: dict[int, tuple[Tensor, Tensor]] = {}
+    cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def step(call: LayerCall) -> Attended:
-        old_k, old_v = held.get(call.layer, (call.k[:, :, :0], call.v[:, :, :0]))
+        old_k, old_v = cache.get(call.layer, (call.k[:, :, :0], call.v[:, :, :0]))
         k, v = torch.cat([old_k, call.k], 2), torch.cat([old_v, call.v], 2)
-        held[call.layer] = (k, v)
+        cache[call.layer] = (k, v)
         start, window = old_k.shape[2], shape.sliding[call.layer]
         ranks = torch.arange(k.shape[2], device=k.device)
         distance = ranks[start:, None] - ranks[None, :]
         mask = (distance >= 0) & (distance < (window or TOTAL + 1))
-        return (tables.rotate(call.layer, call.q, start),
-                tables.rotate(call.layer, k, 0), v, mask)
+        return tables.rotate(call.layer, call.q, start), tables.rotate(call.layer, k, 0), v, mask
 
     return [attachment.hidden(part[None], step) for part in ids.split(PIECES)]
 
 
-def _gap_by_layer(attachment: Attachment, ids: Tensor, given: list[tuple[Tensor, Tensor]]) -> float:
-    """The largest difference of any layer's output, each being given what the stock model's layer was given."""
-    inputs = [before.split(PIECES, 1) for before, _ in given]
-    found: list[list[Tensor]] = [[] for _ in given]
+def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: list[tuple[Tensor, Tensor]]) -> float:
+    """The largest difference of any layer's output, where each layer gets the input of the stock model's."""
+    inputs = [before.split(PIECES, 1) for before, _ in of_layers]
+    outputs: list[list[Tensor]] = [[] for _ in of_layers]
 
     def replace(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = inputs[layer][len(found[layer])]
-        return ((own, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": own})
+        stock = inputs[layer][len(outputs[layer])]
+        return ((stock, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stock})
 
     hooks = []
     for index, layer in enumerate(attachment.layers):
         hooks += [layer.register_forward_pre_hook(lambda _, args, kwargs, index=index: replace(index, args, kwargs),
                                                   with_kwargs=True),
-                  layer.register_forward_hook(lambda _, args, out, index=index: found[index].append(_first(out)))]
+                  layer.register_forward_hook(lambda _, args, out, index=index: outputs[index].append(_first(out)))]
     try:
         _read_in_pieces(attachment, ids)
     finally:
         for hook in hooks:
             hook.remove()
-    return max(_gap(torch.cat(ours, 1), after.float(), (after - before).float().square().mean().sqrt())
-               for ours, (before, after) in zip(found, given, strict=True))
+    return max(_gap(torch.cat(pieces, 1), after.float(), (after - before).float().square().mean().sqrt())
+               for pieces, (before, after) in zip(outputs, of_layers, strict=True))

@@ -1,11 +1,11 @@
-"""A causal LM that runs with a cache of ours. Knows transformers' internals; knows no policy and no store.
+"""A causal LM that runs with this library's KV cache. Knows transformers' internals; knows no policy and no store.
 
-An `Attachment` runs a *shadow* of the user's model: a second module tree that shares every weight tensor but owns its
-config, so nothing is ever changed on the user's object and stock `generate` on it stays what it was, on any thread.
+An `Attachment` runs a *shadow* of the user's model: a second module tree that shares every weight tensor and has a
+config of its own, so that the user's object never changes and stock `generate` on it works as before, on any thread.
 In the shadow
-- rotary embeddings are the identity, so attention sees Q and K before RoPE;
-- the attention implementation is ours: it hands (q, k, v) to a `Step`, which stores them, rotates at the ranks it
-  wants, and gives back either the attention's result or what to attend to, for the model's stock sdpa or eager kernel;
+- rotary embeddings are the identity, so that attention sees Q and K before RoPE;
+- a function of this library takes the place of attention: it passes (q, k, v) to a `Step`, which stores them, applies
+  RoPE at any ranks, and returns either the result or what to attend to, for the model's stock sdpa or eager kernel;
 - no transformers cache and no transformers mask exist.
 """
 
@@ -33,15 +33,15 @@ from locret_stream.kernels import uses_triton
 from locret_stream.models.rotary import Place, RopeTables, Rotary
 from locret_stream.models.weights import adapters, fingerprint, form, named_weights, quantisation, shadow, sketch
 
-NAME = "locret"  # of our attention function; has no mask function, so transformers builds no mask for it
+NAME = "locret"  # of the attention function; no mask function has it, so that transformers builds no mask
 
 
 @dataclass(slots=True)
 class LayerCall:
     """One layer's attention, before RoPE: q [B, H*G, T, D], k and v [B, H, T, D].
 
-    `hidden` [B, T, hidden] is what the attention module was given, normed. `softcap` bounds logits where the model does
-    that (Gemma2); `sinks` [H*G] are extra logits in the softmax's denominator (GPT-OSS).
+    `hidden` [B, T, hidden] is the input of the attention module, after its norm. `softcap` bounds logits, in models
+    that have one (Gemma2); `sink_logits` [H*G] are extra logits in the softmax's denominator (GPT-OSS).
     """
 
     layer: int
@@ -51,14 +51,14 @@ class LayerCall:
     v: Tensor
     scale: float
     softcap: float | None = None
-    sinks: Tensor | None = None
+    sink_logits: Tensor | None = None
 
 
 Attended = Tensor | tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""What attention gives, [B, H*G, T, D]; or what it is to run over: (q [B, H*G, T, D], k and v [B, H, S, D], mask
-[T, S], or None: causal, ends aligned).
+"""The result of attention, [B, H*G, T, D]; or its operands: (q [B, H*G, T, D], k and v [B, H, S, D], mask [T, S]; None:
+causal, where the last query sees all).
 
-A mask is bool, True = visible, or what `additive_mask` makes of that (which is worth keeping, if it is used again).
+A mask is bool, True = visible, or the `additive_mask` of one, which callers can cache.
 """
 
 Step = Callable[[LayerCall], Attended]
@@ -66,7 +66,7 @@ Step = Callable[[LayerCall], Attended]
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
-    """What transformers calls in the shadow; the arguments are q, k, v before RoPE, of the new tokens only."""
+    """transformers calls this in the shadow, with q, k, v before RoPE, of the new tokens only."""
     return module.locret_attachment()._attend(module, query, key, value, scaling, kwargs)
 
 
@@ -74,7 +74,7 @@ AttentionInterface.register(NAME, _attention)
 
 
 class _DecoderStub(nn.Module):
-    """Stands in for the decoder while the causal LM turns given hidden states into logits, its own way."""
+    """Takes the place of the decoder while the causal LM computes logits from given hidden states."""
 
     hidden: Tensor | None = None
 
@@ -83,14 +83,14 @@ class _DecoderStub(nn.Module):
 
 
 class Attachment:
-    """A model as the engine sees it. One thread at a time may call `hidden` and `logits`.
+    """A model as the engine runs it. One thread at a time may call `hidden` and `logits`.
 
     Attributes:
         shape: sizes of the model.
-        places: by layer, the device and dtypes that it works in. last_device: where hidden states come out.
-        fingerprint: of the weights' content and the attention config, independent of the floating-point dtype.
-        sketch: of the base model, whatever its quantisation. form: that and the active adapters in words, "" if plain.
-        adapters: names of those that were active when it was made; it goes on with these.
+        places: by layer, its device and dtypes. last_device: where hidden states come out.
+        fingerprint: of the weights' content and the attention config, the same for every floating-point dtype.
+        sketch: of the base model, the same for every quantisation. form: quantisation and active adapters in words.
+        adapters: names of the adapters that were active when the attachment was made, and stay so in it.
     """
 
     def __init__(self, model: PreTrainedModel, attn: str):
@@ -98,7 +98,7 @@ class Attachment:
         self.adapters, self.form, self.quantised = adapters(model), form(model), quantisation(model) != ""
         self.attn = self._base_attention(model, attn)
         self._shadow = shadow(model)
-        if self.quantised and self._shadow._forward_pre_hooks:  # compressed-tensors unpacks in a model's first forward
+        if self.quantised and self._shadow._forward_pre_hooks:  # the first forward of compressed-tensors unpacks
             with torch.no_grad():
                 self._shadow(torch.arange(3, device=model.device)[None], use_cache=False)
         self._shadow.set_attn_implementation(NAME)
@@ -116,11 +116,12 @@ class Attachment:
         for module in self._attentions:
             module.locret_attachment = this
         self._step: Step | None = None
-        self._graded = False  # whether what runs is to leave a graph
-        self._input: Any = None  # of the attention module that is running: a tensor, None in the trials that come first
+        self._graded = False  # whether forwards build an autograd graph
+        self._input: Any = None  # the input of the attention module that is running: a tensor, or None in the probes
         self.places, self.last_device = self._probe_places(model)
         self.shape = self._read_shape(model)
-        self._rotary.found([self._probe_rope(module) for module in self._attentions], self.places, self.shape.head_dim)
+        self._rotary.set_layers([self._probe_rope(module) for module in self._attentions], self.places,
+                                self.shape.head_dim)
         for module in self._attentions:
             _note_inputs(module)
         self._plain_head = self._probe_head()
@@ -129,37 +130,37 @@ class Attachment:
 
     @property
     def architecture(self) -> str:
-        """The config as JSON, without what says nothing of what the model computes."""
+        """The config as JSON, without the fields that do not change what the model computes."""
         config = self._config.to_dict()
         for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
                      "_attn_implementation", "attn_implementation"):
             config.pop(name, None)
         if isinstance(config.get("quantization_config"), dict):
-            config["quantization_config"].pop("gguf_file", None)  # its name; what is in it are the weights
+            config["quantization_config"].pop("gguf_file", None)  # only a file's name
         return json.dumps(config, sort_keys=True, default=str)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that it computes with, by its name in the model; see `weights.named_weights`."""
+        """Every tensor that the model computes with, by its name in the model; see `weights.named_weights`."""
         prefix = self._shadow.base_model_prefix
         yield from named_weights(self._shadow)
         for name, tensor in named_weights(self._decoder):
             yield f"{prefix}.{name}", tensor
 
     def put_beside(self, heads: RetainingHeads, dtype: torch.dtype | None = None) -> RetainingHeads:
-        """The heads, each moved to where its layer works."""
+        """The heads, each moved to the device of its layer, and cast to `dtype` if it is given."""
         for layer, place in enumerate(self.places):
             for net in (heads.fc1[layer], heads.fc2[layer]):
                 net.to(place.device, dtype)
         return heads
 
     def expect_one_device(self, what: str) -> None:
-        """Raises UnsupportedModel: the layers are spread over several."""
+        """Raises UnsupportedModel: the layers are on several devices, and `what` needs one."""
         devices = {str(place.device) for place in self.places} | {str(self.last_device)}
         if len(devices) > 1:
             raise UnsupportedModel(f"{what} needs a model on one device; found its layers on {sorted(devices)}")
 
     def check_heads(self, heads: RetainingHeads) -> None:
-        """Raises HeadsMismatch: they are of another model."""
+        """Raises HeadsMismatch: the heads are of another model."""
         heads.check_fits(self.shape, self.fingerprint, self.sketch, self.form)
 
     # -- reading the model ------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Attachment:
                                    f"{' and '.join(allowed)}")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         window = config.max_position_embeddings
-        # Some checkpoints (Phi-3-mini-128k) name a sliding window that no position of theirs reaches: it hides nothing.
+        # Some checkpoints (Phi-3-mini-128k) have a sliding window at least as long as all positions: it hides nothing.
         sliding = [extra.get("sliding_window") for extra in kwargs]
         return ModelShape(
             layers=len(kinds), kv_heads=kv_heads, groups=heads // kv_heads,
@@ -211,27 +212,27 @@ class Attachment:
 
     @property
     def device(self) -> torch.device:
-        """That of the first layer, where ids go in."""
+        """The device of the first layer, where ids go in."""
         return self.places[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of K and V, which is that of activations: packed weights have others."""
+        """The dtype of K and V, which is that of activations; packed weights have others."""
         return self.places[0].keys
 
     @property
     def key_copies(self) -> tuple[int, ...]:
-        """How often a key of each layer is held, [L]: 2, with a rotated one, or 1 where there is none or kernels rotate
-        it on load."""
+        """How many copies of a key each layer stores, [L]: 2, before and after RoPE; 1 where the layer has no RoPE or
+        kernels apply it on read."""
         return tuple(2 if uses and not self.rotates_on_load(layer) else 1
                      for layer, uses in enumerate(self._rotary.uses))
 
     def rotates_on_load(self, layer: int) -> bool:
-        """Whether kernels rotate the layer's keys as they load them: Triton's, where RoPE is the rotation by halves."""
+        """Whether kernels apply RoPE as they read the layer's keys: in Triton, where RoPE is the rotation of halves."""
         return self._rotary.plain[layer] and uses_triton(torch.empty(0, device=self.places[layer].device))
 
     def tables(self, capacity: int) -> RopeTables:
-        """For ranks 0..capacity-1; fixes the regime of dynamic and long RoPE for the session."""
+        """RoPE tables for ranks 0..capacity-1; `capacity` fixes the scaling of dynamic and long RoPE for all ranks."""
         return self._rotary.tables(capacity)
 
     @property
@@ -241,26 +242,26 @@ class Attachment:
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The linear layers of the decoder, for a profile."""
+        """The linear layers of the decoder, for profiles."""
         return [module for module in self._decoder.modules() if isinstance(module, nn.Linear)]
 
     @property
     def activation(self) -> str:
-        """Name of the activation of the model's MLPs; retaining heads use the same (Locret, section 3.2)."""
+        """Name of the activation of the model's MLPs, which retaining heads use, too (Locret, section 3.2)."""
         return getattr(self._config, "hidden_act", "") or getattr(self._config, "hidden_activation", "silu")
 
     @torch.no_grad()
     def _probe_places(self, model: PreTrainedModel) -> tuple[list[Place], torch.device]:
-        """Where each layer works, and where the hidden states of the last come out. Asked of a forward: what lies in
-        parameters is packed, or elsewhere, where the model is quantised or offloaded."""
-        given: dict[int, torch.dtype] = {}
-        found: dict[int, Place] = {}
+        """The place of each layer, and the device where hidden states come out, as a forward shows them: the parameters
+        of a quantised or offloaded model have other dtypes and devices."""
+        inputs: dict[int, torch.dtype] = {}
+        by_layer: dict[int, Place] = {}
 
         def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).dtype
+            inputs[module.layer_idx] = input_of(args, kwargs).dtype
 
         def step(call: LayerCall) -> Attended:
-            found[call.layer] = Place(call.k.device, given[call.layer], call.k.dtype)
+            by_layer[call.layer] = Place(call.k.device, inputs[call.layer], call.k.dtype)
             return call.q, call.k, call.v, None
 
         hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in self._attentions]
@@ -270,7 +271,7 @@ class Attachment:
         finally:
             for hook in hooks:
                 hook.remove()
-        places = [found[layer] for layer in range(len(self._attentions))]
+        places = [by_layer[layer] for layer in range(len(self._attentions))]
         dtypes = {place.keys for place in places}
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
             raise UnsupportedModel(f"{type(model).__name__}: its layers give keys of {sorted(map(str, dtypes))}; "
@@ -279,7 +280,7 @@ class Attachment:
 
     @torch.no_grad()
     def _probe_rope(self, module: Any) -> bool:
-        """Some layers ignore position embeddings (SmolLM3's NoPE): ask the module, with real and identity ones."""
+        """Whether a layer uses position embeddings (SmolLM3 has NoPE layers): runs it with real and identity ones."""
         place = self.places[module.layer_idx]
         x = torch.linspace(-1, 1, 3 * self.shape.hidden, dtype=place.hidden, device=place.device)
         x = x.view(1, 3, self.shape.hidden)
@@ -302,20 +303,20 @@ class Attachment:
 
     @torch.no_grad()
     def _probe_head(self) -> bool:
-        """Whether logits are what the output embeddings give and nothing more: then the rest of the causal LM's
-        forward, which takes longer than a small head, is spared."""
+        """Whether logits are the result of the output embeddings alone, so that the rest of the causal LM's forward,
+        which takes longer than a small head, can be skipped."""
         x = torch.linspace(-3, 3, 2 * self.shape.hidden, dtype=self.dtype, device=self.last_device)
         x = x.view(1, 2, self.shape.hidden)
         try:
             return torch.equal(self._whole_logits(x), self._head(x))
-        except RuntimeError:  # the head has a dtype or device of its own: its hidden states are not such
+        except RuntimeError:  # the head has another dtype or device than hidden states
             return False
 
     # -- running ----------------------------------------------------------------------------------------------
 
     def hidden(self, ids: Tensor, step: Step) -> Tensor:
-        """Run the decoder over ids [B, T]; `step` is called once per layer. Returns [B, T, hidden], without a graph
-        unless it is called within `gradients.differentiable`."""
+        """Run the decoder over ids [B, T]; `step` is called once per layer. Returns [B, T, hidden], with an autograd
+        graph only inside `gradients.differentiable`."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         self._step = step
         try:
@@ -339,17 +340,17 @@ class Attachment:
 
     def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None,
                 kwargs: dict) -> tuple[Tensor, None]:
-        assert self._step is not None, "the decoder runs in `hidden` and in trials alone"
+        assert self._step is not None, "only `hidden` and probes run the decoder"
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
         call = LayerCall(module.layer_idx, self._input, q, k, v, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-        found = self._step(call)
-        if isinstance(found, Tensor):
-            return found.transpose(1, 2).contiguous(), None
-        q, k, v, mask = found
-        new, held = q.shape[2], k.shape[2]
-        causal = mask is None and new == held  # the kernels' own causal mask, so that fast ones can be used
+        attended = self._step(call)
+        if isinstance(attended, Tensor):
+            return attended.transpose(1, 2).contiguous(), None
+        q, k, v, mask = attended
+        new, total = q.shape[2], k.shape[2]
+        causal = mask is None and new == total  # sdpa's own causal mask allows fast kernels
         if mask is None and new > 1 and not (causal and self.attn == "sdpa"):
-            mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
+            mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
         if mask is not None and mask.dtype == torch.bool:
             mask = additive_mask(mask, q.dtype)
         if self.attn == "sdpa":
@@ -359,21 +360,26 @@ class Attachment:
         return eager(module, q, k, v, mask, scaling=scale, dropout=0.0, **kwargs)[0], None
 
 
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a layer or an attention module of transformers."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
 def _note_inputs(module: Any) -> None:
-    """Let an attention module tell its attachment what it is given: transformers' attention functions do not learn it.
-    Its forward is wrapped, as hooks cost more per step."""
+    """Make an attention module pass its input to its attachment, as transformers gives it to no attention function. The
+    module's forward is wrapped, because hooks cost more time per step."""
     forward = module.forward
 
     @functools.wraps(forward)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        module.locret_attachment()._input = args[0] if args else kwargs["hidden_states"]
+        module.locret_attachment()._input = input_of(args, kwargs)
         return forward(*args, **kwargs)
 
     module.forward = noting
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """visible [T, S] bool -> [T, S] of `dtype`: 0 where visible, else the lowest finite number; added to logits."""
+    """visible [T, S] bool -> [T, S] of `dtype` to add to logits: 0 where visible, else the lowest finite number."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 

@@ -1,4 +1,4 @@
-"""Gradients through a frozen model: to what a `Step` brings in, never to the weights. Knows an attachment's shadow."""
+"""Gradients through a frozen model, for what a `Step` adds, never for the weights. Knows an attachment's shadow."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from locret_stream.models.attachment import Attachment, Attended, LayerCall
 
 @contextmanager
 def differentiable(attachment: Attachment) -> Iterator[None]:
-    """Within it `hidden` and `logits` of the attachment leave a graph: gradients pass through activations to whatever a
-    `step` brings in, and never to the model's weights, whatever these require. The backward pass must run within, too.
+    """Inside, `hidden` and `logits` of the attachment build an autograd graph: gradients pass through activations to
+    all that a `step` adds, and never to the model's weights, even if these require gradients. The backward pass must
+    run inside, too.
 
-    What is kept for it is one hidden state per layer: every layer, its `step` included, runs again in the backward pass
+    Only one hidden state per layer is kept for it: every layer, its `step` included, runs again in the backward pass
     (gradient checkpointing; Chen et al., arXiv:1604.06174), so that a `step` must depend on its call alone.
     """
     trees = attachment._decoder, attachment._shadow
@@ -29,9 +30,9 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
     weights = [(module, dict(module._parameters)) for module in modules if module._parameters]
     graded, forwards = attachment._graded, [(layer, vars(layer).get("forward")) for layer in attachment._decoder.layers]
     try:
-        for module, own in weights:  # the shadow's alone: the user's modules keep their parameters
+        for module, parameters in weights:  # modules of the shadow: the user's keep their parameters
             module._parameters.update({name: nn.Parameter(p.detach(), requires_grad=False)
-                                       for name, p in own.items() if p is not None and p.requires_grad})
+                                       for name, p in parameters.items() if p is not None and p.requires_grad})
         for layer, _ in forwards:
             layer.forward = functools.partial(_checkpointed, attachment, layer.forward)
         attachment._graded = True
@@ -42,15 +43,13 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
             vars(layer).pop("forward", None)
             if forward is not None:
                 layer.forward = forward
-        for module, own in weights:
-            module._parameters.update(own)
+        for module, parameters in weights:
+            module._parameters.update(parameters)
 
 
 def expect_gradients(attachment: Attachment) -> None:
-    """Try whether gradients arrive: some quantisers' layers let none through, and what is behind them would not learn.
-
-    Raises:
-        UnsupportedModel: they do not.
+    """Raises:
+        UnsupportedModel: gradients do not pass through the model, as through layers of some quantisers.
     """
     scales = [nn.Parameter(torch.ones((), device=place.device)) for place in attachment.places]
     tables = attachment.tables(3)
@@ -61,22 +60,22 @@ def expect_gradients(attachment: Attachment) -> None:
         return tables.rotate(layer, call.q, 0), tables.rotate(layer, call.k, 0), v, None
 
     reason = ""
-    found: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
     try:
         with differentiable(attachment), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*an autograd kernel was not registered", UserWarning)  # what is tried
+            warnings.filterwarnings("ignore", ".*an autograd kernel was not registered", UserWarning)
             out = attachment.hidden(torch.arange(3, device=attachment.device)[None], step)
-            found = torch.autograd.grad(out.float().square().mean(), scales, allow_unused=True)
+            gradients = torch.autograd.grad(out.float().square().mean(), scales, allow_unused=True)
     except RuntimeError as error:
-        found, reason = (None,), f" ({error})"
-    if any(gradient is None for gradient in found):
+        gradients, reason = (None,), f" ({error})"
+    if any(gradient is None for gradient in gradients):
         raise UnsupportedModel(f"gradients do not pass through this model's layers, {attachment.form or 'as they are'}"
                                f"{reason}; expected the plain weights of the same base: heads tuned on them serve it, "
                                "too")
 
 
 def _checkpointed(attachment: Attachment, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward that is run again when its gradients are asked for, with the `step` it has now."""
+    """A layer's forward, which the backward pass runs again with the present `step`."""
     step = attachment._step
 
     def run(*args: Any, **kwargs: Any) -> Any:

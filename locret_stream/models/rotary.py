@@ -1,7 +1,7 @@
-"""A model's rotary embeddings, applied outside of it: at any rank, by its own function. Knows no attention.
+"""A model's rotary embeddings (RoPE), applied outside of it: at any rank, by its own function. Knows no attention.
 
-A unit's rank changes with every eviction, so keys are kept as they were projected and rotated for the rank that they
-have. In the decoder identity embeddings take the place of the real ones.
+A unit's rank changes with every eviction, so keys are stored before RoPE, and rotated for their present rank. In the
+decoder identity embeddings take the place of the real ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from locret_stream.kernels import rotate_halves
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a layer works: its device, and the dtypes of what its attention is given and of the K that it makes."""
+    """Where a layer works: its device, and the dtypes of its attention's input and of its keys."""
 
     device: torch.device
     hidden: torch.dtype
@@ -27,10 +27,10 @@ class Place:
 
 
 class Rotary:
-    """The rotary embeddings of a decoder, which is left with identity ones.
+    """The rotary embeddings of a decoder, in which identity ones take their place.
 
     Attributes:
-        uses: by layer, whether it has any; plain: whether they are the common rotation by halves.
+        uses: by layer, whether it has RoPE. plain: by layer, whether that is the usual rotation of halves.
     """
 
     def __init__(self, decoder: Any, layer_types: list[str] | None):
@@ -41,8 +41,8 @@ class Rotary:
         self.uses = self.plain = [False] * len(self._attentions)
         decoder.rotary_emb = _Identity(self._real)
 
-    def found(self, uses: list[bool], places: list[Place], head_dim: int) -> None:
-        """Which layers have any and where they work, as trials have shown."""
+    def set_layers(self, uses: list[bool], places: list[Place], head_dim: int) -> None:
+        """Set which layers use RoPE and where they work, as probes have shown."""
         self.uses, self._places = uses, places
         self.plain = [use and self._is_plain(layer, head_dim) for layer, use in enumerate(uses)]
         for module, use in zip(self._attentions, uses, strict=True):
@@ -50,15 +50,15 @@ class Rotary:
                 _spare_rotation(module)
 
     def cos_sin(self, layer: int, positions: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """Of the layer at positions [1, T]: [1, T, width] each."""
+        """cos and sin of the layer at positions [1, T]: [1, T, width] each."""
         like = torch.empty(1, dtype=place.keys, device=place.device)
         per_type = isinstance(getattr(self._real, "rope_type", None), dict)
         cos, sin = self._real(like, positions, *([self._layer_types[layer]] if self._layer_types and per_type else []))
-        return cos.to(place.device), sin.to(place.device)  # of a spread model the module works on a device of its own
+        return cos.to(place.device), sin.to(place.device)  # the module is on one device, the layers may be on several
 
     @torch.no_grad()
     def tables(self, capacity: int) -> RopeTables:
-        """For ranks 0..capacity-1."""
+        """Tables for ranks 0..capacity-1."""
         made: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
         layers: list[tuple[Tensor, Tensor] | None] = []
         for layer, (rope, place) in enumerate(zip(self.uses, self._places, strict=True)):
@@ -69,13 +69,13 @@ class Rotary:
         return RopeTables(self, capacity, layers)
 
     def apply(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, heads, T, D] -> rotated, by the model's own function: halves, pairs, partial."""
+        """x [B, heads, T, D] -> rotated by the model's own function, in halves, in pairs, or in part."""
         module = self._attentions[layer]
         rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
         if not self._sliced.get(layer):
             try:
                 return rotate(x, x[:, :0], cos, sin)[0]
-            except RuntimeError:  # partial rotation done outside that function (StableLM)
+            except RuntimeError:  # the model divides x for a partial rotation outside that function (StableLM)
                 self._sliced[layer] = True
         width = cos.shape[-1]
         turned = rotate(x[..., :width], x[:, :0, :, :width], cos, sin)[0]
@@ -83,7 +83,7 @@ class Rotary:
 
     @torch.no_grad()
     def _is_plain(self, layer: int, head_dim: int) -> bool:
-        """Whether the model's own rotation is the common one of halves, which `rotate_halves` does in 3 passes."""
+        """Whether the model's own rotation is the usual one of halves, which `rotate_halves` does in 3 passes."""
         place = self._places[layer]
         x = torch.linspace(-1, 1, 2 * head_dim, dtype=place.keys, device=place.device).view(1, 1, 2, head_dim)
         cos, sin = self.cos_sin(layer, torch.tensor([[1, 5]], device=place.device), place)
@@ -91,12 +91,12 @@ class Rotary:
             return False
         close = 1e-5 if x.dtype in (torch.float32, torch.float64) else 1e-2
         own, plain = self.apply(layer, x, cos, sin), rotate_halves(x, cos[:, None], sin[:, None])
-        # Another type is of a model that rotates in float32 and casts back (OLMo 2): that is left to its own function.
+        # A model that rotates in float32 and casts back (OLMo 2) has another dtype here, and uses its own function.
         return own.dtype == plain.dtype and torch.allclose(own, plain, rtol=close, atol=close)
 
 
 class RopeTables:
-    """cos and sin of ranks 0..capacity-1 for every layer, made by the model's own rotary module, and what they turn.
+    """RoPE by tables: cos and sin of ranks 0..capacity-1 for every layer, from the model's own rotary module.
 
     Attributes:
         layers: (cos, sin), [1, capacity, width] each, by layer; None: no RoPE.
@@ -108,7 +108,7 @@ class RopeTables:
 
     @property
     def bytes_resident(self) -> int:
-        """Bytes the tables hold; layers of one kind share theirs."""
+        """Bytes of the tables, which layers of one kind share."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                     for pair in self.layers if pair is not None for t in pair}
         return sum(storages.values())
@@ -116,7 +116,7 @@ class RopeTables:
     def rotate(self, layer: int, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
         """x [B, heads, T, D] before RoPE -> rotated at ranks start .. start+T-1; x itself where there is no RoPE.
 
-        `out`: where it is to be, apart from x.
+        `out`: a tensor that takes the result and shares no memory with x.
         """
         pair = self.layers[layer]
         if pair is None:
@@ -129,8 +129,8 @@ class RopeTables:
         return turned if out is None else out.copy_(turned)
 
     def turns(self, layer: int, ranks: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What `rotate_each` needs to rotate one token at each of the ranks [B]; the same for all layers whose tables
-        are. None where there is no RoPE."""
+        """The argument of `rotate_each` that rotates one token at each of the ranks [B]; equal for layers that share a
+        table. None where there is no RoPE."""
         pair = self.layers[layer]
         if pair is None:
             return None
@@ -141,7 +141,7 @@ class RopeTables:
         return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
 
     def rotate_each(self, layer: int, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x [B, heads, 1, D] before RoPE -> rotated by `turns`, one rank for each of the batch."""
+        """x [B, heads, 1, D] before RoPE -> rotated by `turns`, each row of the batch at its own rank."""
         if turns is None:
             return x
         if self._rotary.plain[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
@@ -149,7 +149,7 @@ class RopeTables:
         return self._rotary.apply(layer, x, *turns)
 
     def rotate_at(self, layer: int, x: Tensor, ranks: Tensor) -> Tensor:
-        """x [B, heads, T, D] before RoPE -> rotated, every unit at a rank of its own: ranks [B, heads, T] int64."""
+        """x [B, heads, T, D] before RoPE -> rotated, every unit at its own rank: ranks [B, heads, T] int64."""
         pair = self.layers[layer]
         if pair is None:
             return x
@@ -161,15 +161,15 @@ class RopeTables:
 
 
 class _Identity(nn.Module):
-    """Stands in for a model's rotary module: cos = 1, sin = 0, of the shape and dtype of the real ones."""
+    """Takes the place of a model's rotary module: cos = 1, sin = 0, of the shape and dtype of the real ones."""
 
     def __init__(self, real: nn.Module):
         super().__init__()
-        self.real = [real]  # in a list: not a submodule, so that `.to()` on the shadow never touches shared buffers
+        self.real = [real]  # a list makes it no submodule, so that `.to()` on the shadow never touches shared buffers
         self._like: dict[str | None, tuple[Tensor, Tensor, int]] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        if layer_type not in self._like:  # asked once: it may wait for the device, and its answer has one width
+        if layer_type not in self._like:  # the real module runs once: it may wait for the device
             cos, _ = self.real[0](x, position_ids[:, :1], *([layer_type] if layer_type else []))
             self._like[layer_type] = cos.new_ones(()), cos.new_zeros(()), cos.shape[-1]
         one, zero, width = self._like[layer_type]
@@ -178,21 +178,21 @@ class _Identity(nn.Module):
 
 
 def _unturned(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-    """Stands in for a model's `apply_rotary_pos_emb`."""
+    """Takes the place of a model's `apply_rotary_pos_emb`."""
     return q, k
 
 
 def _spare_rotation(module: nn.Module) -> None:
-    """Let this one module's forward skip the rotation by nothing that identity embeddings ask of it.
+    """Make this one module's forward skip the rotation by identity embeddings, which changes nothing.
 
-    Its code runs with a namespace of its own in which the rotation is `_unturned`: some ten small operations per layer
-    and step less, with the same result. A forward that is wrapped, or rotates otherwise, stays as it is.
+    Its code runs with globals of its own, in which the rotation is `_unturned`: that saves some ten small operations
+    per layer and step. A forward that is wrapped, or rotates in another way, stays as it is.
     """
     forward = getattr(type(module), "forward", None)
     if ("forward" in vars(module) or not isinstance(forward, types.FunctionType)
             or "apply_rotary_pos_emb" not in forward.__code__.co_names):
         return
-    own = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": _unturned},
-                             forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = types.MethodType(own, module)
+    unrotated = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": _unturned},
+                                   forward.__name__, forward.__defaults__, forward.__closure__)
+    unrotated.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(unrotated, module)

@@ -1,7 +1,7 @@
-"""A model's weights, however they are packed: shared with a second module tree, named one by one, and told in words.
+"""A model's weights in any packing: shared with a second module tree, named one by one, described in words.
 
-Knows what quantisers, adapters and offloading keep in a module beside plain tensors; knows nothing of attention. None
-of those libraries is imported here: what they have loaded is recognised.
+Knows what quantisers, adapters and offloading keep in a module beside plain tensors; knows nothing of attention. It
+imports none of those libraries, and recognises the objects of those that are loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _QUANTISERS = ("bitsandbytes.", "hqq.", "gptqmodel.", "auto_gptq.", "awq.", "opt
 SKETCH_BITS = 128
 WAIT_MS = 2000
 
-
 # -- a second tree over the same tensors ------------------------------------------------------------------------
 
 
@@ -32,19 +31,19 @@ def shadow(model: PreTrainedModel) -> PreTrainedModel:
     """A second module tree over the same weight tensors, in eval mode, with a config of its own."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
-        for tensor in _beside(module):  # such as scales, or weights that wait on the CPU
+        for tensor in _other_tensors(module):  # such as scales, or weights that were offloaded to the CPU
             shared[id(tensor)] = tensor
         if _of_bitsandbytes(module):
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    shared[id(parameter)] = twin = _alias(parameter)
-                    shared[id(getattr(parameter, "quant_state", None))] = getattr(twin, "quant_state", None)
+                    shared[id(parameter)] = alias = _alias(parameter)
+                    shared[id(getattr(parameter, "quant_state", None))] = getattr(alias, "quant_state", None)
     return copy.deepcopy(model, shared).eval()
 
 
-def _beside(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that a module holds otherwise than as parameters and buffers."""
-    # By `list`, which no other thread can come between: the model may be in use.
+def _other_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a module has beside its parameters and buffers."""
+    # `list` takes the items at once, as another thread may use the model.
     waiting: list[Any] = [value for name, value in list(vars(module).items())
                           if name not in ("_parameters", "_buffers", "_modules")]
     seen: set[int] = set()
@@ -68,19 +67,19 @@ def _of_bitsandbytes(module: nn.Module) -> bool:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """Another parameter over the same memory. bitsandbytes' forwards move what a parameter holds to the module and
-    repack its data, once: in a tree of their own that leaves the first tree's parameters alone.
+    """Another parameter over the same memory. The first forward of bitsandbytes moves attributes of a parameter to the
+    module and repacks its data; with parameters of its own a second tree leaves those of the first as they are.
 
     Raises:
-        UnsupportedModel: the model is in use, and a forward that repacks it does not come to an end.
+        UnsupportedModel: another thread's forward repacks the parameter, and does not end.
     """
     for _ in range(WAIT_MS):
-        twin = _alias_now(parameter)
-        state = getattr(twin, "quant_state", None)
+        alias = _alias_now(parameter)
+        state = getattr(alias, "quant_state", None)
         packed = bool(getattr(state, "packing_format_for_cpu", False))
-        # Another thread's forward changes these one after another.
-        if state is None or packed == (state.absmax.dim() == 2) == (twin.shape[-1] != 1):
-            return twin
+        # Another thread's forward changes these one after another, so that they may not agree yet.
+        if state is None or packed == (state.absmax.dim() == 2) == (alias.shape[-1] != 1):
+            return alias
         time.sleep(1e-3)
     raise UnsupportedModel("a 4-bit weight of this model and its scales are not of one layout; expected a model that "
                            "no other thread runs for the first time meanwhile; and loaded anew, where it was saved or "
@@ -88,55 +87,60 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _alias_now(parameter: nn.Parameter) -> nn.Parameter:
-    twin: Any = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
-    twin.__dict__.update(dict(vars(parameter)))
+    alias: Any = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+    alias.__dict__.update(dict(vars(parameter)))
     if hasattr(parameter, "module"):
-        twin.module = None  # it is of the first tree
+        alias.module = None  # the attribute is a module of the first tree
     state = getattr(parameter, "quant_state", None)
     if state is not None:
-        twin.quant_state = copy.copy(state)
-    return twin
+        alias.quant_state = copy.copy(state)
+    return alias
 
 
 # -- names and digests ------------------------------------------------------------------------------------------
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by which the model computes, by name, in plain tensors: of a plain model its state dict.
+    """Every tensor that the model computes with, by name, as plain tensors: for a plain model its state dict.
 
-    A packed weight gives its parts, the same however they lie in memory. Of adapters those count that are active; a
-    model without an active one has the names and tensors of its base.
+    A packed weight is given in its parts, the same for every layout in memory. Only active adapters count: a model
+    without one has the names and tensors of its base.
     """
-    left_out = _idle(model)
+    inactive = _inactive(model)
     for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) in left_out:
+        if id(module) in inactive:
             continue
         prefix = f"{path}." if path else ""
         if _of_bitsandbytes(module):
-            own = _of_quantised(module)
+            tensors = _of_quantised(module)
         elif _repacks(module):
-            own = _repacked(module, model.dtype)
+            tensors = _repacked(module, model.dtype)
         elif type(module).state_dict is not nn.Module.state_dict and not module._modules:  # HQQ: scales are no buffers
-            own = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+            tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
         else:
-            own = {name: t for name, t in (*module._parameters.items(), *module._buffers.items())
-                   if t is not None and name not in module._non_persistent_buffers_set and id(t) not in left_out}
-        for name, tensor in own.items():
-            yield from _parts(_name(prefix + name), _at_hand(module, name, tensor))
+            tensors = {name: t for name, t in _persistent(module).items() if id(t) not in inactive}
+        for name, tensor in tensors.items():
+            yield from _parts(_name(prefix + name), _onloaded(module, name, tensor))
         yield from _scaling(_name(prefix), module)
 
 
+def _persistent(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of this module alone."""
+    return {name: t for name, t in (*module._parameters.items(), *module._buffers.items())
+            if t is not None and name not in module._non_persistent_buffers_set}
+
+
 def _name(name: str) -> str:
-    """Without what adapters wrap around a module of the base."""
+    """The name in the base, without the parts that adapters insert."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
-def _at_hand(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself where the module's weights wait elsewhere (accelerate's offloading)."""
-    hook = getattr(module, "_hf_hook", None)
-    for each in getattr(hook, "hooks", [hook]):
-        if tensor.is_meta and getattr(each, "weights_map", None) is not None:
-            return each.weights_map[name]
+def _onloaded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """The tensor with its data, where accelerate has offloaded the module's weights."""
+    offload = getattr(module, "_hf_hook", None)
+    for hook in getattr(offload, "hooks", [offload]):
+        if tensor.is_meta and getattr(hook, "weights_map", None) is not None:
+            return hook.weights_map[name]
     return tensor
 
 
@@ -147,53 +151,52 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     inner, made_with = tensor.__tensor_flatten__()
     for part in inner:
         yield from _parts(f"{name}.{type(tensor).__name__}.{part}", getattr(tensor, part))
-    told = "|".join([type(tensor).__name__, str(tensor.dtype), repr(made_with)])
-    yield f"{name}.made_with", torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8)
+    yield f"{name}.made_with", _bytes("|".join([type(tensor).__name__, str(tensor.dtype), repr(made_with)]))
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _of_quantised(module: nn.Module) -> dict[str, Tensor]:
-    """What a layer of bitsandbytes saves, as if its forward had never run: on some CPUs it repacks 4-bit weights, and
-    rounds their scales."""
-    twin = copy.copy(module)
-    twin._parameters = {name: p if p is None else _alias(p) for name, p in module._parameters.items()}
-    state = getattr(twin._parameters.get("weight"), "quant_state", None)
+    """What a layer of bitsandbytes saves, as if its forward had never run: on some CPUs a forward repacks 4-bit weights
+    and rounds their scales."""
+    module = copy.copy(module)
+    module._parameters = {name: p if p is None else _alias(p) for name, p in module._parameters.items()}
+    state = getattr(module._parameters.get("weight"), "quant_state", None)
     if state is None:
-        return twin.state_dict()
-    scales = _scales(state)  # before it is unpacked, which is where precision would be lost
-    out = twin.state_dict()
-    kept = {name: t for name, t in out.items() if "absmax" not in name and "nested" not in name
-            and "quant_state" not in name}
-    told = f"{state.quant_type}|{state.blocksize}|{tuple(state.shape)}"
-    return kept | {"weight.scales": scales, "weight.made_with": torch.frombuffer(
-        bytearray(told.encode()), dtype=torch.uint8)}
+        return module.state_dict()
+    scales = _scales(state)  # before `state_dict` unpacks them, which loses precision
+    tensors = {name: t for name, t in module.state_dict().items()
+               if not any(part in name for part in ("absmax", "nested", "quant_state"))}
+    made_with = _bytes(f"{state.quant_type}|{state.blocksize}|{tuple(state.shape)}")
+    return tensors | {"weight.scales": scales, "weight.made_with": made_with}
 
 
 def _repacks(module: nn.Module) -> bool:
-    """Whether it is a layer of gptqmodel (GPTQ, AWQ) whose forward on a CPU repacks its weights, once."""
+    """Whether a module is a layer of gptqmodel (GPTQ, AWQ), whose first forward on a CPU repacks its weights."""
     return type(module).__module__.startswith("gptqmodel.") and hasattr(module, "_cpu_transformed") and not any(
         t.is_meta for t in module._buffers.values() if t is not None)
 
 
 @torch.no_grad()
 def _repacked(module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What such a layer computes by in that dtype of activations, as if its forward had run; zero points in integers,
-    as it was given them."""
-    twin = copy.copy(module)
-    twin._buffers = dict(module._buffers)
-    if not twin._cpu_transformed:
-        twin.linear_mode = None  # a first forward with gradients has it stay as it is
-        twin(torch.zeros(1, twin.in_features, dtype=dtype, device=twin.scales.device))
-    own = {name: t for name, t in (*twin._parameters.items(), *twin._buffers.items())
-           if t is not None and name not in twin._non_persistent_buffers_set}
-    zeros = own.get("qzeros")
+    """The tensors of such a layer for activations of that dtype, as if its forward had run; zero points in integers, as
+    the checkpoint has them."""
+    module = copy.copy(module)
+    module._buffers = dict(module._buffers)
+    if not module._cpu_transformed:
+        module.linear_mode = None  # after a first forward with gradients it would stay as it is
+        module(torch.zeros(1, module.in_features, dtype=dtype, device=module.scales.device))
+    tensors = _persistent(module)
+    zeros = tensors.get("qzeros")
     if zeros is not None and zeros.is_floating_point():  # (8 - zero) * scale
-        own["qzeros"] = (8 - zeros.float() / own["scales"].float()).nan_to_num().round().to(torch.uint8)
-    return own
+        tensors["qzeros"] = (8 - zeros.float() / tensors["scales"].float()).nan_to_num().round().to(torch.uint8)
+    return tensors
 
 
 def _scales(state: Any) -> Tensor:
-    """Of a 4-bit weight's blocks, in order, [blocks] bf16: what its forward makes of them on CPUs, and all that is left
-    of them there."""
+    """Scales of a 4-bit weight's blocks, in order, [blocks] bf16: the precision that a forward on a CPU leaves them."""
     scales = state.absmax
     if getattr(state, "packing_format_for_cpu", False):
         scales = scales.T.reshape(-1)
@@ -204,10 +207,10 @@ def _scales(state: Any) -> Tensor:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model in a PEFT one; anything else as it is.
+    """The transformers model in a PEFT model; anything else as it is.
 
     Raises:
-        UnsupportedModel: its adapters work outside of the layers.
+        UnsupportedModel: an adapter works outside of the layers.
     """
     of_peft = isinstance(model, nn.Module) and hasattr(model, "get_base_model") and hasattr(model, "peft_config")
     if not of_peft:
@@ -225,7 +228,7 @@ def base_of(model: Any) -> Any:
 
 
 def adapters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the adapters (PEFT's) that take part in the model's forward.
+    """Names of the PEFT adapters that take part in the model's forward.
 
     Raises:
         UnsupportedModel: a forward would change the weights.
@@ -249,33 +252,33 @@ def _is_tuner(module: nn.Module) -> TypeGuard[Any]:
 
 
 def _active(module: Any) -> list[str]:
-    """Adapters that a layer adds to what its base gives; those merged into the base's weights are part of it."""
+    """Adapters that a layer adds to the output of its base; merged ones are part of the base's weights."""
     if module.disable_adapters:
         return []
     return [name for name in module.active_adapters if name not in getattr(module, "merged_adapters", ())]
 
 
 def _of_adapters(module: Any) -> Iterator[tuple[str, Any]]:
-    """(adapter, what a layer holds of it: a module or tensor)."""
+    """(adapter, module or tensor) of all that a layer has of adapters."""
     for attribute in getattr(module, "adapter_layer_names", ()):
-        held = getattr(module, attribute, {})
-        if hasattr(held, "items"):
-            yield from held.items()
+        by_adapter = getattr(module, attribute, {})
+        if hasattr(by_adapter, "items"):
+            yield from by_adapter.items()
 
 
-def _idle(model: nn.Module) -> set[int]:
-    """Ids of modules and tensors that belong to adapters which take no part."""
-    idle: set[int] = set()
+def _inactive(model: nn.Module) -> set[int]:
+    """Ids of modules and tensors of adapters that take no part in the forward."""
+    ids: set[int] = set()
     for module in model.modules():
         if not _is_tuner(module):
             continue
         active = _active(module)
-        for name, held in _of_adapters(module):
+        for name, part in _of_adapters(module):
             if name not in active:
-                idle |= {id(held)} if isinstance(held, Tensor) else {id(m) for m in held.modules()}
-        if active and hasattr(module, "original_module"):  # its copy is used in its place
-            idle |= {id(m) for m in module.original_module.modules()}
-    return idle
+                ids |= {id(part)} if isinstance(part, Tensor) else {id(m) for m in part.modules()}
+        if active and hasattr(module, "original_module"):  # the adapter's copy takes its place
+            ids |= {id(m) for m in module.original_module.modules()}
+    return ids
 
 
 def _scaling(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -285,7 +288,7 @@ def _scaling(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def quantisation(model: PreTrainedModel) -> str:
-    """What packs the model's weights, in words; "" where nothing does."""
+    """The quantisation of the model's weights in words; "" for none."""
     config = getattr(model.config, "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
     kinds = {type(module).__name__ for module in model.modules() if type(module).__module__.startswith(_QUANTISERS)}
@@ -295,7 +298,7 @@ def quantisation(model: PreTrainedModel) -> str:
 
 
 def form(model: PreTrainedModel) -> str:
-    """How the model differs from a plain one, in words: its quantisation and active adapters; "" for a plain one."""
+    """The model's quantisation and active adapters in words; "" for a plain model."""
     return " ".join(word for word in (quantisation(model), *(f"adapter {name}" for name in adapters(model))) if word)
 
 
@@ -306,8 +309,8 @@ def form(model: PreTrainedModel) -> str:
 def fingerprint(model: PreTrainedModel) -> str:
     """blake2b over names, shapes and up to 65,536 evenly spaced values of every weight, as bf16.
 
-    Rounding to bf16 makes it the same for every dtype a checkpoint is loaded in. It tells models and fine-tunes
-    apart; it is not proof against a single changed weight. Of packed weights it sees the scales.
+    Rounding to bf16 makes it the same for every dtype that a checkpoint is loaded in. Models and fine-tunes have
+    different fingerprints; a single changed weight may go unnoticed. Of packed weights the scales count.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.get_text_config(decoder=True)
@@ -324,20 +327,20 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def sketch(model: PreTrainedModel) -> str:
-    """The model up to quantisation: 128 bits, hexadecimal, that differ little where embeddings differ little.
+    """128 bits, hexadecimal, of which few differ between the packings and fine-tunes of one base (see `heads.kin`).
 
-    Signs of random projections (SimHash; Charikar, STOC 2002) of evenly spaced values of the embeddings of tokens,
-    which their module gives: every packing of one base, and its fine-tunes, differ in a few bits (see `heads.kin`).
+    They are the signs of random projections (SimHash; Charikar, STOC 2002) of evenly spaced values of the token
+    embeddings, as their module returns them.
     """
     embed = model.get_input_embeddings()
     device = next((t.device for t in embed.parameters() if not t.is_meta), torch.device("cpu"))
-    count = min(1024, model.config.get_text_config(decoder=True).vocab_size)
-    ids = torch.linspace(0, model.config.get_text_config(decoder=True).vocab_size - 1, count).long()
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.linspace(0, vocab - 1, min(1024, vocab)).long()
     rows = embed(ids.to(device)).float().cpu()
     rows = rows[:, :: max(1, rows.shape[1] // 64)]
     flat = (rows - rows.mean(0)).reshape(-1)
     noise = hashlib.shake_128(b"locret-stream sketch").digest(SKETCH_BITS * len(flat) // 8 + 1)
     bits = torch.frombuffer(bytearray(noise), dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
     signs = bits.reshape(-1)[:SKETCH_BITS * len(flat)].view(SKETCH_BITS, len(flat)).float() * 2 - 1
-    found = "".join("1" if value > 0 else "0" for value in (signs @ flat).tolist())
-    return f"{int(found, 2):0{SKETCH_BITS // 4}x}"
+    sketched = "".join("1" if value > 0 else "0" for value in (signs @ flat).tolist())
+    return f"{int(sketched, 2):0{SKETCH_BITS // 4}x}"

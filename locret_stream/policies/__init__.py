@@ -1,4 +1,4 @@
-"""Which units stay: one method per file, named as its paper names it. Tensors in, scores out."""
+"""Eviction methods, one per file, under the names of their papers: each turns tensors into scores of units."""
 
 from locret_stream.policies.base import Chunk, ColumnSums, Policy
 from locret_stream.policies.observed import Listening

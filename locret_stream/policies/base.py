@@ -1,7 +1,8 @@
-"""What a policy is: it declares its needs, scope and state, and turns tensors into scores. It never sees a store.
+"""The interface of policies: a policy declares its needs, scope and state, and turns tensors into scores.
 
 At every commit the engine asks for scores once per layer. A static policy scores the T new units; a stateful one
-returns scores for all n + T units of the layer, the held ones first. Higher is kept longer.
+scores all n + T units of the layer, the n kept ones first. Units with higher scores stay longer. A policy never sees a
+store.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ NEEDS = frozenset({"qkv", "hidden", "keys", "positions", "column_sums", "token_l
 
 
 class ColumnSums(Protocol):
-    """See `Chunk`."""
+    """The type of `Chunk.column_sums`."""
 
     def __call__(self, rows: slice | Tensor | None = None, *, above_mean: bool = False) -> Tensor: ...
 
 
 @dataclass(slots=True)
 class Chunk:
-    """One layer at one commit. H KV heads, T new tokens, n held units.
+    """One layer at one commit: H KV heads, T new tokens, n kept units.
 
-    q [H*G, T, D], k and v [H, T, D] before RoPE; `keys` [H, n+T, D] before RoPE, held ones first; `scores` [P, H, n]
-    of the held units; `start` is the absolute position of the first new token. Of the n+T units the layer keeps
-    `budget`, among them the first `sinks` and the last `stabilizers`. `state` holds the context's tensors that `begin`
-    made, to be replaced, never written into. There only if declared in `needs`:
+    Always present: q [H*G, T, D], k and v [H, T, D] before RoPE; `keys` [H, n+T, D] before RoPE and `scores` [P, H, n],
+    kept units first; `start`, the absolute position of the first new token; `budget`, how many of the n+T units stay,
+    among them the first `sinks` and the last `stabilizers`; `state`, the tensors of the context that `begin` made: a
+    policy replaces them and never writes into them. Present if declared in `needs`:
 
-    hidden: [T, hidden], what the layer's attention module was given (normed).
+    hidden: [T, hidden], the input of the layer's attention module, after its norm.
     positions: [H, n+T] int64, absolute and ascending.
     column_sums: softmax attention that units receive, [H, n+T] fp32: from all T queries, or those of the chunk's
         `rows` (a slice, or indices [R]); `above_mean` counts queries in place of summing (see `reduced_attention`).
@@ -61,15 +62,15 @@ class Policy:
     """Base of all policies.
 
     Class attributes:
-        name: in the registry and in snapshots.
-        needs: of `NEEDS`.
-        scope: "head" scores [H, ...] (or [1, ...]), "layer" [1, ...] for all heads of a layer, "model" [1, ...] too,
-            the same in every layer.
-        stateful: returns scores of held units too.
-        bounded: False never serves an endless stream.
-        planes: fp32 numbers per unit, the score first; more than one returns [P, H, ...].
-        features, output: of the retaining heads that it is made with (see `HeadsConfig`), where it takes any;
-            features None: whatever they read.
+        name: its name in the registry and in snapshots.
+        needs: a subset of `NEEDS`.
+        scope: "head": scores [H, ...] (or [1, ...]); "layer": [1, ...] for all heads of a layer; "model": [1, ...], the
+            same in every layer.
+        stateful: whether it scores kept units, too.
+        bounded: False for a policy that never evicts, so that its streams end.
+        planes: how many score planes it has. A score plane is one fp32 number per unit, which is kept, moved and saved
+            with the unit; the first is the score. With more than one, `score` returns [P, H, ...].
+        features, output: of the retaining heads that it scores with, if any (see `HeadsConfig`); features None: any.
     """
 
     name: str
@@ -81,10 +82,15 @@ class Policy:
     features: ClassVar[str | None] = None
     output: ClassVar[str] = "score"
 
-    knobs: Mapping[str, float | int | str] = {}  # all of them, defaults included; `make_policy` sets it
+    knobs: Mapping[str, float | int | str] = {}  # all settings, defaults included; `make_policy` sets it
+
+    def check_knob(self, ok: bool, knob: str, value: object, expected: str) -> None:
+        """Raises ConfigError unless `ok`."""
+        if not ok:
+            raise ConfigError(f"policy {self.name!r}: {knob} is {value!r}; expected {expected}")
 
     def expect_declared(self) -> None:
-        """Raises ConfigError: it declares a need or a scope that does not exist."""
+        """Raises ConfigError: the policy declares a need or a scope that does not exist."""
         if unknown := self.needs - NEEDS:
             raise ConfigError(f"policy {self.name!r} needs {', '.join(map(repr, sorted(unknown)))}; expected of "
                               f"{', '.join(map(repr, sorted(NEEDS)))}")
@@ -92,23 +98,22 @@ class Policy:
             raise ConfigError(f"policy {self.name!r} has scope {self.scope!r}; expected 'head', 'layer' or 'model'")
 
     def expect_scores(self, scores: Tensor, heads: int, units: int) -> Tensor:
-        """Scores of `units` units as [planes, H or 1, units]. Raises ConfigError: their shape is not what it
-        declares."""
-        found = scores[None] if scores.dim() == 2 and self.planes == 1 else scores
+        """Scores of `units` units as [planes, H or 1, units]. Raises ConfigError: their shape is not as declared."""
+        full = scores[None] if scores.dim() == 2 and self.planes == 1 else scores
         rows = {heads, 1} if self.scope == "head" else {1}
-        if found.dim() != 3 or found.shape[0] != self.planes or found.shape[1] not in rows or found.shape[2] != units:
+        if full.dim() != 3 or full.shape[0] != self.planes or full.shape[1] not in rows or full.shape[2] != units:
             planes = f"{self.planes}, " if self.planes > 1 else ""
             raise ConfigError(f"policy {self.name!r} gave scores of shape {list(scores.shape)}; expected [{planes}"
                               f"{' or '.join(map(str, sorted(rows, reverse=True)))}, {units}], as it has scope "
                               f"{self.scope!r} and is {'stateful' if self.stateful else 'static'}")
-        return found
+        return full
 
     def begin(self, shape: ModelShape) -> dict[str, Tensor]:
-        """Tensors of a new context; they fork and snapshot with it."""
+        """Tensors of a new context, which are forked and saved with it."""
         return {}
 
     def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:
-        """Sinks and stabilizers of a layer of `budget` units; methods that always keep recent units raise them."""
+        """Sinks and stabilizers of a layer of `budget` units; a method that always keeps recent units returns more."""
         return sinks, stabilizers
 
     def score(self, chunk: Chunk) -> Tensor:

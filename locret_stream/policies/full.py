@@ -1,4 +1,4 @@
-"""Full: keeps everything until the budget is full, then refuses; the upper row of every comparison."""
+"""Full: keeps all units until the budget is full, then refuses tokens; the upper bound of every comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class Full(Policy):
-    """Never evicts: the token that would not fit raises BudgetExceeded and the context stays as it was."""
+    """Never evicts: a token that does not fit raises BudgetExceeded, and the context stays as it was."""
 
     name = "full"
     bounded = False

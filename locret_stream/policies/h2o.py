@@ -1,22 +1,20 @@
-"""H2O: heavy hitters, units by the attention they have received so far (arXiv:2306.14048)."""
+"""H2O: heavy hitters, the units that received the most attention so far (arXiv:2306.14048)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from locret_stream.errors import ConfigError
 from locret_stream.policies.base import Chunk, Policy
 
 
 class H2O(Policy):
-    """Score = sum of the softmax attention received over all commits, from all query heads of a KV head; a recent share
-    is protected.
+    """Score = the softmax attention that a unit received at all commits, summed over all query heads of a KV head.
 
     Args:
         recent: share of every layer's budget that always goes to the last units (the paper: one half).
 
-    Deviations: one eviction per chunk in place of one per token; rows are the queries of committed chunks only, so that
-    the state depends on the tokens alone.
+    Deviations: one eviction per chunk in place of one per token; only queries of committed chunks count, so that the
+    state depends on the tokens alone.
     """
 
     name = "h2o"
@@ -24,8 +22,7 @@ class H2O(Policy):
     stateful = True
 
     def __init__(self, recent: float = 0.5):
-        if not 0 <= recent <= 1:
-            raise ConfigError(f"policy 'h2o': recent is {recent!r}; expected a share of the budget in [0, 1]")
+        self.check_knob(0 <= recent <= 1, "recent", recent, "a share of the budget in [0, 1]")
         self.recent = recent
 
     def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that differ most from the mean key stay (arXiv:2504.15364)."""
+"""KeyDiff: units whose keys differ most from the mean key stay (arXiv:2504.15364)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class KeyDiff(Policy):
-    """Score = -cosine(key, mean of the normalised keys of the slab); recomputed for all units at every commit.
+    """Score = -cosine(key, mean of the normalised keys of all units of the head); computed anew at every commit.
 
-    Deviation: keys before RoPE, so that a unit's score does not depend on the rank it happens to have.
+    Deviation: keys are taken before RoPE, so that a unit's score does not depend on its rank.
     """
 
     name = "keydiff"

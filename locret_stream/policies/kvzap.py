@@ -1,4 +1,4 @@
-"""KVzap: heads on hidden states score each unit once, when it arrives (arXiv:2601.07891)."""
+"""KVzap: retaining heads that read hidden states score each unit once, when it is committed (arXiv:2601.07891)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class KVzap(Policy):
-    """Score = the head's output on the hidden state that the layer's attention is given; static, per KV head.
+    """Score = the head's output on the hidden state that enters the layer's attention; static, per KV head.
 
-    Deviations: the paper's heads learn KVzip's scores and prune by a threshold, so that the memory follows the text;
-    these learn the labels of `train-heads --features hidden`, and the budget decides how many stay. The paper's window
-    of 128 recent units is the budget's `stabilizers`.
+    Deviations: the paper's heads learn KVzip's scores, and a threshold on these decides how many units stay; here heads
+    learn the labels of `train-heads --features hidden`, and the budget decides. The budget's `stabilizers` take the
+    place of the paper's window of 128 recent units.
     """
 
     name = "kvzap"

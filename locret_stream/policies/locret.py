@@ -1,4 +1,4 @@
-"""Locret: a trained retaining head scores each unit once, when it arrives (arXiv:2410.01805, Algorithm 1)."""
+"""Locret: a trained retaining head scores each unit once, when it is committed (arXiv:2410.01805, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from locret_stream.policies.base import Chunk, Policy
 class Locret(Policy):
     """Score = the head's output on [q; k; v] before RoPE; static, per KV head.
 
-    Deviations from the released code: sinks; stabilizers at every eviction, the last one included; eviction goes on
-    during decoding. Heads that `train-heads` makes learn standardised logits, the paper's raw ones (`--label logit`).
+    Deviations from the released code: there are sinks; stabilizers stay at every eviction, the last one included;
+    eviction goes on during decoding. `train-heads` trains heads on standardised logits, the paper on raw ones
+    (`--label logit`).
     """
 
     name = "locret"

@@ -7,35 +7,34 @@ import math
 import torch
 from torch import Tensor
 
-from locret_stream.errors import ConfigError
 from locret_stream.kernels import order_keys
 from locret_stream.policies.base import Chunk, Policy
 from locret_stream.policies.noise import gumbel
 
 
 class NaCl(Policy):
-    """Of the units that compete in a layer, C_p stay by score and C_r by lot, drawn anew in every head and layer.
+    """Of the units that compete in a layer, C_p stay by score and C_r at random, drawn anew in every head and layer.
 
     The score of a unit is the softmax attention that the proxy tokens pay to it, summed over them (section 5.1); the
-    proxies themselves stay. The lot is drawn without replacement from softmax(score) of the others (section 5.2), as
-    the largest of score + Gumbel noise keyed by (seed, layer, head, position, grid point).
+    proxies themselves stay. The random ones are drawn without replacement from softmax(score) of the others (section
+    5.2): they are the largest of score + Gumbel noise, a function of (seed, layer, head, position, grid point).
 
     Args:
         proxies: share of a chunk's tokens that are proxies (the paper suggests about a tenth of the input).
-        where: "end" takes the last tokens of a chunk, "both" one half of them from its beginning.
+        where: "end" takes the last tokens of a chunk, "both" takes one half of them from its beginning.
         random: C_r / (C_p + C_r); the paper's table divides 12 to 7.
-        draw: "fresh" draws anew at every grid point; "reservoir" once per unit, so that a unit is lost only to others
-            of better luck (a weighted reservoir).
-        lots: "head" draws for every head (the paper), "layer" one lot for all heads of a layer, for comparison.
+        draw: "fresh" draws anew at every grid point; "reservoir" draws once per unit, so that a unit leaves only for
+            units with larger draws (a weighted reservoir).
+        lots: "head" draws for every head (the paper), "layer" draws once for all heads of a layer, for comparison.
         seed: of the draws.
 
     Deviations: an input is a chunk, so there is one eviction per grid point, answers included, in place of one for a
-    prompt; heads that share keys share their score (the mean); the proxies take places of the C_p, where the paper's
-    algorithm 1 has them beside these, as the budget is fixed: when there are as many, no other unit stays by score, and
-    when there are more, the newest of them stay. So keep proxies * chunk_size well below C_p, which is
-    1 - random of what competes.
-    With "fresh" a unit that the proxies do not see survives each grid point by luck alone, so its chance falls
-    geometrically with the length of the stream: "reservoir" is meant for streams.
+    prompt; query heads that share a key share their score (the mean). The proxies take places of the C_p, where
+    the paper's algorithm 1 keeps them in addition, because the budget is fixed: with as many proxies as places no other
+    unit stays by score, with more of them only the newest stay. So proxies * chunk_size should be well below C_p,
+    which is 1 - random of the units that compete.
+    With "fresh" a unit that the proxies do not attend to survives every grid point by chance alone, so that its chance
+    falls geometrically with the length of the stream: "reservoir" is meant for streams.
     """
 
     name = "nacl"
@@ -44,21 +43,16 @@ class NaCl(Policy):
 
     def __init__(self, proxies: float = 0.1, where: str = "end", random: float = 0.37, draw: str = "fresh",
                  lots: str = "head", seed: int = 0):
-        if not 0 < proxies <= 1:
-            raise ConfigError(f"policy 'nacl': proxies is {proxies!r}; expected a share of the chunk in (0, 1]")
-        if not 0 <= random <= 1:
-            raise ConfigError(f"policy 'nacl': random is {random!r}; expected a share of the budget in [0, 1]")
-        if where not in ("end", "both"):
-            raise ConfigError(f"policy 'nacl': where is {where!r}; expected 'end' or 'both'")
-        if draw not in ("fresh", "reservoir"):
-            raise ConfigError(f"policy 'nacl': draw is {draw!r}; expected 'fresh' or 'reservoir'")
-        if lots not in ("head", "layer"):
-            raise ConfigError(f"policy 'nacl': lots is {lots!r}; expected 'head' or 'layer'")
+        self.check_knob(0 < proxies <= 1, "proxies", proxies, "a share of the chunk in (0, 1]")
+        self.check_knob(0 <= random <= 1, "random", random, "a share of the budget in [0, 1]")
+        self.check_knob(where in ("end", "both"), "where", where, "'end' or 'both'")
+        self.check_knob(draw in ("fresh", "reservoir"), "draw", draw, "'fresh' or 'reservoir'")
+        self.check_knob(lots in ("head", "layer"), "lots", lots, "'head' or 'layer'")
         self.proxies, self.where, self.random, self.draw, self.seed = proxies, where, random, draw, seed
         self.alike = lots == "layer"
 
     def _rows(self, new: int, device: torch.device) -> Tensor:
-        """Which of a chunk's tokens are proxies, [R]."""
+        """Indices in the chunk of the proxies, [R]."""
         count = max(1, round(self.proxies * new))
         first = count // 2 if self.where == "both" else 0
         rows = torch.arange(new, device=device)
@@ -71,13 +65,13 @@ class NaCl(Policy):
         total = scores.shape[1]
         if total <= chunk.budget:
             return scores
-        room = chunk.budget - chunk.sinks - chunk.stabilizers
-        by_score = room - int(room * self.random)
+        free = chunk.budget - chunk.sinks - chunk.stabilizers
+        by_score = free - int(free * self.random)
         keys = order_keys(scores.index_fill(1, total - chunk.k.shape[1] + rows, math.inf))
         for protected in (slice(chunk.sinks), slice(total - chunk.stabilizers, total)):
-            keys[:, protected] = torch.iinfo(keys.dtype).min  # stays anyhow, and takes nobody's place here
+            keys[:, protected] = torch.iinfo(keys.dtype).min  # protected units stay without a place among the C_p
         stays = torch.zeros_like(scores, dtype=torch.bool)
         stays.scatter_(1, keys.topk(by_score, dim=1).indices, True)
         step = chunk.start if self.draw == "fresh" else None
-        lots = gumbel(self.seed, chunk.layer, chunk.positions, step, self.alike)
-        return torch.where(stays, math.inf, scores + lots)
+        noise = gumbel(self.seed, chunk.layer, chunk.positions, step, self.alike)
+        return torch.where(stays, math.inf, scores + noise)

@@ -1,4 +1,4 @@
-"""A policy that is overheard while it works: for measurements, never registered."""
+"""Wraps a policy and reports its scores: for measurements, never registered."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class Listening(Policy):
-    """Scores just as `inner` does. At every commit `heard(chunk, scores)` is told, layer by layer in order, what each
-    layer with full attention was given, what is in `needs` included, and the scores it gave."""
+    """Scores as `inner` does, and calls `heard(chunk, scores)` with its input and its scores: at every commit, for each
+    layer with full attention in order. The chunk has what is in `needs`, too."""
 
     def __init__(self, inner: Policy, heard: Callable[[Chunk, Tensor], None],
                  needs: frozenset[str] = frozenset({"token_logprob"})):
@@ -27,6 +27,6 @@ class Listening(Policy):
         return self.inner.protection(budget, sinks, stabilizers)
 
     def score(self, chunk: Chunk) -> Tensor:
-        found = self.inner.score(chunk)
-        self.heard(chunk, found)
-        return found
+        scores = self.inner.score(chunk)
+        self.heard(chunk, scores)
+        return scores

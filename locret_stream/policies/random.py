@@ -1,4 +1,4 @@
-"""Random: uniform scores, a pure function of (seed, layer, head, position); the floor of every comparison."""
+"""Random: uniform scores, a pure function of (seed, layer, head, position); the lower bound of every comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from locret_stream.policies.noise import uniform
 
 
 class Random(Policy):
-    """Scores in [0, 1), 24 bits. Because a unit keeps its score, the kept set is a uniform sample of the stream."""
+    """Scores in [0, 1), of 24 bits. As a unit keeps its score, the kept units are a uniform sample of the stream."""
 
     name = "random"
 

@@ -1,4 +1,4 @@
-"""Policies by name, and how one is made from knobs."""
+"""Policies by name, made from knobs."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ POLICIES: dict[str, type[Policy]] = {
                                        SnapKV, StreamingLLM, TOVA, TrimKV)
 }
 
-
 Knob = float | int | str
-MOST = 2**31 - 1  # of a knob that counts: what any index has room for
+MOST = 2**31 - 1  # of a knob that is a count: the largest 32-bit index
 
 
-def make_policy(name: str, knobs: dict[str, Knob] | None = None,
-                heads: RetainingHeads | None = None) -> Policy:
+def make_policy(name: str, knobs: dict[str, Knob] | None = None, heads: RetainingHeads | None = None) -> Policy:
     """The policy of that name.
 
     Raises:
-        UnknownPolicy: with the closest known name.
-        ConfigError: a knob it does not have or of another type; no heads where it needs them, or other ones.
+        UnknownPolicy: no such policy; names the closest one.
+        ConfigError: a knob that it does not have, or of another type; no heads where it needs them, or heads of another
+            policy.
     """
     if not isinstance(name, str) or name not in POLICIES:
         raise UnknownPolicy(name, POLICIES)
@@ -51,18 +50,17 @@ def make_policy(name: str, knobs: dict[str, Knob] | None = None,
 
 
 def all_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
-    """Those of the policy of that name, with the defaults of those that are not given. Raises ConfigError as
-    `typed_knobs`."""
+    """All knobs of the policy of that name: those given, and defaults. Raises ConfigError as `typed_knobs`."""
     return {**_defaults(POLICIES[name]), **typed_knobs(name, knobs)}
 
 
 def typed_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
-    """The knobs of the policy of that name, each of its default's type: 1 and 1.0 are the same share.
+    """The knobs given for the policy of that name, each cast to the type of its default: 1 becomes 1.0 for a share.
 
     Raises:
-        ConfigError: one that it does not have, or of another type.
+        ConfigError: a knob that the policy does not have, or of another type.
     """
-    defaults, found = _defaults(POLICIES[name]), {}
+    defaults, typed = _defaults(POLICIES[name]), {}
     for knob, value in knobs.items():
         if knob not in defaults:
             raise ConfigError(f"policy {name!r} has no knob {knob!r}; expected {sorted(defaults) or 'none'}")
@@ -74,8 +72,8 @@ def typed_knobs(name: str, knobs: dict[str, Knob]) -> dict[str, Knob]:
                               f"such as {default!r}")
         if isinstance(default, int) and isinstance(value, int) and knob != "seed" and value > MOST:
             raise ConfigError(f"policy {name!r}: {knob} is {value}; expected at most {MOST:,}")
-        found[knob] = type(default)(value)
-    return found
+        typed[knob] = type(default)(value)
+    return typed
 
 
 def _parameters(kind: type[Policy]) -> dict[str, inspect.Parameter]:
@@ -87,15 +85,15 @@ def _defaults(kind: type[Policy]) -> dict[str, Knob]:
 
 
 def _fitting(kind: type[Policy], heads: RetainingHeads | None) -> RetainingHeads:
-    """The heads, if they are what that policy scores with."""
+    """The heads, if the policy can score with them. Raises ConfigError."""
     if heads is None:
         raise ConfigError(f"policy {kind.name!r} needs retaining heads; expected heads=<folder>, made by "
                           "`locret-stream train-heads`, or another policy such as 'keydiff'")
-    found = heads.config
-    if found.output != kind.output or kind.features not in (None, found.features):
-        other = next(p for p in POLICIES.values() if inspect.signature(p).parameters.get("heads")
-                     and p.output == found.output and p.features in (None, found.features))
+    config = heads.config
+    if config.output != kind.output or kind.features not in (None, config.features):
+        other = next(policy for policy in POLICIES.values() if "heads" in _parameters(policy)
+                     and policy.output == config.output and policy.features in (None, config.features))
         raise ConfigError(f"policy {kind.name!r} needs heads that read {kind.features or 'anything'} and give a "
-                          f"{kind.output}; found heads that read {found.features} and give a {found.output}, which are "
-                          f"those of policy {other.name!r}")
+                          f"{kind.output}; found heads that read {config.features} and give a {config.output}, which "
+                          f"are those of policy {other.name!r}")
     return heads

@@ -1,22 +1,21 @@
-"""Scissorhands: units that were of more than average importance to recent tokens (arXiv:2305.17118)."""
+"""Scissorhands: units that received more than average attention from recent tokens (arXiv:2305.17118)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from locret_stream.errors import ConfigError
 from locret_stream.policies.base import Chunk, Policy
 
 
 class Scissorhands(Policy):
-    """Score = how many of the last `window` queries pay a unit more than the average attention (Algorithm 2).
+    """Score = how many of the last `window` queries give a unit more than the average attention (Algorithm 2).
 
     Args:
-        window: queries that are counted (the paper: 400).
-        recent: last units that always stay (the paper: 10).
+        window: how many queries count (the paper: 400).
+        recent: how many of the last units always stay (the paper: 10).
 
-    Deviations: the window ends with the chunk and is never longer than it, and a unit that came inside it is counted by
-    the fewer queries that saw it; heads that share keys are counted together.
+    Deviations: the window ends with the chunk and is never longer than it; for a unit inside the window only the
+    queries that see it count; query heads that share a key are counted together.
     """
 
     name = "scissorhands"
@@ -24,10 +23,8 @@ class Scissorhands(Policy):
     stateful = True
 
     def __init__(self, window: int = 400, recent: int = 10):
-        if window < 1:
-            raise ConfigError(f"policy 'scissorhands': window is {window!r}; expected at least 1 query")
-        if recent < 0:
-            raise ConfigError(f"policy 'scissorhands': recent is {recent!r}; expected 0 or more units")
+        self.check_knob(window >= 1, "window", window, "at least 1 query")
+        self.check_knob(recent >= 0, "recent", recent, "0 or more units")
         self.window, self.recent = window, recent
 
     def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""SnapKV: units that the last queries attend to, with their neighbours (arXiv:2404.14469)."""
+"""SnapKV: the units that the last queries attend to, and their neighbours (arXiv:2404.14469)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locret_stream.errors import ConfigError
 from locret_stream.policies.base import Chunk, Policy
 
 
@@ -14,13 +13,13 @@ class SnapKV(Policy):
     """Score = softmax attention of the last `window` queries, summed, then averaged over `kernel` neighbours.
 
     Args:
-        window: queries at the end of the chunk that observe, at most all of it. As many of the last units always stay,
-            as far as the budget has one more beside them and the sinks.
-        kernel: odd width of the average over neighbouring units; 1 is none.
+        window: how many queries at the end of the chunk count, at most all of it. As many of the last units always
+            stay, as far as the budget has one more unit beside them and the sinks.
+        kernel: odd width of the average over neighbouring units; 1: no average.
 
-    Deviations: the end of the prompt is the end of each chunk, so what later chunks will ask is not known (the reason
-    why it does worse here than on whole prompts); neighbours are those that are held; heads that share keys share their
-    score (the sum).
+    Deviations: the paper's window is the end of the prompt, here it is the end of each chunk, which does not know what
+    later chunks ask (so it does worse here than on whole prompts); only kept units are neighbours; query heads that
+    share a key share their score (the sum).
     """
 
     name = "snapkv"
@@ -28,10 +27,8 @@ class SnapKV(Policy):
     stateful = True
 
     def __init__(self, window: int = 32, kernel: int = 5):
-        if window < 1:
-            raise ConfigError(f"policy 'snapkv': window is {window!r}; expected at least 1 query")
-        if kernel < 1 or kernel % 2 == 0:
-            raise ConfigError(f"policy 'snapkv': kernel is {kernel!r}; expected an odd width, at least 1")
+        self.check_knob(window >= 1, "window", window, "at least 1 query")
+        self.check_knob(kernel >= 1 and kernel % 2 == 1, "kernel", kernel, "an odd width, at least 1")
         self.window, self.kernel = window, kernel
 
     def protection(self, budget: int, sinks: int, stabilizers: int) -> tuple[int, int]:

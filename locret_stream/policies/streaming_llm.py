@@ -9,7 +9,7 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class StreamingLLM(Policy):
-    """All units score the same, and on equal scores the newer one stays; the sinks are those of the budget."""
+    """All units have the same score, and of equal scores the newer stays; the budget says how many sinks there are."""
 
     name = "streaming_llm"
 

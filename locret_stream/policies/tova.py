@@ -1,4 +1,4 @@
-"""TOVA: in every layer the tokens that the last query attends to (arXiv:2401.06104)."""
+"""TOVA: in every layer the tokens that the last query attends to stay (arXiv:2401.06104)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class TOVA(Policy):
-    """Score = softmax attention of the chunk's last query, summed over all heads of the layer, which keep one set.
+    """Score = softmax attention of the chunk's last query, summed over all heads of the layer, which share it.
 
-    Deviations: once per chunk in place of once per token; the budget's sinks and stabilizers stay (the paper has none:
-    `Budget(sinks=0, stabilizers=0)`).
+    Deviations: one eviction per chunk in place of one per token; the budget's sinks and stabilizers stay (the paper has
+    none: `Budget(sinks=0, stabilizers=0)`).
     """
 
     name = "tova"

@@ -1,4 +1,4 @@
-"""TRIM-KV: every unit has a rate at which its worth decays (arXiv:2512.03324)."""
+"""TRIM-KV: every unit has a rate at which its score decays (arXiv:2512.03324)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class TrimKV(Policy):
-    """Score = age * log beta: beta in (0, 1) is given by the head when the unit arrives, age is in tokens.
+    """Score = age * log beta: the head gives beta in (0, 1) when the unit is committed; age is in tokens.
 
-    A unit of great worth is overtaken by newer ones in the end, so that a memory never fills up for good.
+    Newer units overtake any unit in the end, so that a memory never fills up with units that stay for good.
 
     Heads are trained by `train-heads --output retention --tune STEPS`: the second stage is the paper's (retention-gated
-    attention against the full cache, and a capacity loss). Without it they have only learnt that after `horizon`
-    tokens the labels of Locret are left of a unit: useless units then leave slowly, and facts with them.
+    attention against the full cache, and a capacity loss). Heads without it have only learned to give the labels of
+    Locret, as they are after `horizon` tokens: useless units then leave slowly, and facts with them.
 
-    Deviations: eviction once per chunk in place of once per token; heads read hidden states (as in the paper) or q, k
-    and v, as they were trained; see `training.trimkv` for those of the training.
+    Deviations: one eviction per chunk in place of one per token; heads read hidden states (as in the paper) or q, k and
+    v, as they were trained; `training.trimkv` lists the deviations of the training.
     """
 
     name = "trimkv"

@@ -1,4 +1,4 @@
-"""Runtime: `core` owns the engine and its contexts, `slots` says who waits for what, `loading` reads models."""
+"""Runtime: `core` owns the engine and opens contexts, `sharing` has the slots, `loading` reads models."""
 
 from locret_stream.runtime.core import Runtime, RuntimeMemory
 from locret_stream.runtime.loading import BUNDLED

@@ -1,18 +1,14 @@
-"""Runtime: loads the model, owns the engine, its thread, the slots and the open contexts."""
+"""Runtime: loads the model, owns the engine and its thread, opens contexts and closes them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import functools
 import inspect
 import logging
 import math
-import threading
-import time
-import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -24,20 +20,15 @@ import torch
 from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
+from locret_stream.context.opening import Opening
 from locret_stream.engine import Engine
-from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, LocretError
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
 from locret_stream.policies import POLICIES, Policy, make_policy
-from locret_stream.runtime.loading import (
-    BUNDLED,
-    check_device,
-    check_dtype,
-    in_passing,
-    load_model,
-    load_tokenizer,
-)
-from locret_stream.runtime.slots import CLOSED, LOOK_AGAIN_S, Slots, throttler
+from locret_stream.runtime.loading import BUNDLED, check_device, check_dtype, in_passing, load_model, load_tokenizer
+from locret_stream.runtime.sharing import SlotSharing
+from locret_stream.runtime.slots import CLOSED, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
@@ -47,14 +38,15 @@ from locret_stream.worker import Worker, expect_own, leave_worker, share_worker
 _log = logging.getLogger(__name__)
 BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
 DEFAULT_BUDGET, DEFAULT_CHUNK = 6000, 1024
-TURN_S = 2.0  # how long a session that is used all the time keeps its slot while others wait for one
 
 
 class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that the tensors of a runtime hold beside the weights.
+    """Bytes of the tensors of a runtime, without the weights.
 
-    bytes_resident: all of them. bytes_pool: of these all slots and the scratch area, by the formula of `cache.pool`;
-    the rest are RoPE tables and attention masks. slot_bytes: one slot.
+    Args:
+        bytes_resident: all of them. bytes_pool: those of all slots and the scratch area, by the formula of
+            `cache.pool`; the others are RoPE tables and attention masks.
+        slots: how many there are. slot_bytes: of one slot.
     """
 
     bytes_resident: int
@@ -84,15 +76,15 @@ class Runtime:
         Args:
             model: a transformers causal LM, or a function that loads one; it is never changed.
             tokenizer: its tokenizer, or a function that loads one.
-            heads: retaining heads or their folder; the policies "locret", "kvzap" and "trimkv" score with them, all
-                take their budget shares.
-            policy: one of `locret_stream.policies.POLICIES`, `knobs` being its own settings; or a Policy of your own,
-                made for this runtime alone.
+            heads: retaining heads or their folder; the policies "locret", "kvzap" and "trimkv" score with them, and
+                every policy that evicts takes their budget shares.
+            policy: one of `locret_stream.policies.POLICIES`, with its settings in `knobs`; or a Policy object, which no
+                other runtime uses.
             budget: units per KV head, mean over the layers; or bytes of one context ("512MiB"); or a Budget.
             chunk_size: tokens between two evictions.
             sinks, stabilizers: first and last units that always stay; defaults 4 and 32.
             max_live, scratch: slots for open contexts, and for `ask` and undoable turns. With a store more contexts may
-                be open: idle ones with a name wait there.
+                be open: idle ones with a name are swapped out.
             template: "auto" (the tokenizer's chat template; raw where it has none), or a Jinja chat template.
             attn: "auto", "sdpa" or "eager".
             ingest_rate: the most chunks per second that feeds commit, all contexts together.
@@ -102,25 +94,26 @@ class Runtime:
             autosave: whether closing a stored context saves it.
 
         Raises:
-            ConfigError: a value that cannot work, before anything is loaded. The rest is found on entering.
+            ConfigError: a value that cannot work, before anything is loaded. Entering checks the rest.
         """
         for name, value in (("max_live", max_live), ("scratch", scratch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected a number of slots, at least 1")
         if chunk_size is not None:
             StreamConfig(budget=Budget(units=1, sinks=0, stabilizers=0), chunk_size=chunk_size)  # raises
-        for name, value in (("ingest_rate", ingest_rate), ("slot_timeout_s", slot_timeout_s)):
-            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)
-                                      or not math.isfinite(value) or value <= 0):
-                raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
+        for name, rate in (("ingest_rate", ingest_rate), ("slot_timeout_s", slot_timeout_s)):
+            if rate is not None and (not isinstance(rate, (int, float)) or isinstance(rate, bool)
+                                     or not math.isfinite(rate) or rate <= 0):
+                raise ConfigError(f"{name} is {rate!r}; expected a finite number above 0")
         if knobs is not None and not isinstance(knobs, Mapping):
             raise ConfigError(f"knobs are {knobs!r}; expected a dict of the policy's settings")
         if isinstance(policy, Policy):
             if knobs:
-                raise ConfigError(f"knobs {sorted(knobs)} were given beside a policy that is made; expected them in it")
+                raise ConfigError(f"knobs {sorted(knobs)} were given with a Policy object; expected them in it")
             if store is not None and not policy.knobs and inspect.signature(type(policy)).parameters:
-                raise ConfigError(f"policy {policy.name!r} was given made, and its settings are not in `policy.knobs`: "
-                                  "snapshots could not tell them; expected its name, or knobs set in its constructor")
+                raise ConfigError(f"policy {policy.name!r} was given as an object, and its settings are not in "
+                                  "`policy.knobs`, so snapshots could not record them; expected its name, or knobs set "
+                                  "in its constructor")
         elif policy not in POLICIES:
             make_policy(policy)  # raises UnknownPolicy, with the closest name
         if key is not None and (store is None or isinstance(store, Store)):
@@ -134,11 +127,8 @@ class Runtime:
         self.max_live, self.scratch = max_live, scratch
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
-        self._contexts: weakref.WeakSet[StreamingContext] = weakref.WeakSet()
-        self._counting = threading.Lock()  # of what follows, and of contexts and those that yield
-        self._not_before: weakref.WeakKeyDictionary[StreamingContext, float] = weakref.WeakKeyDictionary()
         self._open = self._closing = False
-        self._names = self._number = self._yielding = 0
+        self._names = self._number = 0
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, dtype: str | torch.dtype = "auto",
@@ -152,7 +142,7 @@ class Runtime:
             device: such as "cuda"; by default CUDA where there is one. "auto", or a dict of devices by module, spreads
                 the layers: each one's memory lies beside it.
             quantization: a quantiser's config of transformers (such as BitsAndBytesConfig), applied while loading.
-            options: as for `Runtime(...)`. For "bundled" heads, budget and chunk size have defaults of their own.
+            options: as for `Runtime(...)`. For "bundled", heads, budget and chunk size have other defaults.
         """
         path: str | Path = model
         if str(model) == "bundled":
@@ -179,7 +169,7 @@ class Runtime:
         await self.aclose()
 
     def load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer, nothing more.
+        """Load the model and its tokenizer, and nothing else.
 
         Raises:
             UnsupportedModel: they cannot be loaded.
@@ -193,15 +183,15 @@ class Runtime:
         and the same chunk size: for a fair comparison of policies.
 
         Args:
-            own_thread: run it on an engine thread of its own, over the same weights; otherwise they take turns.
+            own_thread: run it on another engine thread, over the same weights; otherwise the two take turns.
         """
         self.check_open()
         config = self.engine.config
-        twin = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
-                       chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
-                       template=self._template, attn=self._attn, slot_timeout_s=self._timeout_s)
-        twin._number = self._number + own_thread
-        return twin
+        other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
+                        chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
+                        template=self._template, attn=self._attn, slot_timeout_s=self._timeout_s)
+        other._number = self._number + own_thread
+        return other
 
     def start(self) -> None:
         """Load, attach, self-test and allocate. `async with` does this, off the event loop.
@@ -211,26 +201,26 @@ class Runtime:
         """
         if self._open:
             raise ConfigError("this runtime is running already; expected one `async with` per runtime")
-        # In a thread that ends, so that torch's threads which serve it end with it. Left behind they would outnumber
-        # the cores, and OpenMP lets those of the engine's thread sleep then between any two operations: decoding on a
-        # CPU took half as long again.
-        # Only what came back counts: a start that Ctrl-C ends here opens nothing, whenever that thread is done.
+        # In a thread that ends, so that torch's threads which serve it end with it. If they stayed, there would be more
+        # of them than cores, and OpenMP would let those of the engine's thread sleep between any two operations:
+        # decoding on a CPU took half as long again.
+        # Only the result counts: a start that Ctrl-C ends here opens nothing, whenever that thread is done.
         model, tokenizer, attachment, self.codec, self.frames, self.engine = in_passing(self._build)
         self.model, self.tokenizer, self.attachment = model, tokenizer, attachment
         self.worker: Worker = share_worker(attachment)
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
         self.storing = ThreadPoolExecutor(2, thread_name_prefix="locret-store")
         shape = attachment.shape
-        if all(shape.sliding):
-            _log.warning("every layer of this model attends to its last %s tokens alone, and whatever the policy holds "
-                         "no others; expected a model with a layer of full attention", f"{max(shape.sliding):,}")
+        windows = [window for window in shape.sliding if window]
+        if len(windows) == len(shape.sliding):
+            _log.warning("every layer of this model attends to its last %s tokens alone, so no policy can keep others; "
+                         "expected a model with a layer of full attention", f"{max(windows):,}")
         self.geometry = Geometry(shape.layers, shape.kv_heads, shape.head_dim, attachment.dtype)
-        numbers = list(range(self.max_live + self.scratch))
-        self._live_slots, self._scratch_slots = Slots(numbers[:self.max_live]), Slots(numbers[self.max_live:])
+        self.slots = SlotSharing(self.max_live, self.scratch, self._timeout_s)
         self._open = True
 
     def _build(self) -> tuple[Any, Any, Attachment, TextCodec, ChatFrame, Engine]:
-        """The long part of starting. Nothing of this runtime changes."""
+        """The long part of starting: all that has to be made. It changes nothing of this runtime."""
         model, tokenizer = self.load()
         attachment = attach(model, self._attn, self._number)
         try:
@@ -244,9 +234,8 @@ class Runtime:
 
     def _engine(self, attachment: Attachment) -> Engine:
         heads = self._load_heads(attachment)
-        made = isinstance(self._policy, Policy)
-        policy = self._policy if made else make_policy(self._policy, self._knobs, heads)
-        # What never evicts is full as soon as its smallest layer is.
+        policy = self._policy if isinstance(self._policy, Policy) else make_policy(self._policy, self._knobs, heads)
+        # A policy that never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         chunk_size = DEFAULT_CHUNK if self._chunk_size is None else self._chunk_size
         per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies)
@@ -257,7 +246,7 @@ class Runtime:
         slots = self.max_live + self.scratch
         try:
             return Engine(attachment, config, policy, slots, shares=shares)
-        except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
+        except (RuntimeError, MemoryError) as error:  # torch reports missing memory in several ways
             size = slots * (budget.units + chunk_size) * attachment.shape.kv_heads * sum(per_unit)
             raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self.max_live} + scratch "
                               f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
@@ -269,8 +258,8 @@ class Runtime:
         heads = self._heads if isinstance(self._heads, RetainingHeads) else RetainingHeads.load(self._heads)
         attachment.check_heads(heads)
         if attachment.dtype.itemsize < 4 and heads is self._heads:
-            heads = copy.deepcopy(heads)  # it is the caller's, and rounding cannot be taken back
-        # In the model's own precision, as their authors run them; what they give is summed in fp32 in any case.
+            heads = copy.deepcopy(heads)  # they are the caller's, and rounding cannot be taken back
+        # In the model's precision, as the authors of the papers run them; scores are summed in fp32 in any case.
         return attachment.put_beside(heads, attachment.dtype if attachment.dtype.itemsize < 4 else None)
 
     async def aclose(self) -> None:
@@ -285,24 +274,23 @@ class Runtime:
             return
         expect_own(self.worker.process)
         self._closing = True
-        self._live_slots.dismiss()
-        self._scratch_slots.dismiss()
+        self.slots.dismiss()
         await to_the_end(self._close())
 
     async def _close(self) -> None:
         failed: list[Exception] = []
         try:
-            for context in self._open_contexts():
+            for context in self.slots.contexts():
                 try:
                     await context.aclose()
-                except Exception as error:  # whatever it is, the others are to be saved
+                except Exception as error:  # of any kind: the others are to be saved
                     failed.append(error)
         finally:
             self._open = self._closing = False
             await asyncio.to_thread(self._stop)
         if failed:
             for other in failed[1:]:
-                failed[0].add_note(f"and so was another: {other}")
+                failed[0].add_note(f"another context could not be saved either: {other}")
             raise failed[0]
 
     def _stop(self) -> None:
@@ -327,7 +315,7 @@ class Runtime:
         expect_own(self.worker.process)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("engine", "attachment", "model", "worker", "storing", "tokenizing"):  # there only while it runs
+        if name in ("engine", "attachment", "model", "slots", "worker", "storing", "tokenizing"):  # set while it runs
             raise ContextClosed(CLOSED)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -347,15 +335,15 @@ class Runtime:
             raw: no chat frame; None: raw where the tokenizer has no chat template.
             trusted: special tokens written out in fed text become control tokens. Only for text you wrote yourself.
             on_mismatch: "rebuild" feeds the session's log again if its snapshot is damaged or was made by another
-                model, policy, budget or grid; that takes as long as reading it all did. With `at`, as far as that
-                snapshot went; its manifest must be readable then.
-            at: the snapshot of the session to go on from, by its number; None: the newest; 0: from nothing, while the
-                snapshots that are there stay.
-            focus: what the memory will be asked about (`StreamingContext.focus`), from the first token on; of a session
+                model, policy, budget or grid; that takes as long as reading the stream did. With `at`, it ends where
+                that snapshot does, whose manifest must be readable then.
+            at: the number of the snapshot to go on from; None: the newest; 0: begin anew, and keep the snapshots that
+                are stored.
+            focus: what the memory will be asked about (`StreamingContext.focus`), from the first token on; in a session
                 that exists, from where it stands.
 
         Raises (on entering):
-            SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the session cannot go on; it is as it was.
+            SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the session cannot go on; it stays as it is.
             ContextBusy: the session is open already. ConfigError, NoSlot.
         """
         self.check_open()
@@ -371,8 +359,8 @@ class Runtime:
         if stored:
             check_name(name)
         self._names += 1
-        return StreamingContext(self, name or f"context-{self._names}", system=system, raw=raw, trusted=trusted,
-                                stored=stored, on_mismatch=on_mismatch, at=at, focus=focus)
+        return StreamingContext(self, name or f"context-{self._names}", Opening(
+            stored=stored, system=system, raw=raw, trusted=trusted, on_mismatch=on_mismatch, at=at, focus=focus))
 
     async def forget(self, name: str) -> list[str]:
         """Remove a stored session with its forks, every file of it, and its key; returns their paths.
@@ -380,34 +368,36 @@ class Runtime:
         Raises:
             ContextBusy: it is open in this runtime. SnapshotNotFound, StoreError, ConfigError.
         """
-        self.check_open()
-        if self.store is None:
-            raise ConfigError("this runtime has no store; expected Runtime(..., store=<folder or URL>)")
-        branches = [context.name for context in self._open_contexts() if context.stored_in(name)]
+        store = self._expect_store()
+        branches = [context.name for context in self.slots.contexts() if context.stored_in(name)]
         if branches:
             raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
-        own = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves
+        thread = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves
         try:
-            return await to_the_end(asyncio.wrap_future(own.submit(self.store.forget, name)))
+            return await to_the_end(asyncio.wrap_future(thread.submit(store.forget, name)))
         finally:
-            own.shutdown(wait=False)
+            thread.shutdown(wait=False)
 
     async def replay(self, name: str) -> Replay:
-        """Whether a stored session holds, bit for bit, what its log gives when it is fed again: a check for those who
-        want more than that every byte is as it was written (`Store.verify`). Needs a slot, and as long as reading took.
+        """Whether a stored session is, bit for bit, what its log gives when it is fed again. `Store.verify` checks that
+        every byte is as it was written; this checks more. It needs a slot, and takes as long as reading the stream did.
 
         Raises:
             ConfigError: there is no store. SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, StoreError: there is no
                 sound snapshot of this runtime's, or no log. NoSlot, ContextClosed.
         """
+        self._expect_store()
+        return await replay(self, check_name(name))
+
+    def _expect_store(self) -> Store:
         self.check_open()
         if self.store is None:
             raise ConfigError("this runtime has no store; expected Runtime(..., store=<folder or URL>)")
-        return await replay(self, check_name(name))
+        return self.store
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """What snapshots of this runtime belong to, by content; hashing all weights takes a moment, once."""
+        """The digests that snapshots of this runtime must match. Hashing all weights takes a moment, once."""
         self.check_open(but_closing=True)
         engine, heads = self.engine, getattr(self.engine.policy, "heads", None)
         return Identity(
@@ -424,96 +414,13 @@ class Runtime:
 
     @property
     def memory(self) -> RuntimeMemory:
-        """What all slots together hold, at any time; from start to end the same but for a few attention masks."""
+        """What all slots take. It is the same from start to end, but for a few attention masks."""
         self.check_open()
         pool = self.engine.pool
         return RuntimeMemory(bytes_resident=self.engine.bytes_resident, bytes_pool=pool.bytes_resident,
                              slots=pool.slots, slot_bytes=pool.slot_bytes)
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens feeding this text alone would add, the template's own left out."""
+        """How many tokens feeding this text would add, without those of the template."""
         self.check_open()
         return len(self.codec.encode_text(text))
-
-    async def acquire_slot(self, *, scratch: bool) -> int:
-        """A free slot, waiting in order until the deadline; for contexts.
-
-        Raises:
-            NoSlot, ContextClosed.
-        """
-        self.check_open()
-        if scratch:
-            return await self._scratch_slots.acquire(self._timeout_s, "scratch (for ask and turn)")
-        return await self._live_slots.acquire(self._timeout_s, "live", self._make_room)
-
-    async def _make_room(self) -> bool:
-        """Swap out the context that was idle longest, or close it if it is disposable. False: none was idle."""
-        now = time.monotonic()
-        contexts = [context for context in self._open_contexts() if now >= self._not_before.get(context, 0.0)]
-        idle = [(since, context) for context in contexts if (since := context.idle_since) is not None]
-        idle.sort(key=lambda pair: pair[0])
-        # Behind these what is at work but waits itself, for a source that gives nothing or a caller who asks no more.
-        slow = [(since, context) for context in contexts if (since := context.resting_since) is not None
-                and now - since >= TURN_S]
-        slow.sort(key=lambda pair: pair[0])
-        for midway, (_, context) in (*((False, pair) for pair in idle), *((True, pair) for pair in slow)):
-            try:
-                if await context.swap_out(midway=midway):
-                    return True
-            except LocretError as error:
-                if context.closed:  # meanwhile, and its slot came free
-                    continue
-                self._not_before[context] = time.monotonic() + LOOK_AGAIN_S
-                _log.warning("%r could not be swapped out and keeps its slot: %s", context.name, error)
-        return False
-
-    def _open_contexts(self) -> list[StreamingContext]:
-        with self._counting:  # contexts of other event loops come and go on other threads
-            return [*self._contexts]
-
-    def session_idle(self) -> None:
-        """A session is idle now; for contexts."""
-        self._live_slots.nudge()
-
-    @contextlib.contextmanager
-    def yield_slot(self, since: float) -> Iterator[bool]:
-        """For contexts: whether a session that got its slot at that time (`time.monotonic`) is to give it up now, as
-        others wait and it had its turn. No more do so at once than wait."""
-        wanted = self._live_slots.waiting > self._yielding and time.monotonic() - since >= TURN_S
-        with self._counting:
-            self._yielding += wanted
-        try:
-            yield wanted
-        finally:
-            with self._counting:
-                self._yielding -= wanted
-
-    def release_slot(self, slot: int, *, scratch: bool) -> None:
-        (self._scratch_slots if scratch else self._live_slots).give_back(slot)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a slot is free, and nobody waits for it."""
-        return self._live_slots.free > 0
-
-    @contextlib.asynccontextmanager
-    async def scratch_slot(self) -> AsyncIterator[int]:
-        slot = await self.acquire_slot(scratch=True)
-        try:
-            yield slot
-        finally:
-            self.release_slot(slot, scratch=True)
-
-    def adopt(self, context: StreamingContext) -> None:
-        """Count an open context. Raises ContextBusy for a stored session that is open already."""
-        self.check_open()
-        with self._counting:
-            taken = context.stored and any(other.stored and other.name == context.name for other in self._contexts)
-            if not taken:
-                self._contexts.add(context)
-        if taken:
-            raise ContextBusy(f"session {context.name!r} is open already in this runtime; expected one owner at a time")
-
-    def drop(self, context: StreamingContext) -> None:
-        with self._counting:
-            self._contexts.discard(context)

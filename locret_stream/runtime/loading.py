@@ -20,17 +20,17 @@ T = TypeVar("T")
 BUNDLED = Path(__file__).parents[1] / "assets" / "bundled"
 
 LOADERS = {"gptq": ("gptqmodel", "optimum", "accelerate"), "awq": ("gptqmodel", "accelerate")}
-"""By quantisation what transformers needs, where it does not name all of it."""
-OBJECTS = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+"""By quantisation the packages that transformers needs, where it does not name all of them."""
+_OBJECTS = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_device(device: str | Mapping[str, Any] | None) -> str | Mapping[str, Any]:
-    """A device that can be used here; None: CUDA where there is one, else the CPU. "auto" and devices by module are
+    """A device that can be used here. None: CUDA where there is one, else the CPU. "auto" and devices by module are
     left to transformers, which needs accelerate for them.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be used.
     """
     best = "cuda" if torch.cuda.is_available() else "cpu"
     if device is None:
@@ -54,10 +54,10 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     Raises:
         ConfigError: no such dtype.
     """
-    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if found != "auto" and found not in DTYPES.values():
+    chosen = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if chosen != "auto" and chosen not in DTYPES.values():
         raise ConfigError(f"dtype is {dtype!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'")
-    return found
+    return chosen
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping[str, Any],
@@ -66,8 +66,8 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
 
     Args:
         dtype: "auto" is the checkpoint's own; on a CPU float32, unless it is quantised.
-        device: one, or what transformers takes for `device_map`: "auto", or devices by module.
-        quantization: transformers' config of a quantiser, to be applied while loading.
+        device: one device, or a `device_map` of transformers: "auto", or devices by module.
+        quantization: a quantiser's config of transformers, applied while loading.
 
     Raises:
         UnsupportedModel: it cannot be loaded.
@@ -83,18 +83,19 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
             options["quantization_config"] = quantization
         if dtype == "auto" and device == "cpu" and not packed:
             dtype = torch.float32
-        if spread or (packed and importlib.util.find_spec("accelerate")):  # what is packed cannot always be moved
+        if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
-        model, told = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-        missing = sorted(told["missing_keys"])
-        if missing and not packed and "gguf_file" not in options:  # transformers makes them up at random, and goes on
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        model, info = loaded  # a pair, because of output_loading_info; its annotation says a model
+        missing = sorted(info["missing_keys"])
+        if missing and not packed and "gguf_file" not in options:  # transformers draws them at random, and goes on
             raise ValueError(f"its weights lack {len(missing)} tensors, the first {missing[0]!r}; expected a whole "
                              "checkpoint: download or copy the folder again")
         return (model if "device_map" in options else model.to(device)).eval()
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Its tokenizer; of an adapter's folder without one that of its base.
+    """The tokenizer of a model; for the folder of an adapter that has none, the tokenizer of its base model.
 
     Raises:
         UnsupportedModel: it cannot be loaded.
@@ -108,7 +109,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def _source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
-    """What transformers is to load from, and with which options."""
+    """What transformers is to load from, and its options for that."""
     if str(path).endswith(".gguf") and Path(path).is_file():
         missing = [name for name in ("gguf", "accelerate") if not importlib.util.find_spec(name)]
         if missing:
@@ -119,22 +120,22 @@ def _source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
 
 
 def _base(path: str | Path) -> str | Path:
-    """What the adapter in a folder that PEFT wrote is for, which is loaded with it; of others the path itself."""
-    told = Path(path) / "adapter_config.json"
-    if not told.is_file():
+    """The base model of the adapter in a folder that PEFT wrote; for any other path, the path itself."""
+    file = Path(path) / "adapter_config.json"
+    if not file.is_file():
         return path
     if not importlib.util.find_spec("peft"):
         raise ImportError("the folder of an adapter needs peft, which is not installed here: pip install "
                           "'locret-stream[peft]'")
-    config = json.loads(told.read_bytes())
+    config = json.loads(file.read_bytes())
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(base, str):
-        raise ValueError(f"{told} names no base model; expected base_model_name_or_path in it, as PEFT writes it")
+        raise ValueError(f"{file} names no base model; expected base_model_name_or_path in it, as PEFT writes it")
     return base
 
 
 def _packing(path: str | Path) -> Any:
-    """How the checkpoint says that it is quantised, None if not; what cannot be read fails when it is loaded."""
+    """The quantisation that the checkpoint declares; None: none, or its config cannot be read and loading will fail."""
     from transformers import PreTrainedConfig
     with contextlib.suppress(OSError, ValueError):
         return PreTrainedConfig.get_config_dict(path)[0].get("quantization_config")
@@ -152,7 +153,7 @@ def _expect_loader(packing: Any) -> None:
 
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
-    """Without transformers' progress bar: for a model that loads in a blink."""
+    """Without transformers' progress bar, for a model that loads at once."""
     from transformers.utils import logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -165,45 +166,45 @@ def _no_bar() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _readable(path: str | Path, files: str) -> Iterator[None]:
-    """Loading errors as UnsupportedModel, with what to do: transformers, tokenizers and PEFT raise anything at all of
-    files that were not downloaded whole."""
+    """Loading errors as UnsupportedModel, with what to do. Where files were not downloaded whole, transformers,
+    tokenizers and PEFT raise errors of any kind."""
     try:
         yield
     except Exception as error:
-        why = "" if Path(path).expanduser().exists() else " (no such folder is here: taken for a hub id)"
-        told = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
-        found = str(error) if told else f"{type(error).__name__} in its {files}: {error}"
+        hub = "" if Path(path).expanduser().exists() else " (no such folder is here: taken for a hub id)"
+        clear = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
+        why = str(error) if clear else f"{type(error).__name__} in its {files}: {error}"
         damaged = _damaged(Path(path).expanduser())
         if damaged:
-            found += f"; damaged: {'; '.join(damaged)}: download or copy the folder again"
-        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer{why}: {found}; "
+            why += f"; damaged: {'; '.join(damaged)}: download or copy the folder again"
+        raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer{hub}: {why}; "
                                'expected a folder with config.json, weights and tokenizer files, that of an adapter, a '
                                'GGUF file, a hub id, or "bundled"') from error
 
 
 def _damaged(folder: Path) -> list[str]:
-    """The files of a folder that are not what their names say, each with why."""
-    found = []
+    """The files of a folder that are not what their names say, each with the reason."""
+    damaged = []
     for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
                     pass
-            elif not isinstance(json.loads(path.read_bytes()), dict) and path.name in OBJECTS:
+            elif not isinstance(json.loads(path.read_bytes()), dict) and path.name in _OBJECTS:
                 raise ValueError("it holds no JSON object")
         except (OSError, ValueError, SafetensorError) as error:
-            found.append(f"{path.name} ({error})")
-    return found
+            damaged.append(f"{path.name} ({error})")
+    return damaged
 
 
 def in_passing(work: Callable[[], T]) -> T:
-    """The result of `work` in a thread of its own. Ctrl-C does not wait for it: the thread ends with the process."""
+    """The result of `work`, run in another thread. Ctrl-C does not wait for it: the thread ends with the process."""
     done: Future[T] = Future()
     threading.Thread(target=_settle, args=(done, work), name="locret-start", daemon=True).start()
     try:
         return done.result()
     finally:
-        del done  # an error holds the frames it went through: with this it would hold itself, and the model
+        del done  # an error refers to the frames that it passed: through this one to itself, and to the model
 
 
 def _settle(done: Future[T], work: Callable[[], T]) -> None:

@@ -1,4 +1,4 @@
-"""Who gets a slot next, and how fast feeds may commit."""
+"""Slots handed out in the order of asking, and how fast feeds may commit."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
+from typing import Any
 
 from asyncio_throttle import Throttler
 
 from locret_stream.errors import ContextClosed, NoSlot
 
-LOOK_AGAIN_S = 1.0  # after a context could not be swapped out, it is tried again
+LOOK_AGAIN_S = 1.0  # how long after a failed swap-out the next one is tried
 CLOSED = "this runtime is not running; expected a call inside `async with Runtime...`"
 
 
 class _Request:
-    """Somebody who waits. `nudged` is done when it is worth another look whether room can be made."""
+    """A call that waits for a slot. `nudged` is done when it should try again to make a slot come free.
+
+    Args:
+        loop: id of the event loop in which it waits.
+    """
 
     def __init__(self, loop: int):
         self.loop = loop
@@ -27,11 +32,11 @@ class _Request:
 
 
 class Slots:
-    """Slots handed out in the order of asking. Waiters are concurrent futures, so any event loop may wait."""
+    """Slots of one kind. Calls wait on concurrent futures, so they may belong to several event loops."""
 
-    def __init__(self, free: list[int]):
+    def __init__(self, free: Iterable[int]):
         self._free, self._waiting, self._lock = deque(free), deque[_Request](), threading.Lock()
-        self.size, self._closed = len(free), False
+        self.size, self._closed = len(self._free), False
 
     @property
     def free(self) -> int:
@@ -39,11 +44,11 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """How many calls wait."""
         return len(self._waiting)
 
     def dismiss(self) -> None:
-        """Who waits for a slot, or comes for one later, is told that the runtime closes."""
+        """Let calls that wait for a slot, and those that come later, raise ContextClosed: the runtime closes."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
@@ -61,23 +66,26 @@ class Slots:
             self._free.append(slot)
 
     def nudge(self) -> None:
-        """Let the first that waits, of this event loop if there is one, try to make room. Any thread may call it."""
+        """Let the first call that waits try again to make a slot come free: the first of this event loop, or, where
+        none runs, of any. Any thread may call this."""
         if not self._waiting:
             return
         try:
-            loop = id(asyncio.get_running_loop())
+            loop: int | None = id(asyncio.get_running_loop())
         except RuntimeError:
             loop = None
         with self._lock:
-            asleep = [request for request in self._waiting if not request.nudged.done()]
-            for request in [r for r in asleep if r.loop == loop][:1] or (asleep if loop is None else [])[:1]:
-                request.nudged.set_result(None)
+            for request in self._waiting:
+                if not request.nudged.done() and loop in (None, request.loop):
+                    request.nudged.set_result(None)
+                    return
 
     async def acquire(self, timeout_s: float, what: str, make_room: Callable[[], Awaitable[bool]] | None = None) -> int:
         """A slot.
 
         Args:
-            make_room: makes one come free, and says whether it did; tried at first and at every nudge.
+            what: the kind of slot, for messages.
+            make_room: makes one come free, and returns whether it did; called at first and at every nudge.
 
         Raises:
             NoSlot: none came free in time. ContextClosed: the runtime closes.
@@ -94,21 +102,21 @@ class Slots:
         try:
             while not slot.done():
                 if make_room is not None and await make_room():
-                    await asyncio.sleep(0)  # what came free may be this one's
+                    await asyncio.sleep(0)  # the slot that came free may be for this call
                     continue
                 left = deadline - time.monotonic()
                 if left <= 0 and not request.slot.done():
                     raise NoSlot(f"no {what} slot of {self.size} came free within {timeout_s:g} s; expected a context "
                                  "to be closed, or a Runtime with more of them")
-                nudged = asyncio.wrap_future(request.nudged)
-                await asyncio.wait([slot, nudged], return_when=asyncio.FIRST_COMPLETED,
+                either: set[asyncio.Future[Any]] = {slot, asyncio.wrap_future(request.nudged)}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED,
                                    timeout=min(max(left, 0.0), LOOK_AGAIN_S))
                 if request.nudged.done():
                     request.nudged = Future()
             return slot.result()
         except BaseException:
             self._withdraw(request)
-            slot.cancel()  # nobody awaits it: an error it may still be given is no one's to hear
+            slot.cancel()  # nobody awaits it, so asyncio must not log an error that it may still be given
             raise
 
     def _withdraw(self, request: _Request) -> None:
@@ -116,12 +124,13 @@ class Slots:
             if request in self._waiting:
                 self._waiting.remove(request)
                 return
-        if request.slot.exception() is None:  # it came in the very last moment
+        if request.slot.exception() is None:  # the slot was given at the last moment
             self.give_back(request.slot.result())
 
 
 def throttler(rate: float) -> Throttler:
-    """`rate` chunks per second; rates below 1 are one chunk per longer period, as the throttler counts whole calls."""
+    """A throttler to `rate` chunks per second. It counts whole calls, so a rate that is no whole number is one chunk
+    per 1 / rate seconds."""
     if rate >= 1 and rate == int(rate):
         return Throttler(int(rate), period=1.0)
     return Throttler(1, period=1.0 / rate)

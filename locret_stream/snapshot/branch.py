@@ -1,4 +1,5 @@
-"""One stored branch as one owner sees it: what is read, and from where this owner goes on (`snapshot.save` writes)."""
+"""One stored branch as one owner sees it: reading its snapshots and log, and what the next save (`snapshot.save`)
+builds on."""
 
 from __future__ import annotations
 
@@ -15,26 +16,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from locret_stream.errors import (
-    ConfigError,
-    SnapshotCorrupt,
-    SnapshotError,
-    SnapshotNotFound,
-    StaleOwner,
-    StoreError,
-)
+from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotNotFound, StaleOwner, StoreError
+from locret_stream.snapshot.claims import is_taken
 from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
 from locret_stream.snapshot.log import Refocus, Spool
 from locret_stream.snapshot.log_reader import StoredLog, read_stored_log
-from locret_stream.snapshot.pages import (
-    Assembly,
-    Geometry,
-    PageIndex,
-    read_page,
-    unpack_masks,
-)
+from locret_stream.snapshot.pages import Assembly, Geometry, PageIndex, read_page, unpack_masks
 from locret_stream.snapshot.session_folder import SessionFolder
 
 
@@ -44,11 +33,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         name: of the session or the fork. session: the session it belongs to.
         generation: its number; `rewind` and `delete` take it. parent: digest of the snapshot it grew out of.
-        created: seconds since 1970. tokens: accepted. units: held, over all layers and KV heads.
-        log: whether its token ids are stored too, so that it could be rebuilt.
-        bytes: all files it needs. bytes_written: of these, by this save; 0 for one that was only looked at.
-        note: what the caller wrote beside it (`StreamingContext.note`).
-        problem: why it cannot be read; the rest is then what its place tells. locked: for want of its key.
+        created: seconds since 1970. tokens: accepted tokens. units: kept units, over all layers and KV heads.
+        library: the version that wrote it. encrypted: whether its session is.
+        log: whether its token ids are stored too, so that it can be rebuilt.
+        bytes: of all files that it needs. bytes_written: of these, the bytes that this save wrote; 0 if it was only
+            listed.
+        note: what the caller stored beside it (`StreamingContext.note`).
+        problem: why it cannot be read, "" if it can; otherwise the other fields say only what its path says.
+        locked: whether it cannot be read because the store was not given its key.
     """
 
     name: str
@@ -70,7 +62,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Restored:
-    """A verified snapshot: units `l.keys`, `l.values` [H, n, D], `l.positions` [H, n], and the state beside them."""
+    """A verified snapshot. tensors: for every layer l the units `l.keys`, `l.values` [H, n, D] and `l.positions`
+    [H, n], and the state beside them (`Moment.state`)."""
 
     manifest: Manifest
     tensors: dict[str, Tensor]
@@ -81,16 +74,19 @@ _registering = threading.Lock()
 
 
 class Branch:
-    """One owner's view of a branch. One thread at a time.
+    """One owner's view of a branch, used by one thread at a time.
 
     Attributes:
-        head: the newest number this owner knows; the next save is head + 1 or `StaleOwner`. newest: digest of that
-            snapshot, "" if it was not there or could not be read.
+        keeps_log: whether the session has a log.
+        head: the highest generation that this owner has seen; its next save is number head + 1, or `StaleOwner`.
+        newest: digest of the snapshot of that number, "" if there was none or it could not be read.
         parent: digest of the manifest that the live context grew out of.
-        base: branch, number and digest of the snapshot that names `pages` and `log`, None if there is none.
-        tried: digest of a manifest whose writing failed. It may be there all the same: an answer got lost, or its
-            folder could not be synced.
-        spool: ids accepted since the last save, or None for a session without a log. focuses: those given since.
+        base: branch, generation and digest of the snapshot that names `pages` and `log`, None if there is none.
+        tried: digest of a manifest whose writing failed, "" for none. It may be stored all the same: the answer of the
+            store got lost, or the folder could not be synced.
+        pages, log: what the next save takes over from that snapshot.
+        spool: ids that were committed since the last save, None for a session without a log.
+        focuses: the focuses that were given since the last save.
     """
 
     def __init__(self, session_folder: SessionFolder, session: str, name: str, *, log: bool):
@@ -109,76 +105,79 @@ class Branch:
 
     def load(self, identity: Identity | None, geometry: Geometry, capacity: Sequence[int],
              generation: int | None = None) -> Restored:
-        """The newest snapshot, or that of a number; this owner goes on from it.
+        """Read the newest snapshot, or that of a generation; the next save of this owner builds on it.
 
         Args:
-            identity: what it must have been made by; None leaves that unchecked.
+            identity: what the snapshot must have been made with; None leaves that unchecked.
+            geometry: of its pages.
             capacity: the most units that each layer may hold; more are refused before anything is allocated.
 
         Raises:
-            SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: nothing changed. Only if
-                it was cleared away while it was read, this owner is closed.
+            SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: nothing changed, except
+                that this owner is closed if the snapshot was deleted while it was read.
         """
         while True:
-            self.session_folder.refresh()
-            found, highest = self.session_folder.generations(self.name)
-            if not found:
+            self.session_folder.key.refresh()
+            generations, highest = self.session_folder.generations(self.name)
+            if not generations:
                 raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.session_folder.files.url}")
-            self.session_folder.expect_one_way()  # now, not after a day of reading
-            number = found[-1] if generation is None else generation
-            if number not in found:
-                raise SnapshotNotFound(f"there is no snapshot {number} of {self.name!r}; expected one of {found}: "
-                                       "`Store(keep_last=...)` says how many stay")
+            self.session_folder.key.expect_no_plaintext()  # now, rather than at a save after a day of reading
+            number = generations[-1] if generation is None else generation
+            if number not in generations:
+                raise SnapshotNotFound(f"there is no snapshot {number} of {self.name!r}; expected one of {generations}:"
+                                       " `Store(keep_last=...)` says how many stay")
             try:
-                restored, pages, own = self._read(self.name, number, identity, geometry, capacity)
+                restored, pages, digest = self._read(self.name, number, identity, geometry, capacity)
                 break
             except SnapshotError:
-                # Nothing holds collectors off while this reads. Was it deleted meanwhile, a newer one is there.
+                # No lock excludes collectors while this reads. If one deleted the snapshot, there is a newer one.
                 if generation is not None or number in self.session_folder.generations(self.name)[0]:
                     raise
-        log, coming = restored.manifest.log, restored.tensors.get("next_focus")
-        if coming is not None and (coming.dtype != torch.int64 or coming.dim() != 1 or not len(coming)):
+        log, next_focus = restored.manifest.log, restored.tensors.get("next_focus")
+        if next_focus is not None and (next_focus.dtype != torch.int64 or next_focus.dim() != 1 or not len(next_focus)):
             raise SnapshotCorrupt(f"snapshot {number} of {self.name!r}: its state holds a strange focus")
-        newest = own
+        newest = digest
         if number != highest:
             newest = ""
-            with suppress(StoreError):  # a newest one on a bad sector is no reason to refuse the one before
+            with suppress(StoreError):  # a newest snapshot on a bad sector is no reason to refuse the one before
                 newest = self.digest(highest) or ""
-        spool = self._spool(log[-1].end if log else 0) if log is not None else None
+        spool = self._open_spool(log[-1].end if log else 0) if log is not None else None
         self.close()
         self.head, self.newest = highest, newest
-        self.parent, self.base, self.tried = own, (self.name, number, own), ""
+        self.parent, self.base, self.tried = digest, (self.name, number, digest), ""
         self.pages, self.log, self.spool, self.keeps_log = pages, log or (), spool, log is not None
         self.focuses = []
-        if coming is not None and spool is not None:  # it belongs to the next part of the log
-            position, *ids = coming.tolist()
+        if next_focus is not None and spool is not None:  # it belongs to the next part of the log
+            position, *ids = next_focus.tolist()
             self.focuses.append(Refocus(position, tuple(ids)))
-        # Whoever clears away from here on sees what this owner goes on from; who did before has left nothing whole.
+        # From here on collectors in this process keep the log that this owner goes on from (`log_of_owners`). One that
+        # ran before has deleted the manifest first, which shows here.
         if generation is not None and number not in self.session_folder.generations(self.name)[0]:
             self.close()
-            raise SnapshotNotFound(f"snapshot {number} of {self.name!r} was cleared away while it was read; expected "
-                                   "one that is there: `Store(keep_last=...)` says how many stay")
+            raise SnapshotNotFound(f"snapshot {number} of {self.name!r} was deleted while it was read; expected one "
+                                   "that stays: `Store(keep_last=...)` says how many do")
         return restored
 
     def load_swapped_out(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
-        """What this owner saved or loaded last, once more; nothing of the branch changes.
+        """Read once more what this owner saved or loaded last; nothing of the branch changes.
 
         Raises:
-            StaleOwner: it is not there any more, or another one stands in its place. SnapshotCorrupt, StoreError.
+            StaleOwner: that snapshot does not exist any more, or another one has its number. SnapshotCorrupt,
+                StoreError.
         """
-        self.session_folder.refresh()
+        self.session_folder.key.refresh()
         assert self.base is not None, "nothing was saved or loaded"
         name, number, digest = self.base
         with suppress(SnapshotNotFound):
-            restored, _, own = self._read(name, number, identity, geometry, capacity)
-            if own == digest:
+            restored, _, stored_digest = self._read(name, number, identity, geometry, capacity)
+            if stored_digest == digest:
                 return restored
-        raise StaleOwner(f"snapshot {number} of {name!r}, where this context waits, is not there any more, or another "
-                         "one stands in its place; expected nobody to delete it while the context is open")
+        raise StaleOwner(f"snapshot {number} of {name!r}, to which this context was swapped out, does not exist any "
+                         "more, or another one has its number; expected nobody to delete it while the context is open")
 
     def _read(self, name: str, number: int, identity: Identity | None, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
-        manifest, sections, own = self.session_folder.read_manifest(name, number)
+        manifest, sections, digest = self.session_folder.read_manifest(name, number)
         what = f"snapshot {number} of {name!r}"
         if identity is not None:
             expect_same(manifest.identity, identity, what)
@@ -187,11 +186,11 @@ class Branch:
         masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)
         pages = []
         with ThreadPoolExecutor(1, thread_name_prefix="locret-read") as reader:  # one page ahead of the assembly
-            coming = deque(reader.submit(self._read_page, ref, geometry, what) for ref in manifest.pages[:1])
+            reading = deque(reader.submit(self._read_page, ref, geometry, what) for ref in manifest.pages[:1])
             for at, mask in enumerate(masks):
-                index, units = coming.popleft().result()
-                coming.extend(reader.submit(self._read_page, ref, geometry, what)
-                              for ref in manifest.pages[at + 1:at + 2])
+                index, units = reading.popleft().result()
+                reading.extend(reader.submit(self._read_page, ref, geometry, what)
+                               for ref in manifest.pages[at + 1:at + 2])
                 assembly.add(index, units, mask)
                 pages.append(index)
         state = tensors(sections["state"], what)
@@ -199,15 +198,15 @@ class Branch:
         clash = sorted(state.keys() & units.keys())
         if clash:
             raise SnapshotCorrupt(f"{what}: its state holds a tensor {clash[0]!r}, which belongs to its pages")
-        return Restored(manifest, {**units, **state}), tuple(pages), own
+        return Restored(manifest, {**units, **state}), tuple(pages), digest
 
-    def _spool(self, start: int) -> Spool:
+    def _open_spool(self, start: int) -> Spool:
         with self.keeping_log():
-            return Spool(start, hidden=self.session_folder.hides)
+            return Spool(start, hidden=self.session_folder.key.will_encrypt)
 
     @contextmanager
     def keeping_log(self) -> Iterator[None]:
-        """System errors of the spool as StoreError, saying what is needed."""
+        """Turn system errors of the spool into StoreError, which says what the log needs."""
         try:
             yield
         except OSError as error:
@@ -220,19 +219,20 @@ class Branch:
         return read_page(ref, body, sections, geometry, page)
 
     def read_stored_log(self, identity: Identity, generation: int | None = None) -> StoredLog:
-        """The whole log up to a snapshot, the newest unless a number is given, sound, to be fed again; the next save of
-        this owner stands against what was newest then.
+        """The whole verified log up to a snapshot, the newest unless a generation is given, to be fed again.
+
+        The next save of this owner succeeds only if the snapshot that is newest now still is.
 
         Raises:
-            SnapshotCorrupt: there is none. SnapshotMismatch: its ids are of another tokenizer. StoreError.
+            SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer. StoreError.
         """
-        chain = read_stored_log(self.session_folder, self.name, identity, generation)
-        self.head, self.newest, self.keeps_log = chain.highest, chain.digest, True
-        return chain
+        stored_log = read_stored_log(self.session_folder, self.name, identity, generation)
+        self.head, self.newest, self.keeps_log = stored_log.highest, stored_log.digest, True
+        return stored_log
 
     def begin_anew(self) -> None:
         """Go on from a log that `read_stored_log` gave and that is fed again: pages and log are written anew."""
-        spool = self._spool(0)
+        spool = self._open_spool(0)
         self.close()
         self.base, self.tried = None, ""
         self.pages, self.log, self.spool, self.focuses = (), (), spool, []
@@ -240,35 +240,36 @@ class Branch:
     # -- fencing ----------------------------------------------------------------------------------------------
 
     def expect_newest(self) -> list[int]:
-        """The snapshots there are, if this owner is the one who saves next.
+        """The generations of the branch, if no other owner has saved since this one read or saved.
 
         Raises:
-            StaleOwner: another one has saved meanwhile. StoreError: the store cannot be read, so nobody knows.
+            StaleOwner: another owner has. StoreError: the store cannot be read, so that this is unknown.
         """
-        found, highest = self.session_folder.generations(self.name)
+        generations, highest = self.session_folder.generations(self.name)
         if self.tried and highest == self.head + 1 and self.digest(highest) == self.tried:
             self.head, self.newest, self.parent, self.tried = highest, self.tried, self.tried, ""
         if highest != self.head:
             raise StaleOwner(f"{self.name!r} was saved elsewhere since it was opened here: its newest snapshot is "
                              f"{highest}, this owner knows {self.head}. Nothing was acknowledged; expected one owner:"
                              " save under a new name, or open it again")
-        return found
+        return generations
 
-    def expect_not_anew(self, found: Sequence[int]) -> None:
-        """A session that was forgotten and begun anew counts from 1 again: then numbers alone would let this one in.
+    def expect_same_session(self, generations: Sequence[int]) -> None:
+        """Refuse an owner of a session that was forgotten and begun anew: its generations count from 1 again, so that
+        `expect_newest` may let this owner pass.
 
         Raises:
             StaleOwner. StoreError: as `expect_newest`.
         """
-        if self.head in found and self.newest and self.digest(self.head) not in (self.newest, None):
+        if self.head in generations and self.newest and self.digest(self.head) not in (self.newest, None):
             raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, and begun anew by another. "
                              "Nothing was written; expected one owner: save under a new name, or open it again")
 
     def digest(self, number: int) -> str | None:
-        """Of that snapshot; None if it is damaged, locked or not there, and then it is no evidence of anything.
+        """The digest of a snapshot; None if it is damaged, locked or missing, which proves nothing.
 
         Raises:
-            StoreError: the store cannot be read just now.
+            StoreError: the store cannot be read now.
         """
         try:
             return self.session_folder.read_manifest(self.name, number)[2]
@@ -280,12 +281,13 @@ class Branch:
     # -- writing ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This owner starts a session from nothing."""
+        """Begin a session that has no snapshot yet."""
         if self.keeps_log:
-            self.spool = self._spool(0)
+            self.spool = self._open_spool(0)
 
     def note(self, position: int, ids: Sequence[int]) -> None:
-        """Ids about to be committed at `position`. The same again, or other ones after an undone turn, replace them.
+        """Write ids that are about to be committed from `position` on into the spool. They replace what the spool has
+        from there on: the same ids after a step that failed, or other ids after an undone turn.
 
         Raises:
             StoreError: the spool cannot be written.
@@ -295,8 +297,8 @@ class Branch:
                 self.spool.append(ids, position)
 
     def note_focus(self, position: int, ids: Sequence[int], seen: int) -> None:
-        """A focus given when so many tokens were accepted, of them `seen` committed: one that waits takes the place of
-        one that waited; what came into force stays noted, as units made room for it."""
+        """Note a focus that was given when `position` tokens were accepted, of them `seen` committed. It replaces one
+        that is not in force yet; one that is stays in the log, because it decided which units were evicted."""
         if self.spool is not None:
             self.focuses = [event for event in self.focuses if event.position <= seen]
             self.focuses.append(Refocus(position, tuple(ids)))
@@ -305,37 +307,41 @@ class Branch:
         """A branch by another name that begins at the committed position `seen` of this one; unsaved ids are copied.
 
         Raises:
-            ConfigError: the store has something of that name already.
+            ConfigError: the store has snapshots of that name. StoreError.
         """
-        if self.session_folder.taken(name):
+        if is_taken(self.session_folder, name):
             raise ConfigError(f"fork {name!r}: the store has a session of that name; expected a new one, or `delete` "
                               "that first")
-        twin = Branch(self.session_folder.twin(), self.session, name, log=self.keeps_log)
-        twin.parent, twin.base = self.parent, self.base
-        twin.head = self.session_folder.generations(name)[1]
-        twin.pages = tuple(page for page in self.pages if page.ref.end <= seen)
-        twin.log, twin.focuses = self.log, [*self.focuses]
+        fork = Branch(self.session_folder.copy(), self.session, name, log=self.keeps_log)
+        fork.parent, fork.base = self.parent, self.base
+        fork.head = self.session_folder.generations(name)[1]
+        fork.pages = tuple(page for page in self.pages if page.ref.end <= seen)
+        fork.log, fork.focuses = self.log, [*self.focuses]
         if self.spool is not None:
-            twin.spool = twin._spool(self.spool.start)
+            fork.spool = fork._open_spool(self.spool.start)
             try:
                 with self.keeping_log():
-                    twin.spool.append(self.spool.read(seen))
+                    fork.spool.append(self.spool.read(seen))
             except BaseException:
-                twin.close()
+                fork.close()
                 raise
-        return twin
+        return fork
 
     def close(self) -> None:
-        """Drop the spool; what was not saved is gone."""
+        """Delete the spool, and with it the ids that were not saved."""
         if self.spool is not None:
             self.spool.close()
             self.spool = None
 
 
 def log_of_owners(session_folder: SessionFolder, *, all_of_them: bool) -> set[str]:
-    """Log parts, as paths inside the session, that owners in this process go on from and no manifest may name any more:
-    forks that were not saved yet, whose origin put together anew what both came from. With `all_of_them`, for clearing
-    away after a save, also those that went back to an older snapshot since; what is deleted on purpose is gone."""
+    """Log parts, as paths inside the session, that owners in this process still need though perhaps no manifest names
+    them any more: a fork that was not saved yet needs the parts that its origin has put together anew since.
+
+    Args:
+        all_of_them: also the parts of owners that went back to an older snapshot. A collection after a save keeps
+            those; one after a deletion on purpose does not.
+    """
     with _registering:
         branches = [*_branches]
     owners = [branch for branch in branches if branch.spool is not None and branch.base is not None
@@ -345,10 +351,10 @@ def log_of_owners(session_folder: SessionFolder, *, all_of_them: bool) -> set[st
 
 
 def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:
-    """Refuse a manifest whose numbers cannot be true, before anything is allocated by them.
+    """Refuse a manifest whose numbers contradict each other or `capacity`, before anything is allocated by them.
 
     Raises:
-        SnapshotCorrupt.
+        SnapshotCorrupt: they do.
     """
     if set(sections) != {"state", "masks"}:
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected state and masks")
@@ -366,10 +372,9 @@ def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capac
 
 
 def describe(manifest: Manifest, size: int, encrypted: bool, written: int = 0) -> Snapshot:
-    """What users see of a manifest of `size` bytes."""
+    """What users see of a manifest of `size` bytes, whose save wrote `written` bytes."""
     return Snapshot(name=manifest.branch, session=manifest.session, generation=manifest.generation,
                     parent=manifest.parent, created=manifest.created, tokens=manifest.tokens,
                     units=sum(ref.live for ref in manifest.pages), library=manifest.library, encrypted=encrypted,
-                    log=manifest.log is not None,
-                    bytes=size + sum(ref.size for ref in manifest.pages) + sum(ref.size for ref in manifest.log or ()),
-                    bytes_written=written, note=manifest.note)
+                    log=manifest.log is not None, bytes_written=written, note=manifest.note,
+                    bytes=size + sum(ref.size for ref in manifest.pages) + sum(ref.size for ref in manifest.log or ()))

@@ -1,6 +1,6 @@
-"""Encryption at rest: one data key per session, wrapped by a key of the user; destroying it is deletion.
+"""Encryption at rest: one data key per session, wrapped by a key of the user; without it the session is unreadable.
 
-A sealed file is a container, encrypted as a whole (AES-256-GCM in segments, a key of its own for each file):
+An encrypted file is a container, encrypted as a whole (AES-256-GCM in segments, each file under a key of its own):
 
     0    8   magic: 89 4C 4F 43 53 45 41 0A
     8    2   u16 version: 1
@@ -8,7 +8,7 @@ A sealed file is a container, encrypted as a whole (AES-256-GCM in segments, a k
     42       segments of 1 MiB of plaintext (the last may be shorter, even empty), each followed by its tag of 16 bytes;
              nonce = u64 number of the segment, little-endian, then u32: 1 for the last segment, else 0
 
-A file moved to another place, cut at a segment, or put together from two does not open.
+A file that was moved to another place, cut at a segment, or put together from two cannot be decrypted.
 
     wrapped key    nonce (12), AES-256-GCM of the 32 bytes of the data key under the user's key, bound to the session
 """
@@ -31,7 +31,7 @@ KEY_BYTES = 32
 
 
 class MissingKey(StoreError):
-    """A session whose key was not given, or another; inside the room only."""
+    """The store was given no key for an encrypted session, or another one; outside `snapshot` it is a StoreError."""
 
 
 def user_key(key: bytes | str | None) -> bytes | None:
@@ -44,7 +44,7 @@ def user_key(key: bytes | str | None) -> bytes | None:
         return None
     try:
         raw = bytes.fromhex(key) if isinstance(key, str) else bytes(memoryview(key))
-    except (TypeError, ValueError):  # of an int, `bytes` would make that many zeros
+    except (TypeError, ValueError):  # `bytes` of an int would be that many zeros
         raw = b""
     if len(raw) != KEY_BYTES:
         raise ConfigError("the store's key is not 32 bytes or 64 hexadecimal digits; `python -c \"import secrets; "
@@ -59,7 +59,7 @@ def new_data_key() -> bytes:
 
 
 def wrap(data_key: bytes, key: bytes, folder: str) -> bytes:
-    """The data key, to be stored in a session's folder, and opened only there."""
+    """The data key as it is stored in a session's folder, and can be unwrapped only there."""
     nonce = os.urandom(12)
     return nonce + _cipher().AESGCM(key).encrypt(nonce, data_key, folder.encode())
 
@@ -68,7 +68,7 @@ def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
     """The data key of the session in a folder.
 
     Raises:
-        MissingKey: another user's key, or a damaged file.
+        MissingKey: `key` is another one, or the file is damaged.
     """
     cipher = _cipher()
     try:
@@ -79,30 +79,30 @@ def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
 
 
 def encrypted_size(size: int) -> int:
-    """Bytes of the sealed file of a container of so many."""
+    """Bytes of the encrypted file of a container of `size` bytes."""
     return HEAD + SALT + size + TAG * max(1, -(-size // SEGMENT))
 
 
 def encrypt(parts: Iterable[Buffer], data_key: bytes, where: str) -> Iterator[bytes]:
-    """The sealed file of a container that comes in parts."""
+    """The encrypted file of a container, in parts; `where` is its path, to which it is bound."""
     salt = os.urandom(SALT)
     yield MAGIC + VERSION.to_bytes(2, "little") + salt
-    aead, number, held = _cipher().AESGCM(_file_key(data_key, salt, where)), 0, bytearray()
+    aead, number, buffer = _cipher().AESGCM(_file_key(data_key, salt, where)), 0, bytearray()
     for part in parts:
-        held += part
-        while len(held) > SEGMENT:
-            yield aead.encrypt(_nonce(number, False), bytes(held[:SEGMENT]), None)
-            del held[:SEGMENT]
+        buffer += part
+        while len(buffer) > SEGMENT:
+            yield aead.encrypt(_nonce(number, False), bytes(buffer[:SEGMENT]), None)
+            del buffer[:SEGMENT]
             number += 1
-    yield aead.encrypt(_nonce(number, True), bytes(held), None)
+    yield aead.encrypt(_nonce(number, True), bytes(buffer), None)
 
 
 def decrypt(data: memoryview, data_key: bytes, where: str) -> memoryview:
-    """The container in a sealed file.
+    """The container in an encrypted file whose path is `where`.
 
     Raises:
-        SnapshotTooNew: sealed as a later version does. SnapshotCorrupt: not sealed with this key for this place, or
-            damaged.
+        SnapshotTooNew: a later version encrypted it. SnapshotCorrupt: it was encrypted with another key or for another
+            path, or is damaged.
     """
     cipher = _cipher()
     if bytes(data[:len(MAGIC)]) != MAGIC or len(data) < HEAD + SALT + TAG:
@@ -127,16 +127,16 @@ def decrypt(data: memoryview, data_key: bytes, where: str) -> memoryview:
 
 
 class Scrambler:
-    """Hides what waits in a temporary file (AES-256-CTR by offset), under a key that is nowhere but in memory.
+    """Encrypts a temporary file (AES-256-CTR by offset) under a key that exists only in memory.
 
-    The same offset is to be written once: what takes its place needs a scrambler of its own.
+    Every offset may be encrypted once: other bytes at the same offset need a scrambler of their own.
     """
 
     def __init__(self):
         self._cipher, self._key, self._nonce = _cipher(), secrets.token_bytes(KEY_BYTES), secrets.token_bytes(8)
 
     def at(self, offset: int, data: bytes) -> bytes:
-        """The bytes hidden, or, hidden ones, as they were."""
+        """Encrypt the bytes at an offset, or decrypt them: CTR is its own inverse."""
         block, skip = divmod(offset, 16)
         mode = self._cipher.CTR(self._nonce + block.to_bytes(8, "big"))
         stream = self._cipher.Cipher(self._cipher.AES(self._key), mode).encryptor()
@@ -153,7 +153,7 @@ def _file_key(data_key: bytes, salt: bytes, where: str) -> bytes:
 
 
 def _cipher() -> SimpleNamespace:
-    """What is needed of the `cryptography` package, an extra.
+    """What this module uses of the `cryptography` package, which is an optional requirement.
 
     Raises:
         ConfigError: it is not installed.

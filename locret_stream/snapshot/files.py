@@ -1,7 +1,7 @@
-"""Where containers are kept: the interface of a place, and its two makes, a folder and an object store.
+"""Where containers are kept: the interface that a folder (`local`) and an object store (`remote`) implement.
 
-`write` returns once the file would survive a power cut, and a file is there whole or not at all. A path is made of
-names that this library chose (hexadecimal, a few letters): session names never become paths.
+`write` returns once the file would survive a power cut, and a file exists whole or not at all. A path is made of names
+that this library chose (hexadecimal, a few letters): session names never become paths.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ TEMPORARY = ".tmp-"
 
 
 class Exists(Exception):
-    """An exclusive write found the file there already; inside the room only."""
+    """An exclusive write met a file of its name; `snapshot` handles this itself."""
 
 
 class Busy(Exception):
-    """A lock that somebody holds, and one was not to wait; inside the room only."""
+    """Another owner has the lock, and the caller did not want to wait; `snapshot` handles this itself."""
 
 
 class Files(Protocol):
-    """What the store needs of a place. Paths are relative, with "/"."""
+    """A place for files. Paths are relative, with "/"."""
 
     url: str
-    locks: bool  # whether `lock` holds anybody off
+    locks: bool  # whether `lock` really locks
 
     def read(self, path: str, most: int) -> memoryview:
-        """The whole file, of at most `most` bytes, in memory that belongs to nobody else and may be written to.
+        """The whole file, of at most `most` bytes, in memory of its own that may be written to.
 
         Raises:
-            SnapshotNotFound: there is none. SnapshotCorrupt: larger, or not a plain file. StoreError.
+            SnapshotNotFound: there is no such file. SnapshotCorrupt: it is larger, or not a plain file. StoreError.
         """
         ...
 
@@ -42,16 +42,16 @@ class Files(Protocol):
         ...
 
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
-        """The parts one after another as one file, durable on return; an existing one is replaced whole.
+        """Write the parts one after another as one file, durable on return; an existing file is replaced atomically.
 
         Raises:
-            Exists: `exclusive`, and there is one. StoreError: it failed; the file is as it was before, or whole and new
-                where only the last step failed: that it is there was not made durable, or the answer got lost.
+            Exists: `exclusive`, and the file exists. StoreError: the write failed. The file is then as it was before,
+                or whole and new where only the last step failed: the folder was not synced, or the answer got lost.
         """
         ...
 
-    def settle(self, folder: str) -> None:
-        """Make the files directly in a folder durable, whoever wrote them: one that died may have left that undone."""
+    def sync_folder(self, folder: str) -> None:
+        """Make the files directly in a folder durable, whoever wrote them: a writer may have died before that."""
         ...
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -63,7 +63,7 @@ class Files(Protocol):
         ...
 
     def delete(self, path: str) -> None:
-        """Remove a file, durably; nothing if it is not there."""
+        """Delete a file, durably, if it exists."""
         ...
 
     def unfinished(self, folder: str) -> dict[str, str]:
@@ -71,25 +71,27 @@ class Files(Protocol):
         ...
 
     def sweep(self, folder: str, older_s: float) -> list[str]:
-        """Remove temporary files in a folder that are older; returns their names."""
+        """Delete the temporary files in a folder that are at least so many seconds old; returns their names."""
         ...
 
     def age_s(self, path: str) -> float:
-        """Seconds since the file was written; 0 where that cannot be told."""
+        """Seconds since the file was written; 0 where the place cannot say."""
         ...
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder with whatever is left in it."""
+        """Remove a folder with everything in it."""
         ...
 
-    def drop_folder(self, folder: str) -> None:
-        """Remove a folder if there is nothing in it (but a lock that nobody holds)."""
+    def remove_empty_folder(self, folder: str) -> None:
+        """Remove a folder if nothing is in it but a lock that is free."""
         ...
 
     def lock(self, folder: str, *, shared: bool, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
-        """Hold off others, threads or processes, for the length of a block; gives whether the place can do that at all.
+        """Lock a folder for the length of a block, against other threads and processes.
+
+        The block gets whether the place has locks at all.
 
         Raises:
-            Busy: not with `wait`, and others hold it.
+            Busy: `wait` is false, and another owner has the lock.
         """
         ...

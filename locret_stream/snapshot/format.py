@@ -19,12 +19,12 @@ tensors' bytes without a gap, each at a multiple of its item size. Its digest co
 
 So every byte is either covered by a digest or must be zero. A reader checks, in this order: magic, version (a higher
 one is `SnapshotTooNew`), kind, sizes, the digest of the header, the header itself (unknown fields are refused), the
-place of every section, zeros, and digests; only then it looks at a tensor. Nothing is allocated by a number that the
-file claims: what is read is the file, and its size is checked first. Digests find damage, not forgery: for that, and
+place of every section, zeros, and digests; only then does it look at a tensor. No number in the file makes a reader
+allocate memory: it reads the file, whose size it checks first. Digests reveal damage, not forgery: against that, and
 for secrecy, containers are encrypted as a whole (`snapshot.encryption`).
 
-A manifest names pages; what they mean together is in `snapshot.pages`. Places are in `snapshot.names`; what version 1
-had instead, an alias of 34 bytes without a digest, is read and replaced. Never pickle, never a second codec.
+`snapshot.pages` specifies what a manifest and its pages mean together, `snapshot.names` what places are for. Version 1
+had an alias of 34 bytes without a digest instead of places; it is read and replaced. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PREAMBLE = struct.Struct("<8sHHIQ8x16s")
 HEADER_LIMIT = 4 << 20  # bytes
 ALIGN = 64
 NOTE_LIMIT = 64 << 10  # bytes
-MOST_ITEMS = 2**53  # of a tensor, dimensions of 0 not counted
+MOST_ITEMS = 2**53  # of a tensor, with dimensions of 0 left out of the product
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -76,7 +76,11 @@ class _Header(Struct, Generic[T], frozen=True, forbid_unknown_fields=True):
 
 
 class PageRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A page that a manifest needs: units of source positions start .. end-1, some of them dead by now."""
+    """A page that a manifest needs, with units of stream positions start .. end-1.
+
+    Args:
+        name: of its file. size: of its container in bytes. units: in the page. live: of these, units that are kept.
+    """
 
     name: Digest
     start: Count
@@ -87,7 +91,7 @@ class PageRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class LogRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A log part that a manifest needs: token ids start .. end-1 of the session."""
+    """A log part that a manifest needs, with the token ids start .. end-1 of the session; `size` in bytes."""
 
     name: Digest
     start: Count
@@ -96,8 +100,8 @@ class LogRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Frame(Struct, frozen=True, forbid_unknown_fields=True):
-    """The conversation's frame as `context.session` has it: whose turn is open, how the text began that is not cut
-    yet (`text`, and `tail`, bytes of an unfinished character), and the digest of the system text."""
+    """The conversation's frame as `context.session` has it: whose turn is open (`turn`), the text that is not tokenized
+    yet (`text`, and in `tail` the bytes of an unfinished character), and the digest of the system text (`system`)."""
 
     turn: Annotated[str, Meta(max_length=16)] = "none"
     has_content: bool = False
@@ -114,14 +118,16 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A snapshot. Sections: "state" (tensors of the engine and the policy), "masks" (of pages with dead units).
 
     Args:
-        session, branch: what it is of; a fork is a branch of the session it came from.
-        generation: counts up in its branch, never used twice.
-        parent: digest of the manifest it grew out of, "" for a first one.
+        session, branch: the names it belongs to; a fork is a branch of the session it came from.
+        generation: its number in the branch, which counts up and is never used twice.
+        parent: digest of the manifest it grew out of, "" for the first one.
         created: seconds since 1970. library: the version that wrote it.
-        tokens: accepted. seen: of these, committed. counts: units per layer, those of a focus left out: the state has
-            its ids, `focus` [n] i64, and those of one that waits, `next_focus` [1 + n] i64, behind its position.
-        log: None if the session has none.
-        note: the caller's own, never looked at.
+        identity: what it was made with.
+        tokens: accepted tokens. seen: of these, the committed ones. counts: units per layer, without those of a focus.
+            Of a focus the state has the ids, `focus` [n] i64; of one that is not in force yet its position and its ids,
+            `next_focus` [1 + n] i64.
+        log: None if the session has none. frame: of the conversation.
+        note: the caller's own bytes, which the library never interprets.
     """
 
     session: Name
@@ -141,17 +147,21 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Page(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Units of source positions start .. end-1. Sections: "index" and "units", as `snapshot.pages` writes them."""
+    """Units of stream positions start .. end-1. Sections: "index" and "units", as `snapshot.pages` writes them."""
 
     start: Count
     end: Count
 
 
 class LogPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Committed token ids start .. end-1 of a branch. Section "ids": ids [end - start] i32; pending [n] i32, the
-    accepted ids behind them; held [n] u8, what was pulled and not accepted; focuses [n] i64, if there are any: for each
-    its position, how many ids it has, and these. `before` is the part that ends at start, ""
-    at 0; the rest is as of the save that wrote the part.
+    """Committed token ids start .. end-1 of a branch.
+
+    Section "ids": ids [end - start] i32; pending [n] i32, the accepted ids behind them; held [n] u8, what was buffered;
+    focuses [n] i64, if there are any: for each its position, how many ids it has, and these.
+
+    Args:
+        branch, generation, tokenizer, frame: of the save that wrote the part.
+        before: name of the part that ends at `start`, "" at 0.
     """
 
     branch: Name
@@ -164,12 +174,12 @@ class LogPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the snapshots of a name lie (`snapshot.names`). No sections, and never encrypted.
+    """Where the snapshots of a name lie (`snapshot.names`). It has no sections, and is never encrypted.
 
     Args:
-        name: what stands for it in a path. folder: of its session.
-        newest: the highest number that was saved under it, 0 in an alias.
-        title: the name itself; "" where that is a secret.
+        name: the hash that stands for the name in a path. folder: of its session.
+        newest: the highest generation that was saved under the name, 0 in an alias.
+        title: the name itself, "" in an encrypted session.
     """
 
     name: Digest
@@ -195,12 +205,16 @@ def digest(*parts: Buffer) -> str:
 
 
 def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[Buffer]:
-    """A container as buffers to be written one after another; the first holds preamble and header.
+    """A container as buffers to be written one after another; the first one has preamble and header.
 
-    Tensors are not copied: the buffers are theirs, which must not change until they are written.
+    The buffers share the memory of the tensors, which must not change until they are written.
+
+    Args:
+        sections: for each its tensors by name.
 
     Raises:
-        SnapshotError: `unpack` or `tensors` would refuse it: values outside their limits, tensors of another dtype.
+        SnapshotError: `unpack` or `tensors` would refuse it, for values outside their limits or tensors of other
+            dtypes.
     """
     try:
         contents = {name: _section(tensors, f"section {name!r}") for name, tensors in sections.items()}
@@ -214,26 +228,28 @@ def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[Buf
     size = _end_of(PREAMBLE.size + len(header)) + sum(_end_of(total(parts)) for parts in contents.values())
     fixed = PREAMBLE.pack(MAGIC, VERSION, _NUMBERS[type(body)], len(header), size, b"")
     fixed = fixed[:32] + bytes.fromhex(digest(fixed[:32], header))
-    out: list[Buffer] = [_padded(fixed + header)]
+    beginning = fixed + header
+    buffers: list[Buffer] = [beginning + bytes(-len(beginning) % ALIGN)]
     for parts in contents.values():
-        out += [*parts, bytes(-total(parts) % ALIGN)]
-    return out
+        buffers += [*parts, bytes(-total(parts) % ALIGN)]
+    return buffers
 
 
-def _section(found: Mapping[str, Tensor], what: str) -> list[Buffer]:
-    """A safetensors file of these tensors: its head, then each tensor's bytes; wide items first, so all are aligned.
+def _section(tensors: Mapping[str, Tensor], what: str) -> list[Buffer]:
+    """A safetensors file of these tensors: its header, then the bytes of each tensor; wide items first, so that all are
+    aligned.
 
-    The `safetensors` package copies every tensor twice on this way, which takes longer than writing them.
+    The `safetensors` package would copy every tensor twice, which takes longer than writing them.
     """
-    order = sorted(found, key=lambda name: (-found[name].dtype.itemsize, name))
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     entries, buffers, at = dict[str, _TensorEntry](), list[memoryview](), 0
     for name in order:
-        tensor = found[name].detach().contiguous()
+        tensor = tensors[name].detach().contiguous()
         end = at + tensor.nbytes
         if tensor.dtype not in DTYPE_NAMES:
             raise SnapshotCorrupt(f"{what}: tensor {name!r} is {tensor.dtype}; expected one of {sorted(DTYPES)}")
         entries[name] = _TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), (at, end))
-        flat = tensor.as_strided((tensor.numel(),), (1,))  # of one item any stride counts as contiguous
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # one item counts as contiguous with any stride
         buffers.append(flat.view(torch.uint8).numpy().data)
         at = end
     head = msgspec.json.encode(entries)
@@ -247,15 +263,15 @@ def unpack(data: bytes | bytearray | memoryview, kind: type[T], what: str) -> tu
     """(body, sections, digest of preamble and header) of a container, every byte of it verified.
 
     Args:
-        what: how to call the file in messages.
+        kind: the kind that the file must have. what: how to call the file in messages.
 
     Raises:
-        SnapshotTooNew: a later format version. SnapshotCorrupt: anything else that is not exactly as specified.
+        SnapshotTooNew: it has a later format version. SnapshotCorrupt: anything else is not exactly as specified.
     """
     view = memoryview(data).cast("B")
-    header, own = _header(view, kind, what)
-    sections, at = {}, _end_of(PREAMBLE.size + own[1])
-    _expect_zeros(view[PREAMBLE.size + own[1]:at], what)
+    header, length, header_digest = _header(view, kind, what)
+    sections, at = {}, _end_of(PREAMBLE.size + length)
+    _expect_zeros(view[PREAMBLE.size + length:at], what)
     for section in header.sections:
         end = at + section.size
         if end > len(view) or section.name in sections:
@@ -268,16 +284,17 @@ def unpack(data: bytes | bytearray | memoryview, kind: type[T], what: str) -> tu
     for section in header.sections:
         if digest(sections[section.name]) != section.digest:
             raise SnapshotCorrupt(f"{what}: section {section.name!r} is damaged: its checksum does not match")
-    return header.body, sections, own[0]
+    return header.body, sections, header_digest
 
 
-def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], tuple[str, int]]:
+def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], int, str]:
+    """The verified header of a container, its length in bytes, and its digest. Raises as `unpack`."""
     if len(view) < PREAMBLE.size:
         raise SnapshotCorrupt(f"{what}: {len(view)} bytes; expected at least {PREAMBLE.size}")
-    magic, version, number, length, size, own = PREAMBLE.unpack_from(view)
+    magic, version, number, length, size, digest_bytes = PREAMBLE.unpack_from(view)
     if magic != MAGIC:
         raise SnapshotCorrupt(f"{what}: not a snapshot file, it begins with {bytes(magic)!r}; expected {MAGIC!r}")
-    if version > VERSION and not _is_damaged_version(view, length, own):
+    if version > VERSION and not _is_damaged_version(view, length, digest_bytes):
         raise SnapshotTooNew(f"{what}: format version {version}; this library reads up to {VERSION}; install a newer "
                              "one")
     if version < 1 or number != _NUMBERS[kind]:
@@ -286,19 +303,20 @@ def _header(view: memoryview, kind: type[T], what: str) -> tuple[_Header[T], tup
     if length > HEADER_LIMIT or PREAMBLE.size + length > len(view) or size != len(view):
         raise SnapshotCorrupt(f"{what}: it says {size} bytes with a header of {length}; found {len(view)} bytes")
     content = view[PREAMBLE.size:PREAMBLE.size + length]
-    if bytes(view[24:32]) != bytes(8) or bytes.fromhex(digest(view[:32], content)) != own:
+    if bytes(view[24:32]) != bytes(8) or bytes.fromhex(digest(view[:32], content)) != digest_bytes:
         raise SnapshotCorrupt(f"{what}: the header is damaged: its checksum does not match")
     try:
-        return _DECODERS[kind].decode(content), (own.hex(), length)
+        return _DECODERS[kind].decode(content), length, digest_bytes.hex()
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise SnapshotCorrupt(f"{what}: the header is not one of this format: {_brief(error)}") from None
 
 
-def _is_damaged_version(view: memoryview, length: int, own: bytes) -> bool:
-    """Whether the header is a sound one of a known version but for the number: then that is damage, not a later one."""
+def _is_damaged_version(view: memoryview, length: int, digest_bytes: bytes) -> bool:
+    """Whether the header is intact with another version number: then the number is damaged, and no later version."""
     content = view[PREAMBLE.size:PREAMBLE.size + min(length, HEADER_LIMIT)]
-    return any(bytes.fromhex(digest(bytes(view[:8]) + known.to_bytes(2, "little") + bytes(view[10:32]), content)) == own
-               for known in range(1, VERSION + 1))
+    before, after = bytes(view[:8]), bytes(view[10:32])
+    return any(bytes.fromhex(digest(before + version.to_bytes(2, "little") + after, content)) == digest_bytes
+               for version in range(1, VERSION + 1))
 
 
 class _TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -311,10 +329,10 @@ _ENTRIES = msgspec.json.Decoder(dict[Annotated[str, Meta(max_length=256)], _Tens
 
 
 def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
-    """Tensors of a verified section, as views of its bytes wherever these are writable; else copies.
+    """The tensors of a verified section, as views of its bytes if these are writable, else as copies.
 
     Raises:
-        SnapshotCorrupt: not a safetensors file of the dtypes above, without gaps and overlaps.
+        SnapshotCorrupt: it is no safetensors file of the dtypes above without gaps and overlaps.
     """
     entries, at = _entries(section, len(section), what)
     data = section[at:]
@@ -323,31 +341,34 @@ def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
 
 
 def _entries(section: memoryview, size: int, what: str) -> tuple[list[tuple[str, _TensorEntry]], int]:
-    """Names and entries in the order of their bytes, and where these begin, of a section of that size; its beginning
-    is enough."""
+    """The names and entries of a section in the order of their bytes, and the offset of these bytes.
+
+    Args:
+        section: at least its safetensors header. size: of the whole section.
+    """
     if len(section) < 8:
         raise SnapshotCorrupt(f"{what}: a section of {len(section)} bytes; expected a safetensors file")
     length = int.from_bytes(section[:8], "little")
     if length > min(len(section) - 8, HEADER_LIMIT):
         raise SnapshotCorrupt(f"{what}: a tensor header of {length} bytes in a section of {size}")
     try:
-        found = _ENTRIES.decode(section[8:8 + length])
+        decoded = _ENTRIES.decode(section[8:8 + length])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise SnapshotCorrupt(f"{what}: not a tensor header: {_brief(error)}") from None
-    entries, at, room = sorted(found.items(), key=lambda item: item[1].data_offsets), 0, size - 8 - length
+    entries, at, data_size = sorted(decoded.items(), key=lambda item: item[1].data_offsets), 0, size - 8 - length
     for name, entry in entries:
         dtype = DTYPES.get(entry.dtype)
         start, end = entry.data_offsets
-        # Beside a dimension of 0 any other fits the bytes; torch and numpy count the product of those all the same.
+        # With a dimension of 0 the others may have any size; torch and numpy limit the product of those all the same.
         product = prod(axis or 1 for axis in entry.shape)
         count = 0 if 0 in entry.shape else product
-        if (dtype is None or start != at or end > room or count * dtype.itemsize != end - start
+        if (dtype is None or start != at or end > data_size or count * dtype.itemsize != end - start
                 or product > MOST_ITEMS or (8 + length + start) % dtype.itemsize):
             raise SnapshotCorrupt(f"{what}: tensor {name!r} is {entry.dtype} {entry.shape} in bytes {start} to {end} "
-                                  f"of {room}; expected a known dtype, from byte {at} on, of just its size")
+                                  f"of {data_size}; expected a known dtype, from byte {at} on, of just its size")
         at = end
-    if at != room:
-        raise SnapshotCorrupt(f"{what}: {room - at} bytes belong to no tensor")
+    if at != data_size:
+        raise SnapshotCorrupt(f"{what}: {data_size - at} bytes belong to no tensor")
     return entries, 8 + length
 
 
@@ -358,16 +379,13 @@ def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
 
 
 def _brief(error: Exception) -> str:
-    """The message of an error that may quote the file: short, and nothing that a terminal would obey."""
+    """The message of an error that may quote the file, shortened and without control characters."""
     return ascii(str(error)[:200])[1:-1]
 
 
 def _end_of(size: int) -> int:
+    """Where what follows `size` bytes begins."""
     return -(-size // ALIGN) * ALIGN
-
-
-def _padded(data: bytes) -> bytes:
-    return data + bytes(_end_of(len(data)) - len(data))
 
 
 def _expect_zeros(gap: memoryview, what: str) -> None:
@@ -376,10 +394,10 @@ def _expect_zeros(gap: memoryview, what: str) -> None:
 
 
 def expect(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], what: str) -> None:
-    """Refuse tensors that are not exactly these, by name, dtype and shape.
+    """Refuse tensors that do not have exactly these names, dtypes and shapes.
 
     Raises:
-        SnapshotCorrupt: naming the first that differs.
+        SnapshotCorrupt: it names the first that differs.
     """
     for name in sorted(tensors.keys() | shapes.keys()):
         found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None

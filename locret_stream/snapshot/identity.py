@@ -1,7 +1,7 @@
-"""What a snapshot belongs to, by content. Knows digests; knows nothing of files, models or contexts.
+"""What a snapshot was made with, by content. Knows digests; knows nothing of files, models or contexts.
 
-A snapshot means something only together with everything its numbers were computed by. Shapes and names do not tell a
-model from its fine-tuned sibling, so every tensor is hashed, whole.
+A snapshot can be used only with everything that its numbers were computed with. Shapes and names do not distinguish a
+model from a fine-tuned version of it, so every tensor is hashed whole.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Text = Annotated[str, Meta(max_length=65_536)]
 
 
 class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that must be the same for a snapshot to be resumed. Compared field by field, in this order.
+    """Everything that must be the same for a snapshot to be resumed, compared field by field in this order.
 
     Args:
-        weights: digest of every tensor of the model by name, adapters that are loaded into it included.
+        weights: digest of all tensors of the model with their names, loaded adapters included.
         architecture: digest of the model's config: layers, RoPE, attention.
         dtype: of K and V.
         tokenizer, template: digests of the tokenizer's definition and of what the chat template writes.
-        heads: digest of the retaining heads, "" without.
+        heads: digest of the retaining heads, "" if there are none.
         policy, knobs: its name, and its own settings as JSON.
         budgets: units per layer, sinks and stabilizers. chunk_size: the grid.
     """
@@ -46,21 +46,24 @@ class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def expect_same(found: Identity, expected: Identity, what: str) -> None:
-    """Refuse a snapshot of something else.
+    """Refuse a snapshot that was made with something else.
+
+    Args:
+        found: the identity that the snapshot says. expected: that of the runtime. what: the snapshot, for the message.
 
     Raises:
-        SnapshotMismatch: naming the first field that differs, with both values.
+        SnapshotMismatch: it names the first field that differs, with both values.
     """
     for field in Identity.__struct_fields__:
-        ours, theirs = getattr(expected, field), getattr(found, field)
-        if ours != theirs:
-            raise SnapshotMismatch(f"{what} was made with other {field}: found {theirs or 'none'}, expected "
-                                   f"{ours or 'none'}; open it with what it was made with, or under a new name",
-                                   field=field, found=theirs, expected=ours)
+        wanted, stored = getattr(expected, field), getattr(found, field)
+        if wanted != stored:
+            raise SnapshotMismatch(f"{what} was made with other {field}: found {stored or 'none'}, expected "
+                                   f"{wanted or 'none'}; open it with what it was made with, or under a new name",
+                                   field=field, found=stored, expected=wanted)
 
 
 def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """xxh3-128 over names, dtypes, shapes and every byte of the tensors; their order does not matter."""
+    """xxh3-128 of names, dtypes, shapes and every byte of the tensors, in whatever order they come."""
     return digest_text(*sorted(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{_digest_bytes(tensor)}"
                                for name, tensor in named))
 
@@ -71,13 +74,13 @@ def _digest_bytes(tensor: Tensor) -> str:
 
 
 def digest_text(*parts: str) -> str:
-    """xxh3-128 over texts, each with its length."""
-    whole = xxhash.xxh3_128()
+    """xxh3-128 of texts, each preceded by its length."""
+    state = xxhash.xxh3_128()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
-        whole.update(len(data).to_bytes(8, "little"))
-        whole.update(data)
-    return whole.hexdigest()
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
 
 
 def canonical(values: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A folder as the place of a store: durable, locked, and below its root no link is followed."""
+"""A folder as the place of a store: writes are durable, and no link below the root is followed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, something below a
 
 
 class Posix:
-    """The system calls that change a disk, one method each, so that a test can record and cut them."""
+    """The system calls that change a disk, one method each, so that a test can record them and let them fail."""
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path, 0o700)
@@ -70,14 +70,14 @@ class LocalFiles:
         if os.path.exists(self.root) and not os.path.isdir(self.root):
             raise StoreError(f"{self.root} is no folder; expected one, or nothing yet")
         self.url, self.posix = self.root, posix or Posix()
-        self._durable: set[tuple[str, int]] = set()  # folders (path, inode) whose place above was synced from here
+        self._durable: set[tuple[str, int]] = set()  # folders (path, inode) whose entry this object made durable
 
     def read(self, path: str, most: int) -> memoryview:
         with self._opened(path) as (handle, size):
             name = self._path(path)
             if size > most:
                 raise SnapshotCorrupt(f"{name} has {size} bytes; expected at most {most}")
-            # numpy's memory is neither zeroed first nor mapped in small pages: half of the time of a large read.
+            # numpy neither zeroes its memory first nor maps it in small pages, which halves the time of a large read.
             try:
                 data, at = np.empty(size, np.uint8).data, 0
             except MemoryError:
@@ -94,11 +94,11 @@ class LocalFiles:
             return os.pread(handle, count, 0)
 
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
-        posix, target = self.posix, self._plain(path)
+        posix, target = self.posix, self._checked(path)
         folder = os.path.dirname(target)
         temporary = os.path.join(folder, f"{TEMPORARY}{os.path.basename(target)}-{secrets.token_hex(8)}")
         with self._reported(path):
-            self._make(path.rpartition("/")[0])
+            self._make_folder(path.rpartition("/")[0])
             handle = posix.create(temporary)
             try:
                 try:
@@ -106,7 +106,7 @@ class LocalFiles:
                         view = memoryview(part)
                         while len(view):
                             view = view[posix.write(handle, view):]
-                    posix.fsync(handle)  # failed once, it is never tried again: the kernel may have dropped the pages
+                    posix.fsync(handle)  # never tried again after an error: the kernel may have dropped the pages
                 finally:
                     posix.close(handle)
                 if exclusive:
@@ -123,29 +123,30 @@ class LocalFiles:
                 raise
             posix.sync_folder(folder)
 
-    def settle(self, folder: str) -> None:
+    def sync_folder(self, folder: str) -> None:
         with self._reported(folder):
-            self._make(folder)
+            self._make_folder(folder)
             self.posix.sync_folder(self._path(folder))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        found = {}
+        sizes = {}
         for entry in self._entries(folder):
-            # Another process may have deleted it since the folder was read.
+            # Another process may have deleted the file since the folder was read.
             with self._reported(folder), contextlib.suppress(FileNotFoundError):
                 if not entry.name.startswith(TEMPORARY) and not entry.is_dir(follow_symlinks=False):
-                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
-        return found
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def folders(self, folder: str) -> list[str]:
         return [entry.name for entry in self._entries(folder) if entry.is_dir(follow_symlinks=False)]
 
     def delete(self, path: str) -> None:
-        target = self._plain(path)
+        target = self._checked(path)
         with self._reported(path):
             with contextlib.suppress(FileNotFoundError):
                 self.posix.unlink(target)
-            with contextlib.suppress(FileNotFoundError):  # also what was gone: whoever deleted it may have died
+            # Also where the file did not exist: whoever deleted it may have died before the sync.
+            with contextlib.suppress(FileNotFoundError):
                 self.posix.sync_folder(os.path.dirname(target))
 
     def unfinished(self, folder: str) -> dict[str, str]:
@@ -167,9 +168,9 @@ class LocalFiles:
             return 0.0
 
     def remove_folder(self, folder: str) -> None:
-        name = self._plain(folder)
+        name = self._checked(folder)
         with self._reported(folder):
-            # The lock goes last: without it another process could begin in a folder that is on its way out.
+            # The lock is deleted last: without it another process could begin in a folder that is being removed.
             for entry in sorted(self._entries(folder), key=lambda entry: entry.name == LOCK):
                 if entry.is_dir(follow_symlinks=False):
                     self.remove_folder(f"{folder}/{entry.name}")
@@ -178,8 +179,8 @@ class LocalFiles:
                         self.posix.unlink(entry.path)
             self._rmdir(name)
 
-    def drop_folder(self, folder: str) -> None:
-        name = self._plain(folder)
+    def remove_empty_folder(self, folder: str) -> None:
+        name = self._checked(folder)
         if not os.path.isdir(name) or any(entry.name != LOCK for entry in self._entries(folder)):
             return
         with contextlib.suppress(Busy), self.lock(folder, shared=False, wait=False), self._reported(folder):
@@ -191,19 +192,19 @@ class LocalFiles:
         import fcntl
         with self._reported(folder):
             handle = self._locked(folder, shared, wait)
-        own = os.getpid()
+        process = os.getpid()
         try:
             yield True
         finally:
-            # A process that was forked meanwhile has the lock too, and to close it here is not to give it back. But
-            # such a process must not give back its parent's.
-            if os.getpid() == own:
+            # A process that was forked meanwhile has the handle too, so that closing it here does not release the lock;
+            # but the forked process must not release the lock of its parent.
+            if os.getpid() == process:
                 with contextlib.suppress(OSError):
                     fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def _rmdir(self, name: str) -> None:
-        """Remove an emptied folder; it stays if somebody begins anew in it."""
+        """Remove an emptied folder; it stays if another process writes into it meanwhile."""
         try:
             self.posix.sync_folder(name)
             self.posix.rmdir(name)
@@ -215,11 +216,12 @@ class LocalFiles:
                 raise
 
     def _locked(self, folder: str, shared: bool, wait: bool) -> int:
+        """The handle of the folder's lock file, locked. Raises Busy."""
         import fcntl
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
-        name = self._plain(f"{folder}/{LOCK}")
+        name = self._checked(f"{folder}/{LOCK}")
         while True:
-            self._make(folder)
+            self._make_folder(folder)
             try:
                 handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:  # the folder was removed in this moment
@@ -235,12 +237,12 @@ class LocalFiles:
             except BaseException:
                 os.close(handle)
                 raise
-            os.close(handle)  # removed while this waited for it: a lock that nobody else would see
+            os.close(handle)  # the file was removed while this waited for its lock, which nobody else would meet
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, int]]:
-        """A plain file to be read: its handle and its size."""
-        name = self._plain(path)
+        """Open a plain file for reading: its handle and its size."""
+        name = self._checked(path)
         with self._reported(path, "expected a file that may be read"):
             try:
                 handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -251,10 +253,10 @@ class LocalFiles:
                     raise SnapshotCorrupt(f"{name} is a link or no plain file; it is not read") from None
                 raise
             try:
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode):
+                status = os.fstat(handle)
+                if not stat.S_ISREG(status.st_mode):
                     raise SnapshotCorrupt(f"{name} is not a plain file; it is not read")
-                yield handle, found.st_size
+                yield handle, status.st_size
             finally:
                 os.close(handle)
 
@@ -262,11 +264,11 @@ class LocalFiles:
         assert path and not path.startswith("/") and ".." not in path.split("/"), "paths are chosen by the store"
         return os.path.join(self.root, path)
 
-    def _plain(self, path: str) -> str:
-        """The whole path of a file, after a look at every folder on the way to it.
+    def _checked(self, path: str) -> str:
+        """The absolute path of a file, none of whose folders below the root is a link.
 
         Raises:
-            SnapshotCorrupt: one is a link.
+            SnapshotCorrupt: one of them is.
         """
         whole = self._path(path)
         at = self.root
@@ -276,10 +278,10 @@ class LocalFiles:
                 raise SnapshotCorrupt(f"{at} is a link; it is not followed. Expected a folder that this store made")
         return whole
 
-    def _make(self, folder: str) -> None:
+    def _make_folder(self, folder: str) -> None:
         """Make a folder, and those between it and the root, each durable in the one above.
 
-        That also holds for one that is there already: whoever made it may have died before it was durable.
+        One that exists is made durable too: whoever made it may have died before that.
         """
         self._make_root(self.root)
         at = self.root
@@ -287,21 +289,21 @@ class LocalFiles:
             above, at = at, os.path.join(at, part)
             made = False
             try:
-                found = os.lstat(at)
+                status = os.lstat(at)
             except FileNotFoundError:
                 with contextlib.suppress(FileExistsError):
                     self.posix.mkdir(at)
-                found, made = os.lstat(at), True
-            if not stat.S_ISDIR(found.st_mode):
+                status, made = os.lstat(at), True
+            if not stat.S_ISDIR(status.st_mode):
                 raise StoreError(f"{at} is not a folder; expected one, or nothing")
-            if made or (at, found.st_ino) not in self._durable:
+            if made or (at, status.st_ino) not in self._durable:
                 self.posix.sync_folder(above)
-                self._durable.add((at, found.st_ino))
+                self._durable.add((at, status.st_ino))
 
     def _make_root(self, folder: str) -> None:
         if os.path.isdir(folder):
             if folder == self.root and (folder, 0) not in self._durable:
-                with contextlib.suppress(PermissionError):  # of the folder above, which is the user's
+                with contextlib.suppress(PermissionError):  # the folder above is the user's
                     self.posix.sync_folder(os.path.dirname(folder))
                 self._durable.add((folder, 0))
             return
@@ -313,18 +315,18 @@ class LocalFiles:
         self._durable.add((folder, 0))
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
-        name = self._plain(f"{folder}/x").rpartition("/")[0] if folder else self.root
+        name = self._checked(f"{folder}/x").rpartition("/")[0] if folder else self.root
         with self._reported(folder or "store", "expected a folder that may be read"):
             try:
-                with os.scandir(name) as found:
-                    return sorted(found, key=lambda entry: entry.name)
+                with os.scandir(name) as entries:
+                    return sorted(entries, key=lambda entry: entry.name)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
     @contextlib.contextmanager
     def _reported(self, path: str, hint: str = "nothing was acknowledged. Check that the folder may be written and the "
                                                "disk has room") -> Iterator[None]:
-        """System errors as StoreError, with the path and what to do."""
+        """Turn system errors into StoreError, with the path and what to do."""
         try:
             yield
         except OSError as error:

@@ -1,5 +1,5 @@
-"""The whole log of a branch, read to feed a session again: through its newest manifest, or, if that cannot be read,
-part by part from the newest one back."""
+"""Reading the whole log of a branch, to feed a session again: by the manifest of its newest snapshot, or, if that one
+cannot be read, part by part from the newest one back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class StoredLog:
-    """A log that was read through and is sound.
+    """A log that was read through and is intact.
 
     Args:
-        refs: its parts in order, without gaps from position 0 on. pending: ids behind them. held: bytes [n] u8 of what
-            was pulled and not accepted. focuses: those among the pending ids.
-        highest, digest: of the newest snapshot as it was when this was read.
+        name: of the branch. refs: its parts in order, from position 0 on without gaps.
+        pending: [n], the ids behind them. focuses: those given among the pending ids.
+        held: bytes [n] u8 of what was buffered. frame: the state of the conversation's frame.
+        highest, digest: generation and digest of the newest snapshot at the time of reading; the digest is "" if the
+            log does not end with that snapshot, or it could not be read.
     """
 
     session_folder: SessionFolder
@@ -42,8 +44,8 @@ class StoredLog:
     digest: str
 
     def pieces(self) -> Iterator[tuple[np.ndarray, tuple[Refocus, ...]]]:
-        """All ids, part by part, the pending ones last, and the focuses given from the first of them to behind the last
-        one; each part is read when it is asked for.
+        """All ids, part by part, the pending ones last; with each part the focuses that were given from its first id to
+        behind its last one. A part is read when it is asked for.
 
         Raises:
             SnapshotCorrupt, StoreError: a part was changed or removed meanwhile.
@@ -54,10 +56,10 @@ class StoredLog:
 
 def read_log(session_folder: SessionFolder, name: str, refs: Sequence[LogRef]
              ) -> Iterator[tuple[np.ndarray, tuple[Refocus, ...]]]:
-    """The ids of log parts, in order, and the focuses up to the last one of each.
+    """The ids of log parts, in order, and the focuses up to the last id of each.
 
     Raises:
-        SnapshotCorrupt: a part that is missing, damaged, or does not follow the one before.
+        SnapshotCorrupt: a part is missing, damaged, or does not follow the one before. SnapshotTooNew, StoreError.
     """
     at = 0
     for ref in refs:
@@ -72,54 +74,58 @@ def read_log(session_folder: SessionFolder, name: str, refs: Sequence[LogRef]
 
 def read_stored_log(session_folder: SessionFolder, name: str, identity: Identity, generation: int | None = None
                     ) -> StoredLog:
-    """Everything that was accepted by a snapshot of a branch, the newest unless a number is given.
+    """The log up to a snapshot of a branch, the newest unless a generation is given.
+
+    Args:
+        identity: whose tokenizer the ids must belong to.
 
     Raises:
         SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer. StoreError.
     """
-    session_folder.refresh()
-    found, highest = session_folder.generations(name)
-    if not found:
+    session_folder.key.refresh()
+    generations, highest = session_folder.generations(name)
+    if not generations:
         raise SnapshotCorrupt(f"{name!r} has no snapshot in {session_folder.files.url}, so no log")
-    number = found[-1] if generation is None else generation
+    number = generations[-1] if generation is None else generation
     try:
         manifest, sections, digest = session_folder.read_manifest(name, number)
     except (SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
-        if number != found[-1]:
+        if number != generations[-1]:
             raise SnapshotCorrupt(f"snapshot {number} of {name!r} cannot be read, nor where its log ends") from None
-        refs, body, last = _parts(session_folder, name, found[-1])
+        refs, body, last = _parts_without_manifest(session_folder, name, number)
         _expect_tokenizer(body.tokenizer, identity, name)
-        chain = StoredLog(session_folder, name, refs, last.pending, last.held,
-                      tuple(event for event in last.focuses if event.position > body.end), body.frame, highest, "")
+        focuses = tuple(event for event in last.focuses if event.position > body.end)
+        stored_log = StoredLog(session_folder, name, refs, last.pending, last.buffered, focuses, body.frame, highest,
+                               digest="")
     else:
         _expect_tokenizer(manifest.identity.tokenizer, identity, name)
-        chain = _of_manifest(session_folder, manifest, sections, highest, digest if number == highest else "")
-    for _ in read_log(session_folder, name, chain.refs):  # better now than after hours of feeding
+        stored_log = _log_of_manifest(session_folder, manifest, sections, highest, digest if number == highest else "")
+    for _ in read_log(session_folder, name, stored_log.refs):  # damage is raised now, not after hours of feeding
         pass
-    return chain
+    return stored_log
 
 
-def _of_manifest(session_folder: SessionFolder, manifest: Manifest, sections: dict[str, memoryview], highest: int,
-                 digest: str) -> StoredLog:
+def _log_of_manifest(session_folder: SessionFolder, manifest: Manifest, sections: dict[str, memoryview], highest: int,
+                     digest: str) -> StoredLog:
     name = manifest.branch
     if manifest.log is None:
         raise SnapshotCorrupt(f"{name!r} was stored without a log")
     state = tensors(sections["state"], name) if "state" in sections else {}
     what = f"snapshot {manifest.generation} of {name!r}"
-    pending, held = pending_ids(state, what), state.get("held", torch.zeros(0, dtype=torch.uint8))
+    pending, buffered = pending_ids(state, what), state.get("held", torch.zeros(0, dtype=torch.uint8))
     focus = state.get("next_focus", torch.zeros(0, dtype=torch.int64))
-    if any(tensor.dtype != kind or tensor.dim() != 1 for tensor, kind in ((held, torch.uint8), (focus, torch.int64))):
-        raise SnapshotCorrupt(f"{what}: its state holds strange bytes that were pulled, or a strange focus")
+    if (buffered.dtype, buffered.dim(), focus.dtype, focus.dim()) != (torch.uint8, 1, torch.int64, 1):
+        raise SnapshotCorrupt(f"{what}: its state holds strange buffered bytes, or a strange focus")
     focuses = (Refocus(int(focus[0]), tuple(focus[1:].tolist())),) if len(focus) else ()
-    return StoredLog(session_folder, name, manifest.log, pending, held.numpy(), focuses, manifest.frame, highest,
+    return StoredLog(session_folder, name, manifest.log, pending, buffered.numpy(), focuses, manifest.frame, highest,
                      digest)
 
 
 def pending_ids(state: Mapping[str, Tensor], what: str) -> np.ndarray:
-    """The ids [n] that a snapshot's state holds behind the log.
+    """The pending ids [n] in a snapshot's state, which follow the log.
 
     Raises:
-        SnapshotCorrupt: it holds none, or what no token id is.
+        SnapshotCorrupt: there are none, or numbers that cannot be token ids.
     """
     ids = state.get("pending")
     if ids is None or ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1 or (
@@ -128,10 +134,13 @@ def pending_ids(state: Mapping[str, Tensor], what: str) -> np.ndarray:
     return ids.numpy()
 
 
-def _parts(session_folder: SessionFolder, name: str, newest: int) -> tuple[tuple[LogRef, ...], LogPart, Part]:
-    """The parts from the newest snapshot's own back to position 0; of that one header and content.
+def _parts_without_manifest(session_folder: SessionFolder, name: str, newest: int
+                            ) -> tuple[tuple[LogRef, ...], LogPart, Part]:
+    """All parts of a branch up to the part of its newest snapshot, and of that last part its header and its content.
 
-    One that cannot be read might be just that one, beside another of a save that failed: then there is no telling.
+    Raises:
+        SnapshotCorrupt: the last part cannot be determined, as when several parts of that generation exist (a save that
+            failed leaves one) or a part cannot be read, which may be the last one; or there is a gap before it.
     """
     files = session_folder.files.sizes(f"{session_folder.folder}/log")
     sizes = {file: size for file, size in files.items() if _NAME.fullmatch(file)}
@@ -141,11 +150,11 @@ def _parts(session_folder: SessionFolder, name: str, newest: int) -> tuple[tuple
             body, sections = session_folder.read_named("log", LogRef(file, 0, 0, min(size, MANIFEST_LIMIT)), file)
             read_part(body, sections, file)
             bodies[file] = body
-    own = {file: body.generation for file, body in bodies.items() if body.branch == name and body.generation <= newest}
+    candidates = [file for file, body in bodies.items() if (body.branch, body.generation) == (name, newest)]
     delete = f"`snapshots delete --generation {newest}` goes back to the snapshot before"
-    if not own or max(own.values()) < newest:  # never lose the last tokens unsaid
+    if not candidates:  # an older part would lose the last tokens silently
         raise SnapshotCorrupt(f"neither snapshot {newest} of {name!r} nor its log part can be read; {delete}")
-    last, *others = [file for file in own if own[file] == newest]
+    last, *others = candidates
     damaged = sorted(sizes.keys() - bodies.keys())
     if others or damaged:
         raise SnapshotCorrupt(f"of {name!r} {', '.join(['log part ' + last, *others, *damaged])} may be the newest log "
@@ -153,7 +162,7 @@ def _parts(session_folder: SessionFolder, name: str, newest: int) -> tuple[tuple
     refs: list[LogRef] = []
     file, at = last, bodies[last].end
     while file:
-        part = bodies.pop(file, None)  # each once: parts without ids could go in a circle
+        part = bodies.pop(file, None)  # each part once: damaged parts without ids could lead in a circle
         if part is None or part.end != at:
             raise SnapshotCorrupt(f"the log of {name!r} has a gap before position {at}")
         refs.append(LogRef(file, part.start, part.end, sizes[file]))

@@ -1,15 +1,16 @@
-"""Names -> folders: what stands for a name in a path, and the two files that say where its snapshots lie.
+"""Names -> folders: the hash that stands for a name in a path, and the two files that say where its snapshots lie.
 
     s-<hash of a fork's name>/branch    its *alias*: the folder of the session that the fork is a branch of
-    n-<hash of a name>                  its *record*: that folder once more, and the newest number, after every save
+    n-<hash of a name>                  its *record*: that folder once more, and the newest generation, after every save
 
-Both are containers (`format.Place`), bound to the hash of their name. The alias is there before the first snapshot of
-a fork, and a record follows its snapshot, so a crash may leave a record one save behind and never ahead. Hence a record
-that knows a newer number than there is tells that a snapshot was lost, one without its alias that an alias was, one
-without its folder that all of it was. A record that is lost or old itself does no harm: the next save writes it.
+Both are containers (`format.Place`), bound to the hash of their name. The alias is written before the first snapshot
+of a fork, and a record after its snapshot, so a crash may leave a record one save behind and never ahead. Hence a
+record with a newer generation than the store has proves that a snapshot was lost; a record without its alias, that an
+alias was lost; a record without its folder, that the whole session was lost. A record that is lost or old does no harm
+itself: the next save writes it.
 
-What cannot be told: that a session was put back to an older copy together with its records, as a whole store may be;
-that an older snapshot than the newest was removed; that a name was removed with all three of these.
+Three losses cannot be noticed: a session that was put back to an older copy together with its records, as a whole store
+may be; an older snapshot than the newest that was removed; a name that was removed with its folder, alias and record.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from locret_stream.snapshot.format import Place, pack, unpack
 
 FOLDER = re.compile(r"s-[0-9a-f]{32}")
 RECORD = re.compile(r"n-([0-9a-f]{32})")
-_OLD = 34  # bytes of an alias of format version 1: the folder and nothing else
+_VERSION_1_BYTES = 34  # of an alias of format version 1: the folder and nothing else
 _LIMIT = 8192  # bytes
+_REWRITTEN_BY = "Saving the fork where it is open writes this file anew, and so does `snapshots gc`"
 
 
 def hashed(name: str) -> str:
@@ -50,15 +52,15 @@ def check_name(name: object) -> str:
 
 
 def folder_of(name: str) -> str:
-    """The folder that belongs to a name, whether it holds a session or leads to another."""
+    """The folder that belongs to a name: that of its session, or that of a fork's alias."""
     return "s-" + hashed(check_name(name))
 
 
-def alias(files: Files, folder: str) -> str | None:
-    """The session folder that a fork's folder points at; None if it points at none.
+def read_alias(files: Files, folder: str) -> str | None:
+    """The session folder that the alias in a folder names; None if there is no alias.
 
     Raises:
-        SnapshotCorrupt: it points at nothing that can be. SnapshotTooNew.
+        SnapshotCorrupt: the alias is damaged, or names no session folder but this one. SnapshotTooNew, StoreError.
     """
     path = f"{folder}/branch"
     try:
@@ -66,77 +68,76 @@ def alias(files: Files, folder: str) -> str | None:
     except SnapshotNotFound:
         return None
     try:
-        if len(data) == _OLD:
+        if len(data) == _VERSION_1_BYTES:
             target = bytes(data).decode("ascii", "replace")
         else:
             place = unpack(data, Place, path)[0]
             target = place.folder if place.name == folder[2:] and not place.newest else ""
     except SnapshotCorrupt as error:
-        raise SnapshotCorrupt(f"{error}. {_ANEW}") from None
+        raise SnapshotCorrupt(f"{error}. {_REWRITTEN_BY}") from None
     if not FOLDER.fullmatch(target) or target == folder:
-        raise SnapshotCorrupt(f"{path} names no session; expected the folder that the fork belongs to. {_ANEW}")
+        raise SnapshotCorrupt(f"{path} names no session; expected the folder that the fork belongs to. {_REWRITTEN_BY}")
     return target
 
 
-_ANEW = "Saving the fork where it is open writes this file anew, and so does `snapshots gc`"
-
-
-def is_old(files: Files, folder: str) -> bool:
-    """Whether the alias there is one of format version 1, which no digest covers."""
-    return files.sizes(folder).get("branch") == _OLD
+def is_version_1(files: Files, folder: str) -> bool:
+    """Whether the alias in a folder has format version 1, which no digest covers."""
+    return files.sizes(folder).get("branch") == _VERSION_1_BYTES
 
 
 def write_alias(files: Files, folder: str, target: str, *, exclusive: bool = False) -> None:
-    """Durable on return. Raises Exists, StoreError."""
+    """Write the alias in a folder; it is durable on return. Raises Exists, StoreError."""
     files.write(f"{folder}/branch", pack(Place(name=folder[2:], folder=target), {}), exclusive=exclusive)
 
 
-def record(files: Files, name: str) -> Place | None:
-    """What is known of the name of that hash; None if nothing.
+def read_record(files: Files, name_hash: str) -> Place | None:
+    """The record of a name; None if there is none.
 
     Raises:
-        SnapshotCorrupt: it is damaged, or another's. SnapshotTooNew, StoreError.
+        SnapshotCorrupt: it is damaged, or belongs to another name. SnapshotTooNew, StoreError.
     """
-    path = f"n-{name}"
+    path = f"n-{name_hash}"
     try:
         place = unpack(files.read(path, _LIMIT), Place, path)[0]
     except SnapshotNotFound:
         return None
-    if place.name != name or not place.newest:
+    if place.name != name_hash or not place.newest:
         raise SnapshotCorrupt(f"{path} is not the record of this name: it was moved")
     return place
 
 
-def known(files: Files, name: str) -> Place | None:
-    """The same; None for one that cannot be read, which is evidence of nothing (`Store.verify` tells of it)."""
+def readable_record(files: Files, name_hash: str) -> Place | None:
+    """The record of a name; None also if it cannot be read, which proves nothing (`Store.verify` reports that)."""
     with suppress(SnapshotCorrupt, SnapshotTooNew):
-        return record(files, name)
+        return read_record(files, name_hash)
     return None
 
 
 def write_record(files: Files, place: Place) -> None:
-    """Durable on return. Raises StoreError."""
+    """Write the record of a name; it is durable on return. Raises StoreError."""
     files.write(f"n-{place.name}", pack(place, {}))
 
 
-def drop_record(files: Files, name: str) -> None:
-    """Durable on return; nothing if there is none. Raises StoreError."""
-    files.delete(f"n-{name}")
+def delete_record(files: Files, name_hash: str) -> None:
+    """Delete the record of a name, durably, if there is one. Raises StoreError."""
+    files.delete(f"n-{name_hash}")
 
 
-def sweep_records(files: Files, names: Container[str], found: Mapping[str, str] | None = None) -> list[str]:
-    """Remove what saves that died left of the records of those names; returns the paths. For whoever holds off saves.
+def sweep_records(files: Files, name_hashes: Container[str], unfinished: Mapping[str, str] | None = None) -> list[str]:
+    """Delete the temporary files that saves left of the records of these names when they died; returns their paths.
+
+    Only a caller whose lock excludes saves of these names may call this.
 
     Args:
-        found: what `files.unfinished("")` gave, if that was asked already.
+        unfinished: what `files.unfinished("")` gave, if the caller has it already.
     """
-    out = [path for path, target in (files.unfinished("") if found is None else found).items()
-           if (match := RECORD.fullmatch(target)) and match[1] in names]
-    for path in out:
+    paths = [path for path, target in (files.unfinished("") if unfinished is None else unfinished).items()
+             if (match := RECORD.fullmatch(target)) and match[1] in name_hashes]
+    for path in paths:
         files.delete(path)
-    return out
+    return paths
 
 
-def records(files: Files) -> list[str]:
-    """Hashes of all names that have a record, or something in its place, in order."""
+def recorded_names(files: Files) -> list[str]:
+    """Hashes of all names that have a record, or something in the place of one, in order."""
     return sorted(match[1] for entry in (*files.sizes(""), *files.folders("")) if (match := RECORD.fullmatch(entry)))

@@ -1,8 +1,9 @@
-"""Units <-> pages: a page holds the K and V of a range of source positions, and is never changed.
+"""Units <-> pages: a page has the K and V of a range of stream positions, and is never changed.
 
-Units leave a cache one by one, all over it, so what was written once stays useful for long: a later snapshot names the
-same pages and says by *masks* which of their units still live. Only what is new is written, and ranges whose page is
-mostly dead. Scores may change while a unit lives, so they are never in a page but in the manifest, for the living only.
+Units are evicted one by one, all over the cache, so a page stays useful for long: a later snapshot names the same pages
+and says by *masks* which of their units are still kept. A snapshot writes only new units, and those of pages most of
+whose units were evicted. A unit is *live* while it is kept and *dead* after its eviction. Scores may change while a
+unit is live, so they are never in a page but in the manifest, for live units only.
 
     page      "index": counts [L, H] i32, units per layer and KV head;  l.positions [N_l] i32, from the page's start on
               "units": l.keys, l.values [N_l, D], head by head, in time order;  N_l = counts[l].sum()
@@ -23,15 +24,15 @@ from torch import Tensor
 from locret_stream.errors import SnapshotCorrupt
 from locret_stream.snapshot.format import Buffer, Page, PageRef, expect, pack, tensors, total
 
-PAGE_BYTES = 64 << 20  # the most a page should hold; larger ranges are cut
-PAGE_SPAN = 1 << 31  # positions that i32 can tell apart; longer ranges are cut
-LIVE_SHARE = 0.5  # a page with fewer living units than this is written anew
-TAKEN_SHARE = 1.5  # what is written takes in pages before it of up to so many times its units
+PAGE_BYTES = 64 << 20  # the K and V that a page should have at most; larger ranges are cut
+PAGE_SPAN = 1 << 31  # the positions that i32 can distinguish; longer ranges are cut
+LIVE_SHARE = 0.5  # a page with a smaller share of live units is written anew
+TAKEN_SHARE = 1.5  # a range that is written is merged with pages before it of up to so many times its units
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all pages of a session have in common."""
+    """The shape and dtype that all pages of a session share."""
 
     layers: int
     kv_heads: int
@@ -40,7 +41,7 @@ class Geometry:
 
     @property
     def unit_bytes(self) -> int:
-        """K and V of one unit."""
+        """Bytes of K and V of one unit."""
         return 2 * self.head_dim * self.dtype.itemsize
 
 
@@ -55,21 +56,21 @@ class LayerUnits:
 
     @classmethod
     def between(cls, start: int, end: int, positions: Tensor, keys: Tensor, values: Tensor) -> LayerUnits:
-        """Copies, on the CPU, of the units at positions start .. end-1.
+        """Copies of the units at positions start .. end-1, on the CPU.
 
         Args:
             positions: [H, n], ascending for every head. keys, values: [H, n, D].
         """
         ends = torch.tensor([start, end], device=positions.device).repeat(len(positions), 1)
         bounds = torch.searchsorted(positions.contiguous(), ends).tolist()
-        own = [torch.cat([units[head, first:stop] for head, (first, stop) in enumerate(bounds)]).cpu()
-               for units in (positions, keys, values)]
-        return cls(torch.tensor([stop - first for first, stop in bounds]), *own)
+        inside = [torch.cat([units[head, first:stop] for head, (first, stop) in enumerate(bounds)]).cpu()
+                  for units in (positions, keys, values)]
+        return cls(torch.tensor([stop - first for first, stop in bounds]), *inside)
 
 
 @dataclass(frozen=True)
 class PageIndex:
-    """Which units a page holds: counts [L, H] and, for every layer, their positions [N_l] int64."""
+    """Which units a page has: counts [L, H] and, for every layer, their positions [N_l] int64."""
 
     ref: PageRef
     counts: np.ndarray
@@ -78,7 +79,7 @@ class PageIndex:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a snapshot consists of: pages that stay, with their masks, and ranges to be written."""
+    """What a snapshot consists of: pages that stay, with their masks, and ranges that must be written."""
 
     stay: tuple[tuple[PageIndex, tuple[np.ndarray, ...]], ...]  # masks: for every layer bool [N_l]
     write: tuple[tuple[int, int], ...]  # start and end, ascending
@@ -86,18 +87,19 @@ class Plan:
 
 def plan(pages: Sequence[PageIndex], positions: Sequence[Tensor], seen: int, geometry: Geometry,
          page_bytes: int = PAGE_BYTES) -> Plan:
-    """Which pages serve a snapshot of the units at `positions` (for every layer [H, n]) and what is to be written.
+    """Which pages stay for a snapshot, and which ranges of positions must be written for it.
 
-    What no page covers is written, wherever it lies. Ranges to be written grow over neighbours before them that are not
-    much larger, so that sizes fall geometrically from page to page: there are few, and every unit is rewritten a
+    Ranges that no page covers are written. A range that is written is merged with the neighbours before it that are not
+    much larger, so that sizes fall geometrically from page to page: pages are few, and every unit is rewritten a
     logarithmic number of times.
 
     Args:
-        pages: that may serve, disjoint and in order.
+        pages: those that are stored, disjoint and in order. positions: of the kept units, for every layer [H, n].
+        seen: committed tokens, the end of the last range. page_bytes: the K and V that a page should have at most.
     """
     live = [layer.cpu().numpy() for layer in positions]
     masks = [tuple(_masks(page, live)) for page in pages]
-    ranges: list[list[int]] = []  # start, end, units, page number or -1
+    ranges: list[list[int]] = []  # start, end, units, number of the page that covers the range or -1
     at = 0
     for number, page in enumerate(pages):
         assert at <= page.ref.start < page.ref.end <= seen, "pages overlap, or end behind what was seen"
@@ -122,19 +124,18 @@ def plan(pages: Sequence[PageIndex], positions: Sequence[Tensor], seen: int, geo
 
 
 def _masks(page: PageIndex, live: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """For every layer which units of the page are among the living ones, bool [N_l]."""
-    for layer, found in enumerate(live):
-        bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
-        own = page.positions[layer]
-        yield np.concatenate([_among(own[bounds[head]:bounds[head + 1]], found[head])
-                              for head in range(len(bounds) - 1)])
+    """For every layer which units of the page are live, bool [N_l]; `live` has their positions [H, n]."""
+    for layer, kept in enumerate(live):
+        ends = np.cumsum(page.counts[layer])
+        heads = np.split(page.positions[layer], ends[:-1])
+        yield np.concatenate([_among(positions, kept[head]) for head, positions in enumerate(heads)])
 
 
-def _among(own: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Which numbers are among the others, bool; both ascend."""
-    if not len(found):
-        return np.zeros(len(own), dtype=bool)
-    return found[np.minimum(np.searchsorted(found, own), len(found) - 1)] == own
+def _among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which of the numbers are among the others, bool [n]; both ascend."""
+    if not len(others):
+        return np.zeros(len(numbers), dtype=bool)
+    return others[np.minimum(np.searchsorted(others, numbers), len(others) - 1)] == numbers
 
 
 def _count(live: Sequence[np.ndarray], start: int, end: int) -> int:
@@ -142,23 +143,23 @@ def _count(live: Sequence[np.ndarray], start: int, end: int) -> int:
 
 
 def _cut(live: Sequence[np.ndarray], start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges that hold all units, and each some: at most `most` unless one position holds more."""
+    """Cut a range into ranges with some units each: at most `most`, unless one position has more."""
     inside = np.sort(np.concatenate([layer[(layer >= start) & (layer < end)] for layer in live]))
     at = 0
     while at < len(inside):
         if inside[at] >= start + PAGE_SPAN:
             start = int(inside[at])
         stop = min(end, start + PAGE_SPAN)
-        if at + most < len(inside):  # the first unit that is too many; of one position all go together
+        if at + most < len(inside):  # units of one position stay together
             stop = min(stop, max(int(inside[at + most]), int(inside[at]) + 1))
         yield start, stop
         start, at = stop, int(np.searchsorted(inside, stop))
 
 
 def write_page(start: int, end: int, layers: Sequence[LayerUnits]) -> tuple[list[Buffer], PageIndex]:
-    """The container of the living units of positions start .. end-1, and its index.
+    """The container of the kept units of positions start .. end-1, and its index.
 
-    The `ref` of the index has no name yet: the store gives it.
+    The `ref` of the index has no name yet, which writing the page gives it.
     """
     index: dict[str, Tensor] = {}
     content: dict[str, Tensor] = {}
@@ -167,18 +168,21 @@ def write_page(start: int, end: int, layers: Sequence[LayerUnits]) -> tuple[list
         index[f"{layer}.positions"] = (units.positions - start).to(torch.int32)
         content[f"{layer}.keys"], content[f"{layer}.values"] = units.keys, units.values
     parts = pack(Page(start=start, end=end), {"index": {"counts": counts, **index}, "units": content})
-    own = tuple(units.positions.numpy().copy() for units in layers)
-    held = int(counts.sum())
-    ref = PageRef("0" * 32, start, end, total(parts), held, held)
-    return parts, PageIndex(ref, counts.numpy(), own)
+    positions = tuple(units.positions.numpy().copy() for units in layers)
+    count = int(counts.sum())
+    ref = PageRef("0" * 32, start, end, total(parts), units=count, live=count)
+    return parts, PageIndex(ref, counts.numpy(), positions)
 
 
 def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geometry: Geometry,
               what: str) -> tuple[PageIndex, dict[str, Tensor]]:
     """The index of a verified page and its K and V, `l.keys` and `l.values` [N_l, D].
 
+    Args:
+        what: how to call the page in messages.
+
     Raises:
-        SnapshotCorrupt: not a page of this geometry, or not the one that `ref` describes.
+        SnapshotCorrupt: it has another geometry, or is not the page that `ref` describes.
     """
     if (body.start, body.end) != (ref.start, ref.end) or set(sections) != {"index", "units"}:
         raise SnapshotCorrupt(f"{what}: positions {body.start} to {body.end}, sections {sorted(sections)}; expected "
@@ -198,31 +202,35 @@ def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geom
         raise SnapshotCorrupt(f"{what}: {sum(sizes)} units; expected {ref.units}")
     positions = tuple(index[f"{layer}.positions"].numpy().astype(np.int64) + ref.start for layer in layers)
     for layer in layers:
-        parts = np.split(positions[layer], np.cumsum(counts[layer].numpy())[:-1])
-        for own in parts:
-            if len(own) and (own[0] < ref.start or own[-1] >= ref.end or (np.diff(own) <= 0).any()):
+        for head in np.split(positions[layer], np.cumsum(counts[layer].numpy())[:-1]):
+            if len(head) and (head[0] < ref.start or head[-1] >= ref.end or (np.diff(head) <= 0).any()):
                 raise SnapshotCorrupt(f"{what}: positions of layer {layer} are not ascending inside the page")
-    return PageIndex(ref, counts.numpy().copy(), positions), units  # a view would hold the whole page in memory
+    return PageIndex(ref, counts.numpy().copy(), positions), units  # a view would keep the whole page in memory
 
 
 def pack_masks(masks: Sequence[np.ndarray | None]) -> dict[str, Tensor]:
-    """The "masks" section of pages whose living units are bool [units], None for all: a tensor where some are dead."""
+    """The "masks" section of a manifest: a tensor for every page with dead units.
+
+    Args:
+        masks: for every page which units are live, bool [units], or None for all.
+    """
     return {str(number): torch.from_numpy(np.packbits(mask)) for number, mask in enumerate(masks)
             if mask is not None and not mask.all()}
 
 
-def unpack_masks(found: Mapping[str, Tensor], refs: Sequence[PageRef], what: str) -> list[np.ndarray | None]:
-    """For every page of the manifest which units live, bool [units], None for all.
+def unpack_masks(section: Mapping[str, Tensor], refs: Sequence[PageRef], what: str) -> list[np.ndarray | None]:
+    """For every page of the manifest which units are live, bool [units], None for all.
 
     Raises:
-        SnapshotCorrupt: masks of no page, of another size, with bits behind the end, or of another number of units.
+        SnapshotCorrupt: a mask belongs to no page, has another size or bits behind its end, or has another number of
+            live units than the manifest says.
     """
-    strange = sorted(set(found) - {str(number) for number in range(len(refs))})
+    strange = sorted(set(section) - {str(number) for number in range(len(refs))})
     if strange:
         raise SnapshotCorrupt(f"{what}: a mask of page {strange[0]!r}, which is not there")
-    out: list[np.ndarray | None] = []
+    masks: list[np.ndarray | None] = []
     for number, ref in enumerate(refs):
-        bits, mask, live = found.get(str(number)), None, ref.units
+        bits, mask, live = section.get(str(number)), None, ref.units
         if bits is not None:
             if bits.dtype != torch.uint8 or bits.shape != (-(-ref.units // 8),):
                 raise SnapshotCorrupt(f"{what}: the mask of page {number} is {bits.dtype} {tuple(bits.shape)}")
@@ -233,18 +241,18 @@ def unpack_masks(found: Mapping[str, Tensor], refs: Sequence[PageRef], what: str
             live = int(mask.sum())
         if live != ref.live:
             raise SnapshotCorrupt(f"{what}: page {number} has {live} living units; expected {ref.live}")
-        out.append(mask)
-    return out
+        masks.append(mask)
+    return masks
 
 
 class Assembly:
-    """Puts living units of pages together, page by page, into tensors [H, n, D] and [H, n] for every layer.
+    """Puts live units of pages together, page by page, into tensors [H, n, D] and [H, n] for every layer.
 
     Args:
-        counts: units per layer, n. What they need is allocated here: they must be checked before.
+        counts: units per layer, n. Their memory is allocated here, so the caller must check them before.
 
     Raises:
-        SnapshotCorrupt: units are too many, too few or out of order.
+        SnapshotCorrupt: there are too many units or too few, or they are out of order.
     """
 
     def __init__(self, counts: Sequence[int], geometry: Geometry, what: str):
@@ -254,8 +262,8 @@ class Assembly:
             raise SnapshotCorrupt(f"{what}: units of {len(self.counts)} layers; expected {geometry.layers}")
         self.end = 0
         self.filled = np.zeros((geometry.layers, heads), dtype=np.int64)
-        # Memory and copies are numpy's: its memory is not mapped in small pages, and torch would share every copy with
-        # a second thread, and wait for it while that one reads the next page.
+        # numpy allocates and copies, because its memory is not mapped in small pages, and because torch would share
+        # every copy with a second thread and wait for it while that thread reads the next page.
         self._bytes: dict[str, np.ndarray] = {}
         for layer, count in enumerate(self.counts):
             self._bytes[f"{layer}.positions"] = np.empty((heads, count), np.int64)
@@ -263,7 +271,11 @@ class Assembly:
                 self._bytes[f"{layer}.{part}"] = np.empty((heads, count, dim * geometry.dtype.itemsize), np.uint8)
 
     def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:
-        """The next page, in the order of positions, as `read_page` gave it; which of its units live, None for all."""
+        """Add the next page, in the order of positions, as `read_page` gave it.
+
+        Args:
+            mask: which of its units are live, bool [units], None for all.
+        """
         if page.ref.start < self.end:
             raise SnapshotCorrupt(f"{self.what}: a page from position {page.ref.start} on; expected {self.end} or more")
         self.end, first = page.ref.end, 0
@@ -273,24 +285,24 @@ class Assembly:
                        for part in ("keys", "values")}
             sources[f"{layer}.positions"] = page.positions[layer]
             bounds = np.concatenate([[0], np.cumsum(page.counts[layer])])
-            living = mask[first:first + bounds[-1]]
+            live = mask[first:first + bounds[-1]]
             first += bounds[-1]
             for head in range(self.geometry.kv_heads):
-                own = slice(int(bounds[head]), int(bounds[head + 1]))
-                chosen = living[own]
+                part = slice(int(bounds[head]), int(bounds[head + 1]))
+                chosen = live[part]
                 at, count = int(self.filled[layer, head]), int(chosen.sum())
                 if at + count > self.counts[layer]:
                     raise SnapshotCorrupt(f"{self.what}: layer {layer} has more than {self.counts[layer]} units")
                 for name, source in sources.items():
                     target = self._bytes[name][head, at:at + count]
                     if count == len(chosen):
-                        target[...] = source[own]
+                        target[...] = source[part]
                     else:
-                        np.compress(chosen, source[own], axis=0, out=target)
+                        np.compress(chosen, source[part], axis=0, out=target)
                 self.filled[layer, head] += count
 
     def finish(self) -> dict[str, Tensor]:
-        """All units, `l.keys`, `l.values` and `l.positions`."""
+        """All units: `l.keys`, `l.values` [H, n, D] and `l.positions` [H, n] of every layer l."""
         dtype = self.geometry.dtype
         for layer, count in enumerate(self.counts):
             if (self.filled[layer] != count).any():
@@ -301,6 +313,6 @@ class Assembly:
 
 
 def _as(dtype: torch.dtype, data: np.ndarray) -> Tensor:
-    """The same memory [..., bytes] as a tensor [..., D] of a dtype that numpy may not know."""
+    """The memory of an array [..., bytes] as a tensor [..., D] of a dtype that numpy may not know."""
     shape = (*data.shape[:-1], data.shape[-1] // dtype.itemsize)
     return torch.frombuffer(data, dtype=dtype).view(shape) if data.size else torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""An object store as the place of a store: `s3://…`, `memory://…`, whatever fsspec reaches and can be fenced."""
+"""An object store as the place of a store: `s3://…`, `memory://…`, whatever fsspec reaches and creates atomically."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from locret_stream.snapshot.format import Buffer
 
 
 class RemoteFiles:
-    """An object store that fsspec reaches: it acknowledges a whole object or none, so `write` is one request.
+    """An object store that fsspec reaches. It acknowledges a whole object or none, so `write` is one request.
 
     Raises:
-        StoreError: no such place, or one that cannot refuse to create a file that is there, in one step. All fencing
-            of owners rests on that; fsspec's stand-in for it (look, then write) lets two owners pass.
+        StoreError: there is no such place, or it cannot refuse atomically to create a file that exists. All fencing of
+            owners rests on that; what fsspec does instead (look, then write) lets two owners pass.
     """
 
     locks = False
@@ -25,14 +25,14 @@ class RemoteFiles:
         import fsspec.asyn
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
-        except Exception as error:  # whatever a third party's constructor raises
+        except Exception as error:  # a third party's constructor raises anything
             raise StoreError(f"store {url!r}: {error}; expected a folder, or a URL that fsspec knows") from error
         self.url, self.root = url, root.rstrip("/")
         inner = self.fs
         while isinstance(deeper := getattr(inner, "fs", None), fsspec.AbstractFileSystem):
             inner = deeper
-        own = getattr(type(inner), "_pipe_file" if inner.async_impl else "pipe_file")
-        if own in (fsspec.AbstractFileSystem.pipe_file, fsspec.asyn.AsyncFileSystem._pipe_file):
+        create = getattr(type(inner), "_pipe_file" if inner.async_impl else "pipe_file")
+        if create in (fsspec.AbstractFileSystem.pipe_file, fsspec.asyn.AsyncFileSystem._pipe_file):
             raise StoreError(f"store {url!r}: this place cannot create a file only if there is none, in one step, so "
                              "two owners could overwrite each other; expected a folder, or an object store")
 
@@ -43,7 +43,7 @@ class RemoteFiles:
             return memoryview(bytearray(self.fs.cat_file(self._path(path))))
 
     def head(self, path: str, count: int) -> bytes:
-        with self._reading(path) as size:  # of an empty file there is no range
+        with self._reading(path) as size:  # an empty file has no range
             return bytes(self.fs.cat_file(self._path(path), start=0, end=min(count, size))) if size else b""
 
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
@@ -57,8 +57,8 @@ class RemoteFiles:
                     raise
                 raise Exists(path) from None
 
-    def settle(self, folder: str) -> None:
-        pass  # what is seen was acknowledged
+    def sync_folder(self, folder: str) -> None:
+        pass  # an object that is seen was acknowledged
 
     def sizes(self, folder: str) -> dict[str, int]:
         return {name: entry["size"] for name, entry in self._entries(folder)
@@ -72,7 +72,7 @@ class RemoteFiles:
             self.fs.rm_file(self._path(path))
 
     def unfinished(self, folder: str) -> dict[str, str]:
-        return {}  # an object that was not acknowledged is not there
+        return {}  # an object that was not acknowledged does not exist
 
     def sweep(self, folder: str, older_s: float) -> list[str]:
         return []
@@ -82,7 +82,7 @@ class RemoteFiles:
         try:
             changed = self.fs.modified(self._path(path))
             return (datetime.datetime.now(changed.tzinfo) - changed).total_seconds()
-        except Exception:  # a place that cannot tell says so in many ways
+        except Exception:  # places without times raise many kinds of errors
             return 0.0
 
     def remove_folder(self, folder: str) -> None:
@@ -90,46 +90,46 @@ class RemoteFiles:
             self.fs.invalidate_cache()
             self.fs.rm(self._path(folder), recursive=True)
 
-    def drop_folder(self, folder: str) -> None:
-        pass  # a folder is there as long as something is in it
+    def remove_empty_folder(self, folder: str) -> None:
+        pass  # a folder exists as long as something is in it
 
     @contextlib.contextmanager
     def lock(self, folder: str, *, shared: bool, wait: bool = True) -> Iterator[bool]:
-        yield False  # there is none: what is young is never collected instead
+        yield False  # object stores have no locks: young files are never collected instead
 
     def _path(self, path: str) -> str:
         assert path and not path.startswith("/") and ".." not in path.split("/"), "paths are chosen by the store"
         return f"{self.root}/{path}"
 
     def _entries(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
-        """Names in a folder, sorted, with what the place says about each."""
+        """Names in a folder, sorted, with what fsspec says about each."""
         with self._reported(folder or "store"):
             self.fs.invalidate_cache()
             place = self._path(folder) if folder else self.root
             try:
-                found = self.fs.ls(place, detail=True)
+                entries = self.fs.ls(place, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
         # An object store lists the marker of a folder, or a file of that name, as if it were inside.
-        return sorted(((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found
+        return sorted(((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries
                        if entry["name"].strip("/") != place.strip("/")), key=lambda item: item[0])
 
     @contextlib.contextmanager
     def _reading(self, path: str) -> Iterator[int]:
-        """The size of a file that is there."""
+        """The size of a file that exists."""
         with self._reported(path):
             try:
-                self.fs.invalidate_cache()  # a listing that was kept knows nothing of other owners
-                found = self.fs.info(self._path(path))
-                if found["type"] != "file":
+                self.fs.invalidate_cache()  # a cached listing shows nothing of other owners
+                entry = self.fs.info(self._path(path))
+                if entry["type"] != "file":
                     raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read")
-                yield found["size"]
+                yield entry["size"]
             except FileNotFoundError:
                 raise SnapshotNotFound(f"no {path} in {self.url}") from None
 
     @contextlib.contextmanager
     def _reported(self, path: str) -> Iterator[None]:
-        """Whatever a third party raises as StoreError: botocore's and aiohttp's errors are no OSErrors."""
+        """Turn whatever a third party raises into StoreError: botocore's and aiohttp's errors are no OSErrors."""
         try:
             yield
         except (LocretError, Exists, AssertionError):

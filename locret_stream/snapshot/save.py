@@ -1,9 +1,9 @@
-"""Saving a branch: it grows out of what was stored before, and is fenced against other owners.
+"""Saving a branch: a snapshot takes over what was stored before, and only one owner's save succeeds.
 
-A save is: is this owner's still the newest? Then pages and log part, each durable before anything names them, the
-claim of the branch's name, and last the manifest, created exclusively under the next number. Cut anywhere, the store
-holds the snapshot before; a file that no manifest names is rubbish for the collector. The record of the name follows,
-so that a snapshot which was acknowledged cannot get lost unnoticed.
+A save first asks whether any other owner has saved meanwhile. Then it writes pages and a log part, each durable before
+anything names them, claims the branch's name, and last creates the manifest exclusively under the next generation. A
+crash anywhere before that leaves the snapshot before it as the newest; files that no manifest names are deleted by the
+next collection. The record of the name follows, so that the loss of an acknowledged snapshot is noticed.
 """
 
 from __future__ import annotations
@@ -22,34 +22,28 @@ import torch
 from torch import Tensor
 
 from locret_stream.errors import SnapshotError, StaleOwner, StoreError
+from locret_stream.snapshot import claims
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.files import Exists
 from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, pack, total
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.log import Part, absorbed, read_part, write_part
 from locret_stream.snapshot.names import hashed
-from locret_stream.snapshot.pages import (
-    PAGE_BYTES,
-    Geometry,
-    LayerUnits,
-    PageIndex,
-    Plan,
-    pack_masks,
-    plan,
-    write_page,
-)
+from locret_stream.snapshot.pages import PAGE_BYTES, Geometry, LayerUnits, PageIndex, Plan, pack_masks, plan, write_page
 
 NO_FRAME = Frame()
 _log = logging.getLogger(__name__)
-WRITERS = 2  # pages that are written at the same time
+WRITERS = 2  # pages that are written at the same time: the disk syncs one while the next is copied to the page cache
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a save is of, beside the units' K and V: everything small.
+    """Everything that a snapshot stores beside the units' K and V.
 
-    state: tensors of the engine and the policy, `l.scores` among them. positions: for every layer [H, n].
-    tokens: accepted by then, the pending ones included.
+    Args:
+        seen: committed tokens. tokens: accepted ones, the pending ones included. counts: units per layer.
+        positions: for every layer [H, n]. state: tensors of the engine and the policy, `l.scores` among them.
+        frame: of the conversation. note: the caller's own bytes.
     """
 
     seen: int
@@ -62,11 +56,15 @@ class Moment:
 
 
 class Save:
-    """One save under way; `with` holds the collector off. Pages first, then `finish`.
+    """One save of a branch. `with` locks the session against collections; inside it come all pages, then `finish`.
 
     Raises:
         StaleOwner: on entering or in `finish`: another owner has saved meanwhile. StoreError. Nothing was acknowledged,
             and the branch can be saved again.
+
+    Attributes:
+        plan: from entering on, which pages stay and which ranges of positions must be written.
+        written: bytes that this save has written.
     """
 
     def __init__(self, branch: Branch, moment: Moment, identity: Identity, geometry: Geometry,
@@ -76,30 +74,29 @@ class Save:
         self.written = 0
         self._new: list[PageIndex] = []
         self._stack = ExitStack()
-        # One page on its way into the page cache while the disk takes the one before: a sync is half of a write.
         self._writer = ThreadPoolExecutor(WRITERS, thread_name_prefix="locret-page")
         self._writing: deque[Future[PageIndex]] = deque()
 
     def __enter__(self) -> Save:
         branch, session_folder = self.branch, self.branch.session_folder
-        branch.expect_newest()  # before the lock, which would make the folder of a forgotten session again
+        branch.expect_newest()  # before the lock, which would create the folder of a forgotten session again
         self._locked = self._stack.enter_context(session_folder.files.lock(session_folder.folder, shared=True))
         try:
-            session_folder.refresh()
-            found = branch.expect_newest()
-            branch.expect_not_anew(found)
-            # What this owner knows may have been deleted since: by somebody else, or after a rewind. Where collectors
-            # cannot be held off, what no snapshot names may go in any moment.
-            named = self._locked or branch.base is None or branch.base[1] in (
-                found if branch.base[0] == branch.name else session_folder.generations(branch.base[0])[0])
-            self._rests_on = branch.base if named else None
-            pages, log = ([*branch.pages], [*branch.log]) if named else ([], [])
+            session_folder.key.refresh()
+            generations = branch.expect_newest()
+            branch.expect_same_session(generations)
+            # The snapshot that this save builds on may have been deleted since, by another owner or after a rewind.
+            # Without a lock, a collector may then delete its files at any moment, so none of them is taken over.
+            reusable = self._locked or branch.base is None or branch.base[1] in (
+                generations if branch.base[0] == branch.name else session_folder.generations(branch.base[0])[0])
+            self._base = branch.base if reusable else None
+            pages, log = ([*branch.pages], [*branch.log]) if reusable else ([], [])
             stored = session_folder.stored("pages", [page.ref for page in pages])
             self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
                                    self.moment.seen, self.geometry, self.page_bytes)
             if branch.spool is not None and len(session_folder.stored("log", log)) < len(branch.log):
-                _log.warning("parts of the log of %r are gone: it goes on without one, and could not be rebuilt",
-                             branch.name)
+                _log.warning("parts of the log of %r do not exist any more: the session goes on without a log, and "
+                             "cannot be rebuilt", branch.name)
                 branch.close()
                 branch.log = ()
         except BaseException:
@@ -112,31 +109,38 @@ class Save:
         self._stack.close()
 
     def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
-        """Write one of the ranges that `plan.write` asks for, beside the caller, who waits while two are under way.
+        """Write one of the ranges of `plan.write` on a thread. The caller waits while `WRITERS` are being written.
+
+        Args:
+            layers: for every layer the units at positions start .. end-1.
 
         Raises:
             StoreError: a range before this one could not be written.
         """
         parts, index = write_page(start, end, layers)
-        self.branch.session_folder.ready()  # a key is made here, not by two threads at once
-        self._written(but=WRITERS - 1)
+        self.branch.session_folder.key.for_writing()  # makes the key here, rather than on two threads at once
+        self._wait(but=WRITERS - 1)
         self._writing.append(self._writer.submit(self._write, parts, index))
 
     def _write(self, parts: Sequence[Buffer], index: PageIndex) -> PageIndex:
         name = self.branch.session_folder.write_named("pages", parts)
         return PageIndex(msgspec.structs.replace(index.ref, name=name), index.counts, index.positions)
 
-    def _written(self, but: int = 0) -> None:
-        """Wait for the pages under way, but so many."""
+    def _wait(self, but: int = 0) -> None:
+        """Wait until at most so many pages are being written."""
         while len(self._writing) > but:
             index = self._writing.popleft().result()
             self.written += index.ref.size
             self._new.append(index)
 
     def finish(self, library: str, log_end: int) -> Snapshot:
-        """Write a log part and the manifest; the snapshot is durable, and the branch's newest, on return."""
+        """Write a log part and the manifest. On return the snapshot is durable, and the newest of its branch.
+
+        Args:
+            library: the version of this library. log_end: the committed position up to which the log is stored.
+        """
         branch, moment = self.branch, self.moment
-        self._written()
+        self._wait()
         pages: list[tuple[PageIndex, np.ndarray | None]] = [(index, np.concatenate(masks))
                                                             for index, masks in self.plan.stay]
         pages += [(index, None) for index in self._new]
@@ -149,58 +153,63 @@ class Save:
             created=time.time(), library=library, identity=self.identity, tokens=moment.tokens, seen=moment.seen,
             counts=moment.counts, pages=refs, log=log, frame=moment.frame, note=moment.note)
         parts = pack(manifest, {"state": moment.state, "masks": pack_masks([mask for _, mask in pages])})
-        own = parts[0][32:48].hex()
-        self._publish(manifest, parts, own)
-        branch.head, branch.newest, branch.parent, branch.log = manifest.generation, own, own, log or ()
-        branch.base, branch.tried = (branch.name, manifest.generation, own), ""
+        digest = parts[0][32:48].hex()
+        self._publish(manifest, parts, digest)
+        branch.head, branch.newest, branch.parent, branch.log = manifest.generation, digest, digest, log or ()
+        branch.base, branch.tried = (branch.name, manifest.generation, digest), ""
         branch.pages = tuple(PageIndex(ref, index.counts, index.positions)
                              for ref, (index, _) in zip(refs, pages, strict=True))
         branch.focuses = [event for event in branch.focuses if event.position > log_end]
         if branch.spool is not None:
             try:
                 branch.spool.drop(log_end)
-            except OSError:  # the snapshot is durable; of the log, what this one has is the end
+            except OSError:  # the snapshot is durable, but the log ends with it
                 branch.close()
         self.written += total(parts)
-        return describe(manifest, total(parts), branch.session_folder.encrypted, self.written)
+        return describe(manifest, total(parts), branch.session_folder.key.encrypted, self.written)
 
-    def _publish(self, manifest: Manifest, parts: Sequence[Buffer], own: str) -> None:
-        """Create the manifest under its number, which makes everything it names this branch's newest snapshot."""
+    def _publish(self, manifest: Manifest, parts: Sequence[Buffer], digest: str) -> None:
+        """Create the manifest under its generation, which makes it the newest snapshot of the branch."""
         branch, session_folder = self.branch, self.branch.session_folder
         path = session_folder.manifest_path(branch.name, manifest.generation)
-        session_folder.claim(branch.name)
-        branch.tried = own
+        claims.claim(session_folder, branch.name)
+        branch.tried = digest
         try:
             session_folder.write(path, parts, exclusive=True)
         except Exists:
-            if branch.digest(manifest.generation) != own:  # else the place was asked twice by a layer below
+            if branch.digest(manifest.generation) != digest:  # else a layer below wrote it, and tried once more
                 branch.tried = ""
                 branch.expect_newest()
-                raise StoreError(f"{session_folder.folder}/{path} is there and is no snapshot; expected nothing of "
-                                 "that name") from None
+                raise StoreError(f"{session_folder.folder}/{path} exists and is no snapshot; expected nothing of that "
+                                 "name") from None
         try:
-            session_folder.expect_claim(branch.name)
-            if not session_folder.key_stands:
+            claims.expect_claim(session_folder, branch.name)
+            if not session_folder.key.unchanged:
                 raise StoreError(f"{branch.name!r}: meanwhile the session was begun anew, with another key or none; "
                                  "expected one way to store it")
             if not self._locked:
                 self._expect_undisturbed(manifest)
         except BaseException:
-            with suppress(StoreError):  # that it failed matters more; what could not be deleted is known again
+            with suppress(StoreError):  # the first error is the one to raise; `tried` stays, to know the file again
                 session_folder.files.delete(f"{session_folder.folder}/{path}")
                 branch.tried = ""
             raise
-        session_folder.remember(branch.name, manifest.generation, self._locked)
+        session_folder.record_save(branch.name, manifest.generation, self._locked)
 
     def _expect_undisturbed(self, manifest: Manifest) -> None:
-        """Where nothing held others off: nobody saved, deleted, collected or forgot while this saved."""
+        """Without a lock: nobody else saved, deleted, collected or forgot during this save.
+
+        Raises:
+            StaleOwner: another owner saved. StoreError: files of this snapshot were deleted.
+        """
         branch, session_folder = self.branch, self.branch.session_folder
-        if session_folder.generations(branch.name)[1] != manifest.generation or session_folder.gone(
+        if session_folder.generations(branch.name)[1] != manifest.generation or session_folder.was_deleted(
                 hashed(branch.name), manifest.generation):
             raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
                              "expected one owner: save under a new name, or open it again")
-        log, base = manifest.log or (), self._rests_on
-        # A collector deletes a snapshot before it looks which files nobody names: is it there, its files stay.
+        log, base = manifest.log or (), self._base
+        # A collector deletes a snapshot before it looks which files no snapshot names, so as long as the base exists
+        # its files do.
         if (base is not None and base[1] not in session_folder.generations(base[0])[0]) or (
                 len(session_folder.stored("pages", manifest.pages)) < len(manifest.pages)
                 or len(session_folder.stored("log", log)) < len(log)):
@@ -208,33 +217,34 @@ class Save:
                              "another try")
 
     def _log_parts(self, end: int) -> tuple[LogRef, ...]:
-        """The log up to `end`, its newest parts put together with what the spool holds."""
+        """Write the ids of the spool up to `end` as a log part, together with the small parts before it; returns all
+        parts of the log."""
         branch = self.branch
         assert branch.spool is not None, "the session keeps a log"
         with branch.keeping_log():
             ids = branch.spool.read(end)
-        stay, focuses = branch.log, (*branch.focuses,)
+        kept, focuses = branch.log, (*branch.focuses,)
         for _ in range(absorbed(branch.log, len(ids))):
-            what = f"log part {stay[-1].name} of {branch.name!r}"
+            what = f"log part {kept[-1].name} of {branch.name!r}"
             try:
-                before = read_part(*branch.session_folder.read_named("log", stay[-1], what), what)
+                before = read_part(*branch.session_folder.read_named("log", kept[-1], what), what)
                 ids = np.concatenate([before.ids, ids])
-                focuses = (*(event for event in before.focuses if event.position <= stay[-1].end), *focuses)
-            except SnapshotError as error:  # damage done to what was stored is no reason to refuse what is new
-                if stay[-1].start < stay[-1].end:
+                focuses = (*(event for event in before.focuses if event.position <= kept[-1].end), *focuses)
+            except SnapshotError as error:  # damage to an old part is no reason to refuse a new one
+                if kept[-1].start < kept[-1].end:
                     break
-                if isinstance(error, StoreError):  # it is no damage: the part stays, for a save that can read it
-                    if not stay[-1].end:  # but no part comes before the first one
+                if isinstance(error, StoreError):  # this is no damage: the part stays for a save that can read it
+                    if not kept[-1].end:  # but at position 0 a part without ids cannot come before another one
                         raise
                     break
-                _log.warning("%s: a focus that it may hold is gone, should the session be rebuilt", error)
-            stay = stay[:-1]
-        start = stay[-1].end if stay else 0
+                _log.warning("%s: a rebuild of the session will lack a focus, if this part has one", error)
+            kept = kept[:-1]
+        start = kept[-1].end if kept else 0
         body = LogPart(branch=branch.name, generation=branch.head + 1, tokenizer=self.identity.tokenizer, start=start,
-                       end=start + len(ids), before=stay[-1].name if stay else "", frame=self.moment.frame)
-        pending, held = (self.moment.state.get(part, torch.zeros(0)).numpy() for part in ("pending", "held"))
-        parts = write_part(body, Part(ids, pending, held, focuses))
+                       end=start + len(ids), before=kept[-1].name if kept else "", frame=self.moment.frame)
+        pending, buffered = (self.moment.state.get(name, torch.zeros(0)).numpy() for name in ("pending", "held"))
+        parts = write_part(body, Part(ids, pending, buffered, focuses))
         name = branch.session_folder.write_named("log", parts)
         size = total(parts)
         self.written += size
-        return (*stay, LogRef(name, start, start + len(ids), size))
+        return (*kept, LogRef(name, start, start + len(ids), size))

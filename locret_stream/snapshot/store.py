@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-
-import msgspec
 
 from locret_stream.errors import (
     ConfigError,
@@ -19,33 +15,19 @@ from locret_stream.errors import (
     SnapshotTooNew,
     StoreError,
 )
-from locret_stream.snapshot.branch import Branch, Snapshot, describe, log_of_owners
+from locret_stream.snapshot import collecting, forgetting
+from locret_stream.snapshot.branch import Branch, Snapshot, describe
+from locret_stream.snapshot.claims import locate
+from locret_stream.snapshot.collecting import GRACE_S, Collected
 from locret_stream.snapshot.encryption import MissingKey, user_key
 from locret_stream.snapshot.files import Busy, Files
 from locret_stream.snapshot.local import LocalFiles
-from locret_stream.snapshot.names import (
-    FOLDER,
-    alias,
-    drop_record,
-    folder_of,
-    known,
-    records,
-    sweep_records,
-    write_alias,
-)
+from locret_stream.snapshot.names import FOLDER, folder_of, sweep_records
 from locret_stream.snapshot.remote import RemoteFiles
-from locret_stream.snapshot.session_folder import SessionFolder, leads
-from locret_stream.snapshot.verifying import Verified, lost, name_of, nowhere, verify
+from locret_stream.snapshot.session_folder import SessionFolder
+from locret_stream.snapshot.verifying import Verified, lost_snapshots, name_of, unlisted_path, verify
 
-HEAD_BYTES = 64  # of a manifest, no two of which begin alike: the digest of its header, or the salt that seals it
-GRACE_S = 3600.0  # where a place has no lock, what is younger is never collected: a save may be about to name it
-
-
-class Collected(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection removed: paths inside the store, and their bytes."""
-
-    removed: tuple[str, ...]
-    bytes: int
+List = list  # for annotations in `Store`, where `list` is the method
 
 
 class Store:
@@ -54,12 +36,12 @@ class Store:
     Args:
         url: a folder, or a URL that fsspec knows (`s3://…`, `memory://`).
         key: 32 bytes (or 64 hexadecimal digits) under which new sessions are encrypted.
-        keep_last: snapshots of a branch that stay; older ones are deleted after a save. At least 1.
-        max_bytes: of one session; oldest snapshots are deleted until it fits. The newest of a branch always stays.
+        keep_last: how many snapshots of a branch stay, at least 1; older ones are deleted after a save.
+        max_bytes: of one session; its oldest snapshots are deleted until it fits. The newest of a branch always stays.
         log: whether new sessions keep a log of their token ids.
 
     Raises:
-        ConfigError: a value that cannot work. StoreError: no such place.
+        ConfigError: a value that cannot work. StoreError: there is no such place.
     """
 
     def __init__(self, url: str | Path, *, key: bytes | str | None = None, keep_last: int = 4,
@@ -76,21 +58,21 @@ class Store:
     # -- opening ----------------------------------------------------------------------------------------------
 
     def branch(self, name: str) -> Branch:
-        """The branch of that name for a new owner: what is stored, or the beginning of a new session."""
-        self._tidy(folder_of(name))
-        session_folder = SessionFolder.locate(self.files, name, self._key)
+        """The branch of that name for a new owner: one that is stored, or the beginning of a new session."""
+        forgetting.remove_dead_alias(self.files, folder_of(name), GRACE_S)
+        session_folder = locate(self.files, name, self._key)
         branch = Branch(session_folder, name, name, log=self._log)
-        found, branch.head = session_folder.generations(name)
-        if found and session_folder.folder != folder_of(name):
+        generations, branch.head = session_folder.generations(name)
+        if generations and session_folder.folder != folder_of(name):
             branch.session = session_folder.session_name()
         return branch
 
     def has(self, name: str) -> bool:
         """Whether there is a snapshot of that name."""
-        return bool(SessionFolder.locate(self.files, name, self._key).generations(name)[0])
+        return bool(locate(self.files, name, self._key).generations(name)[0])
 
     def probe(self) -> None:
-        """Write a small file and remove it: to know before long work whether it can be saved.
+        """Write a small file and delete it, to know before long work whether its result can be saved.
 
         Raises:
             StoreError: nothing can be written.
@@ -101,387 +83,218 @@ class Store:
 
     # -- looking ----------------------------------------------------------------------------------------------
 
-    def list(self) -> builtins.list[Snapshot]:
+    def list(self) -> List[Snapshot]:
         """The newest snapshot of every session and fork, by name; one that cannot be read has a `problem`.
 
         Raises:
             StoreError: the place cannot be read.
         """
-        found, seen, links, told = list[Snapshot](), set[str](), list[SessionFolder](), set[str]()
-        for session_folder in self._vaults():
+        snapshots, listed_branches = list[Snapshot](), set[str]()
+        links, reported_folders = list[SessionFolder](), set[str]()
+        for session_folder in self._session_folders():
             try:
                 manifests = session_folder.manifests()
             except SnapshotCorrupt:
                 links.append(session_folder)
                 continue
-            branches: dict[str, Snapshot] = {}
+            newest: dict[str, Snapshot] = {}
             for path, _ in reversed(manifests):
-                if (branch := path.rpartition("/")[0]) not in branches:
-                    with suppress(SnapshotNotFound):  # deleted in this moment: then the one before
-                        branches[branch] = self._describe(session_folder, path)
-            found += branches.values()
-            seen |= {branch.rpartition("/")[2] for branch in branches}
-        for session_folder, path, _ in lost(self.files, self._key, seen):
+                if (branch := path.split("/")[1]) not in newest:
+                    with suppress(SnapshotNotFound):  # deleted at this moment: the one before is the newest
+                        newest[branch] = self._describe(session_folder, path)
+            snapshots += newest.values()
+            listed_branches |= newest.keys()
+        for session_folder, path, _ in lost_snapshots(self.files, self._key, listed_branches):
             with suppress(SnapshotNotFound):
-                found.append(self._describe(session_folder, path))
-                told.add(session_folder.folder)
+                snapshots.append(self._describe(session_folder, path))
+                reported_folders.add(session_folder.folder)
         for session_folder in links:
-            if session_folder.folder not in told:
+            if session_folder.folder not in reported_folders:
                 with suppress(SnapshotNotFound):
-                    found.append(self._describe(session_folder, nowhere(session_folder)))
-        return sorted(found, key=lambda snapshot: snapshot.name)
+                    snapshots.append(self._describe(session_folder, unlisted_path(session_folder)))
+        return sorted(snapshots, key=lambda snapshot: snapshot.name)
 
-    def info(self, name: str) -> builtins.list[Snapshot]:
+    def info(self, name: str) -> List[Snapshot]:
         """All snapshots of a session or fork, oldest first; one that is damaged or locked has a `problem`.
 
         Raises:
-            SnapshotNotFound. StoreError: one of them cannot be read just now, which tells nothing of it.
+            SnapshotNotFound: there is none. StoreError: one of them cannot be read now, which does not mean damage.
         """
-        session_folder, found = self._found(name)
-        out = []
-        for number in found:
-            with suppress(SnapshotNotFound):  # deleted in this moment
-                out.append(self._describe(session_folder, session_folder.manifest_path(name, number), of_all=False))
-        return out
+        session_folder, generations = self._stored(name)
+        snapshots = []
+        for number in generations:
+            with suppress(SnapshotNotFound):  # deleted at this moment
+                snapshots.append(self._describe(session_folder, session_folder.manifest_path(name, number),
+                                                many_names=False))
+        return snapshots
 
-    def verify(self, name: str | None = None) -> builtins.list[Verified]:
-        """Read every byte that the snapshots of a name (None: of all) need, and whether none got lost and every name
-        leads where it should. What is wrong with a name alone is told of its newest snapshot, or of number 0."""
-        session_folders = list(self._vaults()) if name is None else [self._found(name)[0]]
+    def verify(self, name: str | None = None) -> List[Verified]:
+        """Read every byte that the snapshots of a name need (None: of all names), and check that none of them got lost
+        and that every name leads to its snapshots. A problem of the name itself is reported with its newest snapshot,
+        or with number 0.
+
+        Raises:
+            SnapshotNotFound: there is no session of that name.
+        """
+        session_folders = list(self._session_folders()) if name is None else [self._stored(name)[0]]
         return verify(self.files, self._key, session_folders, name)
 
-    def _vaults(self) -> Iterator[SessionFolder]:
-        """Sessions with snapshots, and those of which that cannot be told, for a folder of theirs is a link."""
+    def _session_folders(self) -> Iterator[SessionFolder]:
+        """Folders of sessions with snapshots, and those where a link hides whether there are any."""
         for folder in self.files.folders(""):
             if FOLDER.fullmatch(folder):
-                session_folder, there = SessionFolder(self.files, folder, self._key), True
+                session_folder, has_snapshots = SessionFolder(self.files, folder, self._key), True
                 with suppress(SnapshotCorrupt):
-                    there = session_folder.exists
-                if there:
+                    has_snapshots = session_folder.has_snapshots
+                if has_snapshots:
                     yield session_folder
 
-    def _found(self, name: str) -> tuple[SessionFolder, builtins.list[int]]:
-        session_folder = SessionFolder.locate(self.files, name, self._key)
-        found, _ = session_folder.generations(name)
-        if not found:
+    def _stored(self, name: str) -> tuple[SessionFolder, List[int]]:
+        """The folder with the snapshots of a name, and their generations. Raises SnapshotNotFound."""
+        session_folder = locate(self.files, name, self._key)
+        generations, _ = session_folder.generations(name)
+        if not generations:
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
-        return session_folder, found
+        return session_folder, generations
 
-    def _describe(self, session_folder: SessionFolder, path: str, *, of_all: bool = True) -> Snapshot:
-        """Raises:
-            SnapshotNotFound: it was deleted meanwhile. StoreError: it cannot be read; among those `of_all` names that
-                is a `problem` of its own.
+    def _describe(self, session_folder: SessionFolder, path: str, *, many_names: bool = True) -> Snapshot:
+        """What users see of the snapshot whose manifest is at `path`.
+
+        Raises:
+            SnapshotNotFound: it was deleted meanwhile. StoreError: it cannot be read; while `many_names` are listed,
+                this becomes its `problem` instead.
         """
         try:
             manifest, size = session_folder.manifest_at(path)
         except SnapshotNotFound:
             raise
         except SnapshotError as error:
-            if isinstance(error, StoreError) and not isinstance(error, MissingKey) and not of_all:
+            if isinstance(error, StoreError) and not isinstance(error, MissingKey) and not many_names:
                 raise
             number, encrypted = int(path.rpartition("/")[2].removesuffix(".snap")), False
-            with suppress(SnapshotCorrupt):  # a folder that is a link
-                encrypted = session_folder.encrypted
+            with suppress(SnapshotCorrupt):  # the folder is a link
+                encrypted = session_folder.key.encrypted
             return Snapshot(name=name_of(session_folder, path), session="", generation=number, parent="", created=0.0,
                             tokens=0, units=0, bytes=0, library="", encrypted=encrypted, log=False,
                             problem=str(error), locked=isinstance(error, MissingKey))
-        return describe(manifest, size, session_folder.encrypted)
+        return describe(manifest, size, session_folder.key.encrypted)
 
     # -- removing ---------------------------------------------------------------------------------------------
 
-    def delete(self, name: str, generation: int | None = None) -> builtins.list[int]:
-        """Delete one snapshot, or with None all of a name; returns their numbers. Forks keep theirs.
+    def delete(self, name: str, generation: int | None = None) -> List[int]:
+        """Delete one snapshot of a name, or with None all of them; returns their generations. Forks keep theirs.
 
         Raises:
-            SnapshotNotFound, StoreError.
+            SnapshotNotFound: there is none. StoreError: not everything could be deleted.
         """
-        session_folder, found = self._found(name)
-        with self._alone(session_folder):
-            session_folder.readable()
-            found, highest = session_folder.generations(name)
-            gone = found if generation is None else [number for number in found if number == generation]
-            if not gone:
-                raise SnapshotNotFound(f"{name!r} has no snapshot {generation}; expected one of {found}")
-            self._remove(session_folder, name, gone, highest)
-            if len(gone) == len(found) and session_folder.folder != folder_of(name):
-                self._free(folder_of(name), session_folder.folder)
-            with suppress(SnapshotCorrupt, SnapshotTooNew):  # another one that cannot be read: `gc` tells which
-                self._collect(session_folder, GRACE_S)
-        return gone
+        session_folder, _ = self._stored(name)
+        with collecting.exclusive(session_folder):
+            session_folder.key.for_reading()  # whoever has no key of an encrypted session deletes nothing of it
+            generations, highest = session_folder.generations(name)
+            chosen = generations if generation is None else [number for number in generations if number == generation]
+            if not chosen:
+                raise SnapshotNotFound(f"{name!r} has no snapshot {generation}; expected one of {generations}")
+            collecting.delete_snapshots(session_folder, name, chosen, highest)
+            if len(chosen) == len(generations) and session_folder.folder != folder_of(name):
+                forgetting.free_name(self.files, folder_of(name), session_folder.folder)
+            with suppress(SnapshotCorrupt, SnapshotTooNew):  # of another snapshot, which `gc` reports
+                collecting.collect(session_folder, GRACE_S)
+        return chosen
 
-    def _remove(self, session_folder: SessionFolder, name: str, numbers: builtins.list[int], highest: int) -> None:
-        for number in numbers:
-            path = f"{session_folder.folder}/{session_folder.manifest_path(name, number)}"
-            if number == highest:  # else a stale owner could take the number for its own
-                self.files.write(path.removesuffix(".snap") + ".gone", [])
-            self.files.delete(path)
-
-    def forget(self, name: str) -> builtins.list[str]:
-        """Remove a session with all its forks: manifests first, so that what is left of a forgetting that was cut short
-        is sound, then the key, then everything else.
+    def forget(self, name: str) -> List[str]:
+        """Remove a session with all its forks. A crash meanwhile leaves whole snapshots or none; call it again then.
 
         Returns:
             Paths of everything that was removed.
 
         Raises:
-            SnapshotNotFound: nothing of that name. ConfigError: it is a fork: forget its session, or delete it.
-            StoreError: something could not be removed; whatever could be, was.
+            SnapshotNotFound: there is nothing of that name. ConfigError: it is a fork: forget its session, or `delete`
+                the fork. StoreError: something could not be removed; what could be removed before it was.
         """
-        session_folder = SessionFolder(self.files, folder_of(name), self._key)
-        away, own = None, session_folder.folder[2:]
-        try:
-            away = leads(self.files, session_folder.folder)
-        except (SnapshotCorrupt, SnapshotTooNew):  # a damaged alias is no reason to keep what is here
-            told = known(self.files, own)
-            if told is not None and told.folder != session_folder.folder and SessionFolder(
-                    self.files, told.folder, None).there(own)[0]:
-                away = told.folder
-        if away is not None:
-            raise ConfigError(f"{name!r} is a fork; expected the name of its session (its forks go with it), or "
-                              "`delete` for this one alone")
-        empty = not self.files.sizes(session_folder.folder) and not self.files.folders(session_folder.folder)
-        if empty and own not in records(self.files):
-            raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
-        with self._alone(session_folder):
-            manifests = [path for path, _ in session_folder.manifests()]
-            keys = ["key"] if "key" in self.files.sizes(session_folder.folder) else []
-            rest = [f"{folder}/{file}" for folder in
-                    ("pages", "log", *(f"m/{branch}" for branch in self.files.folders(f"{session_folder.folder}/m")))
-                    for file in self.files.sizes(f"{session_folder.folder}/{folder}")
-                    if f"{folder}/{file}" not in manifests]
-            noted = self._drop_records(session_folder)  # first: what is deleted now did not get lost
-            failed = []
-            for path in (*manifests, *keys):
-                try:
-                    self.files.delete(f"{session_folder.folder}/{path}")
-                except StoreError as error:
-                    failed.append(error)
-            if failed:
-                raise failed[0]
-            aliases = [folder for folder in self.files.folders("")
-                       if FOLDER.fullmatch(folder) and self._points(folder) == session_folder.folder]
-            for folder in aliases:
-                self._drop_alias(folder)
-            self.files.remove_folder(session_folder.folder)
-            if not session_folder.locked:  # a save that ended in between may have written it again
-                self._drop_records(session_folder)
-        return [*(f"{session_folder.folder}/{path}" for path in (*manifests, *keys, *rest)),
-                *(f"{folder}/branch" for folder in aliases), *noted]
-
-    def _drop_records(self, session_folder: SessionFolder) -> builtins.list[str]:
-        """Remove the records of a session and of its forks; returns their paths."""
-        own, out = session_folder.folder[2:], []
-        inside = {own, *self.files.folders(f"{session_folder.folder}/m")}
-        for name in records(self.files):
-            told = known(self.files, name)
-            if name == own or (name in inside if told is None else told.folder == session_folder.folder):
-                drop_record(self.files, name)
-                out.append(f"n-{name}")
-        sweep_records(self.files, {*inside, *(path[2:] for path in out)})
-        return out
-
-    def _points(self, folder: str) -> str | None:
-        """Where an alias points; None if it is none, or one that cannot be read, which points nowhere."""
-        with suppress(SnapshotCorrupt, SnapshotTooNew):
-            return alias(self.files, folder)
-        return None
-
-    def _free(self, folder: str, target: str) -> None:
-        """A fork's name leads nowhere any more, and nothing is known of it."""
-        self._drop_alias(folder)
-        if (told := known(self.files, folder[2:])) is not None and told.folder == target:
-            drop_record(self.files, folder[2:])
-
-    def _drop_alias(self, folder: str) -> None:
-        self.files.delete(f"{folder}/branch")
-        self.files.drop_folder(folder)
-
-    def _tidy(self, folder: str, grace_s: float = GRACE_S) -> builtins.list[str]:
-        """Remove a name that leads nowhere: of a fork that was never saved whole, or deleted, or forgotten.
-
-        Raises:
-            SnapshotCorrupt: it should lead somewhere.
-        """
-        target, path = self._points(folder), f"{folder}/branch"
-        if target is None or leads(self.files, folder) is not None:
-            return []
-        if self.files.sizes(target) or self.files.folders(target):
-            session_folder = SessionFolder(self.files, target, None)
-            try:
-                with self._alone(session_folder, wait=False):
-                    if session_folder.numbers(folder[2:])[0] or (
-                            not session_folder.locked and self.files.age_s(path) < grace_s):
-                        return []
-                    self._free(folder, target)  # still alone: the fork may be about to be saved again
-            except Busy:  # somebody saves there, perhaps just this fork
-                return []
-        else:
-            self._free(folder, target)
-        return [path]
+        return forgetting.forget(self.files, name)
 
     def prune(self, branch: Branch, swap_generations: frozenset[int] = frozenset(),
               keep: Mapping[int, bool] | None = None) -> frozenset[int]:
-        """After a save: delete what `keep_last` and `max_bytes` leave over, and collect.
+        """After a save: delete the snapshots beyond `keep_last` and `max_bytes`, and collect.
+
+        While others save in the session nothing is deleted: this does not wait for them, and the next save deletes.
 
         Args:
-            keep: numbers of those that stay beside the newest `keep_last`; True: also where `max_bytes` is exceeded.
-            swap_generations: numbers of snapshots that swap-outs wrote. They go, but for the newest, so that swapping
-                often never costs a snapshot that was asked for.
+            swap_generations: snapshots that swap-outs wrote. All but the newest are deleted, so that frequent swapping
+                never costs a snapshot that the user asked for.
+            keep: generations that stay beside the newest `keep_last`; True: even if `max_bytes` is exceeded.
 
-        Returns those of `swap_generations` that are still stored. While others save in the session nothing is deleted:
-        it does not wait for them; the next save deletes.
+        Returns:
+            Those of `swap_generations` that are still stored.
 
         Raises:
-            SnapshotCorrupt, SnapshotTooNew: a snapshot whose needs cannot be read; nothing was collected.
+            SnapshotCorrupt, SnapshotTooNew: a manifest cannot be read, so what it needs is unknown and nothing was
+                collected. StoreError.
         """
         session_folder, keep = branch.session_folder, keep or {}
         try:
-            with self._alone(session_folder, wait=False):
-                found, highest = session_folder.generations(branch.name)
-                parted = [number for number in found if number in swap_generations and number != highest]
-                found = [number for number in found if number not in parted]
-                left = [number for number in found[:-self.keep_last] if number not in keep]
-                self._remove(session_folder, branch.name, [*parted, *left], highest)
-                spare = [number for number in found[:-1] if number not in left and not keep.get(number)]
-                while self.max_bytes is not None and spare and self._bytes(session_folder) > self.max_bytes:
-                    self._remove(session_folder, branch.name, [spare.pop(0)], highest)
-                self._collect(session_folder, GRACE_S, after_a_save=True)
+            with collecting.exclusive(session_folder, wait=False):
+                generations, highest = session_folder.generations(branch.name)
+                swapped = [number for number in generations if number in swap_generations and number != highest]
+                asked_for = [number for number in generations if number not in swapped]
+                surplus = [number for number in asked_for[:-self.keep_last] if number not in keep]
+                collecting.delete_snapshots(session_folder, branch.name, [*swapped, *surplus], highest)
+                spare = [number for number in asked_for[:-1] if number not in surplus and not keep.get(number)]
+                while self.max_bytes is not None and spare and collecting.stored_bytes(session_folder) > self.max_bytes:
+                    collecting.delete_snapshots(session_folder, branch.name, [spare.pop(0)], highest)
+                collecting.collect(session_folder, GRACE_S, after_a_save=True)
                 return swap_generations & {highest}
         except Busy:
             return swap_generations
 
     def gc(self, name: str | None = None, *, grace_s: float = GRACE_S) -> Collected:
-        """Remove what no snapshot needs: pages and log parts that none names, temporary files of saves that died, names
-        of forks that are gone.
+        """Delete what no snapshot needs: pages and log parts that no manifest names, temporary files of saves that
+        died, names of forks that have no snapshots. Write aliases of forks anew that are missing or damaged.
+
+        The order makes a crash harmless at any point: files that no manifest names come first, then the aliases that
+        lead nowhere, and empty folders last, because an alias to a folder that does not exist counts as damage. What a
+        crash leaves, the next collection deletes.
 
         Args:
-            grace_s: where the place has no lock (object stores), younger files stay.
+            name: of the one session to collect, None for all.
+            grace_s: where the place has no locks (object stores), younger files stay.
 
         Raises:
-            SnapshotCorrupt, SnapshotTooNew: a snapshot whose needs cannot be read; its session was left alone, the
-                others were collected.
+            SnapshotNotFound: there is no session of that name. SnapshotCorrupt, SnapshotTooNew, StoreError: of a
+                session whose manifests cannot be read nothing was collected; the others were collected.
         """
-        removed, size, failed = [], 0, []
+        removed, size, errors = [], 0, []
         folders = ([folder for folder in self.files.folders("") if FOLDER.fullmatch(folder)] if name is None
-                   else [self._found(name)[0].folder])
-        strays = self.files.unfinished("")
-        gone = {session_folder.folder: path for session_folder, path, _ in lost(self.files, self._key, set())
-                if session_folder.folder in folders}
+                   else [self._stored(name)[0].folder])
+        unfinished = self.files.unfinished("")
+        lost = {session_folder.folder: path for session_folder, path, _ in
+                lost_snapshots(self.files, self._key, set()) if session_folder.folder in folders}
         for folder in folders:
             try:
                 if self.files.folders(folder):
                     session_folder = SessionFolder(self.files, folder, self._key)
-                    with self._alone(session_folder):
-                        if folder in gone:
-                            self._needs(session_folder, gone[folder])
-                        done = self._collect(session_folder, grace_s)
-                        self._name_anew(session_folder)
+                    with collecting.exclusive(session_folder):
+                        if folder in lost:  # what the lost manifest names is unknown, so reading it raises
+                            collecting.files_named_by(session_folder, lost[folder])
+                        collected = collecting.collect(session_folder, grace_s)
+                        forgetting.rewrite_aliases(session_folder)
                         if session_folder.locked:
-                            removed += sweep_records(self.files, self.files.folders(f"{folder}/m"), strays)
-                    removed += done.removed
-                    size += done.bytes
+                            removed += sweep_records(self.files, session_folder.branches(), unfinished)
+                    removed += collected.removed
+                    size += collected.bytes
             except SnapshotError as error:
-                failed.append(error)
-        for folder in folders:  # names go before the folders that they lead to
+                errors.append(error)
+        for folder in folders:
             try:
-                removed += self._tidy(folder, grace_s)
+                removed += forgetting.remove_dead_alias(self.files, folder, grace_s)
                 removed += [f"{folder}/{file}" for file in self.files.sweep(folder, GRACE_S)]
             except SnapshotError as error:
-                failed.append(error)
+                errors.append(error)
         for folder in folders:
-            self.files.drop_folder(folder)
+            self.files.remove_empty_folder(folder)
         removed += self.files.sweep("", GRACE_S)
-        if failed:
-            raise failed[0]
-        return Collected(removed=tuple(removed), bytes=size)
-
-    def _name_anew(self, session_folder: SessionFolder) -> None:
-        """Write the aliases of forks with snapshots here that are missing or damaged. Raises SnapshotTooNew."""
-        for branch in self.files.folders(f"{session_folder.folder}/m"):
-            folder, there = f"s-{branch}", None
-            with suppress(SnapshotCorrupt):
-                there = alias(self.files, folder)
-            if folder != session_folder.folder and there is None and not SessionFolder(
-                    self.files, folder, None).exists and self._sound(session_folder, branch):
-                write_alias(self.files, folder, session_folder.folder)
-
-    def _sound(self, session_folder: SessionFolder, branch: str) -> bool:
-        """Whether one of a branch's manifests there can be read."""
-        for path, _ in session_folder.manifests():
-            if path.split("/")[1] == branch:
-                with suppress(SnapshotError):
-                    session_folder.manifest_at(path)
-                    return True
-        return False
-
-    @contextlib.contextmanager
-    def _alone(self, session_folder: SessionFolder, wait: bool = True) -> Iterator[None]:
-        """No save runs in the session meanwhile, where the place can tell.
-
-        Raises:
-            Busy: not with `wait`, and one runs.
-        """
-        with self.files.lock(session_folder.folder, shared=False, wait=wait) as locked:
-            session_folder.locked = locked
-            try:
-                yield
-            finally:
-                session_folder.locked = False
-
-    def _named(self, session_folder: SessionFolder) -> set[str]:
-        """Paths inside the session that its manifests name. Each is read once, and then known by its beginning: where
-        no lock holds collectors off, a save that fails gives its number back, and another manifest takes its path."""
-        needs = {}
-        for path, _ in session_folder.manifests():
-            key = path, b""
-            try:
-                with suppress(SnapshotNotFound):  # who reads it tells whether it was lost
-                    key = path, self.files.head(f"{session_folder.folder}/{path}", HEAD_BYTES)
-                needs[key] = session_folder.needs.get(key) or self._needs(session_folder, path)
-            except SnapshotNotFound:  # deleted in this moment
-                continue
-            except SnapshotCorrupt as error:
-                raise SnapshotCorrupt(f"{error}. What it needs is not known, so nothing was removed; delete it first"
-                                      ) from error
-        session_folder.needs = needs
-        return set().union(*needs.values())
-
-    def _needs(self, session_folder: SessionFolder, path: str) -> frozenset[str]:
-        manifest = session_folder.manifest_at(path)[0]
-        return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
-                          *(f"log/{ref.name}" for ref in manifest.log or ())])
-
-    def _bytes(self, session_folder: SessionFolder) -> int:
-        """What the session's snapshots take, as it is stored."""
-        named = self._named(session_folder) | {path for path, _ in session_folder.manifests()}
-        return sum(size for folder in ("pages", "log", *(f"m/{branch}" for branch in
-                                                         self.files.folders(f"{session_folder.folder}/m")))
-                   for path, size in self._sizes(session_folder, folder).items() if path in named)
-
-    def _sizes(self, session_folder: SessionFolder, folder: str) -> dict[str, int]:
-        sizes = self.files.sizes(f"{session_folder.folder}/{folder}")
-        return {f"{folder}/{name}": size for name, size in sizes.items()}
-
-    def _collect(self, session_folder: SessionFolder, grace_s: float, *, after_a_save: bool = False) -> Collected:
-        named = self._named(session_folder) | log_of_owners(session_folder, all_of_them=after_a_save)
-        removed, size = [], 0
-        for path, count in (self._sizes(session_folder, "pages") | self._sizes(session_folder, "log")).items():
-            whole = f"{session_folder.folder}/{path}"
-            if path not in named and (session_folder.locked or self.files.age_s(whole) >= grace_s):
-                self.files.delete(whole)
-                removed.append(whole)
-                size += count
-        branches = self.files.folders(f"{session_folder.folder}/m")
-        for branch in branches:
-            highest = session_folder.numbers(branch)[1]
-            for path in self._sizes(session_folder, f"m/{branch}"):
-                if path.endswith(".gone") and path != f"m/{branch}/{highest:012d}.gone":  # a later number stands for it
-                    self.files.delete(f"{session_folder.folder}/{path}")
-                    removed.append(f"{session_folder.folder}/{path}")
-        for folder in (session_folder.folder, *(f"{session_folder.folder}/{inner}" for inner in
-                                       ("pages", "log", *(f"m/{branch}" for branch in branches)))):
-            swept = self.files.sweep(folder, 0.0 if session_folder.locked else grace_s)
-            removed += [f"{folder}/{name}" for name in swept]
+        if errors:
+            raise errors[0]
         return Collected(removed=tuple(removed), bytes=size)
 
 

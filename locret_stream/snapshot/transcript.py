@@ -1,6 +1,6 @@
-"""What a stored session was told, read from disk and verified: its log of token ids, and how much of each is kept.
+"""The text of a stored session, read from disk and verified: its log of token ids, and how much of each id is kept.
 
-Knows nothing of tokenizers: whoever asks for text brings `decode`.
+Knows nothing of tokenizers: a caller who wants text passes `decode`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from locret_stream.snapshot.session_folder import SessionFolder
 from locret_stream.snapshot.store import Store
 
 Decode = Callable[[list[int]], str]
-WINDOW, STEP = 128, 96  # tokens of a passage that is found, and from one to the next
+WINDOW, STEP = 128, 96  # tokens of a window that `find` searches, and from the start of one to that of the next
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens start .. end-1 as text. share: how much of them memory keeps, on the mean over layers, KV heads and
-    tokens; 0 to 1."""
+    """Tokens start .. end-1 as text.
+
+    Args:
+        share: of their units that are kept, as the mean over layers, KV heads and tokens; 0 to 1.
+    """
 
     start: int
     end: int
@@ -36,11 +39,12 @@ class Passage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Transcript:
-    """One snapshot of a session.
+    """The log of one snapshot of a session, and which of its tokens are kept.
 
     Args:
-        tokens: accepted. pending: the last of them, not committed yet. positions [n] i64, ascending, of tokens that
-            some layer and head keeps; shares [n] f64, by how many of all.
+        tokens: how many were accepted. log: the parts with the committed ids. pending: the ids behind them.
+        positions: [n] i64, ascending, of tokens of which any unit is kept, and of the pending ones.
+        shares: [n] f64, for each of these the share of layers and KV heads that keep it.
     """
 
     session_folder: SessionFolder
@@ -53,7 +57,7 @@ class Transcript:
     shares: np.ndarray
 
     def ids(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(position of the first, ids), part by part.
+        """(position of the first id, ids), part by part, the pending ids last.
 
         Raises:
             SnapshotCorrupt, StoreError: a part is damaged or missing.
@@ -65,27 +69,27 @@ class Transcript:
         yield at, self.pending
 
     def between(self, start: int, end: int, decode: Decode) -> Passage:
-        """The text of positions start .. end-1, as far as there are any. Raises as `ids`."""
+        """The text of positions start .. end-1, cut to those that exist. Raises as `ids`."""
         start = max(start, 0)
         end = max(start, min(end, self.tokens))
-        found = [ids[max(start - at, 0):max(end - at, 0)] for at, ids in self.ids()]
-        return self._passage(start, np.concatenate(found), decode)
+        inside = [ids[max(start - at, 0):max(end - at, 0)] for at, ids in self.ids()]
+        return self._passage(start, np.concatenate(inside), decode)
 
     def kept(self, decode: Decode) -> list[Passage]:
-        """What memory holds, run by run, in order. Raises as `ids`."""
+        """The text of the kept tokens, one passage for every run of positions, in order. Raises as `ids`."""
         runs = list[tuple[int, np.ndarray]]()
         for at, ids in self.ids():
-            own = self.positions[(self.positions >= at) & (self.positions < at + len(ids))]
-            for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
-                start, found = int(run[0]), ids[run[0] - at:run[-1] + 1 - at]
-                if runs and runs[-1][0] + len(runs[-1][1]) == start:  # goes on from the part before
-                    start, found = runs[-1][0], np.concatenate([runs.pop()[1], found])
-                runs.append((start, found))
-        return [self._passage(start, found, decode) for start, found in runs]
+            inside = self.positions[(self.positions >= at) & (self.positions < at + len(ids))]
+            for run in np.split(inside, np.flatnonzero(np.diff(inside) > 1) + 1) if len(inside) else ():
+                start, run_ids = int(run[0]), ids[run[0] - at:run[-1] + 1 - at]
+                if runs and runs[-1][0] + len(runs[-1][1]) == start:  # the run began in the part before
+                    start, run_ids = runs[-1][0], np.concatenate([runs.pop()[1], run_ids])
+                runs.append((start, run_ids))
+        return [self._passage(start, run_ids, decode) for start, run_ids in runs]
 
     def find(self, words: Sequence[str], decode: Decode, limit: int) -> list[Passage]:
-        """Passages that have most of these words, upper and lower case alike; of equal ones the newest. In order of
-        position. Raises as `ids`."""
+        """The `limit` passages that contain most of these words, in any case; of equal ones the newest. They come in
+        order of position. Raises as `ids`."""
         wanted, best = [word.lower() for word in words], list[tuple[int, int]]()
         tail = np.zeros(0, dtype=np.int32)
         for at, part in self.ids():
@@ -94,14 +98,14 @@ class Transcript:
                 text = decode(ids[start:start + WINDOW].tolist()).lower()
                 if score := sum(word in text for word in wanted):
                     heapq.heappush(best, (score, first + start))
-                    if len(best) > 4 * limit:  # neighbours overlap
+                    if len(best) > 4 * limit:  # more than `limit`, since overlapping windows are left out below
                         heapq.heappop(best)
             tail = ids[-(WINDOW - STEP):]
         chosen = list[int]()
         for _, start in sorted(best, reverse=True):
             if all(abs(start - other) >= WINDOW for other in chosen) and len(chosen) < limit:
                 chosen.append(start)
-        around = WINDOW - STEP  # what stands at the edge is not cut off
+        around = WINDOW - STEP  # so that nothing is cut off at the edges of a window
         return [self.between(start - around, start + WINDOW + around, decode) for start in sorted(chosen)]
 
     def _passage(self, start: int, ids: np.ndarray, decode: Decode) -> Passage:
@@ -112,20 +116,20 @@ class Transcript:
 
 def read_transcript(store: Store, name: str, generation: int | None = None, *, tokenizer: str | None = None
                     ) -> Transcript:
-    """A snapshot of a session, the newest unless a number is given.
+    """The transcript of a snapshot of a session, the newest unless a generation is given.
 
     Args:
-        tokenizer: fingerprint of the one that will decode it; None leaves that unchecked.
+        tokenizer: fingerprint of the tokenizer that will decode it; None leaves that unchecked.
 
     Raises:
-        SnapshotNotFound, SnapshotCorrupt, StoreError; SnapshotMismatch: it was told by another tokenizer.
+        SnapshotNotFound, SnapshotCorrupt, StoreError. SnapshotMismatch: its ids are of another tokenizer.
     """
     session_folder = store.branch(name).session_folder
-    found, _ = session_folder.generations(name)
-    if not found or (generation is not None and generation not in found):
-        raise SnapshotNotFound(f"there is no {'session' if not found else f'snapshot {generation} of'} {name!r} in "
-                               f"{store.url}")
-    manifest, sections, _ = session_folder.read_manifest(name, found[-1] if generation is None else generation)
+    generations, _ = session_folder.generations(name)
+    if not generations or (generation is not None and generation not in generations):
+        missing = f"snapshot {generation} of" if generations else "session"
+        raise SnapshotNotFound(f"there is no {missing} {name!r} in {store.url}")
+    manifest, sections, _ = session_folder.read_manifest(name, generations[-1] if generation is None else generation)
     what = f"snapshot {manifest.generation} of {name!r}"
     if manifest.log is None:
         raise SnapshotCorrupt(f"{what} has no log; expected a Store with log=True, without which no text can be shown")
@@ -136,21 +140,21 @@ def read_transcript(store: Store, name: str, generation: int | None = None, *, t
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected state and masks")
     pending = pending_ids(tensors(sections["state"], what), what).astype(np.int32)
     masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)
-    living, heads = [], 1
+    live, heads = [], 1
     for ref, mask in zip(manifest.pages, masks, strict=True):
         positions, heads = _positions(session_folder, ref, what)
         if len(positions) != ref.units:
             raise SnapshotCorrupt(f"{what}: page {ref.name} has {len(positions)} units; expected {ref.units}")
-        living.append(positions if mask is None else positions[mask])
-    seen = manifest.seen
-    at, counts = np.unique(np.concatenate(living) if living else np.zeros(0, np.int64), return_counts=True)
-    waiting = np.arange(seen, seen + len(pending))
+        live.append(positions if mask is None else positions[mask])
+    kept, counts = np.unique(np.concatenate(live) if live else np.zeros(0, np.int64), return_counts=True)
+    pending_positions = np.arange(manifest.seen, manifest.seen + len(pending))
     return Transcript(session_folder, name, manifest.generation, manifest.tokens, manifest.log, pending,
-                np.concatenate([at, waiting]), np.concatenate([counts / heads, np.ones(len(pending))]))
+                      positions=np.concatenate([kept, pending_positions]),
+                      shares=np.concatenate([counts / heads, np.ones(len(pending))]))
 
 
 def _positions(session_folder: SessionFolder, ref: PageRef, what: str) -> tuple[np.ndarray, int]:
-    """Positions of a verified page's units, in the order of its mask, and how many heads all layers have."""
+    """The positions [units] of a verified page's units, in the order of its mask, and the KV heads of all layers."""
     page = f"{what}, page {ref.name}"
     body, sections = session_folder.read_named("pages", ref, page)
     index = tensors(sections["index"], page) if "index" in sections else {}
@@ -158,8 +162,8 @@ def _positions(session_folder: SessionFolder, ref: PageRef, what: str) -> tuple[
     if (body.start, body.end) != (ref.start, ref.end) or counts is None or counts.dtype != torch.int32 or (
             counts.dim() != 2 or not counts.numel()):
         raise SnapshotCorrupt(f"{page}: not the page that is named")
-    layers = [own for layer in range(len(counts)) if (own := index.get(f"{layer}.positions")) is not None
-              and own.dtype == torch.int32 and own.dim() == 1]
+    layers = [tensor for layer in range(len(counts)) if (tensor := index.get(f"{layer}.positions")) is not None
+              and tensor.dtype == torch.int32 and tensor.dim() == 1]
     if len(layers) < len(counts):
         raise SnapshotCorrupt(f"{page}: a layer without positions, or with strange ones")
     positions = torch.cat(layers).numpy().astype(np.int64) + ref.start

@@ -1,4 +1,4 @@
-"""Whether what a store holds is sound: every byte of it, and that nothing of it is missing. Changes nothing."""
+"""Whether everything that a store holds is intact, and nothing of it is missing. Changes nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from contextlib import suppress
 import msgspec
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotError, SnapshotTooNew
+from locret_stream.snapshot.claims import fork_target
 from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.files import Files
 from locret_stream.snapshot.format import LogPart, LogRef
 from locret_stream.snapshot.log import read_part
-from locret_stream.snapshot.names import FOLDER, hashed, known, record, records
+from locret_stream.snapshot.names import FOLDER, hashed, read_record, readable_record, recorded_names
 from locret_stream.snapshot.pages import PageRef
-from locret_stream.snapshot.session_folder import MANIFEST_LIMIT, SessionFolder, leads
+from locret_stream.snapshot.session_folder import MANIFEST_LIMIT, SessionFolder
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that was read whole: what is wrong with it, or "" for nothing; `locked` if its key was not given."""
+    """One snapshot after every byte of it was read.
+
+    Args:
+        name, generation: of the snapshot.
+        problem: what is wrong with it, "" for nothing. locked: whether that is its missing key.
+    """
 
     name: str
     generation: int
@@ -28,53 +34,58 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
 def verify(files: Files, key: bytes | None, session_folders: Sequence[SessionFolder], name: str | None
            ) -> list[Verified]:
-    """What `Store.verify` gives, of those sessions; name: of this alone."""
-    out: list[Verified] = []
+    """What `Store.verify` gives, for these sessions.
+
+    Args:
+        name: the only name to verify, None for all.
+    """
+    results: list[Verified] = []
     seen: set[str] = set()
     links: list[SessionFolder] = []
     for session_folder in session_folders:
-        good: set[str] = set()
+        intact: set[str] = set()
         try:
             for path, number in session_folder.manifests():
                 branch = path.split("/")[1]
                 if name is None or branch == hashed(name):
-                    found = _verify(session_folder, path, number, good)
-                    if not found.problem and number == session_folder.numbers(branch)[1] and not session_folder.gone(
-                            branch, number):
-                        found = msgspec.structs.replace(found, problem=_unnamed(session_folder, branch))
-                    # Else it was deleted while it was read.
-                    if not found.problem or (path, number) in session_folder.manifests():
-                        out.append(found)
+                    result = _verify_snapshot(session_folder, path, number, intact)
+                    if not result.problem and number == session_folder.generations_of(branch)[1] and (
+                            not session_folder.was_deleted(branch, number)):
+                        result = msgspec.structs.replace(result, problem=_alias_problem(session_folder, branch))
+                    # A problem of a manifest that is not listed any more: the snapshot was deleted while it was read.
+                    if not result.problem or (path, number) in session_folder.manifests():
+                        results.append(result)
                         seen.add(branch)
         except SnapshotCorrupt:
             links.append(session_folder)
             continue
-        with suppress(SnapshotCorrupt):  # the log's folder is a link: what needs it has said so
-            out += [found for found in _outrun(session_folder) if name is None or found.name == name]
-    names = [hashed(name)] if name is not None else sorted({*records(files), *(
+        with suppress(SnapshotCorrupt):  # the log's folder is a link, which the snapshots above have reported
+            results += [result for result in _older_than_log(session_folder) if name is None or result.name == name]
+    names = [hashed(name)] if name is not None else sorted({*recorded_names(files), *(
         folder[2:] for folder in files.folders("") if FOLDER.fullmatch(folder))})
-    for session_folder, path, number in lost(files, key, frozenset(seen), names):
-        found = _verify(session_folder, path, number, set())
-        if found.problem:
-            out.append(found)
+    for session_folder, path, number in lost_snapshots(files, key, frozenset(seen), names):
+        result = _verify_snapshot(session_folder, path, number, set())
+        if result.problem:
+            results.append(result)
             seen.add(path.split("/")[1])
             links = [link for link in links if link.folder != session_folder.folder]
-    out += [_verify(session_folder, nowhere(session_folder), 0, set()) for session_folder in links]
-    for own in names:
+    results += [_verify_snapshot(session_folder, unlisted_path(session_folder), 0, set()) for session_folder in links]
+    for name_hash in names:
         try:
-            record(files, own)
-            if own not in seen:
-                leads(files, f"s-{own}")
+            read_record(files, name_hash)
+            if name_hash not in seen:
+                fork_target(files, f"s-{name_hash}")
         except (SnapshotCorrupt, SnapshotTooNew) as error:
-            out.append(Verified(name=name or f"s-{own}", generation=0, problem=str(error)))
-    return out
+            results.append(Verified(name=name or f"s-{name_hash}", generation=0, problem=str(error)))
+    return results
 
 
-def _outrun(session_folder: SessionFolder) -> Iterator[Verified]:
-    """Branches of whose later snapshots nothing is left but their log parts: save number n rests on number n - 1,
-    which was there then. A part of the next number alone may be of a save that died.
+def _older_than_log(session_folder: SessionFolder) -> Iterator[Verified]:
+    """Branches whose log is newer than their newest snapshot, because an older copy of the manifests was put back.
 
-    Only where collectors hold saves off: elsewhere a part may be left of a session that was forgotten meanwhile.
+    Save number n builds on snapshot n - 1, which existed then. A log part of just the next generation proves nothing,
+    since the save that wrote it may have died. Where the place has no locks no part proves anything, since it may be
+    left of a session that was forgotten meanwhile.
     """
     newest: dict[str, int] = {}
     files = session_folder.files
@@ -83,47 +94,55 @@ def _outrun(session_folder: SessionFolder) -> Iterator[Verified]:
             body, _ = session_folder.read_named("log", LogRef(file, 0, 0, min(size, MANIFEST_LIMIT)), file)
             newest[body.branch] = max(newest.get(body.branch, 0), body.generation)
     for branch, number in sorted(newest.items()):
-        found, highest = session_folder.generations(branch)
-        if found and number > highest + 1:
+        generations, highest = session_folder.generations(branch)
+        if generations and number > highest + 1:
             yield Verified(name=branch, generation=number - 1, problem=(
-                f"the log holds what snapshot {number} of {branch!r} was to name, and the newest there is is "
+                f"the log holds what snapshot {number} of {branch!r} was to name, but the newest stored snapshot is "
                 f"{highest}: an older copy was put back. Expected the snapshots in between"))
 
 
-def _unnamed(session_folder: SessionFolder, branch: str) -> str:
+def _alias_problem(session_folder: SessionFolder, branch_hash: str) -> str:
     """Why the name of a branch with snapshots in that session does not lead to them; "" if it does."""
     try:
-        there = leads(session_folder.files, f"s-{branch}") or f"s-{branch}"
+        target = fork_target(session_folder.files, f"s-{branch_hash}") or f"s-{branch_hash}"
     except (SnapshotCorrupt, SnapshotTooNew) as error:
         return str(error)
-    if there == session_folder.folder or branch not in session_folder.files.folders(f"{session_folder.folder}/m"):
+    if target == session_folder.folder or branch_hash not in session_folder.branches():
         return ""
-    return (f"its name leads to {there}, where other snapshots are, and not to {session_folder.folder}; expected the "
-            f"file s-{branch}/branch as this store wrote it. `snapshots gc` writes it anew if it is gone")
+    return (f"its name leads to {target}, where other snapshots are, and not to {session_folder.folder}; expected the "
+            f"file s-{branch_hash}/branch as this store wrote it. `snapshots gc` writes it anew if it is missing")
 
 
-def lost(files: Files, key: bytes | None, seen: Container[str], names: Iterable[str] | None = None
-         ) -> Iterator[tuple[SessionFolder, str, int]]:
-    """The newest snapshots of names (None: of all with a record) that were saved and of whose branch nothing is
-    left, other than those in `seen`: session_folder, path in it, number."""
-    for name in records(files) if names is None else names:
-        if name not in seen and (told := known(files, name)) is not None and told.newest:
-            session_folder = SessionFolder(files, told.folder, key)
+def lost_snapshots(files: Files, key: bytes | None, seen: Container[str], name_hashes: Iterable[str] | None = None
+                   ) -> Iterator[tuple[SessionFolder, str, int]]:
+    """The newest snapshots of branches that were saved and of which no manifest is left.
+
+    Args:
+        seen: hashes of names to leave out. name_hashes: those to look at, None for all that have a record.
+
+    Returns:
+        The session's folder, the path of the manifest in it, and its generation.
+    """
+    for name_hash in recorded_names(files) if name_hashes is None else name_hashes:
+        if name_hash not in seen and (record := readable_record(files, name_hash)) is not None and record.newest:
+            session_folder = SessionFolder(files, record.folder, key)
             try:
-                gone = told.newest in session_folder.numbers(name)[0] and not session_folder.there(name)[0]
-            except SnapshotCorrupt:  # the folder is a link: who reads it is told
-                gone = True
-            if gone:
-                yield session_folder, f"m/{name}/{told.newest:012d}.snap", told.newest
+                is_lost = record.newest in session_folder.generations_of(name_hash)[0] and (
+                    not session_folder.present_generations(name_hash)[0])
+            except SnapshotCorrupt:  # the folder is a link, as reading the snapshot will report
+                is_lost = True
+            if is_lost:
+                yield session_folder, f"m/{name_hash}/{record.newest:012d}.snap", record.newest
 
 
-def _verify(session_folder: SessionFolder, path: str, number: int, good: set[str]) -> Verified:
+def _verify_snapshot(session_folder: SessionFolder, path: str, number: int, intact: set[str]) -> Verified:
+    """Read the manifest at `path` and all files that it names but those in `intact`, to which it adds the others."""
     branch = name_of(session_folder, path)
     try:
         manifest = session_folder.manifest_at(path)[0]
         refs: tuple[PageRef | LogRef, ...] = (*manifest.pages, *(manifest.log or ()))
         for ref in refs:
-            if ref.name not in good:
+            if ref.name not in intact:
                 folder = "pages" if isinstance(ref, PageRef) else "log"
                 body, sections = session_folder.read_named(folder, ref, f"{folder} file {ref.name}")
                 if (body.start, body.end) != (ref.start, ref.end):
@@ -131,24 +150,24 @@ def _verify(session_folder: SessionFolder, path: str, number: int, good: set[str
                                           f"expected {ref.start} to {ref.end}")
                 if isinstance(body, LogPart):
                     read_part(body, sections, f"log part {ref.name}")
-                good.add(ref.name)
+                intact.add(ref.name)
     except SnapshotError as error:
         return Verified(name=branch, generation=number, problem=str(error), locked=isinstance(error, MissingKey))
     return Verified(name=branch, generation=number)
 
 
-def nowhere(session_folder: SessionFolder) -> str:
-    """A path for what is to be told of a session whose snapshots cannot even be counted, for their folder is a link."""
+def unlisted_path(session_folder: SessionFolder) -> str:
+    """A path that stands for the snapshots of a session that cannot be listed, because their folder is a link."""
     return f"m/{session_folder.folder[2:]}/{0:012d}.snap"
 
 
 def name_of(session_folder: SessionFolder, path: str) -> str:
-    """Of the branch whose manifest that is, if its record or one of its manifests can be read; else the path."""
-    folder, branch = path.rpartition("/")[0], path.split("/")[1]
-    told = known(session_folder.files, branch)
-    if told is not None and told.title and told.folder == session_folder.folder:
-        return told.title
-    with suppress(SnapshotCorrupt):  # a folder that is a link
+    """The name of the branch whose manifest is at `path`, by its record or any of its manifests; else the path."""
+    folder, branch_hash = path.rpartition("/")[0], path.split("/")[1]
+    record = readable_record(session_folder.files, branch_hash)
+    if record is not None and record.title and record.folder == session_folder.folder:
+        return record.title
+    with suppress(SnapshotCorrupt):  # the folder is a link
         for other, _ in session_folder.manifests():
             if other.startswith(f"{folder}/"):
                 with suppress(SnapshotError):

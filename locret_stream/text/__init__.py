@@ -1,10 +1,10 @@
-"""Text in, token ids out, and back, both incrementally; and the chat template's own tokens around them.
+"""Text to token ids and back, both incrementally, and the tokens that a chat template puts around them.
 
 Knows tokenizers and templates. Knows no tensors, no model and no context.
 
     segmenter   text or UTF-8 bytes, in any pieces -> segments that depend on the text alone
-    codec       a segment -> ids that are never control; ids -> text, a whole character at a time
-    frames      the ids a chat template writes before, between and after what is fed, asked and answered
+    codec       a segment -> ids without control tokens; ids -> text, in whole characters
+    frames      the ids that a chat template writes before, between and after the contents of messages
 """
 
 from locret_stream.text.codec import Detokenizer, TextCodec

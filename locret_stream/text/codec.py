@@ -1,17 +1,17 @@
 """One segment to ids, ids to text. Knows the inside of a fast tokenizer; knows no template and no stream of text.
 
-Three tokenizers are made from the user's, none of which is the user's object:
-    real     its added tokens are honoured; nothing is added before or after
-    data     the same vocabulary, in which every control token bears a name that no text can spell
-Both are deterministic. A *control token* is an added token, special or not, and what the tokenizer itself calls
-special; only non-special added tokens that are white space alone, or a single character, are ordinary text (GPT-NeoX
-and Gemma spell indentation with them). The unknown token is control as a word (`<unk>` in a text is spelled out), yet
-it stays what a tokenizer without byte fallback gives for a character it does not know.
+Two tokenizers are made from the user's, which stays as it is:
+    real     recognises added tokens in a text; adds nothing before or after
+    data     the same vocabulary, in which every control token has a name that no text can spell
+Both are deterministic. A *control token* is an added token, special or not, or a token that the tokenizer calls
+special; only non-special added tokens of white space alone, or of a single character, are ordinary text (GPT-NeoX and
+Gemma write indentation with them). The unknown token is a control token as a word (`<unk>` in a text is spelled out),
+and still stands for characters that a tokenizer without byte fallback does not know.
 
-Segments are tokenised alone, so whatever treats the edges of a text as special is switched off: `Prepend` and `Strip`
-normalisers, `prepend_scheme`, `add_prefix_space`. A segment then gets the tokens it has in the middle of a text; only
-the very first word of a text differs from what such a tokenizer gives for the whole (`Hello`, not `▁Hello`). A prefix
-that every word gets, because the text is split before it (T5), belongs to no edge and stays.
+Segments are tokenised alone, so all that treats the edges of a text as special is switched off: `Prepend` and `Strip`
+normalisers, `prepend_scheme`, `add_prefix_space`. A segment then gets the tokens that it has in the middle of a text;
+only the first word of a text may differ from what the user's tokenizer gives for the whole (`Hello`, not `▁Hello`). A
+prefix that every word gets, because the text is split before (T5), belongs to no edge and stays.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class TextCodec:
 
     Raises:
         ConfigError: a tokenizer without a `tokenizers` backend, of a kind that cannot be made safe, of another model
-            (text would become ids that the model has no row for), or one whose tokens cannot be read one at a time.
+            (text would become ids without a row in the model), or one whose tokens cannot be decoded one at a time.
 
     Attributes:
-        vocab: ids lie in [0, vocab).
-        added_ids: every added token. control_ids: those that data never yields. special_ids: those left out of text.
+        vocab: ids are in [0, vocab).
+        added_ids: all added tokens. control_ids: ids that no data becomes. special_ids: ids left out of text.
         unk_id, eos_id: int, or None.
         fingerprint: sha256 of the tokenizer's definition, hexadecimal.
     """
@@ -61,8 +61,8 @@ class TextCodec:
         spec = msgspec.json.decode(backend.to_str())
         kind = spec["model"].get("type")
         if kind not in _MODELS:
-            raise ConfigError(f"tokenizer model is {kind!r}; expected one of {', '.join(_MODELS)}: it cannot be kept "
-                              "from reading text as control tokens")
+            raise ConfigError(f"tokenizer model is {kind!r}; expected one of {', '.join(_MODELS)}, as no other can be "
+                              "kept from reading text as control tokens")
         spec |= {"truncation": None, "padding": None, "post_processor": None}
         text = msgspec.json.encode(spec)
         self.fingerprint = hashlib.sha256(text).hexdigest()
@@ -91,18 +91,18 @@ class TextCodec:
         decoders = {part["type"] for part in _parts(spec["decoder"], "decoders")}
         self._byte_level = "ByteLevel" in decoders
         self._strips = "Strip" in decoders
-        self.ends_words = "BPEDecoder" in decoders  # a token ends a word, and the last one of a text has no space
+        self.ends_words = "BPEDecoder" in decoders  # a token ends a word with a space, but for the last one of a text
         self._byte_fallback = "ByteFallback" in decoders
         self._pieces: dict[int, bytes] = {}
         self._anchor = None if self._byte_level else self._find_anchor()
         self._expect_readable()
 
     def encode(self, segment: str, *, trusted: bool = False) -> list[int]:
-        """The ids of one segment by itself, nothing added before or after.
+        """The ids of one segment, without any before or after it.
 
         Args:
             segment: one segment; it is not cut further.
-            trusted: let added tokens spelled in the text be added tokens.
+            trusted: recognise added tokens in the text.
 
         Raises:
             InvalidText: a lone surrogate.
@@ -110,7 +110,7 @@ class TextCodec:
         if trusted:
             return self.literal(segment)
         ids = self._data.encode(check_text(segment), add_special_tokens=False).ids
-        if not self._forbidden.isdisjoint(ids):  # only a text that holds a name drawn at random in this process
+        if not self._forbidden.isdisjoint(ids):  # the text contains a name drawn at random in this process
             raise InvalidText("the text spells a hidden name of a control token; expected text from outside")
         return ids
 
@@ -119,17 +119,17 @@ class TextCodec:
         return [i for segment in cut(text) for i in self.encode(segment, trusted=trusted)]
 
     def literal(self, text: str, *, start: bool = False) -> list[int]:
-        """The ids of a template's own text: added tokens are honoured.
+        """The ids of a template's own text, in which added tokens are recognised.
 
         Args:
-            start: the text opens the sequence, so the tokenizer's own prefix, if any, belongs to it.
+            start: the text opens the sequence, so that it gets the tokenizer's prefix, if any.
 
         Raises:
-            InvalidText: a lone surrogate, or an added token that the model has no row for.
+            InvalidText: a lone surrogate, or an added token without a row in the model.
         """
         ids = self._literal(text, start)
-        if strange := [i for i in ids if i >= self.vocab]:
-            raise InvalidText(f"the text spells {self._real.id_to_token(strange[0])!r}, token {strange[0]}, and the "
+        if beyond := [i for i in ids if i >= self.vocab]:
+            raise InvalidText(f"the text spells {self._real.id_to_token(beyond[0])!r}, token {beyond[0]}, and the "
                               f"model has rows for ids below {self.vocab}; expected the model's own tokenizer")
         return ids
 
@@ -138,34 +138,35 @@ class TextCodec:
         if start or not self._edges:
             return encoding.ids
         unknown = None if self.unk_id is None else self._real.id_to_token(self.unk_id)
-        head = next((a for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True)  # an unknown letter is no word
+        # The text before the first added token is data. The unknown token counts only where its word is spelled.
+        head = next((a for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True)
                      if i in self.added_ids and (i != self.unk_id or text[a:b].strip() == unknown)), len(text))
         rest = self._real.encode(text[head:], add_special_tokens=False).ids if head < len(text) else []
         return (self._data.encode(text[:head], add_special_tokens=False).ids if head else []) + rest
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of ids, as the tokenizer decodes them, without its clean-up of spaces."""
+        """The text of ids as the tokenizer decodes them, without its clean-up of spaces."""
         return self._real.decode(list(ids), skip_special_tokens=skip_special)
 
     def validate_ids(self, ids: Iterable[int]) -> list[int]:
-        """Ids given by the user, as plain ints; added tokens are allowed, for ids are never read out of text.
+        """Ids that a user gives, as plain ints. Added tokens are allowed, because no text can spell ids.
 
         Raises:
-            InvalidTokens: by index: something that is not an integer (bool included), or outside [0, vocab).
+            InvalidTokens: names the index of a value that is not an integer (or is a bool), or not in [0, vocab).
         """
         if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Iterable):
             raise InvalidTokens(f"found {type(ids).__name__}; expected a list of token ids")
         return [self._valid(index, i) for index, i in enumerate(ids)]
 
     def piece(self, token_id: int) -> bytes:
-        """The UTF-8 bytes a token adds in the middle of a text; empty for ids without a token."""
+        """The UTF-8 bytes that a token adds in the middle of a text; empty for ids without a token."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._read_piece(token_id)
         return piece
 
     def first_piece(self, token_id: int) -> bytes:
-        """The bytes of a token that opens a text, where some tokenizers leave out a leading space."""
+        """The UTF-8 bytes of a token that opens a text, where some tokenizers leave out a leading space."""
         piece = self.piece(token_id)
         if (self._byte_level and not self._strips) or self.ends_words or _is_partial(piece):
             return piece
@@ -194,7 +195,7 @@ class TextCodec:
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(name)):
             return bytes([int(match[1], 16)])
         before = [] if self._anchor is None else [self._anchor]
-        if self.ends_words:  # the last word of a text has no space behind it
+        if self.ends_words:  # decoded between two words, as the last word of a text has no space after it
             last = self._real.decode(before, skip_special_tokens=False)
             text = self._real.decode([*before, token_id, *before], skip_special_tokens=False)
             return text[len(self._real.decode(before * 2, skip_special_tokens=False)) - len(last):
@@ -203,17 +204,13 @@ class TextCodec:
         return self._real.decode([*before, token_id], skip_special_tokens=False)[skip:].encode()
 
     def _find_anchor(self) -> int | None:
-        """A plain word, after which a token decodes as it does in the middle of a text."""
+        """A token of letters: after it a token decodes as in the middle of a text."""
         ids = (i for i in range(self._real.get_vocab_size()) if i not in self.added_ids)
         return next((i for i in ids if (text := self._real.decode([i])).isascii() and text.isalpha()), None)
 
     def _expect_readable(self) -> None:
-        """Try what every stream depends on with a sentence: data has the words that the tokenizer itself reads, and
-        the pieces of its tokens add up to its text.
-
-        Raises:
-            ConfigError.
-        """
+        """Raises ConfigError unless a test sentence decodes to the same text in three ways: as the tokenizer encodes
+        it, as data, and as data token by token."""
         own, ids = self.decode(self._real.encode(_SENTENCE, add_special_tokens=False).ids), self.encode(_SENTENCE)
         if self.decode(ids).strip() != own.strip():
             raise ConfigError(f"the tokenizer reads {_SENTENCE!r} as {own!r}, and a part of a text as "
@@ -226,33 +223,28 @@ class TextCodec:
 
 
 class Detokenizer:
-    """Ids to text, one at a time, never a part of a character.
+    """Ids to text, one id at a time, in whole characters.
 
     Args:
-        codec: whose ids they are.
+        codec: the codec of the ids.
         skip_special: leave special tokens out of the text.
-        start: the ids open a text: tokenizers that put a space before the first word take it away again. False
-            keeps every space, for ids that go on from others.
+        start: the ids open a text: tokenizers that put a space before the first word remove it. False keeps every
+            space, for ids that follow others.
 
-    What `push` and `flush` return adds up to `codec.decode` of all the ids (with `start`), at constant cost per id.
-    One exception: where a tokenizer spells bytes as tokens (`<0xE2>`), its decoder turns a whole run of them into
-    U+FFFD, one for each byte, if any of the run is not UTF-8; here the characters of the run that are whole were
-    shown already, and what is not UTF-8 is replaced as Unicode recommends.
+    All results of `push` and `flush` add up to `codec.decode` of all ids (with `start`), at constant cost per id. One
+    exception: where tokens stand for bytes (`<0xE2>`), the tokenizer replaces every byte of a run of them by U+FFFD if
+    the run is not UTF-8; here the whole characters of the run were returned already, and only bytes that are not UTF-8
+    are replaced, as Unicode recommends.
     """
 
     def __init__(self, codec: TextCodec, *, skip_special: bool = True, start: bool = True):
         self._codec, self._start = codec, start
         self._skip = codec.special_ids if skip_special else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._gap = ""  # a space behind a word, which the last word of a text does not have
-
-    @property
-    def held(self) -> bytes:
-        """The bytes, at most 3, of a character that is not whole yet."""
-        return self._utf8.getstate()[0]
+        self._gap = ""  # the space after the last word, which is part of the text only if another word follows
 
     def push(self, token_id: int) -> str:
-        """The text this token completes; often empty in the middle of a character."""
+        """The text that this token completes; empty in the middle of a character."""
         if token_id in self._skip:
             return ""
         piece = self._codec.piece(token_id)
@@ -264,13 +256,13 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left, U+FFFD for a character that never became whole; the next id may begin another text."""
+        """The rest of the text: U+FFFD for an incomplete character, or nothing. The next id may begin another text."""
         self._gap = ""
         return self._utf8.decode(b"", True)
 
 
 def _byte_letters() -> dict[str, int]:
-    """The 256 letters byte-level tokenizers write bytes with: printable Latin-1 as itself, the others from U+0100."""
+    """The 256 letters that byte-level tokenizers write for bytes: printable Latin-1 as it is, others from U+0100 on."""
     plain = [b for b in range(256) if 33 <= b <= 126 or (161 <= b and b != 173)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -280,7 +272,7 @@ _BYTES = _byte_letters()
 
 
 def _is_text(content: str) -> bool:
-    """Whether an added token is ordinary text by another way: white space, or one character."""
+    """Whether an added token only stands for ordinary text: white space, or one character."""
     return len(content) == 1 or not content.replace("▁", " ").strip()
 
 
@@ -308,25 +300,25 @@ def _parts(part: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _switch_off_edges(spec: dict[str, Any]) -> bool:
-    """Take out of a definition what treats the start or the end of a text as special; whether there was any."""
-    found = False
+    """Remove from a definition all that treats the start or the end of a text as special; whether there was any."""
+    changed = False
     normalizers = list(_parts(spec["normalizer"], "normalizers"))
     kept = [part for part in normalizers if part["type"] not in ("Prepend", "Strip")]
     if len(kept) < len(normalizers):
-        spec["normalizer"], found = ({"type": "Sequence", "normalizers": kept} if kept else None), True
-    split = False  # whether the text is in parts already: then each of them gets a prefix, wherever it stands
+        spec["normalizer"], changed = ({"type": "Sequence", "normalizers": kept} if kept else None), True
+    split = False  # whether earlier parts split the text: then every piece gets a prefix, wherever it is
     for part in _parts(spec["pre_tokenizer"], "pretokenizers"):
         scheme = part.get("prepend_scheme", "never")
         if scheme == "first" or (scheme == "always" and not split):
-            part["prepend_scheme"], found = "never", True
+            part["prepend_scheme"], changed = "never", True
         if part.get("add_prefix_space") and not split:
-            part["add_prefix_space"], found = False, True
+            part["add_prefix_space"], changed = False, True
         split = split or part.get({"Metaspace": "split", "ByteLevel": "use_regex"}.get(part["type"], ""), True)
-    return found
+    return changed
 
 
 def _hide(spec: dict[str, Any], control: frozenset[int]) -> None:
-    """Rename control tokens in a definition, ids unchanged, to names no text can spell but by guessing 128 bits."""
+    """Rename control tokens in a definition, ids unchanged, to names that a text spells only by guessing 128 bits."""
     model, secret = spec["model"], secrets.token_hex(16)
     hidden: dict[str, str] = {}
     for token in spec["added_tokens"]:
@@ -341,7 +333,7 @@ def _hide(spec: dict[str, Any], control: frozenset[int]) -> None:
         if i in control:
             if model["type"] == "BPE" and name in _BYTES and len(_BYTES.keys() & model["vocab"].keys()) == 256:
                 raise ConfigError(f"added token {name!r} is also a letter of the byte alphabet; expected control "
-                                  "tokens of their own, for without that letter some text cannot be written")
+                                  "tokens of their own, as some text cannot be written without that letter")
             hidden[name] = f"{secret}-{i}"
             del model["vocab"][name]
             model["vocab"][hidden[name]] = i

@@ -1,15 +1,15 @@
-"""What a chat template writes around what is said. Knows templates and turns; knows nothing of what is said.
+"""The tokens that a chat template writes around the contents of messages. Knows templates and turns, and no contents.
 
-The template is rendered around probes, and what stands before, between and after them are its *literals*. They are
-encoded with added tokens honoured, contents as data, and both are spliced as ids: content never becomes control.
+The template is rendered with probes as contents; the text before, between and after them are its *literals*. In these
+added tokens are recognised, contents are encoded as data, and both are joined as ids: no content becomes control.
 
-A frame is right for contents that the template copies as they are. Templates that trim white space around a content
-are accepted, and the content is kept as it was fed. Templates that write other literals for other contents, or other
-literals for a turn once more turns follow, are refused.
+A frame is right for contents that the template copies unchanged. Templates that trim white space around a content are
+accepted, and the content stays as it was fed. Templates whose literals depend on the contents, or on the turns that
+follow, are refused.
 
-Two limits lie in the templates themselves. Marks that are ordinary text to the tokenizer (`[INST]` of the first Mistral
-models) can be imitated by data: there is no control token to withhold. And a literal that ends in a space (`[INST] `)
-keeps it as a token of its own, where a whole text would give it to the next word.
+The templates themselves have two limits. Data can imitate marks that are ordinary text to the tokenizer (`[INST]` of
+the first Mistral models), as no control token keeps them apart. And a literal that ends in a space (`[INST] `) keeps
+it as a token of its own, which in a whole text belongs to the next word.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import msgspec
 from locret_stream.errors import ConfigError
 from locret_stream.text.codec import TextCodec
 
-SEPARATOR = "\n\n"  # between what was fed and a question in the same turn, and after a system text merged into it
+SEPARATOR = "\n\n"  # before a question in a turn that has content, and after a system text in the first user's turn
 
 
 class FrameState(msgspec.Struct, frozen=True):
-    """Where a conversation stands; part of a context's state.
+    """The place in a conversation; part of a context's state.
 
     Args:
-        turn: whose turn is open. "none": nothing was begun yet (`first`), or a reply was closed.
-        has_content: the open turn holds something beside the template's own.
-        first: no reply was closed yet.
+        turn: whose turn is open. "none": no turn began yet (`first`), or a reply was closed.
+        has_content: whether the open turn has any content.
+        first: whether no reply was closed yet.
     """
 
     turn: Literal["none", "user", "assistant"] = "none"
@@ -39,29 +39,29 @@ class FrameState(msgspec.Struct, frozen=True):
     first: bool = True
 
     def with_content(self) -> FrameState:
-        """The same turn, once something was said in it."""
+        """The same turn with content."""
         return msgspec.structs.replace(self, has_content=True)
 
 
 class ChatFrame:
-    """The template's transitions: each takes a state and returns (ids to splice, next state). Immutable.
+    """The template's transitions: each takes a state and returns (ids to append, next state). Immutable.
 
     The order is begin, [content], (question_separator, [question]), close_user_and_prompt, [reply], close_reply,
-    open_user, [content], and so on. Steps that are already done return no ids.
+    open_user, [content], and so on. A step that was done already returns no ids.
 
     Args:
-        codec: of the tokenizer whose template it is.
+        codec: of the tokenizer that has the template.
         template: "auto" (the tokenizer's, or raw if it has none), "raw" (no ids at all), or a Jinja template.
         eos: the model's end markers (`generation_config.eos_token_id`).
 
     Raises:
-        ConfigError: not a template, or one whose literals cannot be told from its contents.
+        ConfigError: not a template, or one whose literals cannot be separated from contents.
 
     Attributes:
-        raw: no literal is ever written. template: the Jinja template given, None: the tokenizer's own.
-        eos_ids: what ends a reply: the model's, the tokenizer's, and the token by which the template closes replies.
-        system_style: "turn" (the template's own place), "merged" (ahead of the first user's content, and a blank
-            line: the template has no fixed place for it), or "raw".
+        raw: whether the frame has no literals. template: the Jinja template given, None: the tokenizer's own.
+        eos_ids: ids that end a reply: the model's, the tokenizer's, and the token by which the template closes replies.
+        system_style: "turn" (the template has a place for a system text), "merged" (it has none, so that the text and a
+            blank line precede the first user's content), or "raw".
     """
 
     def __init__(self, codec: TextCodec, tokenizer: Any, *, template: str = "auto",
@@ -72,7 +72,7 @@ class ChatFrame:
         self.system_style: Literal["turn", "merged", "raw"] = "raw"
         self.template: str | None = None
         self._begin = self._open = self._prompt = self._close = self._separator = tuple[int, ...]()
-        self._system: tuple[tuple[int, ...], ...] = ()  # what stands before it and behind it
+        self._system: tuple[tuple[int, ...], ...] = ()  # the literals before and after a system text
         if not self.raw:
             if template != "auto" and "{{" not in template and "{%" not in template:
                 raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")
@@ -86,16 +86,16 @@ class ChatFrame:
 
     @property
     def literals(self) -> str:
-        """All that the template writes, and what ends a reply: frames with equal ones are the same."""
+        """All literals and the ids that end a reply, which identify a frame."""
         return repr((self.raw, self.system_style, self._begin, self._system, self._open, self._prompt, self._close,
                      self._separator, sorted(self.eos_ids)))
 
     def begin(self, system: str | None = None, *, trusted: bool = False) -> tuple[list[int], FrameState]:
-        """The beginning of a sequence, the system text as data, and the first user turn, open.
+        """The beginning of a sequence, the system text as data, and the start of the first user turn.
 
         Raises:
             InvalidText: `system` is not text.
-            ConfigError: a system text in a raw frame, which has no place for it: feed it instead.
+            ConfigError: a system text in a raw frame, which has no place for it.
         """
         state = FrameState(turn="user")
         if self.raw:
@@ -105,14 +105,14 @@ class ChatFrame:
             return [], state
         if system is None or (self.system_style == "merged" and not system):
             return list(self._begin), state
-        said = self._codec.encode_text(system, trusted=trusted)
+        ids = self._codec.encode_text(system, trusted=trusted)
         if self.system_style == "merged":
-            return [*self._begin, *said, *self._separator], state
+            return [*self._begin, *ids, *self._separator], state
         before, after = self._system
-        return [*before, *said, *after], state
+        return [*before, *ids, *after], state
 
     def open_user(self, state: FrameState) -> tuple[list[int], FrameState]:
-        """The user turn, open: the first (as `begin` without system text) or a later one."""
+        """The start of a user turn: the first (as `begin` without a system text) or a later one."""
         if state.turn == "user":
             return [], state
         assert state.turn == "none", f"the assistant's turn is open: {state}"
@@ -121,7 +121,7 @@ class ChatFrame:
         return list(self._open), FrameState(turn="user", first=False)
 
     def question_separator(self, state: FrameState) -> tuple[list[int], FrameState]:
-        """What stands before a question in an open user turn: a blank line if something was said, else nothing."""
+        """The ids before a question in an open user turn: a blank line if the turn has content, else none."""
         assert state.turn == "user", f"no user turn is open: {state}"
         return list(self._separator) if state.has_content else [], state
 
@@ -131,21 +131,21 @@ class ChatFrame:
         return list(self._prompt), FrameState(turn="assistant", first=state.first)
 
     def close_reply(self, state: FrameState, last_ids: Sequence[int]) -> tuple[list[int], FrameState]:
-        """What closes the reply, less what the model sampled of it.
+        """The ids that close the reply, without those that the model sampled already.
 
         Args:
-            last_ids: the last ids of the reply, its end marker included; as many as there are.
+            last_ids: the last ids of the reply, its end marker included, or all of them.
         """
         assert state.turn == "assistant", f"no reply is open: {state}"
         sampled = 0
-        if self._close and self._close[0] in self._codec.added_ids:  # ordinary text at the end is the reply's own
+        if self._close and self._close[0] in self._codec.added_ids:  # else it may be text of the reply itself
             most = min(len(last_ids), len(self._close))
             ends = (n for n in range(most, 0, -1) if tuple(last_ids[-n:]) == self._close[:n])
             sampled = next(ends, 0)
         return list(self._close[sampled:]), FrameState(first=False)
 
     def _derive(self) -> None:
-        """Read the literals off the template."""
+        """Take the literals from the template."""
         turns = ("user", "assistant") * 2 + ("user",)
         talk = self._literals(turns, prompt=True)
         once = self._literals(turns[:1], prompt=True)
@@ -159,7 +159,7 @@ class ChatFrame:
         self._separator = tuple(literal(SEPARATOR))
         self._begin = tuple(literal(talk[0], start=True))
         self._prompt = tuple(literal(talk[5]))
-        # A reply is closed by what the template writes after it whether or not another turn follows.
+        # The literal that closes a reply is what the template writes in both cases: another turn follows, or none.
         after, last = tuple(literal(talk[2])), tuple(literal(done[2]))
         shared = next((n for n, (a, b) in enumerate(zip(after, last, strict=False)) if a != b),
                       min(len(after), len(last)))
@@ -170,28 +170,28 @@ class ChatFrame:
             first = self._literals(("system", *turns[:1]), prompt=True)
             long = self._literals(("system", *turns), prompt=True)
         except ConfigError:
-            return  # no system role, or not one place for it
+            return  # the template has no system role, or no fixed place for it
         if first[:2] == long[:2] and first[2] == once[1] and long[2:] == talk[1:]:
             self.system_style = "turn"
             self._system = (tuple(literal(long[0], start=True)), tuple(literal(long[1])))
 
     def _literals(self, roles: Sequence[str], *, prompt: bool) -> list[str]:
-        """What the template writes before, between and after messages of these roles, [len(roles) + 1]."""
-        plain, marked = (self._render(roles, prompt, probe) for probe in _PROBES)
-        for place, (one, other) in enumerate(zip(plain, marked, strict=True)):
-            _expect_same(f"at place {place} of the turns {', '.join(roles)}, by what they say,", one, other)
+        """The literals before, between and after messages of these roles, [len(roles) + 1]."""
+        plain, special = (self._render(roles, prompt, probe) for probe in _PROBES)
+        for place, literals in enumerate(zip(plain, special, strict=True)):
+            _expect_same(f"at place {place} of the turns {', '.join(roles)}, by what they say,", *literals)
         return plain
 
     def _render(self, roles: Sequence[str], prompt: bool, probe: Callable[[int], str]) -> list[str]:
-        said = [probe(n) for n in range(len(roles))]
-        messages = [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+        contents = [probe(n) for n in range(len(roles))]
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=prompt, chat_template=self.template)
         except Exception as error:  # a template may raise anything
             raise ConfigError(f"the chat template cannot render the turns {', '.join(roles)}: {error}") from error
         literals, end = [], 0
-        for n, content in enumerate(said):
+        for n, content in enumerate(contents):
             at = text.find(content, end)
             if at < 0 or text.count(content) != 1:
                 raise ConfigError(f"the chat template shows the content of message {n} ({roles[n]}) "
@@ -201,14 +201,14 @@ class ChatFrame:
         return [*literals, text[end:]]
 
 
-# Two kinds of content: a word, and lines with what templates and markup escape, split or look for.
+# Two kinds of content: a word, and lines with characters that templates and markup escape, split or look for.
 _PROBES: tuple[Callable[[int], str], ...] = (
     lambda n: f"Probe{n}eborP",
     lambda n: f"<b>Probe {n}</b> & 'it',\n\n  \"{{{{ x }}}}\" {{% y %}}\té {n}eborP.",
 )
 
 
-def _expect_same(where: str, one: str, other: str) -> None:
-    if one != other:
-        raise ConfigError(f"the chat template differs {where}: found {one!r} and {other!r}; expected one literal, for "
-                          "memory cannot be rewritten. Use template='raw' or a Jinja template of your own")
+def _expect_same(where: str, first: str, second: str) -> None:
+    if first != second:
+        raise ConfigError(f"the chat template differs {where}: found {first!r} and {second!r}; expected one literal, "
+                          "as memory cannot be rewritten. Use template='raw' or a Jinja template of your own")

@@ -1,12 +1,12 @@
-"""Where text is cut before it is tokenised: a pure function of the text. Knows nothing of tokens.
+"""Cuts text before it is tokenised, by a pure function of the text. Knows nothing of tokens.
 
 A segment that begins at character s ends at the smallest of
     the end of its first run of newlines (`\\r` and `\\n` in any mix), once another character follows the run;
     the first i >= s + 1,024 where character i is whitespace other than a newline and character i - 1 is not
         whitespace: a run of whitespace stays whole, at the head of the next segment;
     s + 4,096.
-All three are decided by characters already seen, so how the text arrives changes nothing. A character (a code
-point) is never divided; a line longer than 4,096 characters without whitespace may be cut between a letter and
+All three depend on characters already read, so the pieces in which the text arrives change nothing. A character (a
+code point) is never divided; a line of more than 4,096 characters without whitespace may be cut between a letter and
 its combining mark.
 """
 
@@ -19,28 +19,28 @@ import msgspec
 
 from locret_stream.errors import InvalidText
 
-SOFT_LIMIT = 1024  # characters, after which whitespace ends a segment
-HARD_LIMIT = 4096  # characters no segment exceeds
+SOFT_LIMIT = 1024  # characters; after these whitespace ends a segment
+HARD_LIMIT = 4096  # characters; no segment has more
 
 _LINE_END = re.compile(r"[\r\n](?=[^\r\n])")
 _GAP = re.compile(r"(?<=\S)[^\S\r\n]")
 
 
 class SegmenterState(msgspec.Struct, frozen=True):
-    """What a segmenter holds back: fewer than 4,096 characters, and up to 3 bytes of an unfinished character."""
+    """The text that a segmenter has buffered: fewer than 4,096 characters, and up to 3 bytes of an incomplete one."""
 
     text: str = ""
     tail: bytes = b""
 
 
 class Segmenter:
-    """Cuts a stream of text; holds back what is not decided yet.
+    """Cuts a stream of text; buffers a segment until its end is certain.
 
     Args:
-        held: what another segmenter held, from a snapshot or a fork.
+        state: that of another segmenter, from a snapshot or a fork.
 
     Raises:
-        InvalidText: `held` was never held by a segmenter.
+        InvalidText: no segmenter has such a state.
 
     Time is linear in the text, whatever the pieces; memory is bounded by `SegmenterState` and the piece.
     """
@@ -49,20 +49,20 @@ class Segmenter:
         self._text, self._tail, self._seen = "", b"", 0
         if state is not None:
             if self.push(state.text) or self.push(state.tail) or self.state != state:
-                raise InvalidText(f"held: {len(state.text)} characters and {len(state.tail)} bytes hold more than one "
-                                  "unfinished segment; expected what a segmenter held")
+                raise InvalidText(f"the buffered {len(state.text)} characters and {len(state.tail)} bytes are more "
+                                  "than one unfinished segment; expected the state of a segmenter")
 
     @property
     def state(self) -> SegmenterState:
-        """What a new segmenter needs to go on from here."""
+        """The state from which another segmenter can go on."""
         return SegmenterState(self._text, self._tail)
 
     def push(self, piece: str | bytes | bytearray | memoryview) -> list[str]:
-        """Take a piece of text, or of its UTF-8 bytes, and return the segments it completes.
+        """Append a piece of text, or of its UTF-8 bytes, and return the segments that it completes.
 
         Raises:
-            InvalidText: lone surrogates, bytes that are not UTF-8, text in the middle of an unfinished character,
-                or neither text nor bytes. Nothing of the piece was taken.
+            InvalidText: lone surrogates, bytes that are not UTF-8, text in the middle of an incomplete character,
+                or neither text nor bytes. Nothing of the piece was appended.
         """
         fresh, tail = self._read(piece)
         text = self._text + fresh
@@ -74,10 +74,10 @@ class Segmenter:
         return segments
 
     def flush(self) -> list[str]:
-        """End the text here: the held text is the last segment. Empty when nothing was held.
+        """End the text here: the buffered text is the last segment, if there is any.
 
         Raises:
-            InvalidText: the bytes end inside a character; nothing changed. More bytes, or `drop_partial()`, help.
+            InvalidText: the bytes end inside a character; nothing changed. Push its other bytes, or `drop_partial()`.
         """
         if self._tail:
             raise InvalidText(f"the bytes end inside a character: found {self._tail!r}; expected the rest of it")
@@ -86,12 +86,12 @@ class Segmenter:
         return segments
 
     def drop_partial(self) -> bytes:
-        """Forget the bytes of an unfinished character, and return them."""
+        """Drop the bytes of an incomplete character, and return them."""
         tail, self._tail = self._tail, b""
         return tail
 
     def _read(self, piece: str | bytes | bytearray | memoryview) -> tuple[str, bytes]:
-        """The piece as text, and the bytes of a character that is not whole yet."""
+        """The piece as text, and the bytes of an incomplete character at its end."""
         if isinstance(piece, str):
             if self._tail and piece:
                 raise InvalidText(f"text arrived inside a character begun by {self._tail!r}; expected its other bytes")
@@ -120,10 +120,10 @@ def cut(text: str) -> list[str]:
 
 
 def check_text(text: str) -> str:
-    """`text`, if every character of it is a Unicode scalar.
+    """`text`, if UTF-8 can encode it.
 
     Raises:
-        InvalidText: a lone surrogate, by position.
+        InvalidText: names the position of a lone surrogate.
     """
     if not text.isascii():
         try:
@@ -135,7 +135,7 @@ def check_text(text: str) -> str:
 
 
 def _cut(text: str, start: int, seen: int) -> int | None:
-    """Where the segment that begins at `start` ends, or None if `text` does not tell; `seen` characters had no end."""
+    """Where the segment that begins at `start` ends; None: not in `text`. The first `seen` characters have no end."""
     limit = start + HARD_LIMIT
     line = _LINE_END.search(text, max(start, seen - 1), limit)
     stop = line.end() if line else min(len(text), limit)

@@ -1,31 +1,26 @@
 """Which layer needs how many units: measured with the engine, kept in allocation.json, stored with the heads as shares.
 
-Rule "loss": with one full-attention layer holding few units and all others everything, how well are the answers
-predicted? That, at several budgets, is the layer's curve; `division` spends the total where it gains most (greedy by
+While one full-attention layer keeps few units and all others keep everything, how well are the answers predicted? The
+answer loss at several budgets is the layer's curve. `layer_shares` spends the total where it gains most (greedy by
 marginal gain, as in classical bit allocation: Shoham and Gersho, IEEE TASSP 36(9), 1988).
 
-Rule "scores": nothing is evicted; of all units of an example the best L * units per head are taken, whatever their
-layer, and counted (Ada-KV, arXiv:2407.11550, across layers in place of across heads). One pass, but scores must be
-comparable: heads of label "logprob".
-
-Either way the division is then measured against even budgets, both as at inference, and is used only if it is better
-by more than noise. Examples would flatter what they made themselves: each half of them is measured with the division
-that the other half makes, and these losses decide and are reported; kept is the division that all of them make. Layers
+The division is then measured against even budgets, both as at inference, and is used only if it is better by more than
+noise. The examples that made a division would flatter it: each half of them is measured with the division that the
+other half makes. These losses decide and are reported; the division that is stored is made by all examples. Layers
 with a sliding window get what a uniform budget gives them, their window at most.
 
 Streams are longer than examples, and what fills a layer is also what heads mistake for an answer: with a `background`
 every measurement reads a long text first, see the module of that name.
 
-Cost: (layers * budgets + 3) * (examples * tokens + background) of forward and the background once more, one example at
-a time. Memory: one slot in which all layers but one hold the longest example, as the training of the heads does too;
-with a background two.
+Cost: (layers * budgets + 3) * (examples * tokens + background) of forward passes and the background once more, one
+example at a time. Memory: one slot in which all layers but one keep the longest example, as much as the training of
+the heads needs too; with a background two slots.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,27 +37,26 @@ from locret_stream.heads import HeadsConfig, RetainingHeads
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
-from locret_stream.training.background import Background, context_behind
+from locret_stream.training.background import Background
 from locret_stream.training.checkpoint import ALLOCATION, expect_same, read_json, write_json
-from locret_stream.training.config import (
+from locret_stream.training.config import AllocationConfig, TrainConfig
+from locret_stream.training.data import Example
+from locret_stream.training.layer_shares import CROSSED, by_curves, crossed, exceeds, halves, proportional
+from locret_stream.training.results import (
     DIVIDED,
     EVEN,
     FULL,
     HALVES,
     Allocation,
-    AllocationConfig,
     Measurement,
     Progress,
     ProgressCallback,
-    TrainConfig,
 )
-from locret_stream.training.data import Example
-from locret_stream.training.layer_shares import CROSSED, by_curves, crossed, exceeds, halves, proportional
 from locret_stream.training.sampler import Source
-from locret_stream.training.validation import Recording, answer_nll, digest_of, held_units, policy_for, usable
+from locret_stream.training.validation import Recording, committed_units, digest_of, measure, policy_for, usable
 
 Divide = Callable[[Sequence[int]], list[int]]
-"""Units of the full-attention layers, by the examples of these indices."""
+"""From indices of examples to the units of the full-attention layers that these examples ask for."""
 
 
 def held_out_examples(attachment: Attachment, examples: Sequence[Example], config: TrainConfig) -> list[Example]:
@@ -83,21 +77,21 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
     """Divide the budget among the layers and store the shares in the folder `heads`, for `allocation="adaptive"`.
 
     The same call goes on where an interrupted one stopped: every measurement is in allocation.json as soon as it is
-    made. A finished one is returned at once.
+    made. A finished allocation is returned at once.
 
     Args:
         model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
-        heads: a folder of retaining heads of any kind; they score by the policy that takes them.
-        examples: ones that the heads were not trained on. Used are the first `config.examples` of those in which more
-            than `config.units` units would be held when the last reply is given, with a background any; of the others
-            nothing is learnt. At least four of them differ.
+        heads: a folder of retaining heads of any kind; they score with the policy that takes them.
+        examples: examples that the heads were not trained on. The first `config.examples` are used of those that commit
+            more than `config.units` units before the last reply ends (with a background, any at all), as nothing is
+            evicted in the others. At least four of them must differ.
         background: token ids [N] of a text like most of what the memory will read, about which nothing is asked.
         progress: called after every example. restart: forget what was measured before.
 
     Raises:
         ConfigError: values that cannot work, too few examples that evict anything, or an allocation.json of another
             call (the message names what differs), or another run is at work there. The heads stay as they were.
-        WindowExceeded: units + chunk_size.
+        WindowExceeded: units + chunk_size exceed the model's window.
         HeadsMismatch: no heads, or those of another model. InvalidTokens: ids outside the vocabulary.
     """
     config, folder = config or AllocationConfig(), Path(heads)
@@ -107,37 +101,29 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         attachment.check_heads(loaded)
         digest = digest_of(loaded)
         loaded = loaded.to(attachment.device, attachment.dtype if attachment.dtype.itemsize < 4 else None)
-        found = usable(attachment.shape, examples, config.units, config.chunk_size, config.examples, verb="allocate",
-                       full=background is not None)
-        run = _Run(attachment, loaded, digest, found, background, config, folder / ALLOCATION,
+        measurable = usable(attachment.shape, examples, config.units, config.chunk_size, config.examples,
+                            verb="allocate", full=background is not None)
+        run = _Run(attachment, loaded, digest, measurable, background, config, folder / ALLOCATION,
                    progress or (lambda at: None), restart)
-        made = run.finish()
-        described = msgspec.structs.replace(loaded.config, budget_shares=made.shares)
-        if described != loaded.config:  # the weights stay untouched
-            write_json(folder / CONFIG, described)
-        return made
+        allocation = run.finish()
+        heads_config = msgspec.structs.replace(loaded.config, budget_shares=allocation.shares)
+        if heads_config != loaded.config:  # the weights stay untouched
+            write_json(folder / CONFIG, heads_config)
+        return allocation
 
 
-def expect_divisible(shape: ModelShape, heads: HeadsConfig | TrainConfig, rule: str, background: bool) -> None:
-    """Raises ConfigError: that rule cannot divide a budget for heads that are made so, or not behind a background."""
+def expect_divisible(shape: ModelShape, heads: HeadsConfig | TrainConfig, background: bool) -> None:
+    """Raises ConfigError: a budget cannot be divided in this model, or not for such heads behind a background."""
     if all(shape.sliding):
-        raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it holds; "
+        raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it keeps; "
                           "expected a layer with full attention")
     if heads.query_tokens and background:
         raise ConfigError("allocate: found a background, and query-aware heads, whose question stands in front of all "
                           "that is read; expected none")
-    if rule == "scores" and background:
-        raise ConfigError("allocate: rule 'scores' counts the units of examples alone; expected no background, or rule "
-                          "'loss'")
-    some = getattr(heads, "trained_layers", None) is not None  # training makes heads for every layer
-    if rule == "scores" and (heads.label != "logprob" or some):
-        raise ConfigError(f"allocate: rule 'scores' compares scores of all layers; found heads of label "
-                          f"{heads.label!r}{' in some layers alone' if some else ''}; expected 'logprob' in all "
-                          "layers, or rule 'loss'")
 
 
 class _Run:
-    """One allocation in its file: what is measured already, and what is still to be."""
+    """One allocation in its file: the measurements that were made, and those that are left to make."""
 
     def __init__(self, attachment: Attachment, heads: RetainingHeads, digest: str, examples: list[Example],
                  background: Tensor | Sequence[int] | None, config: AllocationConfig, path: Path,
@@ -147,66 +133,61 @@ class _Run:
         shape = attachment.shape
         self.layers = [layer for layer, window in enumerate(shape.sliding) if window is None]
         sinks, stabilizers = config.protected
-        expect_divisible(shape, heads.config, config.rule, background is not None)
-        self.budget(None).per_layer(shape)  # raises where not even equal layers hold what is protected
-        held, chain = held_units(max(len(e.ids) for e in examples), config.chunk_size), [e.digest() for e in examples]
-        self.halves = halves(chain)
+        expect_divisible(shape, heads.config, background is not None)
+        self.budget(None).per_layer(shape)  # raises where even layers cannot keep what is protected
+        digests = [example.digest() for example in examples]
+        self.halves = halves(digests)
         self.before: Tensor | None = None
         if background is not None:
-            slices = Background(background, config.background_tokens, config.chunk_size, held, shape.vocab)
+            longest = committed_units(max(len(example.ids) for example in examples), config.chunk_size)
+            slices = Background(background, config.background_tokens, config.chunk_size, longest, shape.vocab)
             self.before = slices.to_measure()
-            chain.append(slices.digest())
+            digests.append(slices.digest())
         self.state = self._read(restart, Allocation(
             config=config, policy=policy_for(heads.config), fingerprint=attachment.fingerprint, heads=digest,
-            data=hashlib.blake2b(b"".join(chain), digest_size=16).hexdigest(), sinks=sinks, stabilizers=stabilizers,
+            data=hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest(), sinks=sinks, stabilizers=stabilizers,
             behind=0 if self.before is None else len(self.before),
             tokens=tuple(len(example.ids) for example in examples),
-            answer_tokens=tuple(sum(end - start for start, end in e.answer_spans) for e in examples),
-            sliding=shape.sliding))
+            answer_tokens=tuple(example.answer_tokens for example in examples), sliding=shape.sliding))
         self.total = 0
 
     def _read(self, restart: bool, fresh: Allocation) -> Allocation:
         if restart or not self.path.is_file():
             return fresh
-        there = read_json(self.path, Allocation, "remove it to measure anew")
-        if there.version == 1:
-            there = _judged_anew(there)
+        stored = read_json(self.path, Allocation, "remove it to measure anew")
         names = ("policy", "fingerprint", "heads", "data", "sinks", "stabilizers", "version")
-        expect_same(self.path, "allocation", there, fresh, names, "remove that file to measure anew")
-        return there
+        expect_same(self.path, "allocation", stored, fresh, names, "remove that file to measure anew")
+        return stored
 
     def finish(self) -> Allocation:
-        """All that is left to do."""
+        """Make all measurements that are left, and settle the shares."""
         if self.state.shares is not None:
             return self.state
         config, shape = self.config, self.attachment.shape
-        held = held_units(max(self.state.tokens), config.chunk_size)
-        full = (held,) * shape.layers
+        whole = committed_units(max(self.state.tokens), config.chunk_size)
+        full = (whole,) * shape.layers
         total, most = self._total()
         least = max(int(config.units * min(config.factors)), sum(config.protected) + 1)
         largest = min(most, total - least * (len(self.layers) - 1))
         points = sorted({min(max(least, int(config.units * factor)), largest) for factor in config.factors})
-        points = [units for units in points if units < held]
-        self.total = (3 + (len(points) * len(self.layers) if config.rule == "loss" else 0)) * len(self.examples)
-        whole = self.measure(FULL, full)
-        if config.rule == "scores":
-            def division(among: Sequence[int]) -> list[int]:
-                tops = zip(*(self.state.tops[i] for i in among), strict=True)
-                return proportional([sum(each) / len(among) for each in tops], total, least, most)
-        else:
-            nll, top = [], [held] if held <= largest else []  # there nothing is evicted, and nothing to measure
-            for layer in self.layers:
-                budgets = [(*full[:layer], units, *full[layer + 1:]) for units in points]
-                made = [self.measure(f"layer {layer}: {units} units", each)
-                        for units, each in zip(points, budgets, strict=True)]
-                nll.append([m.nll for m in made] + [whole.nll] * len(top))
+        points = [units for units in points if units < whole]
+        self.total = (3 + len(points) * len(self.layers)) * len(self.examples)
+        exact = self.measure(FULL, full)
+        top = [whole] if whole <= largest else []  # nothing is evicted at this point, whose loss is that of `exact`
+        nll = []
+        for layer in self.layers:
+            alone = [self.measure(f"layer {layer}: {units} units", (*full[:layer], units, *full[layer + 1:]))
+                     for units in points]
+            nll.append([measurement.nll for measurement in alone] + [exact.nll] * len(top))
 
-            def division(among: Sequence[int]) -> list[int]:
-                return by_curves([*points, *top], nll, self.state.answer_tokens, total, most, among)
+        def division(among: Sequence[int]) -> list[int]:
+            return by_curves([*points, *top], nll, self.state.answer_tokens, total, most, among)
+
         return self._settle(division, proportional([0.0] * len(self.layers), total, 0, most))
 
     def _settle(self, division: Divide, even: list[int]) -> Allocation:
-        """Take the division of all over even budgets, where those of each half are better for the other half."""
+        """Choose the division that all examples make, where the division of each half is better for the other half than
+        even budgets; else choose even ones."""
         weights, everyone = self.state.answer_tokens, range(len(self.examples))
         even_units, own_units = (self._of_all_layers(units) for units in (even, division(everyone)))
         before = self.measure(EVEN, self._budgets(even_units))
@@ -225,88 +206,66 @@ class _Run:
         sliding = sum(min(units, window) for window in shape.sliding if window is not None)
         return min(units * shape.layers - sliding, most * len(self.layers)), most
 
-    def _of_all_layers(self, own: list[int]) -> tuple[int, ...]:
-        """Units [L], their sum exactly L * units: `own` of the full-attention layers, and of the others the rest."""
+    def _of_all_layers(self, units_of_full: list[int]) -> tuple[int, ...]:
+        """Units [L], their sum exactly L * units: `units_of_full` for the full-attention layers in order, the rest of
+        the total for the others."""
         shape, units = self.attachment.shape, self.config.units
         sliding = [float(min(units, window)) for window in shape.sliding if window is not None]
-        rest = units * shape.layers - sum(own)
-        found, others = iter(own), iter(proportional(sliding, rest, 0, rest) if sliding else ())
-        return tuple(next(found) if window is None else next(others) for window in shape.sliding)
+        rest = units * shape.layers - sum(units_of_full)
+        full, others = iter(units_of_full), iter(proportional(sliding, rest, 0, rest) if sliding else ())
+        return tuple(next(full) if window is None else next(others) for window in shape.sliding)
 
     def budget(self, units: tuple[int, ...] | None) -> Budget:
-        """As it is given at inference; None: uniform."""
+        """The budget as it is given at inference: `units` [L] of each layer, or uniform for None."""
         sinks, stabilizers = self.config.protected
         return Budget(units=self.config.units, sinks=sinks, stabilizers=stabilizers,
                       allocation="uniform" if units is None else tuple(float(each) for each in units))
 
     def _budgets(self, units: tuple[int, ...]) -> tuple[int, ...]:
-        """What the layers get at inference."""
+        """Units [L] that the layers get at inference."""
         return self.budget(units).per_layer(self.attachment.shape)
 
     def measure(self, name: str, budgets: tuple[int, ...], among: Sequence[int] | None = None) -> Measurement:
-        """Answer loss with these budgets, of all examples or those `among` them; from the file if it is there."""
+        """Answer loss with these budgets, of all examples or those with the indices `among`; read from the file where
+        it was measured before."""
         if name not in self.state.measured:
             among = range(len(self.examples)) if among is None else among
             self._keep(measured={**self.state.measured, name: self._measure(name, budgets, among)})
         return self.state.measured[name]
 
-    def _keep(self, **more: object) -> None:
-        self.state = msgspec.structs.replace(self.state, **more)
+    def _keep(self, **changes: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **changes)
         write_json(self.path, self.state)
 
     def _measure(self, name: str, budgets: tuple[int, ...], among: Sequence[int]) -> Measurement:
-        started, config = time.monotonic(), self.config
         policy = Recording(make_policy(self.state.policy, heads=self.heads))
         engine = self._engine(policy, budgets)
-        behind = None if self.before is None else context_behind(engine, self.before)
-        done, nll, tops = sum(len(each.nll) for each in self.state.measured.values()), [], []
-        weights = [self.state.answer_tokens[i] for i in among]
-        for example in (self.examples[i] for i in among):
-            nll.append(answer_nll(engine, policy, example, behind))
-            if name == FULL and config.rule == "scores":
-                scores = torch.stack([policy.scores[layer] for layer in self.layers])
-                tops.append(_top_units(scores[..., :example.answer_spans[-1][0]], config))
-            self.progress(Progress(step=done + len(nll), steps=self.total,
-                                   note=f"{name}: loss {sum(nll) / sum(weights[:len(nll)]):.4f}"))
-        if tops:
-            self._keep(tops=tuple(tuple(each.tolist()) for each in tops))
-        return Measurement(budgets=engine.budgets, nll=tuple(nll), seconds=time.monotonic() - started,
-                           loss=sum(nll) / sum(weights))
+        done = sum(len(measurement.nll) for measurement in self.state.measured.values())
+
+        def report(count: int, loss: float) -> None:
+            self.progress(Progress(step=done + count, steps=self.total, note=f"{name}: loss {loss:.4f}"))
+
+        return measure(engine, policy, [self.examples[i] for i in among], self.before, report)
 
     def _engine(self, policy: Policy, budgets: tuple[int, ...]) -> Engine:
         sinks, stabilizers = self.config.protected
-        budget = _Exactly(units=self.config.units, sinks=sinks, stabilizers=stabilizers, allocation=budgets)
+        budget = _ExactBudget(units=self.config.units, sinks=sinks, stabilizers=stabilizers, allocation=budgets)
         try:
             return Engine(self.attachment, StreamConfig(budget=budget, chunk_size=self.config.chunk_size,
                                                         policy=policy.name), policy,
                           slots=1 if self.before is None else 2)
-        except (RuntimeError, MemoryError) as error:  # torch's words for no memory are several
-            raise ConfigError(f"allocate: {self.attachment.device} has no room for {sum(budgets)} units per KV head, "
+        except (RuntimeError, MemoryError) as error:  # torch has several messages for a lack of memory
+            raise ConfigError(f"allocate: {self.attachment.device} has no space for {sum(budgets)} units per KV head, "
                               f"all layers together; expected examples of fewer than {max(self.state.tokens)} tokens"
                               ) from error
 
 
-def _judged_anew(there: Allocation) -> Allocation:
-    """One of version 1, which judged its division by the examples that made it: all else that it measured is good, but
-    that of rule "scores" it kept no counts of single examples, which come of what nothing is evicted in."""
-    stale = {DIVIDED, FULL} if there.config.rule == "scores" else {DIVIDED}
-    return msgspec.structs.replace(there, version=2, units=None, shares=None, measured={
-        name: each for name, each in there.measured.items() if name not in stale})
-
-
-class _Exactly(Budget, frozen=True, kw_only=True):
-    """Units per layer just as `allocation` says: of layers that hold everything, `units` is not the mean."""
+class _ExactBudget(Budget, frozen=True, kw_only=True):
+    """Gives the layers exactly the units of `allocation`, whose mean is more than `units` where most layers keep
+    everything."""
 
     def per_layer(self, shape: ModelShape, shares: tuple[float, ...] | None = None,
                   most: int | None = None) -> tuple[int, ...]:
-        return tuple(min(units, window or units) for units, window in zip(self.allocation, shape.sliding, strict=True))
-
-
-def _top_units(scores: Tensor, config: AllocationConfig) -> Tensor:
-    """scores [L, H, n] -> units per KV head [L] fp64 of the best L * H * units; those always kept come first."""
-    sinks, stabilizers = config.protected
-    scores = scores.float().clone()
-    scores[..., :sinks] = scores[..., scores.shape[-1] - stabilizers:] = float("inf")
-    layers, heads, held = scores.shape
-    best = scores.flatten().topk(min(config.units, held) * layers * heads).indices
-    return torch.bincount(best // (heads * held), minlength=layers).double().cpu() / heads
+        assert isinstance(self.allocation, tuple)
+        return tuple(int(min(units, window or units))
+                     for units, window in zip(self.allocation, shape.sliding, strict=True))

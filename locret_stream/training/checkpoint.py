@@ -1,14 +1,14 @@
-"""The out folder of a run: what it is a run of, its checkpoint, its metrics. Each file is replaced whole or not at all.
+"""The out folder of a run: its identity, checkpoint and metrics. Each file is replaced atomically.
 
     run.json                 the TrainConfig, the model's fingerprint and the data's identity, written at the start
     checkpoint.safetensors   heads.*, exp_avg.*, exp_avg_sq.* (fp32); metadata: version, step, used, run (a digest of
-                             what it is a checkpoint of), crc32 of the tensors
+                             the run's identity), crc32 of the tensors
     metrics.jsonl            one object per step, one per evaluation
     heads.safetensors, heads.json, result.json     at the end; the checkpoint is then removed
-    allocation.json          what `allocate` measured, as it is measured
-    tuning.json              what `tune` came to, as it comes; tuning.jsonl: its metrics; tuning.safetensors: its
+    allocation.json          all measurements of `allocate`, rewritten after each
+    tuning.json              the outcome of `tune` so far; tuning.jsonl: its metrics; tuning.safetensors: its
                              checkpoint while it is not finished
-    heads.first.safetensors  the heads before `tune` replaced them; allocation.first.json: what was measured with those
+    heads.first.safetensors  the heads before `tune` replaced them; allocation.first.json: their allocation.json
 
 No random state is stored: initial weights and the order of examples are functions of seed and step.
 """
@@ -19,7 +19,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -30,12 +30,15 @@ from locret_stream.errors import ConfigError, HeadsMismatch
 from locret_stream.files import TEMPORARY, flush, replace
 from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG, WEIGHTS
-from locret_stream.training.config import TrainConfig, TrainResult
+from locret_stream.training.config import TrainConfig
+from locret_stream.training.results import TrainResult
 
 RUN, CHECKPOINT, METRICS, RESULT = "run.json", "checkpoint.safetensors", "metrics.jsonl", "result.json"
 ALLOCATION = "allocation.json"
 TUNING, TUNING_METRICS, TUNING_CHECKPOINT = "tuning.json", "tuning.jsonl", "tuning.safetensors"
 FIRST_WEIGHTS, FIRST_ALLOCATION = "heads.first.safetensors", "allocation.first.json"
+_OF_RUN = (CHECKPOINT, METRICS, RESULT, ALLOCATION, TUNING, TUNING_METRICS, TUNING_CHECKPOINT, FIRST_ALLOCATION,
+           FIRST_WEIGHTS, WEIGHTS, CONFIG, RUN)  # run.json is removed last: until then the folder is recognised
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -54,7 +57,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class Metric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of metrics.jsonl: of a step (loss and its terms) or of an evaluation after `step` steps.
 
-    Of tuning.jsonl: kl is the loss of the answers, temperature that of the gates.
+    In tuning.jsonl, kl is the divergence of the answers and temperature that of the gates.
     """
 
     step: int
@@ -71,48 +74,39 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RunFolder:
-    """Files of one run in `path`; `metrics` are those of the steps done so far."""
+    """What a run in `path` is and what it resulted in."""
 
     def __init__(self, path: Path, identity: RunIdentity, restart: bool = False):
-        self.path, self.metrics = path, []
+        self.path = path
         self.digest = digest_of_run(identity)
         path.mkdir(parents=True, exist_ok=True)
-        for name in (RUN, CHECKPOINT, METRICS, RESULT, ALLOCATION, TUNING, TUNING_METRICS, TUNING_CHECKPOINT,
-                     FIRST_ALLOCATION, FIRST_WEIGHTS, WEIGHTS, CONFIG):
-            for left in path.glob(f"{name}*{TEMPORARY}"):  # by a run that was killed while it wrote
-                left.unlink(missing_ok=True)
+        for name in _OF_RUN:
+            for temporary in path.glob(f"{name}*{TEMPORARY}"):  # left by a run that was killed while it wrote
+                temporary.unlink(missing_ok=True)
         run = path / RUN
-        if restart:  # run.json goes last: until then the folder is still recognised
-            for name in (CHECKPOINT, METRICS, RESULT, ALLOCATION, TUNING, TUNING_METRICS, TUNING_CHECKPOINT,
-                         FIRST_ALLOCATION, FIRST_WEIGHTS, WEIGHTS, CONFIG, RUN):
+        if restart:
+            for name in _OF_RUN:
                 (path / name).unlink(missing_ok=True)
         if run.is_file():
-            self._compare(identity)
+            stored = read_json(run, RunIdentity, "expected one written by train-heads, or restart=True")
+            expect_same(path, "run", stored, identity, ("fingerprint", "data", "dtype", "version"),
+                        "another out folder, or restart=True")
         elif any((path / name).exists() for name in (WEIGHTS, CONFIG, CHECKPOINT)):
-            raise ConfigError(f"{path} holds retaining heads that no {RUN} describes; expected an empty folder, one of "
-                              "the same run, or restart=True")
+            raise ConfigError(f"{path} contains retaining heads that no {RUN} describes; expected an empty folder, one "
+                              "of the same run, or restart=True")
         else:
             write_json(run, identity)
 
-    def _compare(self, identity: RunIdentity) -> None:
-        there = read_json(self.path / RUN, RunIdentity, "expected one written by train-heads, or restart=True")
-        old, new = msgspec.to_builtins(there), msgspec.to_builtins(identity)
-        old, new = {**old.pop("config"), **old}, {**new.pop("config"), **new}
-        wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
-        if wrong:
-            raise ConfigError(f"{self.path} holds another run, which differs in {'; '.join(wrong)}; expected the same, "
-                              "another out folder, or restart=True")
-
     def result(self) -> TrainResult | None:
-        """That of a finished run, else None. Raises ConfigError: it cannot be read."""
+        """The result of a finished run, else None. Raises ConfigError: it cannot be read."""
         if not all((self.path / name).is_file() for name in (RESULT, WEIGHTS, CONFIG)):
             return None
         (self.path / CHECKPOINT).unlink(missing_ok=True)  # a kill may have left it
-        there = read_json(self.path / RESULT, TrainResult, "remove it, or restart=True, to train these heads anew")
-        return msgspec.structs.replace(there, out=str(self.path))  # it may have been moved since
+        result = read_json(self.path / RESULT, TrainResult, "remove it, or restart=True, to train these heads anew")
+        return msgspec.structs.replace(result, out=str(self.path))  # the folder may have been moved since
 
     def heads(self) -> RetainingHeads:
-        """Those of a finished run, tuned or not. Raises HeadsMismatch: they are damaged."""
+        """The heads of a finished run, tuned or not. Raises HeadsMismatch: they are damaged."""
         try:
             return RetainingHeads.load(self.path)
         except (HeadsMismatch, ConfigError) as error:
@@ -125,26 +119,9 @@ class RunFolder:
         write_json(self.path / RESULT, result)
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
-    def save(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer, step: int, used: str) -> None:
-        settle_metrics(self.path / METRICS, self.metrics)
-        save_state(self.path / CHECKPOINT, heads, optimizer, step, used, self.digest)
-
-    def restore(self, heads: RetainingHeads, optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
-        """`restore_state` from the checkpoint, and the metrics are cut to it; None if there is none."""
-        found = restore_state(self.path / CHECKPOINT, heads, optimizer, self.digest)
-        self.metrics = cut_metrics(self.path / METRICS, found[0] if found else 0)
-        first = any(metric.held_out_loss is not None and not metric.step for metric in self.metrics)
-        if found and found[0] and not first:  # of a checkpoint before any step it may still be to come
-            raise _lost(self.path / METRICS, "the evaluation before the first step")
-        return found
-
-    def log(self, metric: Metric) -> None:
-        self.metrics.append(metric)
-        append_metric(self.path / METRICS, metric)
-
 
 def digest_of_run(*identity: object) -> str:
-    """What tells the checkpoints of one run from those of another."""
+    """16 bytes in hexadecimal that name a run, so that its checkpoints are not taken for those of another."""
     return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=16).hexdigest()
 
 
@@ -152,7 +129,7 @@ def save_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimiz
                run: str) -> None:
     """Write weights and AdamW's moments, after `step` steps on the examples whose digest is `used`; `run` as of
     `digest_of_run`. Raises OSError."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in heads.named_parameters():
         tensors[f"heads.{name}"] = parameter.detach()
         for moment in _MOMENTS:
@@ -163,11 +140,11 @@ def save_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimiz
 
 
 def _checksum(tensors: dict[str, torch.Tensor]) -> int:
-    """Of fp32 tensors on the CPU, by name."""
-    found = 0
+    """crc32 over names and contents of fp32 tensors on the CPU, in the order of their names."""
+    checksum = 0
     for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), found))
-    return found
+        checksum = zlib.crc32(tensors[name].numpy().data, zlib.crc32(name.encode(), checksum))
+    return checksum
 
 
 def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Optimizer,
@@ -183,12 +160,12 @@ def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Opti
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        step, used, there = int(metadata["step"]), metadata["used"], metadata["run"]
+        step, used, written_by = int(metadata["step"]), metadata["used"], metadata["run"]
         if int(metadata["crc32"]) != _checksum(tensors):
             raise ValueError("its tensors are not those that were written")
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise HeadsMismatch(f"{path} cannot be read as a checkpoint: {error!r}; remove it to start anew") from error
-    if there != run:
+    if written_by != run:
         raise HeadsMismatch(f"{path} is a checkpoint of other settings, data, heads or another model; remove it to "
                             "start anew")
     parts: dict[str, dict[str, torch.Tensor]] = {"heads": {}, **{moment: {} for moment in _MOMENTS}}
@@ -206,42 +183,51 @@ def restore_state(path: Path, heads: RetainingHeads, optimizer: torch.optim.Opti
 
 
 def cut_metrics(path: Path, step: int) -> list[Metric]:
-    """Those of the file up to `step`; what is behind them is dropped from it.
+    """The metrics up to `step`; later ones are removed from the file.
 
     Raises:
-        ConfigError: it has not a line for each of these steps.
+        ConfigError: the file lacks the line of one of these steps.
     """
-    found: list[Metric] = []
+    metrics: list[Metric] = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             metric = msgspec.json.decode(line, type=Metric)
         except msgspec.MsgspecError:
-            break  # torn by the interruption: behind `step` it is written again
+            break  # the interruption cut this line; the lines after `step` are written again
         if metric.step <= step:
-            found.append(metric)
-    if [metric.step for metric in found if metric.loss is not None] != list(range(1, step + 1)):
-        raise _lost(path, f"lines of the {step} steps that are done")
-    settle_metrics(path, found)
-    return found
+            metrics.append(metric)
+    if [metric.step for metric in metrics if metric.loss is not None] != list(range(1, step + 1)):
+        raise lost_metrics(path, f"lines of the {step} steps that are done")
+    settle_metrics(path, metrics)
+    return metrics
 
 
-def _lost(path: Path, what: str) -> ConfigError:
+def lost_metrics(path: Path, what: str) -> ConfigError:
+    """The error of a log whose lines cannot be made again."""
     return ConfigError(f"{path} has lost {what}, which the result is made of; expected it as it was written: start "
                        "anew with restart=True (train-heads: --restart, or --restart-tuning for tuning.jsonl)")
 
 
-def expect_same(path: Path, what: str, there: Any, fresh: Any, names: Iterable[str], remedy: str) -> None:
-    """Raises ConfigError: the file is of another run, whose config or whose fields of those names differ."""
+class Configured(Protocol):
+    """A stored Struct that names the config that it was made with."""
+
+    @property
+    def config(self) -> msgspec.Struct: ...
+
+
+def expect_same(path: Path, what: str, stored: Configured, fresh: Configured, names: Iterable[str],
+                remedy: str) -> None:
+    """Raises ConfigError: the config of `stored`, or one of its fields `names`, differs from that of `fresh`."""
     old, new = ({**msgspec.structs.asdict(each.config), **{name: getattr(each, name) for name in names}}
-                for each in (there, fresh))
-    wrong = [f"{name}: there {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
+                for each in (stored, fresh))
+    wrong = [f"{name}: stored {old[name]!r}, now {new[name]!r}" for name in new if old[name] != new[name]]
     if wrong:
-        raise ConfigError(f"{path} holds another {what}, which differs in {'; '.join(wrong)}; expected the same, or "
+        raise ConfigError(f"{path} contains another {what}, which differs in {'; '.join(wrong)}; expected the same, or "
                           f"{remedy}")
 
 
 def append_metric(path: Path, metric: Metric) -> None:
-    """One more line. Raises OSError, naming the file, of which a part of the line may be left."""
+    """Append one line. Raises OSError, naming the file, in which a part of the line may be left."""
     try:
         with path.open("ab") as file:
             file.write(msgspec.json.encode(metric) + b"\n")
@@ -250,8 +236,8 @@ def append_metric(path: Path, metric: Metric) -> None:
 
 
 def settle_metrics(path: Path, metrics: Iterable[Metric]) -> None:
-    """Let the file, on the disk, be just these lines before a checkpoint that counts on them is written: the last ones
-    may not have gone in. Raises OSError, naming the file, which is as it was."""
+    """Make the file contain exactly these lines, durably, before a checkpoint that relies on them is written: appending
+    the last ones may have failed. Raises OSError, naming the file, which is then unchanged."""
     lines = b"".join(msgspec.json.encode(metric) + b"\n" for metric in metrics)
     if not path.is_file() or path.read_bytes() != lines:
         replace(path, lambda p: p.write_bytes(lines))
@@ -260,7 +246,7 @@ def settle_metrics(path: Path, metrics: Iterable[Metric]) -> None:
 
 
 def read_json(path: Path, kind: type[T], remedy: str) -> T:
-    """What `write_json` wrote. Raises ConfigError: it is damaged, and what to do is `remedy`."""
+    """Read what `write_json` wrote. Raises ConfigError: it is damaged; the message ends with `remedy`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -268,5 +254,5 @@ def read_json(path: Path, kind: type[T], remedy: str) -> T:
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
-    """Write it, readable, whole or not at all."""
+    """Replace the file atomically with indented JSON. Raises OSError."""
     replace(path, lambda p: p.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2)))

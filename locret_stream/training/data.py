@@ -1,4 +1,5 @@
-"""Conversations to examples: JSONL lines checked, rendered by the model's own chat template, replies located exactly.
+"""Conversations to examples: JSONL lines are checked and rendered by the model's own chat template, and the replies are
+located exactly.
 
 A line is one JSON object, in one of three forms; other keys are ignored:
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from locret_stream.errors import ConfigError, InputError
+from locret_stream.errors import ConfigError, InputError, InvalidTokens
 
 FORMATS = ('{"prompt", "answer"}, {"conversations": [{"from": "human" | "gpt" | "system", "value"}]} or '
            '{"messages": [{"role": "user" | "assistant" | "system", "content"}]}')
@@ -46,7 +47,7 @@ class Example:
         where: file:line, for messages.
 
     Raises:
-        InputError: ids or spans are not such.
+        InputError: ids or spans are of another form.
     """
 
     ids: Tensor
@@ -70,8 +71,20 @@ class Example:
         if not spans:
             raise InputError(f"{self.where or 'example'}: found no answer span; expected at least one")
 
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of all replies together."""
+        return sum(end - start for start, end in self.answer_spans)
+
+    def expect_vocabulary(self, vocab: int) -> None:
+        """Raises InvalidTokens: an id is `vocab` or more."""
+        largest = int(self.ids.max())
+        if largest >= vocab:
+            raise InvalidTokens(f"{self.where or 'example'}: found token id {largest}; expected ids below the "
+                                f"model's vocabulary of {vocab}")
+
     def digest(self) -> bytes:
-        """16 bytes that name the content, the same everywhere; `where` is no part of it."""
+        """16 bytes that name the content, the same on every machine; `where` is no part of it."""
         content = self.ids.numpy().astype("<i8").tobytes() + repr(self.answer_spans).encode()
         return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -107,34 +120,36 @@ def parse_line(line: bytes, where: str) -> list[Message]:
         InputError: naming `where`, what was found and what was expected.
     """
     try:
-        found = msgspec.json.decode(line)
-        if not isinstance(found, dict):
-            raise InputError(f"{where}: found a JSON {type(found).__name__}; expected one object per line: {FORMATS}")
-        if "conversations" in found:
-            said = msgspec.convert(found, _ShareGPT).conversations
+        decoded = msgspec.json.decode(line)
+        if not isinstance(decoded, dict):
+            raise InputError(f"{where}: found a JSON {type(decoded).__name__}; expected one object per line: {FORMATS}")
+        if "conversations" in decoded:
+            said = msgspec.convert(decoded, _ShareGPT).conversations
             turns = [(_ROLES.get(turn.speaker), turn.value, turn.speaker) for turn in said]
-        elif "messages" in found:
-            turns = [(turn.role, turn.content, turn.role) for turn in msgspec.convert(found, _Messages).messages]
-        elif "prompt" in found or "answer" in found:
-            pair = msgspec.convert(found, _Pair)
+        elif "messages" in decoded:
+            turns = [(turn.role, turn.content, turn.role) for turn in msgspec.convert(decoded, _Messages).messages]
+        elif "prompt" in decoded or "answer" in decoded:
+            pair = msgspec.convert(decoded, _Pair)
             turns = [("user", pair.prompt, "prompt"), ("assistant", pair.answer, "answer")]
             if pair.system is not None:
                 turns.insert(0, ("system", pair.system, "system"))
         else:
-            raise InputError(f"{where}: found keys {sorted(found)}; expected {FORMATS}")
+            raise InputError(f"{where}: found keys {sorted(decoded)}; expected {FORMATS}")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where}: {error}; expected {FORMATS}") from error
+    messages: list[Message] = []
     for number, (role, content, name) in enumerate(turns):
         if role is None:
             raise InputError(f"{where}: turn {number} is from {name!r}; expected one of {', '.join(_ROLES)}")
         if not content.strip():
             raise InputError(f"{where}: the text of turn {number} ({name}) is empty; expected some")
-    while turns and turns[-1][0] != "assistant":
-        turns.pop()
-    if len(turns) < 2:
+        messages.append({"role": role, "content": content})
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if len(messages) < 2:
         raise InputError(f"{where}: found no reply that follows anything; expected at least one assistant turn "
                          "after another turn")
-    return [{"role": role, "content": content} for role, content, _ in turns]
+    return messages
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, list[Message]]]:
@@ -159,18 +174,18 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, list[Message
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "conversation") -> Example:
-    """Messages to an Example, ids exactly those of `apply_chat_template`, replies located exactly.
+    """Messages to an Example whose ids are exactly those of `apply_chat_template`, with the exact spans of the replies.
 
-    The template is rendered a second time with every text replaced by a unique mark; what stands between the marks is
-    the template's own, and putting the texts back must give the first rendering to the letter. So the position of
-    each reply is proved, whatever the template does around it; one that rewrites texts is refused. A reply's span
-    begins with the token of its first character and ends with the token of the first character behind it, which
-    ends the turn; if nothing is behind the last one, the tokenizer's EOS is appended.
+    The template is rendered a second time with every text replaced by a unique mark. The template's own text is what
+    stands between the marks, and with the texts put back it must give the first rendering to the letter. This proves
+    the position of each reply; a template that rewrites texts is refused. A reply's span begins with the token of its
+    first character and ends with the token of the first character behind it, which ends the turn; if nothing follows
+    the last reply, the tokenizer's EOS is appended.
 
     Raises:
         ConfigError: no chat template, or a tokenizer without character offsets.
-        InputError: the template refuses the conversation, a reply cannot be found in its rendering, or a text spells a
-            control token, which it never does where a runtime reads it.
+        InputError: the template refuses the conversation, a reply cannot be located in its rendering, or a text spells
+            a control token, which a runtime never reads from a text.
     """
     if not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; expected one (set tokenizer.chat_template), or Examples "
@@ -181,7 +196,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
     nonce = next(f"xq{n}zk" for n in range(10_000) if not any(f"xq{n}zk" in content for content in contents))
     marked = [{**message, "content": f"{nonce}{index}w"} for index, message in enumerate(messages)]
     try:
-        text, with_marks = (tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in (messages, marked))
+        text, with_marks = (str(tokenizer.apply_chat_template(list(chat), tokenize=False))
+                            for chat in (messages, marked))
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise InputError(f"{where}: the chat template refuses this conversation: {error}") from error
     texts = _locate(text, re.split(f"{nonce}(\\d+)w", with_marks), messages, where)
@@ -199,17 +215,18 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
             continue
         for index in (index for index, start, end in texts if start <= begun < end):
             raise InputError(f"{where}: the text of turn {index} spells {tokenizer.convert_ids_to_tokens(number)!r}, a "
-                             "control token of this tokenizer, which no text is for a runtime; expected texts without")
+                             "control token of this tokenizer, which a runtime never reads from a text; expected "
+                             "texts without one")
     ends = torch.tensor([end for _, end in encoded["offset_mapping"]])
     tokens = []
-    for start, end in spans:  # the first tokens that reach past the character in front, and past the reply
+    for start, end in spans:  # the first token that ends behind `start`, and the first that ends behind `end`
         tokens.append((int((ends > start).int().argmax()), int((ends > end).int().argmax()) + 1))
     return Example(torch.tensor(encoded["input_ids"]), tuple(tokens), where)
 
 
 def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str) -> list[tuple[int, int, int]]:
-    """(turn, start, end) in characters of every text that the template shows; parts = literal, index, literal, index,
-    …, literal of the marked rendering."""
+    """(turn, start, end) in characters of every text that the template shows; `parts` of the marked rendering are
+    literal, index, literal, index, …, literal."""
     shown = [int(index) for index in parts[1::2]]
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if [index for index in shown if index in replies] != replies:
@@ -230,15 +247,16 @@ def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str
         spans.append((index, position, position + len(form)))
         position += len(form) + len(literal)
     if position != len(text):
-        raise InputError(f"{where}: the chat template writes more than its frame shows, so replies cannot be located")
+        raise InputError(f"{where}: the chat template writes more after the texts than with marks in their place, so "
+                         "replies cannot be located")
     return spans
 
 
 def with_query(example: Example, tokens: int) -> Example:
-    """The example as Locret-Q sees it (arXiv:2410.01805): one of its replies alone, chosen by the example's digest, and
-    in front of everything the `tokens` ids right before that reply, which end the question."""
-    which = int.from_bytes(example.digest()[:8], "big") % len(example.answer_spans)
-    start, end = example.answer_spans[which]
+    """The example as Locret-Q trains on it (arXiv:2410.01805): one of its replies alone, chosen by the example's
+    digest, and in front of everything the `tokens` ids right before that reply, which end the question."""
+    choice = int.from_bytes(example.digest()[:8], "big") % len(example.answer_spans)
+    start, end = example.answer_spans[choice]
     query = example.ids[max(0, start - tokens):start]
     return replace(example, ids=torch.cat([query, example.ids[:end]]),
                    answer_spans=((start + len(query), end + len(query)),))
@@ -247,7 +265,7 @@ def with_query(example: Example, tokens: int) -> Example:
 def fit(example: Example, max_tokens: int) -> Example | None:
     """The example in at most max_tokens, or None if its first reply alone leaves too little.
 
-    What follows the last reply is dropped; then replies that end too late, with all that follows; if not even the
+    What follows the last reply is dropped, then replies that end too late, with all that follows them. If not even the
     first one fits, the middle of the text before it is cut out.
     """
     spans = tuple(span for span in example.answer_spans if span[1] <= max_tokens)

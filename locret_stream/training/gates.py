@@ -1,14 +1,14 @@
 """Eviction with a derivative: gates in [0, 1] in place of kept or evicted. Knows tensors alone.
 
-A unit that is seen through a gate g has log g added to its attention logit: at 1 it is as it was, at 0 it is gone. Of
-the n units that compete for `keep` places, scored s, each KV head's gates are
+A gate g adds log g to the attention logit of its unit: at 1 the unit counts fully, at 0 it is evicted. For the n units
+that compete for `keep` places with scores s, the gates of each KV head are
 
     g_i = sigmoid((z_i - tau) / temperature),  z = (s - mean) / std,  tau such that the sum of the gates is `keep`.
 
-So the budget is kept by construction, whatever the temperature: a unit that is let in pushes the others out, in the
-value and in the gradient, and a capacity loss (TRIM-KV, arXiv:2512.03324) has nothing left to do. As eviction is, the
-gates are blind to the scale and the offset of a head's scores. At temperature 0 tau lies half-way between the last unit
-that is kept and the first that is not.
+So the budget is kept by construction at any temperature: a gate that opens closes others, in the value and in the
+gradient, and no capacity loss (TRIM-KV, arXiv:2512.03324) is needed. Like eviction, the gates do not depend on the
+scale and the offset of a head's scores. At temperature 0 tau lies half-way between the last unit that is kept and the
+first that is not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_SPREAD = 1e-6
 
 
 def log_gates(scores: Tensor, keep: int, temperature: float) -> Tensor:
-    """Scores [..., n] -> log gates of that shape, 0 < keep < n; see the module."""
+    """Scores [..., n] -> log gates [..., n], for 0 < keep < n; see the module."""
     mean, spread = scores.mean(-1, keepdim=True), scores.std(-1, correction=0, keepdim=True)
     x = (scores - mean) / (spread + _LEAST_SPREAD) / temperature
     return F.logsigmoid(x - _threshold(x, keep))
@@ -37,11 +37,11 @@ def _threshold(x: Tensor, keep: int) -> Tensor:
         ordered = x.sort(-1, descending=True).values
         kept, others = ordered[..., :keep], ordered[..., keep:]
         odds = torch.logit(x.new_tensor(keep / x.shape[-1], dtype=torch.float64)).item()
-        low, high = ordered[..., -1:] - odds, ordered[..., :1] - odds  # every gate above keep / n, and every one below
+        low, high = ordered[..., -1:] - odds, ordered[..., :1] - odds  # all gates above keep / n, all gates below
         tau = (kept[..., -1:] + others[..., :1]) / 2  # the solution at temperature 0
         for _ in range(_STEPS):
-            # What the others get against what the kept ones lack, by their logs, as both may be below the least float:
-            # almost a straight line, of slope -1 to -2.
+            # The root of log(sum of the others' gates) - log(sum of what the kept ones lack of 1), in logs because both
+            # may underflow: almost a straight line in tau, of slope -1 to -2.
             got, lacked = F.logsigmoid(others - tau), F.logsigmoid(tau - kept)
             excess = got.logsumexp(-1, keepdim=True) - lacked.logsumexp(-1, keepdim=True)
             slope = ((got.softmax(-1) * got.expm1()).sum(-1, keepdim=True)
@@ -49,7 +49,7 @@ def _threshold(x: Tensor, keep: int) -> Tensor:
             low, high = torch.where(excess > 0, tau, low), torch.where(excess < 0, tau, high)
             newton = tau - excess / slope.clamp(max=-_LEAST_SPREAD)
             tau = torch.where((newton >= low) & (newton <= high), newton, (low + high) / 2)
-        # d tau / d x_i = g_i (1 - g_i) / sum of these, as the sum of the gates does not move.
+        # d tau / d x_i = g_i (1 - g_i) / sum of these, as the sum of the gates is constant.
         weights = (F.logsigmoid(x - tau) + F.logsigmoid(tau - x)).softmax(-1)
     return tau + (weights * (x - x.detach())).sum(-1, keepdim=True)
 
@@ -58,13 +58,13 @@ def visibility(scores: Tensor, budget: int, sinks: int, stabilizers: int, temper
     """How the rows behind n committed units see them.
 
     Args:
-        scores: [B, H, n] of all units that were ever committed, in time order; static ones: of these the same stay
-            whether they are evicted chunk by chunk or at once, since who stays protected competes again later.
+        scores: [B, H, n] of all units that were ever committed, in time order. As they never change, eviction chunk by
+            chunk and eviction at once keep the same units: a stabilizer competes by its score later.
         budget: units that the layer keeps, the first `sinks` and the last `stabilizers` among them.
 
     Returns:
-        log gates [B, H, n] with gradients to scores, 0 for what is protected, and ranks [B, H, n] int64: where each
-        unit lies among those that are kept without any softness; an evicted one where it would be put.
+        log gates [B, H, n] with gradients to scores, 0 for protected units, and ranks [B, H, n] int64: the place of
+        each unit among those that a hard eviction keeps; for an evicted unit the place that it would take.
     """
     count = scores.shape[-1]
     if count <= budget:
@@ -77,33 +77,34 @@ def visibility(scores: Tensor, budget: int, sinks: int, stabilizers: int, temper
 
 
 def gated_attention(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, scale: float, softcap: float | None = None,
-                    sinks: Tensor | None = None, fading: Tensor | None = None,
+                    sink_logits: Tensor | None = None, fading: Tensor | None = None,
                     block_bytes: int = 32 * 2**20) -> Tensor:
-    """Attention of R rows over n units behind gates and over themselves, causally.
+    """Causal attention of R rows over n units behind gates and over the rows themselves.
 
     Args:
         q, k, v: [B, H*G, R, D] and [B, H, n + R, D], q and k rotated, any float dtype; the arithmetic is fp32.
-        gates: [B, H, n] log gates. sinks: [H*G] extra softmax logits.
-        fading: [B, H, n + R] log rates at which the logits of units fall towards 0 with every row (see `retention`).
-        block_bytes: bound of one tensor of logits; they are made again in the backward pass, block by block.
+        gates: [B, H, n] log gates. sink_logits: [H*G] of the attention sinks.
+        fading: [B, H, n + R] log rates at which the logits of units fall towards 0 with every row (see `trimkv`).
+        block_bytes: bound of one tensor of logits; logits are computed again in the backward pass, block by block.
 
     Returns:
         [B, H*G, R, D] of q's dtype.
     """
-    rows, held = q.shape[2], gates.shape[-1]
+    rows, gated = q.shape[2], gates.shape[-1]
     per_block = max(1, block_bytes // (4 * q.shape[0] * q.shape[1] * k.shape[2]))
     out = []
     for start in range(0, rows, per_block):
         stop = min(start + per_block, rows)
-        out.append(checkpoint(_attend, q[:, :, start:stop], k[:, :, :held + stop], v[:, :, :held + stop], gates, scale,
-                              softcap, sinks, None if fading is None else fading[..., :held + stop],
-                              use_reentrant=False, preserve_rng_state=False))
+        units = gated + stop
+        out.append(checkpoint(_attend, q[:, :, start:stop], k[:, :, :units], v[:, :, :units], gates, scale, softcap,
+                              sink_logits, None if fading is None else fading[..., :units], use_reentrant=False,
+                              preserve_rng_state=False))
     return torch.cat(out, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, scale: float, softcap: float | None,
-            sinks: Tensor | None, fading: Tensor | None) -> Tensor:
-    """The last R of the units are those of the rows."""
+            sink_logits: Tensor | None, fading: Tensor | None) -> Tensor:
+    """The attention of one block; the last R of the units are those of the rows."""
     (batch, heads, count, dim), rows = k.shape, q.shape[2]
     high = torch.promote_types(q.dtype, torch.float32)
     x = q.reshape(batch, heads, -1, dim).to(high) @ k.to(high).transpose(2, 3) * scale
@@ -117,6 +118,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, scale: float, softca
     hidden = torch.ones(rows, count, dtype=torch.bool, device=q.device).triu(count - rows + 1)
     x = x.masked_fill(hidden, -torch.inf)
     norm = x.logsumexp(-1, keepdim=True)
-    if sinks is not None:
-        norm = torch.logaddexp(norm, sinks.to(high).view(heads, -1, 1, 1))
+    if sink_logits is not None:
+        norm = torch.logaddexp(norm, sink_logits.to(high).view(heads, -1, 1, 1))
     return ((x - norm).exp().flatten(2, 3) @ v.to(high)).view(batch, -1, rows, dim).to(q.dtype)

@@ -1,4 +1,4 @@
-"""Labels: the causal importance of every token, from the rows that predict replies. Knows attention, no training.
+"""Labels: the causal importance of every token, read off the rows that predict replies. Knows attention, no training.
 
 The importance of token k at KV head j is the largest value, over the rows that predict the tokens of any later reply
 (its end-of-turn token included) and over the G query heads of the group, of
@@ -7,11 +7,11 @@ The importance of token k at KV head j is the largest value, over the rows that 
     zscore    the same, then standardised per layer and head over the labelled tokens of the example
     logprob   log(softmax probability + eps), the softmax being the whole causal row of the model
 
-The paper takes the rows of the replies' own tokens and leaves out the scale; the rows here, one earlier each, are those
-that decide what a reply says, and the scale is the model's.
+The paper takes the rows of the replies' own tokens and leaves out the scale. The rows here are one earlier each, as
+these decide the tokens of a reply, and the scale is the model's.
 
-A reply labels all tokens before it, earlier replies included, never its own. Tokens that no reply follows, or
-that a sliding window hides from all of them, have no label.
+A reply labels all tokens before it, earlier replies included, never its own. Tokens that no reply follows, and tokens
+that a sliding window hides from all replies, have no label.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ Visit = Callable[[LayerCall, Tensor, Tensor], None]
 
 
 def answer_rows(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """rows [R] that predict reply tokens, ascending, and limits [R]: row r labels the tokens [0, limits[r])."""
+    """(rows [R] that predict reply tokens, ascending; limits [R]): row r labels the tokens before limits[r]."""
     rows = torch.cat([torch.arange(start - 1, end - 1) for start, end in spans])
     limits = torch.cat([torch.full((end - start,), start) for start, end in spans])
     return rows, limits
 
 
 def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str, scale: float,
-               window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+               window: int | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
                eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> tuple[Tensor, Tensor]:
     """Labels of one example at one layer.
 
     Args:
         q, k: [H*G, T, D] and [H, T, D], rotated, any float dtype; the arithmetic is fp32.
         rows, limits: from `answer_rows`, on q's device.
-        window: a row sees keys at distances below it; None for all. sinks: [H*G] extra softmax logits.
-        block_bytes: bound of one [H, G, rows, T] fp32 tensor; a handful of these live at once. At least one row.
+        window: a row sees keys at distances below it; None for all. sink_logits: [H*G] of the attention sinks.
+        block_bytes: bound of one [H, G, rows, T] fp32 tensor, of at least one row; a handful of these exist at once.
 
     Returns:
         labels [H, n] fp32, 0 where not valid, and valid [n] bool, n = the last reply's start.
@@ -66,13 +66,13 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
         if kind == "logprob":
             x.masked_fill_(hidden, -math.inf)
             norm = x.logsumexp(-1, keepdim=True)
-            if sinks is not None:
-                norm = torch.logaddexp(norm, sinks.float().view(heads, groups, 1, 1))
+            if sink_logits is not None:
+                norm = torch.logaddexp(norm, sink_logits.float().view(heads, groups, 1, 1))
             x -= norm
         x.masked_fill_(hidden | (columns[None, :stop] >= limit[:, None]), -math.inf)
         reach = min(stop, n)
         best[:, :reach] = torch.maximum(best[:, :reach], x.amax((1, 2))[:, :reach])
-    valid = best[0] != -math.inf  # NaN stays in, so that it is seen
+    valid = best[0] != -math.inf  # NaN counts as valid, so that the loss shows it
     if kind == "logprob":
         best = torch.logaddexp(best, best.new_tensor(math.log(eps)))
     elif kind == "zscore":
@@ -85,10 +85,12 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
 def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[Example], visit: Visit, *,
                  kind: str, eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> Tensor:
     """Run examples of one length through the model once; `visit` gets every layer's inputs and labels in turn.
-    Returns what `hidden` of the attachment does.
 
-    Only one layer's tensors are alive at a time, so `visit` may take gradients of its own
-    (under `torch.enable_grad()`) and drop them before the next layer.
+    Only one layer's tensors exist at a time, so `visit` may take gradients of its own (under `torch.enable_grad()`) and
+    drop them before the next layer.
+
+    Returns:
+        The final hidden states [B, T, hidden], see `Attachment.hidden`.
     """
     device, shape = attachment.device, attachment.shape
     ids = torch.stack([example.ids for example in examples]).to(device)
@@ -104,9 +106,9 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
         labels = torch.zeros(len(examples), shape.kv_heads, n, device=device)
         valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)
         for i, (row, limit) in enumerate(rows):
-            own, seen = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, window=window, eps=eps,
-                                   softcap=call.softcap, sinks=call.sinks, block_bytes=block_bytes)
-            labels[i, :, :own.shape[1]], valid[i, :own.shape[1]] = own, seen
+            best, labelled = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, window=window, eps=eps,
+                                        softcap=call.softcap, sink_logits=call.sink_logits, block_bytes=block_bytes)
+            labels[i, :, :best.shape[1]], valid[i, :best.shape[1]] = best, labelled
         visit(call, labels, valid)
         if window is not None and window < ids.shape[1] and window not in masks:
             distance = ranks[:, None] - ranks[None, :]

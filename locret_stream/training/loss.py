@@ -1,4 +1,4 @@
-"""What is minimised and what is measured, for one layer of a batch. Knows tensors alone."""
+"""The loss of the heads and the figure they are judged by, for one layer of a batch. Knows tensors alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def layer_losses(scores: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor,
     """The two terms of one layer: scores and labels [B, H, n], valid [B, n] bool -> two scalars.
 
     regression: SmoothL1 (beta 1), mean over heads and valid tokens, then over examples.
-    smoothing: squared difference of neighbouring scores where both are valid, mean likewise.
+    smoothing: squared difference of neighbouring scores where both are valid, with the same means.
     The loss of a step is  mean over layers of regression + alpha * sum over layers of smoothing
     (Locret, arXiv:2410.01805, eq. 3, as its code computes it).
     """
@@ -27,14 +27,14 @@ def layer_losses(scores: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor,
 
 @torch.no_grad()
 def top_overlap(scores: Tensor, labels: Tensor, valid: Tensor, share: float = 0.1) -> Tensor:
-    """Share of the top `share` of valid tokens by label that are in the top by score; mean over examples and heads.
+    """How many of the valid tokens with the top labels also have the top scores; mean over examples and heads.
 
-    scores and labels [B, H, n], valid [B, n] -> scalar in [0, 1]; `share` itself is what chance gives.
+    scores and labels [B, H, n], valid [B, n] -> scalar in [0, 1]; random scores give `share` on average.
     """
-    found = []
-    for own, true, mask in zip(scores, labels, valid, strict=True):
-        own, true = own[:, mask], true[:, mask]
-        top = max(1, round(share * own.shape[1]))
-        best = torch.zeros_like(own, dtype=torch.bool).scatter_(1, true.topk(top, 1).indices, True)
-        found.append(best.gather(1, own.topk(top, 1).indices).float().mean())
-    return torch.stack(found).mean()
+    overlaps = []
+    for score, label, mask in zip(scores, labels, valid, strict=True):
+        score, label = score[:, mask], label[:, mask]
+        top = max(1, round(share * score.shape[1]))
+        best = torch.zeros_like(score, dtype=torch.bool).scatter_(1, label.topk(top, 1).indices, True)
+        overlaps.append(best.gather(1, score.topk(top, 1).indices).float().mean())
+    return torch.stack(overlaps).mean()

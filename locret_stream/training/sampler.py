@@ -1,13 +1,15 @@
-"""Which example is trained on when, and which are held out: a pure function of data, seed and step. Knows no model."""
+"""Which examples each step trains on, and which are held out: a pure function of data, seed and step. Knows no model.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
-from locret_stream.errors import ConfigError, InvalidTokens
+from locret_stream.errors import ConfigError
 from locret_stream.training.config import TrainConfig
 from locret_stream.training.data import Example, fit, with_query
 
@@ -16,8 +18,9 @@ class Source:
     """Batches of training examples by step, and the held-out ones.
 
     A sequence is split by hash and visited in a new seeded order every epoch. Any other iterable is read once, in
-    its own order: its first `held_out_max` examples are held out, and so is any later one equal to them; after an
-    interruption it must give the same examples again from its start (those already used are read past and compared).
+    its own order: its first `held_out_max` examples are held out, and later ones equal to them are left out; after an
+    interruption it must give the same examples again from its start (`read_past` skips and compares those that were
+    used).
 
     Raises:
         ConfigError: too few usable examples. InvalidTokens: an id outside [0, vocab).
@@ -32,40 +35,32 @@ class Source:
         self._config, self._max_tokens, self._vocab = config, max_tokens, vocab
         self.cut = self.skipped = self.drawn = 0
         given = [] if held_out is None else list(self._fitting(held_out))
-        self._known = {example.digest() for example in given}  # what is not evaluated on is not trained on either
+        self._excluded = {example.digest() for example in given}  # never trained on, evaluated on or not
         self.held_out = given[:config.held_out_max]
-        chain = hashlib.blake2b(digest_size=16)
-        for example in given:
-            chain.update(example.digest())
+        identity = hashlib.blake2b(b"".join(example.digest() for example in given), digest_size=16)
         self._train: list[Example] | None = None
         self._rest: Iterator[Example] = iter(())
         if isinstance(examples, Sequence):
             self._train = self._split(list(self._fitting(examples)), held_out is None)
             for example in self._train + self.held_out:
-                chain.update(example.digest())
-            self.identity = chain.hexdigest()
+                identity.update(example.digest())
+            self.identity = identity.hexdigest()
         else:
             self._rest = self._fitting(examples)
-            while held_out is None and len(self.held_out) < config.held_out_max:
-                example = next(self._rest, None)
-                if example is None:
-                    break
+            for example in islice(self._rest, config.held_out_max if held_out is None else 0):
                 self.held_out.append(example)
-                self._known.add(example.digest())
-                chain.update(example.digest())
-            self.identity = f"stream {chain.hexdigest()}"
+                self._excluded.add(example.digest())
+                identity.update(example.digest())
+            self.identity = f"stream {identity.hexdigest()}"
         if not self.held_out or self._train == []:
             raise ConfigError(f"train: found {len(self._train or []) + len(self.held_out)} usable examples "
                               f"({self.skipped} do not fit {max_tokens} tokens); expected at least one to train on and "
                               "one to evaluate on; equal ones are all on one side")
-        self._chain = hashlib.blake2b(digest_size=16)
+        self._used = hashlib.blake2b(digest_size=16)
 
     def _fitting(self, examples: Iterable[Example]) -> Iterator[Example]:
         for example in examples:
-            largest = int(example.ids.max())
-            if largest >= self._vocab:
-                raise InvalidTokens(f"{example.where or 'example'}: found token id {largest}; expected ids below the "
-                                    f"model's vocabulary of {self._vocab}")
+            example.expect_vocabulary(self._vocab)
             if self._config.query_tokens:
                 example = with_query(example, self._config.query_tokens)
             fitted = fit(example, self._max_tokens)
@@ -76,18 +71,18 @@ class Source:
             yield fitted
 
     def _split(self, examples: list[Example], choose: bool) -> list[Example]:
-        """The training part; fills held_out with the examples of the smallest hashes if it is ours to choose."""
+        """The examples to train on; with `choose`, those of the smallest hashes become `held_out`."""
         by_hash = sorted((example.digest(), i) for i, example in enumerate(examples))
         if choose and len(examples) > 1:
             limit = int(self._config.held_out * 2**32)
             low = [i for digest, i in by_hash if int.from_bytes(digest[:4], "big") < limit] or [by_hash[0][1]]
-            self._known = {examples[i].digest() for i in low}
+            self._excluded = {examples[i].digest() for i in low}
             self.held_out = [examples[i] for i in low][:self._config.held_out_max]
-        return [example for example in examples if example.digest() not in self._known]
+        return [example for example in examples if example.digest() not in self._excluded]
 
     @property
     def size(self) -> int:
-        """Examples there are to train on; of a stream, those drawn so far."""
+        """Number of examples to train on; of a stream, of those drawn so far."""
         return self.drawn if self._train is None else len(self._train)
 
     def draw(self) -> list[Example]:
@@ -98,7 +93,7 @@ class Source:
         """
         batch = [self._next() for _ in range(self._config.batch)]
         for example in batch:
-            self._chain.update(example.digest())
+            self._used.update(example.digest())
         return batch
 
     def _next(self) -> Example:
@@ -110,7 +105,7 @@ class Source:
             self.drawn += 1
             return self._train[self._order[index]]
         for example in self._rest:
-            if example.digest() not in self._known:
+            if example.digest() not in self._excluded:
                 self.drawn += 1
                 return example
         raise ConfigError(f"train: the examples ended after {self.drawn}; expected {self._config.steps} steps of "
@@ -118,10 +113,10 @@ class Source:
 
     def used(self) -> str:
         """Digest of every example drawn so far, in order."""
-        return self._chain.hexdigest()
+        return self._used.hexdigest()
 
     def read_past(self, steps: int, used: str) -> None:
-        """Draw and drop the batches of `steps` steps.
+        """Draw the batches of `steps` steps and compare their digest with `used`.
 
         Raises:
             ConfigError: they are not the ones used before the interruption.

@@ -1,9 +1,9 @@
-"""The model with a memory that forgets softly, and how far its answers are from those of the model that keeps all.
+"""The model with a memory that evicts softly, and the divergence of its answers from those of the full cache.
 
 Chunks, budgets, protection and positions are those of the engine (see `engine.core`): the rows of a chunk see the units
-committed before it through `gates`, at the ranks that these have in a budget, and each other as they are. With
+committed before it through `gates`, at the ranks that these have in a budget, and each other without gates. With
 `rivals` there are units before the example's own, see `background`; layers with a sliding window see none of these. At
-temperature 0 it is, but for that, what the engine computes. Knows nothing of steps and files.
+temperature 0 it computes what the engine does, except for that. Knows nothing of steps and files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Student:
     """Runs an attached model with soft eviction; gradients are for the heads alone (see `models.gradients`).
 
     Args:
-        heads: of output "score" (of "retention": `retention.Fading`).
+        heads: of output "score" (for "retention" see `trimkv.Fading`).
         budgets: units by layer, [L], as `Budget.per_layer` gives them.
         sinks, stabilizers: of every budget. longest: tokens of the longest example.
         block_bytes: bound of one tensor of attention logits.
 
     Attributes:
-        rivals: by layer, what is held before an example begins; empty for nothing.
+        rivals: by layer, the units that are kept before an example begins; empty for none.
     """
 
     def __init__(self, attachment: Attachment, heads: RetainingHeads, budgets: Sequence[int], chunk_size: int,
@@ -50,32 +50,33 @@ class Student:
         layer, total = call.layer, call.k.shape[2]
         if self.attachment.shape.sliding[layer]:
             return self._sliding(call)
-        before = self._before(call)
-        count = before[0].shape[2]
+        before = keys, values, rival_scores = self._before(call)
+        count = keys.shape[2]
         first = next((start for start in range(0, total, self.chunk_size)
                       if count + start > self.budgets[layer]), total)
-        k = self.tables.rotate(layer, torch.cat([before[0], call.k[:, :, :first]], 2), 0)
+        k = self.tables.rotate(layer, torch.cat([keys, call.k[:, :, :first]], 2), 0)
         q = self.tables.rotate(layer, call.q[:, :, :first], count)
         if first == total and not count:  # nothing is evicted
             return q, k, call.v, None
-        out = [self._rows(call, q, k, torch.cat([before[1], call.v[:, :, :first]], 2), before[2].new_zeros(
-            before[2].shape))]
+        out = [self._rows(call, q, k, torch.cat([values, call.v[:, :, :first]], 2), torch.zeros_like(rival_scores))]
         scores = self._scores(call)
         for start in range(first, total, self.chunk_size):
             out.append(self._chunk(call, before, scores[..., :start], min(start + self.chunk_size, total), temperature))
         return torch.cat(out, 2)
 
     def _before(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values [B, H, n, D] and scores [B, H, n] of what is held before the example."""
+        """Keys, values [B, H, n, D] and scores [B, H, n] of the units that are kept before the example."""
         batch, heads, _, dim = call.k.shape
         if call.layer not in self.rivals:
-            return (*call.k.new_zeros(2, batch, heads, 0, dim), torch.zeros(batch, heads, 0, device=call.k.device))
+            none = call.k.new_zeros(batch, heads, 0, dim)
+            return none, none, torch.zeros(batch, heads, 0, device=call.k.device)
         rivals = self.rivals[call.layer]
-        return tuple(part.expand(batch, *part.shape) for part in (
-            rivals.keys, rivals.values, rivals.scores(self.heads, call.layer)))
+        scores = rivals.scores(self.heads, call.layer)
+        return (rivals.keys.expand(batch, *rivals.keys.shape), rivals.values.expand(batch, *rivals.values.shape),
+                scores.expand(batch, *scores.shape))
 
     def _scores(self, call: LayerCall) -> Tensor:
-        """[B, H, T]; of a layer without a head its newest units are the best."""
+        """Scores [B, H, T]; in a layer without a head the newest units score best."""
         if not self.heads.config.has_head(call.layer):
             count = call.k.shape[2]
             return torch.arange(count, dtype=torch.float32, device=call.k.device).expand(*call.k.shape[:2], count)
@@ -83,22 +84,25 @@ class Student:
 
     def _chunk(self, call: LayerCall, before: tuple[Tensor, Tensor, Tensor], scores: Tensor, stop: int,
                temperature: float) -> Tensor:
-        """Attention of the rows up to `stop` behind the units that have these scores, and behind those before."""
+        """Attention of the rows up to `stop` over the rivals `before`, the n units with these `scores` [B, H, n] and
+        the rows themselves."""
         layer, start = call.layer, scores.shape[-1]
         budget, tables = self.budgets[layer], self.tables
         gates, ranks = visibility(torch.cat([before[2], scores], -1), budget, *self.protected, temperature)
-        held = tables.rotate_at(layer, torch.cat([before[0], call.k[:, :, :start]], 2), ranks)
-        k = torch.cat([held, tables.rotate(layer, call.k[:, :, start:stop], budget)], 2)
+        committed = tables.rotate_at(layer, torch.cat([before[0], call.k[:, :, :start]], 2), ranks)
+        k = torch.cat([committed, tables.rotate(layer, call.k[:, :, start:stop], budget)], 2)
         q = tables.rotate(layer, call.q[:, :, start:stop], budget)
         return self._rows(call, q, k, torch.cat([before[1], call.v[:, :, :stop]], 2), gates)
 
     def _rows(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        return gated_attention(q, k, v, gates, scale=call.scale, softcap=call.softcap, sinks=call.sinks,
+        return gated_attention(q, k, v, gates, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
                                block_bytes=self.block_bytes)
 
     def _sliding(self, call: LayerCall) -> Attended:
-        """No gates: the rows of a chunk see the last units before it, as many as are held, within the window."""
+        """Attention without gates: the rows of a chunk see the last units before it, as many as the layer keeps, within
+        the window."""
         layer, window = call.layer, self.attachment.shape.sliding[call.layer]
+        assert window is not None
         ranks = torch.arange(call.k.shape[2], device=call.k.device)
         distance, start = ranks[:, None] - ranks, ranks // self.chunk_size * self.chunk_size
         mask = (distance >= 0) & (distance < window) & (ranks >= start[:, None] - self.budgets[layer])
@@ -109,16 +113,16 @@ class Student:
 def divergence(attachment: Attachment, teacher: Tensor, student: Tensor, block_bytes: int = 32 * 2**20) -> Tensor:
     """KL(teacher || student) of next tokens, mean over rows, in nats; hidden states [R, hidden] of both -> scalar.
 
-    Gradients go to the student's. The logits of a block of rows are made again in the backward pass.
+    Gradients go to the student's states. The logits of a block of rows are computed again in the backward pass.
     """
     per_block = max(1, block_bytes // (4 * attachment.shape.vocab))
 
     def block(teacher: Tensor, student: Tensor) -> Tensor:
         with torch.no_grad():
             expected = attachment.logits(teacher[None]).float().log_softmax(-1)
-        found = attachment.logits(student[None]).float().log_softmax(-1)
-        return F.kl_div(found, expected, reduction="sum", log_target=True)
+        actual = attachment.logits(student[None]).float().log_softmax(-1)
+        return F.kl_div(actual, expected, reduction="sum", log_target=True)
 
-    parts = [checkpoint(block, one, two, use_reentrant=False, preserve_rng_state=False)
-             for one, two in zip(teacher.split(per_block), student.split(per_block), strict=True)]
+    parts = [checkpoint(block, *blocks, use_reentrant=False, preserve_rng_state=False)
+             for blocks in zip(teacher.split(per_block), student.split(per_block), strict=True)]
     return torch.stack(parts).sum() / len(teacher)

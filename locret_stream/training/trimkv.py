@@ -1,12 +1,12 @@
-"""TRIM-KV's training (arXiv:2512.03324): the logits of a unit fade with its age, and what is left of all is bounded.
+"""TRIM-KV's training (arXiv:2512.03324): the logits of a unit fade with its age, and a loss bounds what has not faded.
 
 Heads of output "retention" give every unit a rate beta in (0, 1). In training nothing is evicted: the row at t sees
-the unit at i with the logit beta_i^(t - i) q_t·k_i (retention-gated attention, which takes what has faded to a logit of
-0), and the capacity loss asks that beta_i^(t - i), summed over all units, is at most the budget. Evicting by
-beta_i^(t - i) then takes away what hardly counted.
+the unit at i with the logit beta_i^(t - i) q_t·k_i (retention-gated attention, in which a fully faded logit is 0), and
+the capacity loss asks that beta_i^(t - i), summed over all units, is at most the budget. Evicting by beta_i^(t - i)
+then removes units that hardly counted.
 
-Deviations: beside the capacity loss the divergence from the full cache's answers alone, without a next-token loss; the
-rates that are summed are those that the frozen model's own activations give.
+Deviations: beside the capacity loss there is the divergence from the full cache's answers alone, without a next-token
+loss; the summed rates are those that the frozen model's own activations give.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from locret_stream.training.student import Student
 
 
 class Fading(Student):
-    """A `Student` whose units fade in place of being evicted. Layers without a head keep everything as it is."""
+    """A `Student` whose units fade instead of being evicted. In layers without a head nothing fades."""
 
     def __init__(self, attachment: Attachment, heads: RetainingHeads, budgets: Sequence[int], chunk_size: int,
                  sinks: int, stabilizers: int, longest: int, block_bytes: int = 32 * 2**20):
@@ -41,7 +41,7 @@ class Fading(Student):
             return q, k, call.v, None
         rates = F.logsigmoid(self._scores(call))
         return gated_attention(q, k, call.v, rates.new_zeros(*rates.shape[:2], 0), fading=rates, scale=call.scale,
-                               softcap=call.softcap, sinks=call.sinks, block_bytes=self.block_bytes)
+                               softcap=call.softcap, sink_logits=call.sink_logits, block_bytes=self.block_bytes)
 
 
 def over_capacity(rates: Tensor, units: int, block_bytes: int = 32 * 2**20) -> Tensor:
@@ -49,7 +49,7 @@ def over_capacity(rates: Tensor, units: int, block_bytes: int = 32 * 2**20) -> T
 
         max(0, sum over i <= t of beta_i^(t - i) - units) / t
 
-    in [0, 1). Blocks of at most `block_bytes` are made again in the backward pass.
+    in [0, 1). Blocks of at most `block_bytes` are computed again in the backward pass.
     """
     total = rates.shape[-1]
     per_block = max(1, block_bytes // (4 * rates.numel()))
@@ -59,8 +59,8 @@ def over_capacity(rates: Tensor, units: int, block_bytes: int = 32 * 2**20) -> T
 
 
 def _excess(rates: Tensor, start: int, units: int) -> Tensor:
-    """That of the rows from `start` on, summed over these, examples and heads."""
+    """The capacity loss of the rows from `start` on, summed over rows, examples and heads."""
     rows = torch.arange(start, rates.shape[-1], device=rates.device)
     age = rows[:, None] - torch.arange(rates.shape[-1], device=rates.device)
-    held = (age.clamp(min=0) * rates[..., None, :]).exp().tril(start).sum(-1)
-    return ((held - units).clamp(min=0) / (rows + 1)).sum()
+    remaining = (age.clamp(min=0) * rates[..., None, :]).exp().tril(start).sum(-1)
+    return ((remaining - units).clamp(min=0) / (rows + 1)).sum()

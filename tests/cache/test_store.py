@@ -89,39 +89,39 @@ def test_slots_and_layers_are_apart():
 @pytest.mark.parametrize("tail", [0, 3])
 def test_copy_from_copies_units_and_tail_and_nothing_else(tail: int):
     pool = pool_of(planes=2)
-    one, two = UnitStore(pool, 0), UnitStore(pool, 2)
+    source, copy = UnitStore(pool, 0), UnitStore(pool, 2)
     for layer in range(3):
-        write_and_commit(one, layer, 0, torch.tensor([[0, 1, 3]] * H) if layer == 2 else None, layer)
+        write_and_commit(source, layer, 0, torch.tensor([[0, 1, 3]] * H) if layer == 2 else None, layer)
     rows = torch.randn(1, H, 3, D)
     for layer in range(3):
-        one.write(layer, one.counts[layer], rows, rows * 3, turn)
+        source.write(layer, source.counts[layer], rows, rows * 3, turn)
         for tensor in pool.layers[layer].tensors:
             tensor[2].fill_(-1)
-    two.copy_from(one, tail)
-    assert two.counts == one.counts == [4, 4, 3]
-    for layer, count in enumerate(one.counts):
+    copy.copy_from(source, tail)
+    assert copy.counts == source.counts == [4, 4, 3]
+    for layer, count in enumerate(source.counts):
         for name in ("keys", "rotated", "values"):
-            found = getattr(two, name)(layer, 9 if layer == 0 else 7)
-            assert torch.equal(found[:, :, :count + tail], getattr(one, name)(layer, count + tail))
-            assert (found[:, :, count + tail:] == -1).all()
-        assert torch.equal(two.scores(layer), one.scores(layer))
-        assert torch.equal(two.positions(layer), one.positions(layer))
-    before = {name: tensor.clone() for name, tensor in one.export().items()}
-    write_and_commit(two, 0, 4, torch.tensor([[0, 1, 2, 3, 7]] * H), 9)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in one.export().items())
+            copied = getattr(copy, name)(layer, 9 if layer == 0 else 7)
+            assert torch.equal(copied[:, :, :count + tail], getattr(source, name)(layer, count + tail))
+            assert (copied[:, :, count + tail:] == -1).all()
+        assert torch.equal(copy.scores(layer), source.scores(layer))
+        assert torch.equal(copy.positions(layer), source.positions(layer))
+    before = {name: tensor.clone() for name, tensor in source.export().items()}
+    write_and_commit(copy, 0, 4, torch.tensor([[0, 1, 2, 3, 7]] * H), 9)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in source.export().items())
 
 
 def test_export_and_load_are_inverse_and_rotate_anew():
     pool = pool_of(planes=2)
-    one, two = UnitStore(pool, 0), UnitStore(pool, 1)
+    source, copy = UnitStore(pool, 0), UnitStore(pool, 1)
     for layer in range(3):
-        write_and_commit(one, layer, 0, torch.tensor([[0, 2, 3], [0, 1, 3]]) if layer == 2 else None, layer)
-    two.load(one.export(), turn)
-    assert two.counts == one.counts
-    for layer, count in enumerate(one.counts):
-        assert torch.equal(two.rotated(layer, count), one.rotated(layer, count))
-    for name, tensor in two.export().items():
-        assert torch.equal(tensor, one.export()[name])
+        write_and_commit(source, layer, 0, torch.tensor([[0, 2, 3], [0, 1, 3]]) if layer == 2 else None, layer)
+    copy.load(source.export(), turn)
+    assert copy.counts == source.counts
+    for layer, count in enumerate(source.counts):
+        assert torch.equal(copy.rotated(layer, count), source.rotated(layer, count))
+    for name, tensor in copy.export().items():
+        assert torch.equal(tensor, source.export()[name])
     empty = UnitStore(pool, 2)
     empty.load(UnitStore(pool, 2).export(), turn)
     assert empty.counts == [0, 0, 0]

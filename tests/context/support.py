@@ -1,4 +1,4 @@
-"""What the tests of the async face share: a runtime over a tiny random Llama, bitwise snapshots, scripted replies."""
+"""What the tests of contexts share: a runtime over a tiny random Llama, bitwise snapshots, scripted replies."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def tiny(**options: Any) -> AsyncIterator[Runtime]:
 
 def expect_free(runtime: Runtime, taken: int = 0) -> None:
     """All slots but `taken` live ones are free, each once."""
-    live, scratch = runtime._live_slots, runtime._scratch_slots
+    live, scratch = runtime.slots.live, runtime.slots.scratch
     free = [*live._free, *scratch._free]
     assert len(set(free)) == len(free) == runtime.engine.pool.slots - taken, f"{live._free} {scratch._free}"
     assert (live.free, scratch.free) == (live.size - taken, scratch.size)
@@ -90,11 +90,11 @@ def expect_free(runtime: Runtime, taken: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Snap:
-    """All that a context is: the engine's tensors, the frame, and what is held."""
+    """All that a context is: the engine's tensors, the frame, and what is buffered."""
 
     tensors: dict[str, Tensor]
     frame: FrameState
-    held: tuple
+    buffered: tuple
 
 
 async def snap(ctx: StreamingContext, *, settle: bool = True) -> Snap:
@@ -103,14 +103,15 @@ async def snap(ctx: StreamingContext, *, settle: bool = True) -> Snap:
     if settle:
         await session.commit()
     tensors = await session.step(lambda: engine.export(session.state))
-    held = session.segmenter.state, [*session.segments], [*session.ids], session.left_by_break
-    return Snap(tensors, session.frame, held)
+    buffered = session.buffered
+    return Snap(tensors, session.frame, (buffered.segmenter.state, [*buffered.segments], [*buffered.ids],
+                                         buffered.left_by_break))
 
 
 def expect_same(found: Snap, expected: Snap) -> None:
-    """Bit for bit, frame and held text included."""
+    """Bit for bit, frame and buffered text included."""
     assert_same(found.tensors, expected.tensors)
-    assert (found.frame, found.held) == (expected.frame, expected.held)
+    assert (found.frame, found.buffered) == (expected.frame, expected.buffered)
 
 
 def ids_in(ctx: StreamingContext) -> list[int]:
@@ -127,6 +128,30 @@ async def expect_pure(ctx: StreamingContext) -> None:
             await fresh.feed(ids)
         expected = await snap(fresh)
     assert_same((await snap(ctx)).tensors, expected.tensors)
+
+
+def ids_of(number: int, count: int, start: int = 0) -> list[int]:
+    """Ids that no two contexts share."""
+    return [5 + (7 * i + 31 * number + i * i % 13) % 400 for i in range(start, start + count)]
+
+
+async def expect_replay(ctx: StreamingContext, plain: Runtime) -> None:
+    """It keeps what its tokens alone give, fed at once into a fresh context of another runtime."""
+    found = await snap(ctx)
+    async with plain.open(raw=True) as fresh:
+        if ids_in(ctx):
+            await fresh.feed(ids_in(ctx))
+        assert_same(found.tensors, (await snap(fresh)).tensors)
+
+
+def settled(found: Snap) -> Snap:
+    """With buffered segments and ids as one list, as they are in a session that was restored."""
+    segmenter, segments, ids, left = found.buffered
+    return Snap(found.tensors, found.frame, (segmenter, [*([ids] if ids else []), *segments], left))
+
+
+async def replies(ctx: StreamingContext, count: int = 5) -> list[int]:
+    return [token.id async for token in ctx.generate("And?", max_new_tokens=count, ignore_eos=True)]
 
 
 def expect_within_cap(ctx: StreamingContext) -> None:
@@ -208,6 +233,9 @@ def cuts(whole: str | bytes, places: Iterable[int]) -> list[Any]:
     """`whole` cut at these places, each taken modulo its length."""
     at = sorted({place % (len(whole) + 1) for place in places} | {0, len(whole)})
     return [whole[a:b] for a, b in pairwise(at)]
+
+
+PIECES = cuts(TEXT, [3, 17, 40, 41, 66, 90, 120])
 
 
 def scripted(monkeypatch: Any, ids: Sequence[int]) -> Iterator[int]:

@@ -135,11 +135,11 @@ async def test_a_source_that_cannot_be_read(name: str, how: str):
             assert caught.value.__cause__ is not None
         accepted = data(runtime, bad.accepted) + bad.ids
         assert ids_in(ctx) == before + accepted and (how == "await" or given == accepted)
-        assert not ctx._session.segmenter.state.tail, "no half character spoils what comes next"
-        held = "".join(part if isinstance(part, str) else runtime.codec.decode(part) for part in
-                       ctx._session.segments) + ctx._session.segmenter.state.text
+        assert not ctx._session.buffered.segmenter.state.tail, "no half character spoils what comes next"
+        rest = "".join(part if isinstance(part, str) else runtime.codec.decode(part) for part in
+                       ctx._session.buffered.segments) + ctx._session.buffered.segmenter.state.text
         await ctx.feed("after")
-        assert runtime.codec.decode(ids_in(ctx)[len(before) + len(accepted):]) == held + "after"
+        assert runtime.codec.decode(ids_in(ctx)[len(before) + len(accepted):]) == rest + "after"
         await ctx.feed("é".encode())
         await ctx.ask("still there?", max_new_tokens=2)
         await expect_pure(ctx)
@@ -167,7 +167,7 @@ async def test_pushes_and_prompts_that_cannot_be_read(piece):
 
 
 async def test_ids_after_half_a_character_are_kept():
-    """The half character is dropped, and the error says so; the ids behind it are held and come next."""
+    """The half character is dropped, and the error says so; the ids behind it are buffered and accepted next."""
     async with tiny() as runtime, runtime.open() as ctx:
         with pytest.raises(InvalidText):
             await ctx.feed(iter([b"ab\xe2\x82", [5, 6]]))
@@ -235,7 +235,7 @@ async def test_use_before_opening_and_after_closing():
 
 @pytest.mark.parametrize("units", [37, 40, 43])
 async def test_a_full_budget_takes_exactly_what_fits(units: int):
-    """Iterated and drained alike; what did not fit is held, and the context can still be used."""
+    """Iterated and drained alike; what did not fit stays buffered, and the context can still be used."""
     async with tiny(policy="full", units=units) as runtime, runtime.open() as one, runtime.open() as other:
         ids = list(range(5, 105))
         given = []
@@ -248,7 +248,7 @@ async def test_a_full_budget_takes_exactly_what_fits(units: int):
         fits = units - len(literals(runtime, USER))
         assert given == ids[:fits] and feed.report.tokens == fits and feed.report.buffered == 100 - fits
         expect_same(await snap(one), await snap(other))
-        assert [*one._session.ids] == ids[fits:], "nothing is lost"
+        assert [*one._session.buffered.ids] == ids[fits:], "nothing is lost"
         for use in (one.ask("q"), one.flush(), one.feed([5])):
             with pytest.raises(BudgetExceeded):
                 await use

@@ -74,7 +74,7 @@ async def test_a_long_feed_never_delays_a_question_by_more_than_a_step():
 
 
 async def test_replies_at_once_share_their_steps_and_are_each_what_they_are_alone(monkeypatch):
-    """Of different lengths, one of them left in the middle: what is said and what is held is as if alone."""
+    """Of different lengths, one of them left in the middle. Tokens and memory are those of a context that is alone."""
     monkeypatch.setattr(worker, "_PATIENCE_S", (0.1, 0.0, 0.1))  # on a busy machine too
     prompts = ["one", "a second question", TEXT[:60], "x" * 90]
 
@@ -136,7 +136,7 @@ async def test_scratch_slots_are_given_out_in_order():
             for n in range(8):
                 group.create_task(ask(n))
         assert done == list(range(8))
-        assert runtime._scratch_slots.free == 1
+        assert runtime.slots.scratch.free == 1
 
 
 async def test_no_slot_after_the_deadline_and_not_before():
@@ -147,7 +147,7 @@ async def test_no_slot_after_the_deadline_and_not_before():
             async with runtime.open():
                 pass
         assert 0.3 <= time.perf_counter() - started < 3
-        async with runtime.scratch_slot():
+        async with runtime.slots.scratch_slot():
             with pytest.raises(NoSlot, match="no scratch"):
                 await ctx.ask("q")
         expect_same(await snap(ctx), before)
@@ -230,7 +230,7 @@ async def test_two_runtimes_on_one_model_share_its_thread():
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_runtime_closed_while_everything_runs(shared: bool):
     """A feed, a paused feed, a reply, a question, one that waits for a slot, one that opens: each ends with
-    ContextClosed, none hangs or is cancelled, and the thread is gone (or serves the other runtime)."""
+    ContextClosed, none hangs or is cancelled, and the thread ends (or serves the other runtime)."""
     async with asyncio.timeout(50):
         keeper = unstarted(units=16) if shared else None
         if keeper:
@@ -264,7 +264,7 @@ async def test_a_runtime_closed_while_everything_runs(shared: bool):
             await anext(paused)
         assert worker._thread.is_alive() == shared and not [t for t in tokenizing._threads if t.is_alive()]
         for use in (a.push("x"), a.ask("q"), a.feed, a.generate, a.receipts(), a.flush(),
-                    runtime.acquire_slot(scratch=True)):
+                    runtime.slots.acquire(scratch=True)):
             with pytest.raises(ContextClosed):
                 await (use("x") if callable(use) else use)
         for use in (lambda: a.memory, a.fork, runtime.open, lambda: runtime.memory, lambda: runtime.engine):
@@ -309,9 +309,9 @@ async def test_a_context_closed_while_an_ask_copies_it_ends_the_ask(monkeypatch:
     real = Session.fork
 
     async def fork(session: Session, slot: int) -> Session:
-        twin = await real(session, slot)
+        copy = await real(session, slot)
         await ctx.aclose()
-        return twin
+        return copy
 
     async with tiny() as runtime:
         ctx = await runtime.open().__aenter__()
@@ -342,7 +342,7 @@ async def test_a_slot_is_free_only_when_the_step_in_it_has_ended(cancel: bool):
             await asyncio.sleep(0.01)
             if cancel:
                 closing.cancel()
-            assert runtime._live_slots.free == 0 and not closing.done()
+            assert runtime.slots.live.free == 0 and not closing.done()
         go_on.set()
         await asyncio.wait([closing])
         assert closing.cancelled() == cancel

@@ -1,4 +1,4 @@
-"""`ctx.focus`: what the memory is told that it will be asked about; an event that is logged, saved, undone, rebuilt."""
+"""`ctx.focus`: the text that the memory will be asked about is logged, saved, undone and rebuilt with the stream."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ import torch
 from locret_stream import BudgetExceeded, ConfigError, ContextClosed, InputError, SnapshotCorrupt, SnapshotMismatch
 from locret_stream.config import Budget
 from locret_stream.engine import Engine
-from tests.context.support import CHUNK, SINKS, STABILIZERS, TEXT, UNITS, expect_same, model, snap, tiny
-from tests.context.test_snapshots import LONG, damage, replies, settled
+from tests.context.support import (
+    CHUNK,
+    SINKS,
+    STABILIZERS,
+    TEXT,
+    UNITS,
+    expect_same,
+    model,
+    replies,
+    settled,
+    snap,
+    tiny,
+)
+from tests.context.test_snapshots import LONG, damage
 from tests.kit import assert_same
 
 QUERY, OTHER = "pass key?", "Naïve café"
@@ -98,10 +110,10 @@ async def test_an_undone_turn_takes_it_back(committed: bool, before: str | None,
                     1 / 0  # noqa: B018
             expect_same(await snap(ctx), whole)
             assert ctx._session.branch.focuses == events
-            twin = ctx.fork()
-            async with twin:
-                await twin.push([7] * CHUNK)
-                assert twin.memory.focus == runtime.count_tokens(OTHER)
+            fork = ctx.fork()
+            async with fork:
+                await fork.push([7] * CHUNK)
+                assert fork.memory.focus == runtime.count_tokens(OTHER)
 
 
 async def test_rewind_goes_back_to_the_one_there_was(tmp_path: Path):
@@ -120,7 +132,7 @@ async def test_rewind_goes_back_to_the_one_there_was(tmp_path: Path):
 
 
 async def test_a_beginning_that_cannot_be_read_again_loses_the_memory_and_says_so(tmp_path: Path, monkeypatch):
-    """The slot is one: what the focus failed to be put into is no longer what was held. The store has it."""
+    """There is one slot: its units are overwritten before the focus fails. The store still has them."""
     async with tiny(store=tmp_path) as runtime:
         async with runtime.open("a", focus=QUERY) as ctx:
             await ctx.feed(LONG)
@@ -285,7 +297,7 @@ async def test_what_cannot_be_a_focus_is_refused_and_nothing_changes(tmp_path: P
             assert ctx.memory.focus == 0
     async with tiny(policy="full", units=40) as runtime, runtime.open(raw=True) as ctx:
         await ctx.feed([5] * 38)
-        with pytest.raises(BudgetExceeded, match="no room for a focus"):
+        with pytest.raises(BudgetExceeded, match="no space for a focus"):
             await ctx.focus(QUERY)
 
 

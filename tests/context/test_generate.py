@@ -422,7 +422,7 @@ async def test_ask_leaves_memory_bit_for_bit(monkeypatch):
             with pytest.raises(ValueError):
                 await ctx.ask(wrong)
         expect_same(await snap(ctx, settle=False), before)
-        assert runtime._scratch_slots.free == 2
+        assert runtime.slots.scratch.free == 2
 
 
 async def test_an_answer_depends_on_the_tokens_alone():

@@ -34,16 +34,16 @@ class Agent:
     ctx: StreamingContext | None = None
     ids: list[int] = field(default_factory=list)
     saved: dict[int, list[int]] = field(default_factory=dict)  # ids by snapshot
-    told: int = 0  # ids it ever made
+    made: int = 0  # how many ids it ever made
 
     def __post_init__(self) -> None:
         self.name, self.forks, self.doing = f"session {self.number}", 0, ""
 
     def more(self, count: int) -> list[int]:
         """Ids that no agent had before, as far as the vocabulary goes."""
-        self.told += count
+        self.made += count
         return [3 + (self.number * 7919 + n * 31 + n * n) % (model().config.vocab_size - 3)
-                for n in range(self.told - count, self.told)]
+                for n in range(self.made - count, self.made)]
 
     async def do(self, runtime: Runtime, action: str, size: int) -> None:
         self.doing = action
@@ -115,7 +115,7 @@ async def expect_replay(ctx: StreamingContext, ids: list[int]) -> None:
 
 
 class Agents(RuleBasedStateMachine):
-    """All of them at once, so that most wait for a slot; and every slot is held by one that will be idle."""
+    """All of them at once, so that most wait for a slot; every slot belongs to a session that will be idle."""
 
     at_once = SESSIONS
     actions = ACTIONS

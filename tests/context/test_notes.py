@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from locret_stream import ConfigError, ContextClosed, NoSlot, SnapshotNotFound, Store
-from tests.context.support import TEXT, expect_same, scripted, snap, tiny
-from tests.context.test_snapshots import settled
+from locret_stream.context import streams
+from tests.context.support import TEXT, expect_same, scripted, settled, snap, tiny
 
 LONG = TEXT * 10
 
@@ -45,6 +47,31 @@ async def test_a_note_that_cannot_be_is_refused(note):
         with pytest.raises(ConfigError, match=r"note is .*; expected at most 65,536 bytes"):
             ctx.note = note
         assert len(ctx.note) == 64 << 10
+
+
+async def test_a_reply_cancelled_in_a_step_that_accepted_a_token_ends_the_note(monkeypatch):
+    """Without a chat frame nothing else is accepted when the reply ends."""
+    choosing, go_on = threading.Event(), threading.Event()
+
+    def slowly(*_) -> int:
+        choosing.set()
+        assert go_on.wait(20)
+        return 7
+
+    async with tiny() as runtime, runtime.open(raw=True) as ctx:
+        await ctx.push([5, 6])
+        reply = ctx.generate([7], ignore_eos=True)
+        await anext(reply)
+        ctx.note, before = b"of this place", ctx.memory.tokens
+        monkeypatch.setattr(streams, "sample", slowly)
+        token = asyncio.create_task(anext(reply))
+        await asyncio.to_thread(choosing.wait, 20)
+        token.cancel()
+        await asyncio.sleep(0.01)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await token
+        assert ctx.memory.tokens == before + 1 and ctx.note == b""
 
 
 async def test_a_turn_that_is_undone_brings_its_note_back():
@@ -186,7 +213,7 @@ async def test_waiting_in_the_store_never_costs_a_snapshot_that_was_asked_for(tm
             await ctx.feed(LONG[:200])
             ctx.note = str(number).encode()
             asked.append(await ctx.snapshot())
-        for _ in range(8):  # away and back, each time with something new
+        for _ in range(8):  # swapped out and in, each time with something new
             async with runtime.open("b") as other:
                 await other.feed("x")
             await ctx.feed(LONG[:40])

@@ -1,4 +1,4 @@
-"""`Runtime.replay`: a stored session holds what its log gives, or is told to be another one."""
+"""`Runtime.replay`: a stored session is what its log gives, or the replay names what differs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import pytest
 
 from locret_stream import ConfigError, SnapshotCorrupt, SnapshotNotFound, Store
 from locret_stream.context import restoring
-from tests.context.support import CHUNK, TEXT, tiny
-from tests.context.test_snapshots import replies
+from tests.context.support import CHUNK, TEXT, replies, tiny
 
 
 async def test_what_a_session_went_through_is_what_its_log_gives(tmp_path: Path):
-    """Feeds, replies, focuses, rewinds, undone turns, forks, held text; while it is open, too."""
+    """Feeds, replies, focuses, rewinds, undone turns, forks, buffered text; while it is open, too."""
     async with tiny(store=Store(tmp_path, keep_last=5), max_live=2) as runtime:
         async with runtime.open("a", system="Be brief.") as ctx:
             await ctx.feed(TEXT)
@@ -27,7 +26,7 @@ async def test_what_a_session_went_through_is_what_its_log_gives(tmp_path: Path)
                     raise KeyError
             await ctx.rewind(first)
             await ctx.focus("falcon")
-            await ctx.push("and a line that is held")
+            await ctx.push("and a line that is buffered")
             await ctx.snapshot()
             async with ctx.fork("b") as fork:
                 await fork.feed(TEXT[20:80])
@@ -76,7 +75,7 @@ async def test_a_fork_that_waits_long_for_its_first_save_keeps_the_whole_log(tmp
 
 
 async def test_a_session_that_is_saved_while_it_is_replayed_is_not_called_another(tmp_path: Path, monkeypatch):
-    """What is held and the log are those of one snapshot."""
+    """The tensors and the log are those of one snapshot."""
     async with tiny(store=Store(tmp_path, keep_last=5), max_live=2) as runtime, runtime.open("a", raw=True) as ctx:
         await ctx.push(list(range(5, 5 + 3 * CHUNK)))
         await ctx.snapshot()

@@ -33,7 +33,17 @@ from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.log_reader import StoredLog
 from tests import tiny_tokenizers
-from tests.context.support import CHUNK, TEXT, Snap, cut_at_every_await, expect_same, model, snap, tiny
+from tests.context.support import (
+    CHUNK,
+    TEXT,
+    cut_at_every_await,
+    expect_same,
+    model,
+    replies,
+    settled,
+    snap,
+    tiny,
+)
 from tests.kit import POLICIES, WITH_HEADS, assert_same, random_heads
 
 LONG = TEXT * 3
@@ -57,16 +67,6 @@ def options(policy: str) -> dict:
     return more
 
 
-def settled(found: Snap) -> Snap:
-    """With what is held as one list: restored segments and ids stand in one queue."""
-    segmenter, segments, ids, left = found.held
-    return Snap(found.tensors, found.frame, (segmenter, [*([ids] if ids else []), *segments], left))
-
-
-async def replies(ctx: StreamingContext, count: int = 5) -> list[int]:
-    return [token.id async for token in ctx.generate("And?", max_new_tokens=count, ignore_eos=True)]
-
-
 STEPS = st.one_of(
     st.tuples(st.just("feed"), st.integers(1, 90), st.integers(0, 60)),
     st.tuples(st.just("push"), st.integers(1, 30), st.integers(0, 60)),
@@ -84,10 +84,10 @@ async def act(ctx: StreamingContext, step: tuple) -> None:
     if kind == "feed":
         await ctx.feed(LONG[at:at + size])
     elif kind == "push":
-        if ctx._session.segmenter.state.tail:
+        if ctx._session.buffered.segmenter.state.tail:
             return
         await ctx.push(LONG[at:at + size])
-    elif kind == "bytes" and not ctx._session.segmenter.state.tail:
+    elif kind == "bytes" and not ctx._session.buffered.segmenter.state.tail:
         await ctx.push("日é🙂".encode()[:size])  # often ends inside a character
         if size in (3, 5):
             await ctx.flush()
@@ -99,7 +99,7 @@ async def act(ctx: StreamingContext, step: tuple) -> None:
             left -= 1
             if not left:
                 break
-    elif kind in ("reply", "leave") and not ctx._session.segmenter.state.tail:
+    elif kind in ("reply", "leave") and not ctx._session.buffered.segmenter.state.tail:
         async for _ in ctx.generate("So?", max_new_tokens=size, ignore_eos=True):
             if kind == "leave":
                 break
@@ -123,8 +123,8 @@ def test_resume_equals_never_stopped_at_length(tmp_path_factory, policy: str, st
 
 def resume_and_compare(policy: str, steps: list, folder: Path) -> None:
     async def tail(step: tuple, ctx: StreamingContext) -> None:
-        if ctx._session.segmenter.state.tail and step[0] != "save":
-            ctx._session.segmenter.drop_partial()
+        if ctx._session.buffered.segmenter.state.tail and step[0] != "save":
+            ctx._session.buffered.segmenter.drop_partial()
         await act(ctx, step)
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def resume_and_compare(policy: str, steps: list, folder: Path) -> None:
                     ctx = await other.open("session").__aenter__()
                     expect_same(settled(await snap(ctx, settle=False)), settled(await snap(never)))
                 for one in (never, ctx):
-                    one._session.segmenter.drop_partial()
+                    one._session.buffered.segmenter.drop_partial()
                 assert await replies(never) == await replies(ctx)
                 for start in range(0, 20 * CHUNK, 50):
                     ids = [5 + (7 * i) % 90 for i in range(start, start + 50)]
@@ -324,12 +324,12 @@ async def test_a_damaged_snapshot_is_refused_and_rebuilt_only_when_asked(tmp_pat
         async with runtime.open("a", on_mismatch="rebuild") as ctx:
             rebuilt = await snap(ctx)
             assert_same(rebuilt.tensors, whole.tensors)
-            assert rebuilt.frame == whole.frame and rebuilt.held[0] == whole.held[0]
+            assert rebuilt.frame == whole.frame and rebuilt.buffered[0] == whole.buffered[0]
         async with runtime.open("a", system="Note all.") as ctx:  # it was saved, sound again
             assert_same((await snap(ctx)).tensors, whole.tensors)
 
 
-@pytest.mark.parametrize("more", ["", "x", "one more line\n"], ids=["nothing", "held", "pending"])
+@pytest.mark.parametrize("more", ["", "x", "one more line\n"], ids=["nothing", "buffered", "pending"])
 async def test_what_came_after_the_last_commit_is_rebuilt_too(tmp_path: Path, more: str):
     """Each save has a log part of its own, even if nothing was committed since the one before."""
     async with tiny(store=tmp_path) as runtime:
@@ -345,7 +345,7 @@ async def test_what_came_after_the_last_commit_is_rebuilt_too(tmp_path: Path, mo
             whole = await snap(ctx)
         damage(tmp_path, "m")
         async with runtime.open("a", on_mismatch="rebuild") as ctx:
-            assert ctx._session.buffered > 0
+            assert ctx._session.buffered.size > 0
             expect_same(settled(await snap(ctx)), settled(whole))
 
 
@@ -374,7 +374,7 @@ async def test_a_session_that_was_told_nothing_leaves_nothing(tmp_path: Path):
             pass
         assert runtime.store.list() == []
         async with runtime.open("a", system="Note all.") as ctx:
-            await ctx.push("he")  # held is told, too
+            await ctx.push("he")  # the rest of the line is buffered, and saved too
         assert [one.name for one in runtime.store.list()] == ["a"]
         async with runtime.open("b") as ctx:
             await ctx.snapshot()
@@ -645,7 +645,7 @@ async def test_an_encrypted_session_shows_nothing_and_opens_with_its_key_alone(t
 @pytest.mark.parametrize("at", ["finish", "page"])
 async def test_a_context_closed_while_it_is_saved_lets_the_save_end(at: str, tmp_path: Path,
                                                                     monkeypatch: pytest.MonkeyPatch):
-    """As when it is put away to make room, and dropped meanwhile: the save is whole or told, never torn."""
+    """An example is a swap-out to make room. The save is complete, or it raises; it never leaves a torn snapshot."""
     inside, go_on, real = threading.Event(), threading.Event(), getattr(Save, at)
 
     def slow(self: Save, *arguments: object) -> object:
@@ -670,7 +670,7 @@ async def test_a_context_closed_while_it_is_saved_lets_the_save_end(at: str, tmp
 
 
 async def test_the_most_that_was_ever_held_is_known_again(tmp_path: Path):
-    """What a session held at its peak, a reply's tail included, is more than it holds when it is opened anew."""
+    """The peak of a session, a reply's tail included, is more than it keeps when it is opened anew."""
     async with tiny(store=tmp_path) as runtime:
         async with runtime.open("a", raw=True) as ctx:
             await ctx.feed([5] * 5 * CHUNK)

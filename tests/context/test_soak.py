@@ -19,7 +19,7 @@ import pytest
 
 from locret_stream import LocretError, NoSlot, Runtime, SnapshotNotFound, Store, StoreError, StreamingContext
 from locret_stream.context import saving
-from locret_stream.runtime import core
+from locret_stream.runtime import sharing
 from locret_stream.runtime.slots import Slots
 from tests.context.support import CHUNK, expect_free, snap, unstarted
 from tests.kit import assert_same
@@ -53,7 +53,7 @@ class Agent:
                             self.check(ctx)
             except (NoSlot, StoreError) as error:
                 assert "injected" in str(error), error
-                self.done[f"told: {error}"] += 1
+                self.done[f"raised: {error}"] += 1
 
     def find(self, ctx: StreamingContext) -> None:
         """After a close that failed, it rests where it was saved last: perhaps when it lost its slot amid a call."""
@@ -65,7 +65,7 @@ class Agent:
         self.moves.append("open")
 
     def drop_held(self, ctx: StreamingContext) -> None:
-        for queue in (ctx._session.ids, ctx._session.segments):
+        for queue in (ctx._session.buffered.ids, ctx._session.buffered.segments):
             queue.clear()
 
     def check(self, ctx: StreamingContext) -> None:
@@ -91,8 +91,8 @@ class Agent:
                                  f"it; swapped out: {ctx.swapped_out}") from None
         except (NoSlot, StoreError) as error:
             assert "injected" in str(error), error
-            self.done[f"told: {error}"] += 1
-            self.moves.append("told")
+            self.done[f"raised: {error}"] += 1
+            self.moves.append("raised")
             if what in ("push", "cancelled feed", "reply", "kept turn"):
                 self.learn(ctx, before)
 
@@ -107,7 +107,7 @@ class Agent:
                 limit.reschedule(loop.time() + STALLED_S)
 
     def learn(self, ctx: StreamingContext, before: int) -> None:
-        """What was accepted of a call that did not end; the rest is held, and dropped."""
+        """What was accepted of a call that did not end; the rest is buffered, and dropped."""
         new = ctx.memory.tokens - before
         assert 0 <= new < 1000
         self.ids = self.ids[:before] + ctx._session.state.history[-new:] if new else self.ids[:before]
@@ -236,7 +236,7 @@ def test_many_agents_on_few_slots_hold_what_a_replay_gives(tmp_path: Path, monke
     """Every final memory, and every one that is stored, bit for bit; every slot is free again."""
     caplog.set_level(logging.ERROR)
     faults = inject(monkeypatch, chance)
-    monkeypatch.setattr(core, "TURN_S", turn_s)
+    monkeypatch.setattr(sharing, "TURN_S", turn_s)
     done: collections.Counter = collections.Counter()
 
     async def main() -> None:

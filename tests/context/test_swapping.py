@@ -13,39 +13,27 @@ import pytest
 
 from locret_stream import NoSlot, Runtime, Store, StoreError, StreamingContext
 from locret_stream.context import saving
-from locret_stream.runtime import core, slots
+from locret_stream.runtime import sharing, slots
 from locret_stream.runtime.slots import Slots
 from tests.context.support import (
     CHUNK,
     TEXT,
-    assert_same,
     cut_at_every_await,
     expect_free,
+    expect_replay,
     expect_same,
     ids_in,
+    ids_of,
+    replies,
+    settled,
     snap,
     tiny,
 )
-from tests.context.test_snapshots import replies, settled
-
-
-def ids_of(number: int, count: int, start: int = 0) -> list[int]:
-    """Ids that no two contexts share."""
-    return [5 + (7 * i + 31 * number + i * i % 13) % 400 for i in range(start, start + count)]
-
-
-async def expect_replay(ctx: StreamingContext, plain: Runtime) -> None:
-    """It holds what its tokens alone give, fed at once into a fresh context of another runtime."""
-    found = await snap(ctx)
-    async with plain.open(raw=True) as fresh:
-        if ids_in(ctx):
-            await fresh.feed(ids_in(ctx))
-        assert_same(found.tensors, (await snap(fresh)).tensors)
 
 
 async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not true():  # noqa: ASYNC110 (nothing there to wait for)
+        while not true():  # noqa: ASYNC110 (no event says it)
             await asyncio.sleep(0.001)
 
 
@@ -80,14 +68,14 @@ async def test_forks_asks_and_turns_of_many_contexts_on_few_slots_never_stall(tm
             await expect_replay(ctx, plain)
 
 
-async def test_who_waits_already_gets_the_slot_of_a_context_that_comes_to_rest(tmp_path: Path, monkeypatch):
-    """Not only of one that is at rest when the waiting begins; and at once, not at the next look around."""
+async def test_a_call_that_waits_gets_the_slot_of_a_context_that_becomes_idle(tmp_path: Path, monkeypatch):
+    """Not only of a context that is idle when the wait begins; and at once, not after `LOOK_AGAIN_S`."""
     monkeypatch.setattr(slots, "LOOK_AGAIN_S", 30.0)
     async with tiny(store=tmp_path, max_live=1, slot_timeout_s=20) as runtime, runtime.open("a", raw=True) as ctx:
         feed = ctx.feed(iter([[7]] * 50))
         await anext(feed)
         opening = asyncio.create_task(runtime.open("b").__aenter__())
-        await until(lambda: runtime._live_slots.waiting == 1)
+        await until(lambda: runtime.slots.live.waiting == 1)
         await asyncio.sleep(0.01)
         assert not opening.done(), "the feed is at work"
         await feed.aclose()
@@ -99,7 +87,7 @@ async def test_who_waits_already_gets_the_slot_of_a_context_that_comes_to_rest(t
 
 async def test_a_context_that_is_used_all_the_time_gives_others_a_turn(tmp_path: Path, monkeypatch):
     """Endless feeds, more than there are slots: each of them goes on, and holds what a replay gives."""
-    monkeypatch.setattr(core, "TURN_S", 0.02)
+    monkeypatch.setattr(sharing, "TURN_S", 0.02)
     async with tiny(store=tmp_path, max_live=1) as runtime, tiny(max_live=1) as plain:
         moved = [0, 0, 0]
 
@@ -116,7 +104,7 @@ async def test_a_context_that_is_used_all_the_time_gives_others_a_turn(tmp_path:
 
 
 async def test_a_reply_goes_on_where_it_was_when_others_had_a_turn_in_between(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(core, "TURN_S", 0.0)
+    monkeypatch.setattr(sharing, "TURN_S", 0.0)
     async with tiny(store=tmp_path, max_live=1, scratch=1) as runtime, tiny(max_live=1) as plain:
         async def said(of: Runtime, number: int, name: str | None) -> list[int]:
             async with of.open(name) as ctx:
@@ -130,9 +118,9 @@ async def test_a_reply_goes_on_where_it_was_when_others_had_a_turn_in_between(tm
         assert found == expected
 
 
-async def test_what_cannot_be_saved_keeps_its_slot_and_is_not_tried_at_every_step(tmp_path: Path, monkeypatch):
+async def test_a_context_that_cannot_be_saved_keeps_its_slot_and_is_rarely_tried(tmp_path: Path, monkeypatch):
     """One try each time that its turn is over, whatever it is used for meanwhile."""
-    monkeypatch.setattr(core, "TURN_S", 0.2)
+    monkeypatch.setattr(sharing, "TURN_S", 0.2)
     tries, loop = [], asyncio.get_running_loop()
 
     async def full(session: object) -> None:
@@ -182,8 +170,8 @@ async def test_asking_saving_undoing_and_closing_wait_for_no_live_slot(tmp_path:
 
 
 async def test_turns_never_wait_for_each_others_slots(tmp_path: Path):
-    """One is in the only live slot and comes to its first commit, the other waits in the store and does, too: whoever
-    had the only scratch slot without a live one would wait for ever."""
+    """One is in the only live slot and comes to its first commit; so does the other, which is swapped out. A turn that
+    had the only scratch slot and no live one would wait for ever."""
     async with tiny(store=tmp_path, max_live=1, scratch=1, slot_timeout_s=20) as runtime:
         async with runtime.open("a", raw=True) as one, runtime.open("b", raw=True) as other:
             for ctx in (one, other):
@@ -198,7 +186,7 @@ async def test_turns_never_wait_for_each_others_slots(tmp_path: Path):
                 late = other.turn()
                 await late.__aenter__()  # it stays in its slot from here on
                 first = asyncio.create_task(turn(one))
-                await until(lambda: runtime._live_slots.waiting == 1 or runtime._scratch_slots.free == 0)
+                await until(lambda: runtime.slots.live.waiting == 1 or runtime.slots.scratch.free == 0)
                 await other.push(ids_of(3, 2 * CHUNK))
                 await late.__aexit__(None, None, None)
                 await first
@@ -221,7 +209,7 @@ async def test_a_turn_is_undone_where_every_slot_is_refused(tmp_path: Path):
         await ctx.push([9])
 
 
-async def test_a_refused_slot_leaves_the_rest_held_and_no_chunk_half_accepted(tmp_path: Path):
+async def test_a_refused_slot_leaves_the_rest_buffered_and_no_chunk_half_accepted(tmp_path: Path):
     async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.1) as runtime, tiny() as plain:
         async with runtime.open("a", raw=True) as ctx:
             await ctx.push(ids_of(1, CHUNK + 3))
@@ -230,7 +218,7 @@ async def test_a_refused_slot_leaves_the_rest_held_and_no_chunk_half_accepted(tm
                 await anext(feed)
                 with pytest.raises(NoSlot):
                     await ctx.push(ids_of(2, 3 * CHUNK))
-                assert ids_in(ctx) + [*ctx._session.ids] == ids_of(1, CHUNK + 3) + ids_of(2, 3 * CHUNK)
+                assert ids_in(ctx) + [*ctx._session.buffered.ids] == ids_of(1, CHUNK + 3) + ids_of(2, 3 * CHUNK)
                 assert ctx.memory.pending < CHUNK
                 await feed.aclose()
             assert await ctx.flush() == 3 * CHUNK
@@ -241,7 +229,7 @@ async def test_a_refused_slot_leaves_the_rest_held_and_no_chunk_half_accepted(tm
 
 
 async def test_a_chunk_that_was_pending_when_it_was_saved_and_committed_since_is_saved_again(tmp_path: Path):
-    """As many tokens, other units: put away without saving, it would come back as something else."""
+    """As many tokens, other units: swapped out without saving, it would be swapped in as something else."""
     async with tiny(store=tmp_path, max_live=1) as runtime, tiny() as plain:
         async with runtime.open("a", raw=True) as ctx:
             await ctx.push(ids_of(1, 2 * CHUNK))
@@ -267,8 +255,8 @@ async def test_an_opened_session_has_no_whole_chunk_pending(tmp_path: Path):
             await expect_replay(ctx, plain)
 
 
-async def test_a_copy_of_a_context_that_others_move_meanwhile_is_a_clean_cut(tmp_path: Path):
-    """It waits in the store; while it is copied another task brings it back and feeds it on."""
+async def test_a_copy_of_a_context_that_is_swapped_meanwhile_is_of_one_moment(tmp_path: Path):
+    """It is swapped out; while it is copied another task feeds it, so that it is swapped in."""
     async with tiny(store=tmp_path, max_live=2) as runtime, tiny() as plain:
         async with runtime.open("a", raw=True) as ctx:
             await ctx.push(ids_of(1, 3 * CHUNK + 2))
@@ -339,8 +327,9 @@ class Walk:
         self.check(ctx, given)
 
     def check(self, ctx: StreamingContext, given: list[int]) -> None:
-        waiting = [token for part in ctx._session.segments for token in part]
-        assert ids_in(ctx) + [*ctx._session.ids] + waiting == given, "nothing is lost, nothing is there twice"
+        buffered = ctx._session.buffered
+        rest = [*buffered.ids, *(token for part in buffered.segments for token in part)]
+        assert ids_in(ctx) + rest == given, "nothing is lost, nothing is accepted twice"
 
     async def use(self, ctx: StreamingContext, number: int, everything: dict[str, list[int]]) -> None:
         given = everything[ctx.name]
@@ -348,7 +337,7 @@ class Walk:
         if await self.one(f"snapshot {ctx.name}", ctx.snapshot()):
             assert not ctx.unsaved
         saved, at = ctx._session.branch.head, [*given]
-        complete = not ctx._session.buffered and not ctx.unsaved
+        complete = not ctx._session.buffered.size and not ctx.unsaved
 
         async def undone(fails: bool) -> None:
             async with ctx.turn():
@@ -356,9 +345,9 @@ class Walk:
                 if fails:
                     raise OnPurpose
 
-        before = ids_in(ctx), [*ctx._session.ids]
+        before = ids_in(ctx), [*ctx._session.buffered.ids]
         await self.one(f"turn {ctx.name}", on_purpose(undone(fails=True)))
-        assert (ids_in(ctx), [*ctx._session.ids]) == before, "a failed turn is undone"
+        assert (ids_in(ctx), [*ctx._session.buffered.ids]) == before, "a failed turn is undone"
         if await self.one(f"turn kept {ctx.name}", undone(fails=False)):
             given += ids_of(number, 2 * CHUNK, 50)
         self.check(ctx, given)
@@ -379,7 +368,7 @@ class Walk:
                 pass
 
         await self.one(f"reply {ctx.name}", reply())
-        now = ids_in(ctx) + [*ctx._session.ids]
+        now = ids_in(ctx) + [*ctx._session.buffered.ids]
         assert now[:len(given)] == given
         given[:] = now
         if complete and await self.one(f"rewind {ctx.name}", ctx.rewind(saved)):
@@ -409,7 +398,8 @@ async def walk(folder: Path) -> Walk:
         walked.quiet()
         for name, ids in given.items():
             async with runtime.open(name, raw=True) as ctx:
-                found = ids_in(ctx) + [*ctx._session.ids, *(t for part in ctx._session.segments for t in part)]
+                buffered = ctx._session.buffered
+                found = ids_in(ctx) + [*buffered.ids, *(t for part in buffered.segments for t in part)]
                 if f"close {name}" not in walked.failed:
                     assert found == ids, name
                 await ctx.flush()
@@ -446,8 +436,8 @@ async def places(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         count, quiet = 0, False
         caplog.clear()
         walked = await walk(folder / str(at))
-        told = walked.failed or [r for r in caplog.records if "could not be swapped out" in r.getMessage()]
-        assert told, f"nobody was told of the fault at place {at}"
+        reported = walked.failed or [r for r in caplog.records if "could not be swapped out" in r.getMessage()]
+        assert reported, f"the fault at place {at} was neither raised nor logged"
     return total
 
 
@@ -509,14 +499,14 @@ MOVES: dict[str, Callable[[StreamingContext, int], Awaitable]] = {
     "named fork": lambda ctx, n: _fork(ctx, f"fork {n}"),
     "undone turn": lambda ctx, n: on_purpose(_turn(ctx)),
     "snapshot": lambda ctx, n: ctx.snapshot(),
-    "rewind": lambda ctx, n: ctx.rewind(2),  # 1 held the place of a session that was told nothing yet
+    "rewind": lambda ctx, n: ctx.rewind(2),  # 1 is of a swap-out before anything was fed
     "swap out": lambda ctx, n: ctx.swap_out(),
     "receipts": lambda ctx, n: ctx.receipts(),
 }
 
 
 @pytest.mark.parametrize("move", MOVES)
-async def test_cancelled_at_any_await_a_context_that_waited_in_the_store_is_a_replay(tmp_path: Path, move: str):
+async def test_a_swapped_out_context_cancelled_at_any_await_is_a_replay(tmp_path: Path, move: str):
     """Two contexts on one slot; whatever is cut off midway, both hold what their tokens give and no slot is lost."""
     async with tiny(store=Store(tmp_path, keep_last=1000), max_live=1) as runtime, tiny() as plain:
         async with runtime.open("a", raw=True) as ctx, runtime.open("b", raw=True) as other:
@@ -535,9 +525,9 @@ async def test_cancelled_at_any_await_a_context_that_waited_in_the_store_is_a_re
                 if move == "swap out":
                     await ctx.receipts()
                     await ctx.push([6])
-                before = ids_in(ctx) + [*ctx._session.ids]
+                before = ids_in(ctx) + [*ctx._session.buffered.ids]
                 cut = await guard(MOVES[move](ctx, count))
-                now = ids_in(ctx) + [*ctx._session.ids]
+                now = ids_in(ctx) + [*ctx._session.buffered.ids]
                 if move in ("push", "reply", "rewind"):
                     assert now == before or (now == ids_of(0, 2 * CHUNK + 3) if move == "rewind" else
                                              now[:len(before)] == before)
@@ -558,7 +548,7 @@ async def test_cancelled_at_any_await_a_context_that_waited_in_the_store_is_a_re
 # -- what is dropped ----------------------------------------------------------------------------------------------
 
 
-async def test_a_context_that_is_dropped_unclosed_gives_its_slot_back_and_says_so(tmp_path: Path):
+async def test_a_context_that_is_dropped_unclosed_gives_its_slot_back_and_warns(tmp_path: Path):
     async with tiny(store=tmp_path, max_live=1, slot_timeout_s=5) as runtime:
         for name in (None, "a"):
             ctx = await runtime.open(name, raw=True).__aenter__()
@@ -573,7 +563,7 @@ async def test_a_context_that_is_dropped_unclosed_gives_its_slot_back_and_says_s
 
 
 async def test_a_context_that_is_dropped_in_the_middle_of_a_feed_keeps_its_slot_to_its_end(tmp_path: Path):
-    """Whoever holds the iterator holds the memory behind it."""
+    """A reference to the iterator keeps the memory that it feeds."""
     async with tiny(max_live=1, slot_timeout_s=0.1) as runtime:
         feed = (await runtime.open(raw=True).__aenter__()).feed(iter([[7]] * 50))
         gc.collect()

@@ -27,7 +27,7 @@ class Undo(Exception):
 
 
 async def prepared(ctx, *, reply: bool = True, half: bool = True) -> None:
-    """Some history, a frame in the middle of things, held text and `half` a character."""
+    """Some history, an open frame, buffered text and `half` a character."""
     await ctx.feed(TEXT)
     if reply:
         async for _ in ctx.generate("q", max_new_tokens=3, ignore_eos=True):
@@ -43,7 +43,7 @@ SHORT, LONG = [5], list(range(5, 5 + 4 * CHUNK))
 @pytest.mark.parametrize("size", ["nothing", "short", "long"])
 @pytest.mark.parametrize("reply", [False, True])
 async def test_a_failed_turn_leaves_no_trace(size: str, reply: bool):
-    """With and without a commit inside: units, pending ids, frame and held text, and what comes next."""
+    """With and without a commit inside: units, pending ids, frame and buffered text, and what comes next."""
     async with tiny() as runtime, runtime.open() as ctx, runtime.open() as untouched:
         await prepared(ctx, reply=reply)
         await prepared(untouched, reply=reply)
@@ -75,20 +75,20 @@ async def test_a_turn_that_succeeds_is_kept():
     async with tiny() as runtime, runtime.open() as ctx, runtime.open() as plain:
         async with ctx.turn():
             await ctx.feed(LONG)
-            assert runtime._scratch_slots.free == 0, "held from the first commit on"
+            assert runtime.slots.scratch.free == 0, "taken from the first commit on"
         await plain.feed(LONG)
         expect_same(await snap(ctx), await snap(plain))
         expect_free(runtime, taken=2)
 
 
-async def test_a_scratch_slot_is_held_from_the_first_commit_on():
+async def test_a_scratch_slot_is_taken_from_the_first_commit_on():
     async with tiny(slot_timeout_s=0.1) as runtime, runtime.open(raw=True) as ctx, runtime.open(raw=True) as other:
         async with ctx.turn():
             await ctx.feed([5] * (CHUNK - 1))
-            assert runtime._scratch_slots.free == 1
+            assert runtime.slots.scratch.free == 1
             await ctx.ask([7], max_new_tokens=1)
             await ctx.feed([5])
-            assert runtime._scratch_slots.free == 0
+            assert runtime.slots.scratch.free == 0
             before = await snap(other)
             with pytest.raises(NoSlot, match="scratch"):
                 async with other.turn():
@@ -101,12 +101,12 @@ async def test_a_scratch_slot_is_held_from_the_first_commit_on():
 
 async def test_a_block_that_ends_while_its_copy_waits_for_a_slot_gives_the_slot_back():
     async with tiny() as runtime, runtime.open() as ctx:
-        async with runtime.scratch_slot():
+        async with runtime.slots.scratch_slot():
             async with ctx.turn():
                 feeding = asyncio.create_task(ctx.feed(LONG)._drain())
                 for _ in range(1000):
                     await asyncio.sleep(0)
-                    if runtime._scratch_slots._waiting:
+                    if runtime.slots.scratch._waiting:
                         break
         await feeding
         expect_free(runtime, taken=1)

@@ -3,7 +3,7 @@
 Knows the weights of a Llama model and of retaining heads, and nothing of the library: units are plain Python objects
 in plain lists, one list per layer and KV head; attention is one softmax per query, in float64.
 
-The rule (design, laws 2, 4, 7 and 8): when `chunk` tokens are pending they run over the units that are held; every
+The rule (design, laws 2, 4, 7 and 8): when `chunk` tokens are pending they run over the kept units; every
 unit stands at its rank, the new ones behind the old; each new unit gets its score; then every list keeps its budget:
 the first `sinks` and last `stabilizers` units, and of the others those with the highest (score, newest first).
 """
@@ -62,8 +62,8 @@ class NaiveLlama:
         return weights @ values, weights
 
     def forward(self, ids: list[int], first_position: int,
-                held: list[list[list[Unit]]]) -> tuple[Tensor, list[list[list[Unit]]]]:
-        """Run ids over held[layer][head]; gives hidden states [T, hidden] and the new units, scored by the heads."""
+                kept: list[list[list[Unit]]]) -> tuple[Tensor, list[list[list[Unit]]]]:
+        """Run ids over kept[layer][head]; returns hidden states [T, hidden] and the new units, scored by the heads."""
         made: list[list[list[Unit]]] = []
         x = self.w["model.embed_tokens.weight"][ids]
         for layer in range(self.layers):
@@ -83,8 +83,8 @@ class NaiveLlama:
             group = self.q_heads // self.kv_heads
             for query_head in range(self.q_heads):
                 kv_head = query_head // group
-                units = held[layer][kv_head] + new[kv_head]
-                old = len(held[layer][kv_head])
+                units = kept[layer][kv_head] + new[kv_head]
+                old = len(kept[layer][kv_head])
                 keys = torch.stack([self.rotate(unit.key, rank) for rank, unit in enumerate(units)])
                 values = torch.stack([unit.value for unit in units])
                 rows = []
@@ -119,7 +119,7 @@ class NaiveStream(NaiveLlama):
                  stabilizers: int):
         super().__init__(model, heads)
         self.budgets, self.chunk, self.sinks, self.stabilizers = budgets, chunk, sinks, stabilizers
-        self.held = self.empty()
+        self.kept = self.empty()
         self.seen, self.pending = 0, []
         self.last: Tensor | None = None
 
@@ -130,10 +130,10 @@ class NaiveStream(NaiveLlama):
                 self.commit()
 
     def commit(self) -> None:
-        hidden, new = self.forward(self.pending, self.seen, self.held)
+        hidden, new = self.forward(self.pending, self.seen, self.kept)
         for layer in range(self.layers):
             for head in range(self.kv_heads):
-                self.held[layer][head] = self.keep(self.held[layer][head] + new[layer][head], self.budgets[layer])
+                self.kept[layer][head] = self.keep(self.kept[layer][head] + new[layer][head], self.budgets[layer])
         self.seen += self.chunk
         self.pending, self.last = [], hidden[-1]
 
@@ -151,16 +151,16 @@ class NaiveStream(NaiveLlama):
         return first + sorted(chosen, key=lambda unit: unit.position) + last
 
     def next_logits(self) -> Tensor:
-        """Logits [vocab] of the next token; pending tokens run over the held units, and nothing is remembered."""
+        """Logits [vocab] of the next token; pending tokens run over the kept units, and nothing is stored."""
         if not self.pending:
             return self.logits(self.last)
-        return self.logits(self.forward(self.pending, self.seen, self.held)[0][-1])
+        return self.logits(self.forward(self.pending, self.seen, self.kept)[0][-1])
 
     def positions(self, layer: int) -> list[list[int]]:
-        return [[unit.position for unit in units] for units in self.held[layer]]
+        return [[unit.position for unit in units] for units in self.kept[layer]]
 
     def scores(self, layer: int) -> list[list[float]]:
-        return [[unit.score for unit in units] for units in self.held[layer]]
+        return [[unit.score for unit in units] for units in self.kept[layer]]
 
 
 def algorithm_1(llama: NaiveLlama, prompt: list[int], n_loc: int, n_s: int, b: int, size: int, *,

@@ -1,4 +1,4 @@
-"""Batched decoding: contexts of any lengths share a step, join and leave between steps, and are what they are alone."""
+"""Batched decoding: contexts of any lengths share a step, join and leave between steps; each is as if it were alone."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_contexts_that_join_and_leave_are_each_what_they_are_alone(on: str, poli
                                                 ("gpt-oss", (0.8, 1.0, 1.2)), ("smollm3", (0.8, 1.0, 1.2)),
                                                 ("gemma3", "uniform"), ("smollm3", "uniform")])
 def test_a_step_agrees_with_a_forward_of_the_same_tokens_at_once(on: str, allocation):
-    """Layers of unequal budgets, all full, so that every layer has ranks of its own; or of one budget and unlike
-    rotations, so that layers of one rank turn by tables of their own."""
+    """With unequal, full budgets every layer has other ranks; with one budget and several RoPE tables layers of equal
+    ranks rotate by different tables."""
     engine = build("locret", on=model(on), units=UNITS, chunk_size=CHUNK, slots=3, allocation=allocation)
     if allocation == "uniform":
         alike: dict[int, set[int]] = {}
@@ -152,7 +152,7 @@ def test_what_fails_for_one_fails_for_it_alone():
 
 
 def test_what_was_run_ahead_is_only_ever_used_for_the_tokens_it_was_run_for():
-    """Taken back and answered otherwise, forked, put away and brought back: always what a fresh context says."""
+    """After truncation, other tokens, a fork, a swap out and in: always the logits of a fresh context."""
     engine = engine_of()
     state, prompt = engine.open(0), ids_of(11)
     feed(engine, state, prompt)
@@ -169,10 +169,10 @@ def test_what_was_run_ahead_is_only_ever_used_for_the_tokens_it_was_run_for():
     step(5)
     assert state.provisional == 4 and state.tail_logits is not None
     torch.testing.assert_close(engine.logits(state), said([*prompt, 5]), rtol=TOLERANCE, atol=TOLERANCE)
-    twin = engine.fork(state, 1)
+    fork = engine.fork(state, 1)
     engine.truncate(state, 3)
     feed(engine, state, [6])
-    for one, last in ((state, 6), (twin, 5)):
+    for one, last in ((state, 6), (fork, 5)):
         torch.testing.assert_close(engine.logits(one), said([*prompt, last]), rtol=TOLERANCE, atol=TOLERANCE)
     step(7)
     feed(engine, state, [8])  # accepted by somebody else, behind what was run
@@ -207,7 +207,7 @@ def test_running_ahead_never_raises_and_what_failed_is_tried_again():
 
 
 def test_nothing_is_run_ahead_for_a_context_whose_slot_is_another_s():
-    """A step whose members are gone by the next one: the slot's next owner keeps every bit."""
+    """The contexts of a step may be closed before the next one: the next context in the slot keeps every bit."""
     engine = engine_of()
     old, owner = engine.open(0), None
     feed(engine, old, ids_of(11))
@@ -220,8 +220,8 @@ def test_nothing_is_run_ahead_for_a_context_whose_slot_is_another_s():
     assert_same(engine.export(owner), before)
 
 
-def test_a_context_that_is_put_away_is_left_out_of_what_is_run_ahead():
-    """Its slot's next owner keeps every bit, tail included; one put away during the forward knows nothing of it."""
+def test_a_swapped_out_context_is_left_out_of_a_forward_that_runs_ahead():
+    """The next context in its slot keeps every bit, provisional units included."""
     engine = engine_of()
     old, other = engine.open(0), engine.open(1)
     feed(engine, old, ids_of(CHUNK))  # after a step one id of it is pending
@@ -238,7 +238,7 @@ def test_a_context_that_is_put_away_is_left_out_of_what_is_run_ahead():
         assert torch.equal(tensor[0], kept)
 
 
-def test_a_context_that_is_put_away_during_a_forward_knows_nothing_of_it(monkeypatch):
+def test_a_context_that_is_swapped_out_during_a_forward_stays_as_it_is(monkeypatch):
     engine = engine_of()
     state = engine.open(0)
     feed(engine, state, ids_of(11))
@@ -256,20 +256,20 @@ def test_a_context_that_is_put_away_during_a_forward_knows_nothing_of_it(monkeyp
 
 
 def test_a_fork_has_the_tail_of_the_original(monkeypatch):
-    """Units, and the logits behind them: it goes on without a forward, from tensors that are its own."""
+    """It has copies of the provisional units and of their logits, so that it goes on without a forward."""
     engine = engine_of()
     state = engine.open(0)
     feed(engine, state, ids_of(11))
     expected = engine.logits(state).clone()
-    twin = engine.fork(state, 1)
+    fork = engine.fork(state, 1)
     with failing_in_layer(engine, 0):
-        assert torch.equal(engine.logits(twin), expected)
+        assert torch.equal(engine.logits(fork), expected)
     engine.swap_out(state)
     feed(engine, engine.open(0), ids_of(40, seed=3))
     shapes, run = [], engine.attachment.hidden
     monkeypatch.setattr(engine.attachment, "hidden", lambda ids, step: shapes.append(ids.shape) or run(ids, step))
-    feed(engine, twin, [5])
-    found = engine.logits(twin)
+    feed(engine, fork, [5])
+    found = engine.logits(fork)
     assert shapes == [(1, 1)], "the units of the tail were copied"
     fresh = engine.open(2)
     feed(engine, fresh, [*ids_of(11), 5])
@@ -308,7 +308,7 @@ def test_a_forward_that_cannot_be_captured_runs_without_graphs_and_says_so_once(
 
 
 def test_graphs_are_padded_with_copies_of_the_first_row(monkeypatch):
-    """The graph itself, replaced here by the forward that it would replay."""
+    """With graphs replaced by the forward that they would replay."""
     engine, sizes = engine_of(), []
 
     class Plain:
@@ -334,8 +334,8 @@ def test_graphs_are_padded_with_copies_of_the_first_row(monkeypatch):
         assert_same(engine.export(other), engine.export(one))
 
 
-def test_nobody_else_is_written_to():
-    """A context that takes no part keeps its tail, its provisional units included."""
+def test_a_step_writes_nothing_of_other_contexts():
+    """A context that takes no part keeps all its units, provisional ones included."""
     engine = engine_of()
     states = [engine.open(slot) for slot in range(3)]
     for state in states:

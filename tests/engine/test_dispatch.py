@@ -38,7 +38,7 @@ def engine_of(policy: str, on: str) -> Engine:
 
 @pytest.mark.parametrize(("on", "policy"), MATRIX)
 def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
-    """The kernels differ from torch by roundings: the same units stay, and what they hold agrees to 1e-4."""
+    """The kernels round in other places than torch: the same units stay, and their tensors agree to 1e-4."""
     states, ids = {}, ids_of(5 * CHUNK + 3)
     for dispatch in ("torch", "triton"):
         monkeypatch.setenv("LOCRET_KERNELS", dispatch)
@@ -46,8 +46,8 @@ def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
         state = engine.open(1)
         feed(engine, state, ids)
         states[dispatch] = engine.export(state), engine.logits(state)
-        held = [rotates for rotates, pair in zip(engine.pool.rope, engine.layout.tables.layers, strict=True) if pair]
-        assert all(held) == (dispatch == "torch" or on in ("gpt-oss", "phi3-partial")), "halves are rotated on load"
+        stored = [rotates for rotates, pair in zip(engine.pool.rope, engine.layout.tables.layers, strict=True) if pair]
+        assert all(stored) == (dispatch == "torch" or on in ("gpt-oss", "phi3-partial")), "halves are rotated on load"
         assert engine.pool.bytes_resident == engine.pool.formula_bytes()
     (expected, expected_logits), (found, logits) = states["torch"], states["triton"]
     for name, tensor in expected.items():
@@ -84,7 +84,7 @@ def test_law_3_exact_while_it_fits(triton, on: str):
 
 @pytest.mark.parametrize("on", ["llama", "gpt-oss"])
 def test_a_focus_stands_in_front(triton, on: str):
-    """Exact while it fits, and the same state however it came about, replaced and loaded."""
+    """Exact while it fits; the state is the same for any pieces, after a replacement, and when loaded."""
     engine, query, ids = engine_of("h2o", on), ids_of(4, seed=7), ids_of(2 * CHUNK + 3)
     states = [engine.open(slot) for slot in range(3)]
     for state, step in zip(states, (5, 3), strict=False):

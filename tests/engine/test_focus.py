@@ -1,4 +1,4 @@
-"""A query in front of the stream: inside the budget, outside the grid, seen by all that is committed behind it."""
+"""A focus in front of the stream: inside the budget, outside the grid, seen by all tokens committed behind it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine_of(policy: str = "h2o", on: str = "llama", **more) -> Engine:
 
 
 def run(engine: Engine, slot: int, ids: list[int], focuses: dict[int, list[int]], step: int):
-    """Feed in pieces of `step`, each focus given when so many tokens were accepted."""
+    """Feed in pieces of `step`; each focus is given at its position, the key of `focuses`."""
     state, at = engine.open(slot), 0
     while True:
         if at in focuses:
@@ -66,7 +66,7 @@ def test_ids_are_accepted_while_a_focus_moves_units(monkeypatch):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_law_3_exact_while_it_fits(policy: str):
-    """As the stock model after the query and the stream."""
+    """Logits are those of the stock model after the focus and the stream."""
     engine, ids = engine_of(policy), ids_of(UNITS - len(QUERY))
     state = engine.open(0)
     engine.focus(state, QUERY)
@@ -150,7 +150,7 @@ def test_it_takes_effect_at_the_next_grid_point_and_revises_nothing():
             left = torch.ones(UNITS, dtype=torch.bool).index_fill(0, place, False)
             free = slice(SINKS, UNITS - STABILIZERS)
             kept_worst = scores[head, SINKS:len(row) - STABILIZERS].min()
-            assert all_scores[head, free][left[free]].max() <= kept_worst, "the worst ones made room"
+            assert all_scores[head, free][left[free]].max() <= kept_worst, "the worst ones left"
     for state in (with_focus, without):
         feed(engine, state, ids[3 * CHUNK:3 * CHUNK + 1])
     assert not torch.equal(engine.logits(with_focus), engine.logits(without))
@@ -178,25 +178,25 @@ def test_law_6_it_moves_with_exports_and_forks(policy: str, on: str):
         for layer in range(engine.shape.layers):
             assert torch.equal(loaded.store.rotated(layer, loaded.store.counts[layer]),
                                state.store.rotated(layer, state.store.counts[layer]))
-        for twin in (state, loaded, fork):
-            engine.logits(twin)
-            feed(engine, twin, ids_of(3 * CHUNK, seed=4))
+        for context in (state, loaded, fork):
+            engine.logits(context)
+            feed(engine, context, ids_of(3 * CHUNK, seed=4))
         assert_same(engine.export(loaded), engine.export(state))
         assert_same(engine.export(fork), engine.export(state))
 
 
-def test_law_6_units_put_away_are_saved_and_copied_as_if_they_were_in_their_slot():
-    """Out of their own snapshot, and out of no other."""
+def test_law_6_swapped_out_units_are_saved_and_copied_as_if_they_were_in_their_slot():
+    """From their own snapshot, and from no other."""
     engine = engine_of()
     state = run(engine, 0, ids_of(4 * CHUNK + 1), {0: QUERY}, 5)
-    saved, there = engine.export(state), engine.moment(state, state.position)
+    saved, before = engine.export(state), engine.moment(state, state.position)
     strangers = [engine.export(run(engine, 1, ids_of(count), {0: focus}, 5))
                  for count, focus in ((4 * CHUNK + 1, OTHER), (5 * CHUNK + 1, QUERY))]
     engine.swap_out(state)
-    away = engine.moment(state, state.position, saved)
-    assert away.counts == there.counts
-    assert_same(away.state, there.state)
-    assert_same(dict(enumerate(away.positions)), dict(enumerate(there.positions)))
+    after = engine.moment(state, state.position, saved)
+    assert after.counts == before.counts
+    assert_same(after.state, before.state)
+    assert_same(dict(enumerate(after.positions)), dict(enumerate(before.positions)))
     assert_same(engine.export(engine.fork(state, 1, saved)), saved)
     for stranger in strangers:
         for use in (engine.fork, engine.moment):
@@ -204,7 +204,7 @@ def test_law_6_units_put_away_are_saved_and_copied_as_if_they_were_in_their_slot
                 use(state, 1 if use == engine.fork else state.position, stranger)
 
 
-def test_law_6_units_put_away_come_back_behind_it():
+def test_law_6_swapped_out_units_come_back_behind_it():
     engine = engine_of()
     state = run(engine, 0, ids_of(4 * CHUNK + 1), {0: QUERY}, 5)
     saved = engine.export(state)
@@ -219,7 +219,7 @@ def test_law_6_units_put_away_come_back_behind_it():
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_law_9_whole_or_not_at_all(layer: int):
-    """Wherever it fails: at once on a grid point, or in the commit that it waits for."""
+    """It fails at once on a grid point, or in the commit that it waits for."""
     engine = engine_of()
     state = run(engine, 0, ids_of(3 * CHUNK), {0: QUERY}, 5)
     before = engine.export(state)
@@ -267,11 +267,11 @@ def test_a_policy_that_never_evicts_counts_it():
     assert engine.room(state) == UNITS - len(QUERY)
     feed(engine, state, ids_of(2 * CHUNK - 2))
     assert engine.room(state) == 1
-    with pytest.raises(BudgetExceeded, match="no room for a focus of 9"):
+    with pytest.raises(BudgetExceeded, match="no space for a focus of 9"):
         engine.focus(state, LONG)
     engine.focus(state, OTHER)
     assert engine.room(state) == 1, "the longer one is in force until the next grid point"
-    with pytest.raises(BudgetExceeded, match="14 tokens are held behind a focus of 5, 2 more were given"):
+    with pytest.raises(BudgetExceeded, match="keeps 14 tokens behind a focus of 5, 2 more were given"):
         engine.accept(state, ids_of(2))
 
 
@@ -296,7 +296,7 @@ def test_contexts_with_and_without_are_decoded_together(on: str):
 
 
 def test_one_behind_a_whole_pending_chunk_waits_for_its_commit():
-    """Else it would come into force before its own place in the stream."""
+    """Otherwise it would take effect before its position in the stream."""
     engine = engine_of()
     state, other = engine.open(0), engine.open(1)
     engine.accept(state, ids_of(CHUNK + 2))
@@ -332,7 +332,7 @@ def test_full_keeps_everything_while_a_shorter_focus_waits():
     state = run(engine, 0, ids_of(CHUNK + 3), {0: LONG}, 5)
     assert engine.room(state) == 0
     engine.focus(state, [])
-    assert engine.room(state) == 0, "the old one still needs its room"
+    assert engine.room(state) == 0, "the old one still takes its space"
     with pytest.raises(BudgetExceeded):
         engine.accept(state, ids_of(1))
     state = run(engine, 0, ids_of(CHUNK + 3), {0: QUERY}, 5)
@@ -361,7 +361,7 @@ def test_what_was_held_at_most_counts_the_focus():
 
 @pytest.mark.parametrize(("old", "new"), [(QUERY, OTHER), (OTHER, QUERY), (QUERY, []), (OTHER, LONG)])
 def test_another_focus_takes_the_place_of_the_one_before_and_of_nothing_else(old: list[int], new: list[int]):
-    """While the budget has room for all, on a grid point: the stream's units stay, each with its score."""
+    """While the budget has space for all, on a grid point: the stream's units stay, each with its score."""
     engine = engine_of()
     state = run(engine, 0, ids_of(CHUNK), {0: old}, 5)
     before = engine.export(state)
@@ -372,8 +372,8 @@ def test_another_focus_takes_the_place_of_the_one_before_and_of_nothing_else(old
     assert after["focus"].tolist() == new and state.store.counts == [len(new) + CHUNK] * engine.shape.layers
 
 
-def test_fewer_units_than_are_protected_are_none_of_a_snapshot():
-    """Behind a focus there may be fewer than the budget holds: where the one before it was longer."""
+def test_a_snapshot_with_no_more_units_than_are_protected_is_refused():
+    """Behind a focus there may be fewer units than the budget allows, where the focus before was longer."""
     engine = engine_of()
     saved, protected = engine.export(run(engine, 0, ids_of(5 * CHUNK), {0: QUERY}, 5)), SINKS + STABILIZERS
     for count in range(1, UNITS - len(QUERY) + 1):

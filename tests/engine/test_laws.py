@@ -40,14 +40,14 @@ every_evicting = pytest.mark.parametrize("policy", EVICTING)
 
 
 def engine_of(policy: str, on: str = "llama") -> Engine:
-    """Budgets that overflow after a few chunks; `full` gets room for the whole of a test."""
+    """Budgets that overflow after a few chunks; `full` gets a budget for the whole test."""
     full = policy == "full"
     return build(policy, on=model(on), units=200 if full else UNITS, chunk_size=CHUNK, sinks=SINKS,
                  stabilizers=STABILIZERS, allocation="uniform" if full else SHARES, slots=4)
 
 
 def committed_from_scratch(engine: Engine, ids: list[int], slot: int) -> dict[str, torch.Tensor]:
-    """The reference: the same tokens given all at once, and nothing else ever done."""
+    """The reference: a context that gets the same tokens at once, and does nothing else."""
     state = engine.open(slot)
     feed(engine, state, ids)
     return engine.export(state)
@@ -138,20 +138,20 @@ class Rig:
         self.tokens = self.tokens[:len(self.tokens) - drop]
 
     def fork(self, count: int) -> None:
-        """A scratch copy goes its own way and is thrown away."""
+        """A fork goes on alone; the context stays as it is."""
         before = self.engine.export(self.state)
-        twin = self.engine.fork(self.state, self.spare)
-        assert_same(self.engine.export(twin), before)
+        fork = self.engine.fork(self.state, self.spare)
+        assert_same(self.engine.export(fork), before)
         if self.tokens:
-            assert torch.equal(self.engine.logits(twin), self.engine.logits(self.state))
-        logits_at_each(self.engine, twin, [next(self.fresh) for _ in range(count)])
+            assert torch.equal(self.engine.logits(fork), self.engine.logits(self.state))
+        logits_at_each(self.engine, fork, [next(self.fresh) for _ in range(count)])
         assert_same(self.engine.export(self.state), before)
 
     def become_fork(self) -> None:
         """Go on in the copy, in the other slot."""
-        twin = self.engine.fork(self.state, self.spare)
+        fork = self.engine.fork(self.state, self.spare)
         self.spare = self.state.store.slot
-        self.state = twin
+        self.state = fork
 
     def neighbour(self, count: int) -> None:
         logits_at_each(self.engine, self.other, [next(self.fresh) for _ in range(count)])
@@ -183,7 +183,7 @@ class Rig:
         engine, state = self.engine, self.state
         if not state.pending:
             return
-        twin, before, provisional = engine.fork(state, self.spare), engine.export(state), state.provisional
+        fork, before, provisional = engine.fork(state, self.spare), engine.export(state), state.provisional
         if provisional == len(state.pending) and (where != "head" or state.tail_logits is not None):
             return  # nothing to run
         with pytest.raises(Boom):
@@ -194,10 +194,10 @@ class Rig:
                 with failing_in_layer(engine, where):
                     engine.logits(state)
         assert_same(engine.export(state), before)
-        assert torch.equal(engine.logits(state), engine.logits(twin))
+        assert torch.equal(engine.logits(state), engine.logits(fork))
 
     def reload(self) -> None:
-        """Save, lose, restore into another slot."""
+        """Export the context, and load it into another slot."""
         self.state, self.spare = self.engine.load(self.engine.export(self.state), self.spare), self.state.store.slot
 
 
@@ -253,7 +253,7 @@ def test_committed_state_is_a_function_of_the_tokens(policy: str):
 @pytest.mark.parametrize(("on", "policy"), [("gemma3", "locret"), ("gpt-oss", "h2o"), ("smollm3", "keydiff"),
                                             ("mistral-sliding", "sirllm"), ("gemma2", "sirllm")])
 def test_committed_state_is_a_function_of_the_tokens_on_other_architectures(on: str, policy: str):
-    """The same with sliding layers, softcaps, learned sinks and layers without RoPE."""
+    """The same with sliding layers, softcaps, learned sink logits and layers without RoPE."""
     engine = engine_of(policy, on)
 
     @settings(max_examples=examples(12))
@@ -295,7 +295,7 @@ def toy_engine() -> Engine:
 
 
 def test_law_6_planes_and_state_of_a_policy_move_with_the_units():
-    """Over random operations: forked, failed, saved and restored like everything else, and never mixed up."""
+    """Over random operations they are forked, saved and restored with their units, and survive failures."""
     engine = toy_engine()
 
     @settings(max_examples=examples(20))
@@ -345,9 +345,9 @@ def test_law_1_cap_during_decode_of_five_chunks(policy: str, monkeypatch):
     assert highest == state.peaks == [units + CHUNK for units in engine.budgets]
     assert sum(engine.budgets) == UNITS * engine.shape.layers
     assert [[t.data_ptr() for t in layer.tensors] for layer in pool.layers] == addresses
-    held = sum(t.numel() * t.element_size() for layer in pool.layers for t in layer.tensors)
+    units_bytes = sum(t.numel() * t.element_size() for layer in pool.layers for t in layer.tensors)
     scratch = pool.scratch.numel() * pool.scratch.element_size()
-    assert pool.bytes_resident == pool.formula_bytes() == held + scratch
+    assert pool.bytes_resident == pool.formula_bytes() == units_bytes + scratch
     assert [layer.keys.shape[2] for layer in pool.layers] == [units + CHUNK for units in engine.budgets]
 
 
@@ -381,7 +381,7 @@ def test_law_2_provisional_logits_agree_however_they_were_asked_for(policy: str)
 @every_policy
 @pytest.mark.parametrize("kept", [0, 1, 4, 6])
 def test_law_2_what_was_provisional_and_taken_back_is_never_answered_from(policy: str, kept: int):
-    """Ask at 7 pending tokens, take some back, go on with others: the answer is that of the tokens that are held."""
+    """Ask at 7 pending tokens, take some back, go on with others: the answer is that of the tokens that are left."""
     engine = engine_of(policy)
     ids, others = ids_of(39, seed=3), ids_of(6, seed=4)
     state = engine.open(0)
@@ -425,8 +425,8 @@ def test_law_4_time_order(policy: str):
 
 @every_evicting
 def test_law_5_no_drift(policy: str):
-    """Over 40 commits a kept key stays, bit for bit, what was computed when it arrived; rotated keys, where any are
-    held, are one rotation of it, at its rank."""
+    """Over 40 commits a kept key stays, bit for bit, as its forward made it; stored rotated keys are one rotation of it
+    at its rank."""
     engine = engine_of(policy)
     ids = ids_of(40 * CHUNK, seed=6)
     state = engine.open(0)
@@ -445,7 +445,7 @@ def test_law_5_no_drift(policy: str):
 
 @every_policy
 def test_law_6_state_moves_with_the_units(policy: str):
-    """Export, load into another engine, go on: logits, evictions and scores are those of the one that never stopped."""
+    """A context loaded into another engine goes on with the logits, evictions and scores of the exported one."""
     engine, other = engine_of(policy), engine_of(policy)
     state = engine.open(0)
     feed(engine, state, ids_of(61, seed=7))
@@ -522,7 +522,7 @@ def test_law_9_whole_or_not_at_all(policy: str):
 
 
 def test_law_9_a_fault_while_units_move_is_never_silent(monkeypatch):
-    """After a fault inside the compaction (a broken device, not a wrong input) the context refuses everything."""
+    """After a fault inside the compaction, as of a broken device, the context refuses every call."""
     engine = engine_of("locret")
     state, neighbour = engine.open(0), engine.open(1)
     feed(engine, state, ids_of(40))
@@ -605,7 +605,7 @@ def test_full_refuses_rather_than_grows():
     expected, before = engine.logits(state), engine.export(state)
     assert engine.room(state) == 3
     for count in (4, 100):
-        with pytest.raises(BudgetExceeded, match="13 tokens are held"):
+        with pytest.raises(BudgetExceeded, match="keeps 13 tokens"):
             engine.accept(state, ids[13:13 + count] * (count // 4))
         assert_same(engine.export(state), before)
     assert torch.equal(engine.logits(state), expected)
@@ -619,7 +619,7 @@ def test_full_refuses_rather_than_grows():
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mistral-sliding"])
 def test_full_is_full_of_what_its_layers_can_see(name: str):
-    """Layers with a sliding window need room for no more than that, and only where they have less is there an end."""
+    """Layers with a sliding window need space for no more than that; with less, there is a limit."""
     engine, ids = build("full", on=model(name), units=100, chunk_size=CHUNK, sinks=0, stabilizers=0), ids_of(100)
     state = engine.open(0)
     assert min(engine.budgets) == 24 and engine.room(state) == (100 if None in engine.shape.sliding else None)
@@ -630,7 +630,7 @@ def test_full_is_full_of_what_its_layers_can_see(name: str):
 
 
 def test_history_is_a_function_of_the_tokens(monkeypatch):
-    """A window of ids for repetition penalties: what truncation takes back uncovers what stood before it."""
+    """The last ids, for repetition penalties: truncation brings back older ones."""
     monkeypatch.setattr(engine_module, "HISTORY", 10)
     engine = engine_of("streaming_llm")
     state, ids = engine.open(0), ids_of(30)
@@ -672,8 +672,8 @@ def test_receipts_of_what_is_pending_say_that_it_is_kept():
         assert receipts.scores[..., pending].isnan().all()
 
 
-def test_a_fork_is_of_one_moment_whoever_accepts_ids_meanwhile():
-    """Ids are accepted on other threads than the engine's; a copy waits until they are whole."""
+def test_a_fork_is_of_one_moment_while_other_threads_accept_ids():
+    """Other threads than the engine's accept ids; a fork waits until they have accepted all of a call."""
     engine = engine_of("streaming_llm")
     state, twins = engine.open(0), []
     feed(engine, state, ids_of(30))

@@ -52,7 +52,7 @@ def test_the_engine_keeps_what_the_naive_one_keeps(sinks: int, stabilizers: int,
 
 
 def test_ties_and_nan_are_resolved_alike():
-    """Heads that say the same about everything, and heads that say NaN about some tokens."""
+    """Heads that give all tokens the same score, and heads that give some of them NaN."""
     heads = random_heads(build("full", units=64).attachment)
     for parameter in heads.fc2.parameters():
         parameter.data.zero_()

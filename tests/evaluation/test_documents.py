@@ -92,7 +92,7 @@ def test_content_has_another_digest_and_a_path_has_not(tmp_path: Path):
                        for n, text in enumerate(("a", "a", "b")))
     assert one.digest == two.digest != three.digest and one.path != two.path
     bench = Bench(model(), tokenizer(), PROSE, [one, two, three])
-    names = [files.name_of(cell(task), bench.origin_of(cell(task))) for task in (one, two, three)]
+    names = [files.file_name(cell(task), bench.origin_of(cell(task))) for task in (one, two, three)]
     assert names[0] == names[1] != names[2] and names[0].startswith("leval_tpo-streaming_llm-64-0-")
     with pytest.raises(ConfigError, match=r"of leval/tpo of the file elsewhere; expected one of .*leval/tpo of "):
         bench.task(cell(one, file="elsewhere"))

@@ -287,7 +287,7 @@ def test_the_order_of_results_does_not_matter(tmp_path: Path):
         random.Random(seed).shuffle(results)
         assert msgspec.json.encode(report_of(results)) == msgspec.json.encode(first)
     for one in results:
-        files.write(one, tmp_path / files.name_of(one.cell, one.origin))
+        files.write(one, tmp_path / files.file_name(one.cell, one.origin))
     assert markdown(report_of(files.read_all(tmp_path))) == markdown(first), "from a folder"
     assert [row.label for row in first.tables[0].rows] == ["full", "oracle", "locret", "random", "streaming_llm"]
 

@@ -51,7 +51,7 @@ def test_a_cell_is_run_once_and_read_afterwards(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Bench, "measure", None)
     again = bench().run(cells, tmp_path, progress=lambda result, there: seen.append(there))
     assert msgspec.json.encode(again) == msgspec.json.encode(results) and seen[2:] == [True, True]
-    assert files.read_all(tmp_path) == sorted(results, key=lambda one: files.name_of(one.cell, one.origin))
+    assert files.read_all(tmp_path) == sorted(results, key=lambda one: files.file_name(one.cell, one.origin))
 
 
 def test_an_interrupted_run_keeps_what_is_done(tmp_path: Path):
@@ -67,7 +67,7 @@ def test_an_interrupted_run_keeps_what_is_done(tmp_path: Path):
 
 
 def test_a_damaged_result_is_named_and_not_believed(tmp_path: Path):
-    path = tmp_path / files.name_of(cell(), bench().origin_of(cell()))
+    path = tmp_path / files.file_name(cell(), bench().origin_of(cell()))
     path.write_text("{}")
     with pytest.raises(InputError, match=rf"{path.name} is no result .* remove it"):
         bench().run([cell()], tmp_path)
@@ -85,11 +85,11 @@ def test_a_result_with_damaged_knobs_or_too_much_nesting_is_named(tmp_path: Path
 
 def test_a_result_that_is_not_its_cells_is_not_believed(tmp_path: Path):
     one, other = bench().run([cell(), cell(units=48)], tmp_path)
-    path = tmp_path / files.name_of(one.cell, one.origin)
+    path = tmp_path / files.file_name(one.cell, one.origin)
     wrong = {
-        f"belongs in {files.name_of(other.cell, other.origin)}": other,
-        "2 streams from 0 on, and it holds 0: \\[\\]": msgspec.structs.replace(one, streams=[]),
-        "2 streams from 0 on, and it holds 1: \\[0\\]": msgspec.structs.replace(one, streams=one.streams[:1]),
+        f"belongs in {files.file_name(other.cell, other.origin)}": other,
+        "2 streams from 0 on, and it has 0: \\[\\]": msgspec.structs.replace(one, streams=[]),
+        "2 streams from 0 on, and it has 1: \\[0\\]": msgspec.structs.replace(one, streams=one.streams[:1]),
         "its score is 0.99 of": msgspec.structs.replace(one, score=0.99),
         "of 1 questions, and its streams have": msgspec.structs.replace(one, questions=1),
     }
@@ -127,9 +127,10 @@ def test_cells_and_origins_that_differ_have_files_that_differ():
              cell(allocation="pyramid"), cell(allocation=(1.0, 2.0))]
     origins = [origin, *(msgspec.structs.replace(origin, **{name: 2 if name == "tasks" else "other"})
                          for name in Origin.__struct_fields__)]
-    assert len({files.name_of(one, where) for one in cells for where in origins}) == len(cells) * len(origins)
-    assert files.name_of(cell(knobs={"a": 1, "b": 2}), origin) == files.name_of(cell(knobs={"b": 2, "a": 1}), origin)
-    assert files.name_of(cell(heads="here"), origin) == files.name_of(cell(heads="there"), origin), "by content"
+    assert len({files.file_name(one, where) for one in cells for where in origins}) == len(cells) * len(origins)
+    one, other = (cell(knobs=knobs) for knobs in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert files.file_name(one, origin) == files.file_name(other, origin)
+    assert files.file_name(cell(heads="here"), origin) == files.file_name(cell(heads="there"), origin), "by content"
 
 
 def test_another_model_has_another_origin():
@@ -304,7 +305,7 @@ async def test_with_a_focus_the_first_question_is_told_and_no_other_asked(monkey
         assert (question, expected) == one.answers[0][:2] and found.streams[0].tokens == one.tokens
         assert told[-2:] == [None, question]
     origin = bench().origin("")
-    assert files.name_of(cell(focus=True), origin) != files.name_of(cell(), origin)
+    assert files.file_name(cell(focus=True), origin) != files.file_name(cell(), origin)
 
 
 def test_a_focus_that_has_no_room_is_found_before_anything_runs():

@@ -10,11 +10,12 @@ from locret_stream.kernels import reference, torch_ops
 from locret_stream.kernels.reference import attention, rotate_halves
 
 OPERATIONS = [reference, torch_ops]
-EXTRAS = [{}, {"window": 5}, {"softcap": 2.0}, {"sinks": True}, {"window": 9, "softcap": 1.5, "sinks": True}]
+EXTRAS = [{}, {"window": 5}, {"softcap": 2.0}, {"sink_logits": True},
+          {"window": 9, "softcap": 1.5, "sink_logits": True}]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: list[int], window=None, softcap=None,
-          sinks=None) -> tuple[Tensor, Tensor, Tensor]:
+          sink_logits=None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp and column sums, one softmax per query head and row, in float64."""
     group = q.shape[0] // k.shape[0]
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
@@ -25,7 +26,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: list[int], windo
             logits = k[head // group, seen].double() @ q[head, row].double() * scale
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
-            whole = logits if sinks is None else torch.cat([logits, sinks[head:head + 1].double()])
+            whole = logits if sink_logits is None else torch.cat([logits, sink_logits[head:head + 1].double()])
             lse[head, row] = whole.logsumexp(0)
             weights = (logits - lse[head, row]).exp()
             out[head, row] = weights @ v[head // group, seen].double()
@@ -42,7 +43,7 @@ def inputs(T: int, N: int, G: int, D: int = 10, H: int = 2, seed: int = 0) -> tu
 
 
 def filled(extra: dict, heads: int) -> dict:
-    return {**extra, "sinks": torch.linspace(-1, 2, heads)} if "sinks" in extra else extra
+    return {**extra, "sink_logits": torch.linspace(-1, 2, heads)} if "sink_logits" in extra else extra
 
 
 @pytest.mark.parametrize("block", [1 << 22, 1, 300])
@@ -61,7 +62,7 @@ def test_attention_and_reduced_attention_against_a_dense_softmax(T, N, G, extra,
         found = reference.reduced_attention(q, k, 0.3, ranks, given, **extra)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), sums, rtol=1e-5, atol=1e-6)
-    if "sinks" not in extra:  # every row gives one unit of attention per query head
+    if "sink_logits" not in extra:  # every row gives one unit of attention per query head
         torch.testing.assert_close(found.sum(1), torch.full((2,), float(T * G)), rtol=1e-5, atol=1e-5)
 
 
@@ -75,8 +76,8 @@ def test_reduced_attention_counts_rows_that_pay_more_than_their_mean(T, N, G, ex
     for row in range(T):
         for group in range(G):
             own = [group, G + group]
-            sinks = {"sinks": extra["sinks"][own]} if "sinks" in extra else {}
-            paid = reference.reduced_attention(q[own, row:row + 1], k, 0.3, ranks[row:row + 1], **extra | sinks)
+            of_heads = {"sink_logits": extra["sink_logits"][own]} if "sink_logits" in extra else {}
+            paid = reference.reduced_attention(q[own, row:row + 1], k, 0.3, ranks[row:row + 1], **extra | of_heads)
             sums += paid > 1 / (paid > 0).sum(1, keepdim=True)
     assert 0 < sums.sum() < 2 * N * T * G
     assert torch.equal(reference.reduced_attention(q, k, 0.3, ranks, above_mean=True, **extra), sums)
@@ -106,7 +107,7 @@ def test_prefill_attention_is_causal_with_its_ends_aligned(ops, T, N, G, extra):
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize(("T", "G"), [(1, 1), (1, 3), (3, 2)])
 def test_decode_attention_reads_each_slot_to_its_own_length(ops, T, G, extra, on_load):
-    """What lies behind a length, or in a slot that nobody asked for, is nan here and must not be read."""
+    """Units behind a length, and slots of no context, are nan here and must not be read."""
     noise = torch.Generator().manual_seed(T)
     capacity, D = 21, 10
     keys, values = (torch.full((5, 2, capacity, D), float("nan")) for _ in range(2))

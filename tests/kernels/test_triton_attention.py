@@ -55,16 +55,16 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def options(G: int, H: int, dtype: torch.dtype, window: int | None, softcap: float | None, sinks: bool) -> dict:
+def options(G: int, H: int, dtype: torch.dtype, window: int | None, softcap: float | None, sink_logits: bool) -> dict:
     return {"window": window, "softcap": softcap,
-            "sinks": noise(H * G, dtype=dtype, seed=9) * 2 if sinks else None}
+            "sink_logits": noise(H * G, dtype=dtype, seed=9) * 2 if sink_logits else None}
 
 
-def check_prefill(T, N, H, G, D, dtype, window, softcap, sinks):
+def check_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits):
     q = rows_of(noise(H * G, T, D, dtype=dtype, seed=1))
     k = slot_of(noise(H, N, D, dtype=dtype, seed=2) * 2)
     v = slot_of(noise(H, N, D, dtype=dtype, seed=3), turned=True)
-    extra = options(G, H, dtype, window, softcap, sinks)
+    extra = options(G, H, dtype, window, softcap, sink_logits)
     out, lse = prefill_attention(q, k, v, D**-0.5, **extra)
     expected, total = reference.prefill_attention(q, k, v, D**-0.5, **extra)
     assert out.shape == q.shape and out.transpose(0, 1).is_contiguous()
@@ -72,7 +72,7 @@ def check_prefill(T, N, H, G, D, dtype, window, softcap, sinks):
     close(lse, total, SUMS[dtype])
 
 
-@pytest.mark.parametrize(("T", "N", "H", "G", "D", "dtype", "window", "softcap", "sinks"), [
+@pytest.mark.parametrize(("T", "N", "H", "G", "D", "dtype", "window", "softcap", "sink_logits"), [
     (1, 1, 1, 1, 1, F32, None, None, False),
     (1, 65, 1, 4, 8, F32, None, None, True),
     (35, 101, 2, 2, 20, F32, None, None, False),
@@ -86,8 +86,8 @@ def check_prefill(T, N, H, G, D, dtype, window, softcap, sinks):
     (9, 140, 1, 2, 40, F16, 66, None, False),
     (20, 70, 1, 2, 136, F16, None, None, False),
 ])
-def test_prefill(T, N, H, G, D, dtype, window, softcap, sinks):
-    check_prefill(T, N, H, G, D, dtype, window, softcap, sinks)
+def test_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits):
+    check_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_tall_tiles_of_prefill():
     check_prefill(130, 200, 66, 2, 16, BF16, 150, None, False)
 
 
-def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sinks):
+def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits):
     A, S = len(lengths), len(lengths) + 1
     q = noise(A, T, H * G, D, dtype=dtype, seed=1).transpose(1, 2)
     keys, values = pool((S, H, C, D), dtype), pool((S, H, C, D), dtype, turned=True)
@@ -105,7 +105,7 @@ def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sinks):
         keys[slots[a], :, :length] = noise(H, length, D, dtype=dtype, seed=20 + a)
         values[slots[a], :, :length] = noise(H, length, D, dtype=dtype, seed=40 + a)
     slots, lengths = slots.to(DEVICE), torch.tensor(lengths, device=DEVICE)
-    extra = options(G, H, dtype, window, softcap, sinks)
+    extra = options(G, H, dtype, window, softcap, sink_logits)
     if rope:
         extra |= {"cos": noise(C + 2, D, dtype=rope, seed=5).cos(), "sin": noise(C + 2, D, dtype=rope, seed=6).sin()}
     out = decode_attention(q, keys, values, slots, lengths, D**-0.5, **extra)
@@ -114,7 +114,7 @@ def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sinks):
     close(out, expected, OUT[dtype])
 
 
-@pytest.mark.parametrize("lengths, C, H, G, T, D, dtype, rope, window, softcap, sinks, programs", [
+@pytest.mark.parametrize("lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits, programs", [
     ([1, 70, 33], 70, 2, 1, 1, 20, F32, None, None, None, False, None),
     ([1, 70, 33], 70, 1, 3, 1, 20, F32, F32, None, None, False, None),
     ([1, 9], 9, 1, 2, 1, 7, F32, None, None, None, True, None),  # one split
@@ -130,10 +130,10 @@ def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sinks):
     ([131, 66], 131, 1, 2, 2, 16, BF16, F32, 70, None, True, 2),
     ([200, 3], 200, 1, 3, 2, 16, F16, F16, None, None, False, 3),
 ])
-def test_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sinks, programs, monkeypatch):
+def test_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits, programs, monkeypatch):
     if programs:  # fewer splits of a context than its capacity would get
         monkeypatch.setattr(decode_module, "_PROGRAMS", programs)
-    check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sinks)
+    check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits)
 
 
 def test_decode_rounds_turned_keys_as_stored_ones():
@@ -149,12 +149,12 @@ def test_decode_rounds_turned_keys_as_stored_ones():
 
 @pytest.mark.parametrize("programs", [None, 1])
 def test_decode_of_queries_that_see_nothing_is_zero(programs, monkeypatch):
-    """What pads a batch: length 0, and fewer units than queries."""
+    """Padding of a batch has length 0, or fewer units than queries."""
     if programs:
         monkeypatch.setattr(decode_module, "_PROGRAMS", programs)
-    q, planes = noise(2, 1, 2, 8), pool((2, 1, 40, 8), F32)
-    planes[1, :, :1] = 3.0
-    out = decode_attention(q, planes, planes, torch.tensor([0, 1], device=DEVICE),
+    q, units = noise(2, 1, 2, 8), pool((2, 1, 40, 8), F32)
+    units[1, :, :1] = 3.0
+    out = decode_attention(q, units, units, torch.tensor([0, 1], device=DEVICE),
                            torch.tensor([0, 1], device=DEVICE), 0.4)
     assert out.flatten(1, 2).tolist() == [[[0.0] * 8] * 2, [[0.0] * 8, [3.0] * 8]]
 
@@ -175,12 +175,12 @@ def test_a_graph_of_decode_holds_for_other_lengths_and_slots():
         close(out, reference.decode_attention(q, keys, values, slots, lengths, 0.1), OUT[BF16])
 
 
-def check_reduced(ranks, N, H, G, D, dtype, window, softcap, sinks, given):
+def check_reduced(ranks, N, H, G, D, dtype, window, softcap, sink_logits, given):
     R = len(ranks)
     q = rows_of(noise(H * G, R, D, dtype=dtype, seed=1))
     k = slot_of(noise(H, N, D, dtype=dtype, seed=2) * 2)
     ranks = torch.tensor(ranks, device=DEVICE, dtype=torch.int64)
-    extra = options(G, H, dtype, window, softcap, sinks)
+    extra = options(G, H, dtype, window, softcap, sink_logits)
     lse = None
     if given:
         lse = reference.attention(q, k, torch.zeros_like(k), D**-0.5, ranks, **extra)[1]
@@ -200,7 +200,7 @@ def shuffled(N: int, R: int) -> list[int]:
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize(("ranks", "N", "H", "G", "D", "dtype", "window", "softcap", "sinks"), [
+@pytest.mark.parametrize(("ranks", "N", "H", "G", "D", "dtype", "window", "softcap", "sink_logits"), [
     ([0], 1, 1, 1, 1, F32, None, None, False),
     (list(range(20, 75)), 75, 2, 1, 20, F32, None, None, True),
     (shuffled(70, 37), 70, 1, 3, 33, F32, None, 3.0, False),
@@ -211,8 +211,8 @@ def shuffled(N: int, R: int) -> list[int]:
     (list(range(60, 130)), 130, 1, 2, 24, BF16, 65, None, True),
     (shuffled(90, 40), 90, 1, 2, 80, F16, None, None, False),
 ])
-def test_reduced(ranks, N, H, G, D, dtype, window, softcap, sinks, given):
-    check_reduced(ranks, N, H, G, D, dtype, window, softcap, sinks, given)
+def test_reduced(ranks, N, H, G, D, dtype, window, softcap, sink_logits, given):
+    check_reduced(ranks, N, H, G, D, dtype, window, softcap, sink_logits, given)
 
 
 def test_operands_of_different_dtypes():

@@ -134,13 +134,13 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(BITS[x.dtype.itemsize])
 
 
-def check_compact(planes: list[torch.Tensor], keep: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Each plane is a view [1, :, 1:-2] of a pool [S, H, C, ...]; nothing around what is kept may change."""
+def check_compact(tensors: list[torch.Tensor], keep: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Each tensor is a view [1, :, 1:-2] of a pool [S, H, C, ...], of which nothing else may change."""
     budget = keep.shape[1]
-    pools, ranks = [pool.clone() for pool in planes], keep.clone()
-    assert compact_units([pool[1, :, 1:-2] for pool in planes], keep, scratch) is None
+    pools, ranks = [pool.clone() for pool in tensors], keep.clone()
+    assert compact_units([pool[1, :, 1:-2] for pool in tensors], keep, scratch) is None
     assert torch.equal(keep, ranks)
-    for pool, before in zip(planes, pools, strict=True):
+    for pool, before in zip(tensors, pools, strict=True):
         old = before[1, :, 1:-2]
         expected = torch.stack([as_bits(old[head])[keep[head]] for head in range(keep.shape[0])])
         assert torch.equal(as_bits(pool[1, :, 1:-2])[:, :budget], expected)
@@ -155,19 +155,19 @@ def test_compact_units_moves_bits(dtype: torch.dtype, H: int, N: int, D: int, B:
     check_compact([any_bits((3, H, N + 3, D), dtype, N + D)], some_ranks(H, N, B), scratch)
 
 
-def test_compact_units_of_planes_of_different_kinds():
+def test_compact_units_of_tensors_of_different_kinds():
     """As the store has them: keys, values, scores, positions; rows of two dimensions, and rows that lie apart."""
     shape = (3, 2, 45)
-    planes = [any_bits((*shape, 6), torch.bfloat16, 0), any_bits((*shape, 2), torch.float32, 1),
-              any_bits(shape, torch.float32, 2), any_bits(shape, torch.int64, 3), any_bits(shape, torch.uint8, 4),
-              any_bits((*shape, 5, 3), torch.float16, 5), any_bits((*shape, 16), torch.bfloat16, 6)[..., 2:8]]
+    tensors = [any_bits((*shape, 6), torch.bfloat16, 0), any_bits((*shape, 2), torch.float32, 1),
+               any_bits(shape, torch.float32, 2), any_bits(shape, torch.int64, 3), any_bits(shape, torch.uint8, 4),
+               any_bits((*shape, 5, 3), torch.float16, 5), any_bits((*shape, 16), torch.bfloat16, 6)[..., 2:8]]
     scratch = torch.empty(2 * 30 * 30, dtype=torch.uint8, device=DEVICE)
-    check_compact(planes, some_ranks(2, 42, 30), scratch)
+    check_compact(tensors, some_ranks(2, 42, 30), scratch)
 
 
 def test_compact_units_in_more_programs_than_one_a_head():
-    planes = [any_bits((2, 2, 2603), torch.int16, 0), any_bits((2, 2, 2603, 3), torch.int16, 1)]
-    check_compact(planes, some_ranks(2, 2600, 2100), torch.empty(2 * 2100 * 6, dtype=torch.uint8, device=DEVICE))
+    tensors = [any_bits((2, 2, 2603), torch.int16, 0), any_bits((2, 2, 2603, 3), torch.int16, 1)]
+    check_compact(tensors, some_ranks(2, 2600, 2100), torch.empty(2 * 2100 * 6, dtype=torch.uint8, device=DEVICE))
 
 
 def test_compact_units_takes_strided_ranks():
@@ -191,11 +191,11 @@ def test_compact_units_moves_the_widest_words_that_fit(D: int, offset: int, star
 def test_compact_units_addresses_more_than_2_to_the_31():
     """Offsets of head 2 pass 2^31 although no stride does. Only the pages that are touched are ever resident."""
     store = torch.empty(2**31 + 100, dtype=torch.int8, device=DEVICE)
-    plane = store.as_strided((3, 20, 5), (2**30, 5, 1))
-    plane.copy_(any_bits((3, 20, 5), torch.int8, 0))
-    keep, before = some_ranks(3, 20, 11), plane.clone()
-    compact_units([plane], keep, torch.empty(3 * 11 * 5, dtype=torch.uint8, device=DEVICE))
-    assert torch.equal(plane[:, :11], torch.stack([before[head][keep[head]] for head in range(3)]))
+    view = store.as_strided((3, 20, 5), (2**30, 5, 1))
+    view.copy_(any_bits((3, 20, 5), torch.int8, 0))
+    keep, before = some_ranks(3, 20, 11), view.clone()
+    compact_units([view], keep, torch.empty(3 * 11 * 5, dtype=torch.uint8, device=DEVICE))
+    assert torch.equal(view[:, :11], torch.stack([before[head][keep[head]] for head in range(3)]))
 
 
 # --- score_units

@@ -14,11 +14,11 @@ from tests.langchain.support import Script, model, scripted
 
 @pytest.fixture
 def script() -> Iterator[Script]:
-    with scripted() as found:
-        yield found
+    with scripted() as script:
+        yield script
 
 
 @pytest.fixture
 def chat(script: Script, tmp_path: Path) -> Iterator[LocretChatModel]:
-    with model(Store(tmp_path, keep_last=64)) as found:
-        yield found
+    with model(Store(tmp_path, keep_last=64)) as chat:
+        yield chat

@@ -1,4 +1,4 @@
-"""A real runtime over a tiny random model, whose sampler is scripted: what it says follows from what it was shown.
+"""A real runtime over a tiny random model with a scripted sampler: its replies follow from the prompt.
 
 Everything but the choice of the next token is the real thing: template, tokenizer, memory, eviction, snapshots. The
 script reads the ids that memory accepted last, so a reply proves what was fed.
@@ -46,10 +46,10 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 class Script:
-    """What the model says. `seen` is all of what it was shown, as text, control tokens included.
+    """The replies of the model. `seen` is the whole prompt of the last one, as text, control tokens included.
 
     Attributes:
-        say: from what was shown to the reply. delay: seconds that a token takes. sampled: how many were.
+        say: from the prompt to the reply. delay: seconds that a token takes. sampled: the number of tokens.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Script:
 
 
 def answer(shown: str) -> str:
-    """A tool call where tools are shown and none was answered yet, else what was said last."""
+    """A tool call if the prompt shows tools and its last message is the user's, else an echo of that message."""
     last = shown.removesuffix(PROMPT).removesuffix("<|im_end|>\n").rpartition("<|im_start|>")[2]
     role, _, said = last.partition("\n")
     shelf = shown.partition("<|im_end|>")[0].partition("Tools:\n")[2].partition("To call one")[0]
@@ -127,14 +127,14 @@ def runtime(store: Any = None, **options: Any) -> Runtime:
 
 @contextmanager
 def model(store: Any, *, on: Runtime | None = None, **options: Any) -> Iterator[LocretChatModel]:
-    """A model over a runtime of its own, with a store; closed afterwards."""
-    kinds = {name: options.pop(name) for name in ("budget", "chunk_size", "max_live", "policy", "key")
-             if name in options}
-    found = LocretChatModel(model="scripted", runtime=on or runtime(store, **kinds), **options)
+    """A model over a runtime of its own with that store, or over `on`; it is closed afterwards."""
+    of_runtime = {name: options.pop(name) for name in ("budget", "chunk_size", "max_live", "policy", "key")
+                  if name in options}
+    chat = LocretChatModel(model="scripted", runtime=on or runtime(store, **of_runtime), **options)
     try:
-        yield found
+        yield chat
     finally:
-        found.close()
+        chat.close()
 
 
 def thread(name: Any, **more: Any) -> dict[str, Any]:
@@ -146,19 +146,19 @@ def receipt(message: BaseMessage) -> dict[str, Any]:
     return message.response_metadata["locret"]
 
 
-def held(found: LocretChatModel, name: Any) -> str:
-    """All that the memory of a thread holds, as text."""
-    return tokenizer().decode(memory(found, name)._session.state.history, skip_special_tokens=False,
+def held(chat: LocretChatModel, name: Any) -> str:
+    """All tokens of a thread's memory, as text."""
+    return tokenizer().decode(memory(chat, name)._session.state.history, skip_special_tokens=False,
                               clean_up_tokenization_spaces=False)
 
 
-def memory(found: LocretChatModel, name: Any) -> StreamingContext:
+def memory(chat: LocretChatModel, name: Any) -> StreamingContext:
     """The open context of a thread."""
-    return found.home._life.threads.named(str(name)).ctx
+    return chat.shared._loop.threads.named(str(name)).ctx
 
 
 def rendered(messages: list[BaseMessage], tools: list[dict[str, Any]] | None = None) -> str:
-    """What the template makes of messages, by the template alone."""
+    """The messages as the chat template alone renders them."""
     shown = []
     for message in messages:
         one: dict[str, Any] = {"role": ROLES[message.type], "content": message.text}

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Chat templates with tools, in the forms of models of the wild: where they put tools, results, reasoning and ids."""
+"""Chat templates with tools as published models have them: where they put tools, results, reasoning and ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph as people build them: guardrail, title, router, a supervisor of two agents that summarise, on one thread."""
+"""A graph as in applications: guardrail, title, router, a supervisor of two agents that summarise, on one thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from langgraph.graph import START, MessagesState, StateGraph
 
 from langchain_locret import LocretChatModel
 from langchain_locret.middleware import LocretMiddleware
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.facts import make_facts
+from locret_stream.evaluation.haystack import held_out_modules, stdlib_lines
 from tests.langchain.support import receipt, thread
 
 T = thread("long")
@@ -27,13 +28,13 @@ SUMMARISE_AT, KEEP = 12, 4
 
 
 class Sources(BaseCallbackHandler):
-    """Where every call of the model, by whatever node, found its memory."""
+    """The `source` in the receipt of every call of the model, from any node."""
 
     def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
 
     def on_llm_end(self, response: LLMResult, **_: Any) -> None:
-        self.found[receipt(response.generations[0][0].message)["source"]] += 1
+        self.sources[receipt(response.generations[0][0].message)["source"]] += 1
 
 
 def lookup(key: str) -> str:
@@ -42,7 +43,7 @@ def lookup(key: str) -> str:
 
 
 def graph(model: LocretChatModel) -> Any:
-    """Every turn: is it harmful, what is it called, who answers, the answer of that agent."""
+    """In every turn four calls: the guardrail, the title, the router, and the agent that answers."""
     def guardrail(state: MessagesState) -> None:
         model.invoke([SystemMessage("Is this harmful? Say yes or no."), state["messages"][-1]])
 
@@ -71,14 +72,15 @@ def graph(model: LocretChatModel) -> Any:
 
 
 def converse(folder: Path, turns: int) -> tuple[float, list[BaseMessage], dict[str, Any]]:
-    """Facts of a stream at the start, asked at the end: how many were right; the answers of all turns; figures."""
-    facts = tasks.make_facts(random.Random(7), 6)
+    """A stream states facts at the start, questions ask for them at the end: the number of right answers; the answers
+    of all turns; figures."""
+    facts = make_facts(random.Random(7), 6)
     model = LocretChatModel(model="bundled", store=str(folder), max_tokens=8)
     stub = model.ingest("\n".join(fact.sentence for fact in facts) + "\n", thread_id="long", label="facts",
                         history=[])
     app, answers, every = graph(model), [], Sources()
     config = {**T, "callbacks": [every]}
-    text = islice(tasks.stdlib_lines(0, tasks.held_out_modules()), None)
+    text = islice(stdlib_lines(0, held_out_modules()), None)
     said: list[BaseMessage] = [stub]
     for _ in range(turns):
         said.append(HumanMessage("".join(islice(text, 10))))
@@ -90,9 +92,9 @@ def converse(folder: Path, turns: int) -> tuple[float, list[BaseMessage], dict[s
         state = app.invoke({"messages": [HumanMessage(fact.question)]}, config)
         answers.append(state["messages"][-1])
         right += state["messages"][-1].text == fact.answer
-    rows = model.home.runtime.store.info("langchain/long")
+    rows = model.shared.runtime.store.info("langchain/long")
     figures = {"tokens": model.thread_memory("long").tokens, "rows": len(rows), "messages": len(state["messages"]),
-               "first": rows[0].generation, "sources": every.found}
+               "first": rows[0].generation, "sources": every.sources}
     model.close()
     return right / len(facts), answers, figures
 

@@ -21,7 +21,7 @@ A = thread("a")
 
 def talk(chat: LocretChatModel, *said: str, history: list[BaseMessage] | None = None,
          config: dict = A) -> list[BaseMessage]:
-    """The history after these human messages were answered one after another."""
+    """The history once each of these human messages was answered."""
     history = list(history or [SystemMessage("Be brief.")])
     for one in said:
         history += [HumanMessage(one)]
@@ -63,7 +63,7 @@ def test_an_edited_question_goes_back_to_the_answer_before_it(chat: LocretChatMo
     answer = chat.invoke(edited, A)
     assert receipt(answer)["source"] == "snapshot" and receipt(answer)["reused"] == tokens(rendered(history[:3]))
     assert held(chat, "a") == rendered([*edited, answer])
-    # and the branch that was left can be returned to
+    # and a history may go back to the other branch
     back = talk(chat, "four", history=history)
     assert receipt(back[-1])["source"] == "snapshot" and held(chat, "a") == rendered(back)
 
@@ -74,7 +74,7 @@ def test_an_edited_older_message_is_never_answered_from_the_memory_of_the_old_on
     kind = type(history[place])
     edited = [*history[:place], kind("EDITED"), *history[place + 1:], HumanMessage("three")]
     if place == 0:
-        chat = chat.model_copy(update={"on_change": "reread"})  # else it goes in late: test_late
+        chat = chat.model_copy(update={"on_change": "reread"})  # else it becomes a late message: test_late
         with pytest.warns(RebuildWarning, match="what memory held beyond them is lost: the system prompt is another"):
             answer = chat.invoke(edited, A)
         assert receipt(answer)["why"] == "the system prompt is another"
@@ -131,7 +131,7 @@ def test_a_summary_in_place_of_older_messages_is_passed_over(chat: LocretChatMod
     answer = chat.invoke([history[0], summary, *history[3:], HumanMessage("four")], A)
     assert receipt(answer)["source"] == "live"
     assert held(chat, "a") == rendered([*history, HumanMessage("four"), answer])
-    # one that stands behind nothing that is held is read like any other message
+    # an answer behind no message that is held is read like any other message
     answer = chat.invoke([summary, HumanMessage("five")], A)
     assert held(chat, "a") == rendered([summary, HumanMessage("five"), answer])
 
@@ -153,7 +153,7 @@ def test_other_tools_are_another_conversation(chat: LocretChatModel):
 
 
 def test_parallel_results_answer_their_own_calls(chat: LocretChatModel):
-    """Which result answers which call is part of what was said; what the ids are called is not."""
+    """A message's digest covers which call a result answers, and not the ids of calls."""
     def answered(first: str, second: str, swap: bool = False) -> AIMessage:
         calls = [{"name": "look", "args": {"at": at}, "id": call_id} for at, call_id in (("x", first), ("y", second))]
         results = [ToolMessage(f"at {call_id}".replace(call_id, "there"), tool_call_id=call_id)
@@ -173,7 +173,7 @@ def test_threads_never_share_and_nobody_has_a_memory_of_its_own(chat: LocretChat
     assert receipt(nobody)["source"] == "new"
     more = chat.invoke([*history, HumanMessage("two"), nobody, HumanMessage("three")])
     assert receipt(more)["source"] == "live" and not receipt(more)["saved"]
-    assert sorted(row.name for row in chat.home.runtime.store.list()) == ["langchain/a", "langchain/b"]
+    assert sorted(row.name for row in chat.shared.runtime.store.list()) == ["langchain/a", "langchain/b"]
 
 
 def test_memory_survives_a_restart(script: Script, tmp_path: Path):
@@ -218,7 +218,7 @@ def test_a_stop_string_leaves_no_unseen_text_in_memory(script: Script, tmp_path:
 
 
 def test_a_turn_that_fails_costs_a_trimmed_thread_nothing(script: Script, tmp_path: Path):
-    """What only memory knows is made durable before it is put at risk."""
+    """The memory of trimmed messages is saved before a turn that may fail."""
     with model(Store(tmp_path, keep_last=64), save="run") as chat:
         history = talk(chat, "one", "two", "three")
         left = [history[-1], HumanMessage("four")]
@@ -297,11 +297,11 @@ STEP = st.tuples(st.sampled_from(["say", "say", "regenerate", "edit", "trim", "r
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEP, min_size=4, max_size=14))
 def test_any_order_of_turns_uses_the_memory_of_the_messages_given(tmp_path_factory, steps: list):
-    """Whatever was said, repeated, edited, trimmed, left in the middle or restarted before."""
+    """For any sequence of new, repeated, edited and trimmed messages, left calls and restarts."""
     folder = tmp_path_factory.mktemp("store")
     with scripted():
         on = runtime(Store(folder, keep_last=64), max_live=2)
-        nodes: list[tuple[list[BaseMessage], list[BaseMessage]]] = [([], [])]  # given, and held with what was trimmed
+        nodes: list[tuple[list[BaseMessage], list[BaseMessage]]] = [([], [])]  # given; held, with those trimmed
         chat = LocretChatModel(model="scripted", runtime=on)
         for number, (what, pick, size) in enumerate(steps):
             given, whole = nodes[pick % len(nodes)]
@@ -327,10 +327,10 @@ def test_any_order_of_turns_uses_the_memory_of_the_messages_given(tmp_path_facto
                 continue
             answer = chat.invoke(given, thread("t"))
             given, whole = [*given, answer], [*whole, answer]
-            found = held(chat, "t")
+            memory = held(chat, "t")
             if what == "edit":  # memory holds these, or the same behind what was trimmed away once
-                assert found == rendered(given), what
+                assert memory == rendered(given), what
             else:
-                assert found == rendered(whole), what
+                assert memory == rendered(whole), what
             nodes.append((given, whole))
         chat.close()

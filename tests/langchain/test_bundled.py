@@ -1,4 +1,4 @@
-"""The bundled model behind LangChain: facts are recalled, threads know only their own, across restarts and for long."""
+"""The bundled model behind LangChain recalls each thread's own facts, across restarts and over many turns."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from langchain_locret import LocretChatModel
-from locret_stream.evaluation import tasks
+from locret_stream.evaluation.facts import FORMS, make_facts
+from locret_stream.evaluation.haystack import held_out_modules, stdlib_lines
 from tests.langchain.support import receipt, thread
 
 
 def talk(model: LocretChatModel, history: list[Any], turns: range, lines: int = 30) -> None:
-    """Other talk, as many turns of it."""
-    text = islice(tasks.stdlib_lines(0, tasks.held_out_modules()), turns.start * lines, None)
+    """That many turns about something else."""
+    text = islice(stdlib_lines(0, held_out_modules()), turns.start * lines, None)
     for _ in turns:
         history.append(HumanMessage("".join(islice(text, lines))))
         history.append(model.invoke(history, thread("long")))
 
 
 def recalled(folder: Path, turns: int, restart: int) -> tuple[float, list[Any], Any]:
-    """Facts of turn 1 asked in turn `turns`, the model made anew before turn `restart`: how many were right."""
-    facts, settings = tasks.make_facts(random.Random(7), 6), {"model": "bundled", "store": str(folder), "max_tokens": 8}
+    """How many facts of turn 1 are answered right in turn `turns`, with another model object from turn `restart` on."""
+    facts, settings = make_facts(random.Random(7), 6), {"model": "bundled", "store": str(folder), "max_tokens": 8}
     model = LocretChatModel(**settings)
     history: list[Any] = [HumanMessage("\n".join(fact.sentence for fact in facts))]
     history.append(model.invoke(history, thread("long")))
@@ -66,11 +67,11 @@ def test_a_fact_of_the_first_turn_is_known_in_turn_200(tmp_path: Path):
 
 @pytest.mark.slow
 async def test_thirty_two_threads_recall_their_own_secret_and_nobody_elses(tmp_path: Path):
-    facts = tasks.make_facts(random.Random(11), 32, forms=tasks.FORMS[:2])
+    facts = make_facts(random.Random(11), 32, forms=FORMS[:2])
     model = LocretChatModel(model="bundled", store=str(tmp_path), max_live=8, max_tokens=8)
 
     async def converse(number: int) -> tuple[str, str]:
-        config, lines = thread(number), islice(tasks.stdlib_lines(number, tasks.held_out_modules()), 24)
+        config, lines = thread(number), islice(stdlib_lines(number, held_out_modules()), 24)
         history: list[Any] = [SystemMessage(f"Thread {number}."), HumanMessage(facts[number].sentence)]
         history.append(await model.ainvoke(history, config))
         history.append(HumanMessage("".join(lines)))

@@ -12,7 +12,8 @@ from langchain_core.messages.utils import message_chunk_to_message
 from langchain_locret.ingesting import Absorption
 from langchain_locret.messages import read
 from langchain_locret.render import ChatTemplate
-from langchain_locret.threads import Request, Threads
+from langchain_locret.request import Request
+from langchain_locret.threads import Threads
 from langchain_locret.turns import turn
 from tests.context.support import cut_at_every_await
 from tests.langchain.support import rendered, runtime, scripted, tokenizer
@@ -29,17 +30,17 @@ async def answered(threads: Threads, messages: list[BaseMessage], name: str | No
 
 
 def text_of(threads: Threads, name: str | None) -> str:
-    thread = threads.named(name) if name is not None else threads._loose[-1]
+    thread = threads.named(name) if name is not None else threads._nameless[-1]
     return tokenizer().decode(thread.ctx._session.state.history, skip_special_tokens=False)
 
 
 def expect_at_rest(threads: Threads) -> None:
     """Nothing is locked, no place at the gate is lost, and every thread rests at a boundary or is closed."""
     assert threads.gate._value == threads.runtime.max_live
-    for thread in (*threads._threads.values(), *threads._loose):
+    for thread in (*threads._threads.values(), *threads._nameless):
         assert not thread.lock.locked() and thread.users == 0
-        # What is nobody's may be closed at any time, for somebody else's turn.
-        assert thread.session is None or (thread.at is None) == (not thread.open)
+        # A context without a thread may be closed at any time, for another turn.
+        assert thread.session is None or (thread.boundary is None) == (not thread.open)
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])

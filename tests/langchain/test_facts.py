@@ -1,4 +1,4 @@
-"""Facts of LangGraph's Store: told in messages, each once, while memory goes on."""
+"""Facts of LangGraph's Store are put into messages, each once, and the memory goes on."""
 
 from __future__ import annotations
 

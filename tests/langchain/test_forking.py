@@ -1,4 +1,4 @@
-"""A thread forked under another name, and messages that come behind whatever a thread was told last."""
+"""Forks of a thread under other names, and messages that are appended to whatever a thread was told last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A, B, C = thread("a"), thread("b"), thread("c")
 
 
 def test_a_forked_thread_goes_on_alone(chat: LocretChatModel):
-    """Both go on from what was said until then, streams included, and neither hears of the other again."""
+    """Both threads go on from the messages and streams before the fork; after it neither has anything of the other."""
     history = [SystemMessage("Be brief."), chat.ingest("a line of the log\n" * 50, thread_id="a", label="log",
                                                        history=[SystemMessage("Be brief.")]), HumanMessage("one")]
     history += [chat.invoke(history, A)]
@@ -37,7 +37,7 @@ def test_a_forked_thread_goes_on_alone(chat: LocretChatModel):
 
 
 def test_a_thread_that_holds_something_is_no_place_for_a_fork(script: Script, tmp_path: Path):
-    """Saved or not."""
+    """That holds for a thread that was saved, and for one that was not."""
     with model(Store(tmp_path), save="run") as chat:
         for one in (A, B):
             chat.invoke("hello", one)
@@ -95,7 +95,7 @@ def test_only_what_was_told_something_is_forked_and_only_as_a_new_thread(chat: L
 
 
 async def test_a_thread_in_use_is_not_forked_into(chat: LocretChatModel, script: Script):
-    """Nor is it waited for: two that fork each other would wait for ever."""
+    """A fork does not wait for a thread in use: two threads that fork each other would wait for ever."""
     await chat.ainvoke("one", A)
     loop, answering = asyncio.get_running_loop(), asyncio.Event()
     script.delay, script.on_token = 0.1, lambda: loop.call_soon_threadsafe(answering.set)
@@ -158,7 +158,7 @@ def test_memory_is_told_what_it_will_be_asked_about(script: Script, tmp_path: Pa
             chat.ingest("a line of the log\n" * 50, thread_id="a", label="log", focus="the door code")
         else:
             (chat if how == "field" else chat.bind(focus="the door code")).invoke("word " * 100, A)
-        codec = chat.home.runtime.codec
+        codec = chat.shared.runtime.codec
         assert memory(chat, "a")._session.state.focus == codec.encode_text("the door code")
         assert chat.thread_memory("a").focus == len(codec.encode_text("the door code"))
         chat.bind(focus="").invoke([HumanMessage("word " * 100)], thread("a", append=True))
@@ -176,7 +176,7 @@ def test_a_focus_that_has_no_room_fails_the_call_and_leaves_the_thread(chat: Loc
 
 
 async def test_a_thread_is_forgotten_with_its_forks_however_busy_these_are(script: Script, tmp_path: Path):
-    """While one fork is waited for nobody opens another one again."""
+    """While `forget` waits for one fork, no call opens another one again."""
     with model(Store(tmp_path, keep_last=8)) as chat:
         history = [HumanMessage("one")]
         history += [await chat.ainvoke(history, A)]

@@ -97,8 +97,8 @@ class Place(BaseModel):
 def test_structured_output_is_a_forced_call(script: Script, tmp_path: Path, include_raw: bool):
     with model(tmp_path) as chat:
         script.say = lambda _: CALL.replace("look", "Place").replace('"the shed"', '"shed", "floor": 2')
-        found = chat.with_structured_output(Place, include_raw=include_raw).invoke("Where?", thread("a"))
-        assert (found["parsed"] if include_raw else found) == Place(at="shed", floor=2)
+        result = chat.with_structured_output(Place, include_raw=include_raw).invoke("Where?", thread("a"))
+        assert (result["parsed"] if include_raw else result) == Place(at="shed", floor=2)
 
 
 def test_langchains_own_cache_gives_an_answer_that_a_thread_can_go_on_from(script: Script, tmp_path: Path):
@@ -128,7 +128,7 @@ def test_tokens_are_counted_as_the_template_writes_messages(script: Script, tmp_
 
 
 def test_a_chat_template_of_ones_own_is_the_one_by_which_replies_are_read(script: Script, tmp_path: Path):
-    """The tokenizer's shows no calls; the one that was given does."""
+    """The tokenizer's response template has no calls; the given one has."""
     known = copy.deepcopy(tokenizer())
     shown, known.chat_template = known.chat_template, "{% for message in messages %}{{ message.content }}{% endfor %}"
     own = Runtime(tiny_model(), known, store=tmp_path, template=shown, policy="streaming_llm", budget=512,
@@ -159,7 +159,7 @@ STRICT = """{%- for m in messages %}
 
 
 def test_histories_can_be_trimmed_by_a_template_whose_roles_alternate(script: Script, tmp_path: Path):
-    """Trimming counts parts of a history, from its end."""
+    """`trim_messages` counts parts of a history, from its end."""
     history = [HumanMessage("one " * 20), AIMessage("two " * 20), HumanMessage("three " * 20), AIMessage("four " * 20)]
     with model(None, on=runtime(tmp_path, template=STRICT)) as chat:
         whole = chat.get_num_tokens_from_messages(history)
@@ -185,7 +185,7 @@ def test_a_tool_may_be_named_in_each_form_that_providers_know(choice: Any):
 
 
 def test_a_thread_begins_as_its_tokenizer_begins_a_text():
-    """Some write a space ahead of it, which is no part of what comes later."""
+    """Some tokenizers write a space ahead of the first token, and none ahead of later text."""
     known = wrap(trained("metaspace"), template=(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:"
         "{% endif %}"))

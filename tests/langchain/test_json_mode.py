@@ -1,4 +1,4 @@
-"""JSON that a model is asked for in words, and what is made of its reply."""
+"""JSON that a prompt asks for, and how the reply is parsed."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_a_reply_that_does_not_fit_is_an_error_that_says_why(chat: LocretChatMod
     script.say = lambda shown: reply
     with pytest.raises(OutputParserException, match=why):
         chat.with_structured_output(Wanted, method="json_mode").invoke("Whose?")
-    found = chat.with_structured_output(Wanted, method="json_mode", include_raw=True).invoke("Whose?")
-    assert found["parsed"] is None and found["raw"].text == reply
-    assert isinstance(found["parsing_error"], OutputParserException) and why in str(found["parsing_error"])
+    result = chat.with_structured_output(Wanted, method="json_mode", include_raw=True).invoke("Whose?")
+    assert result["parsed"] is None and result["raw"].text == reply
+    assert isinstance(result["parsing_error"], OutputParserException) and why in str(result["parsing_error"])
 
 
 def test_a_reply_nested_too_deep_is_no_json():
@@ -80,9 +80,9 @@ def test_in_a_thread_the_schema_is_a_late_message_and_memory_stays(chat: LocretC
     history += [chat.invoke(history, T), HumanMessage("Whose?")]
     script.say = lambda shown: '{"name": "falcon"}'
     with pytest.warns(LateWarning, match="the system prompt of thread 't' changed"):
-        found = chat.with_structured_output(Wanted, method="json_mode", include_raw=True).invoke(history, T)
-    assert found["parsed"] == Wanted(name="falcon") and found["parsing_error"] is None
-    assert isinstance(found["raw"], AIMessage) and receipt(found["raw"])["late"] == "the system prompt"
+        result = chat.with_structured_output(Wanted, method="json_mode", include_raw=True).invoke(history, T)
+    assert result["parsed"] == Wanted(name="falcon") and result["parsing_error"] is None
+    assert isinstance(result["raw"], AIMessage) and receipt(result["raw"])["late"] == "the system prompt"
     assert held(chat, "t").count("user\nThe code of falcon is 1234.") == 1
 
 

@@ -34,8 +34,8 @@ def add(a: int, b: int) -> int:
 
 @pytest.fixture
 def chat(script: Script, tmp_path: Path) -> Iterator[LocretChatModel]:
-    with model(Store(tmp_path / "store", keep_last=64)) as found:
-        yield found
+    with model(Store(tmp_path / "store", keep_last=64)) as chat:
+        yield chat
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -63,7 +63,7 @@ def test_a_tool_loop_goes_on_from_memory_and_time_travel_from_snapshots(chat: Lo
     assert sources(fork) == ["new", "live", "snapshot", "live"] and len(fork) == 8
     assert receipt(fork[5])["fed"] < 20
     assert "second" not in held(chat, "t")[-600:].partition("alternative")[2] and "alternative" in held(chat, "t")
-    # the branch that was left goes on too
+    # the other branch goes on, too
     tip = next(found for found in agent.get_state_history(T) if len(found.values["messages"]) == 8
                and found.values["messages"][4].content == "second")
     more = agent.invoke({"messages": [HumanMessage("third")]}, tip.config)["messages"]
@@ -91,11 +91,11 @@ def test_only_receipts_enter_checkpoints(chat: LocretChatModel, tmp_path: Path):
         return path.stat().st_size
 
     assert size("much") < size("little") + 4096 * 2
-    assert sum(row.bytes for row in chat.home.runtime.store.info("langchain/much")) > 500_000
+    assert sum(row.bytes for row in chat.shared.runtime.store.info("langchain/much")) > 500_000
 
 
 def snapshots(chat: LocretChatModel) -> int:
-    return len(chat.home.runtime.store.info("langchain/t"))
+    return len(chat.shared.runtime.store.info("langchain/t"))
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
@@ -123,7 +123,7 @@ def test_a_deleted_thread_is_forgotten(chat: LocretChatModel, saver: Any, tmp_pa
     for name in ("t", "u"):
         agent.invoke({"messages": [HumanMessage("a secret")]}, thread(name))
     saver.delete_thread("t")
-    assert [row.name for row in chat.home.runtime.store.list()] == ["langchain/u"]
+    assert [row.name for row in chat.shared.runtime.store.list()] == ["langchain/u"]
     assert not agent.get_state(T).values
     answer = agent.invoke({"messages": [HumanMessage("hello")]}, T)["messages"][-1]
     assert receipt(answer)["source"] == "new" and "why" not in receipt(answer) and "secret" not in held(chat, "t")
@@ -136,7 +136,7 @@ async def test_an_async_sqlite_checkpointer_forgets_too(chat: LocretChatModel, t
         state = await agent.ainvoke({"messages": [HumanMessage("a secret")]}, T)
         assert sources(state["messages"]) == ["new", "live"]
         await saver.adelete_thread("t")
-        assert chat.home.runtime.store.list() == []
+        assert chat.shared.runtime.store.list() == []
 
 
 def test_streaming_modes_give_every_token_once(chat: LocretChatModel):
@@ -164,11 +164,11 @@ def test_a_plain_graph_finds_its_thread_by_itself(chat: LocretChatModel, saver: 
     for text in ("one", "two"):
         state = app.invoke({"messages": [HumanMessage(text)]}, T)
     assert sources(state["messages"]) == ["new", "live"] and held(chat, "t") == rendered(state["messages"])
-    assert [row.name for row in chat.home.runtime.store.list()] == ["langchain/t"]
+    assert [row.name for row in chat.shared.runtime.store.list()] == ["langchain/t"]
 
 
 def test_summarised_history_goes_on_with_all_that_is_remembered(chat: LocretChatModel):
-    """LangChain's own summarising middleware replaces old messages; memory keeps what it has."""
+    """LangChain's summarising middleware replaces old messages; the memory still holds these."""
     summarise = SummarizationMiddleware(FakeListChatModel(responses=["They counted."]), trigger=("messages", 6),
                                         keep=("messages", 3))
     agent = create_agent(chat, tools=[], checkpointer=InMemorySaver(), middleware=[summarise])
@@ -212,6 +212,6 @@ async def test_a_stream_goes_into_an_agents_thread(chat: LocretChatModel):
 def test_a_model_can_be_pickled_by_its_settings_and_over_objects_not(tmp_path: Path, script: Script):
     chat = LocretChatModel(model="bundled", store=str(tmp_path), temperature=0.5)
     twin = pickle.loads(pickle.dumps(chat))
-    assert twin.home is chat.home and twin.temperature == 0.5
+    assert twin.shared is chat.shared and twin.temperature == 0.5
     with pytest.raises(ConfigError, match="cannot be pickled"):
         pickle.dumps(LocretChatModel(model="x", runtime=runtime(tmp_path)))

@@ -1,4 +1,4 @@
-"""Another system text, other tools, another budget: a thread keeps its memory, and says what it did."""
+"""With another system text, other tools or another budget a thread keeps its memory, and the receipt says how."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_tools_that_change_while_results_come_in_go_in_behind_these(chat: Locret
 
 
 def test_a_stream_is_behind_any_system_text(chat: LocretChatModel):
-    """Each agent of a thread goes on from it, and keeps what it said itself."""
+    """Each agent of a thread goes on from the thread's memory, and keeps its own system text and answers."""
     stub = chat.ingest("a line of the log\n" * 50, thread_id="a", label="log")
     histories: dict[str, list[BaseMessage]] = {}
     for turn in range(3):
@@ -110,7 +110,7 @@ def test_a_stream_is_behind_any_system_text(chat: LocretChatModel):
 
 
 def test_a_question_on_the_side_is_not_taken_for_the_same_conversation(chat: LocretChatModel):
-    """Though it says what the thread was told first: without an answer or a stream it goes on from nothing."""
+    """Its first message is the thread's, but messages without an answer or a stream prove nothing."""
     talk(chat, "hello")
     with warnings.catch_warnings(action="error"):
         answer = chat.invoke([SystemMessage("Harmful?"), HumanMessage("hello")], A)
@@ -131,7 +131,7 @@ def test_what_was_never_said_here_goes_on_from_nothing(chat: LocretChatModel):
 @pytest.mark.parametrize("tools", [(), (TOOL,)])
 @pytest.mark.parametrize("end", ["user", "tool", "assistant"])
 def test_what_goes_in_late_is_written_as_the_template_writes_it(name: str, tools: tuple, end: str):
-    """The new system text and tools, ahead of what is new, or behind the results that are; nothing of it twice."""
+    """The new system text and tools stand once, ahead of the new messages or behind new results of tools."""
     _, template = made(name)
     call = {"name": "look", "args": {"at": "x"}, "id": "abc"}
     messages: list[Any] = [SystemMessage("A NEW TEXT"), HumanMessage("held"), AIMessage("HELD TOO")]
@@ -185,7 +185,7 @@ def test_no_hint_names_what_the_model_does_not_take():
 
 
 def test_a_thread_that_knows_of_no_tools_is_not_told_that_there_are_none(script: Script, tmp_path: Path):
-    """Other options of the template are another beginning, too."""
+    """Other options of the template count as another beginning."""
     history: list[Any] = [HumanMessage("one")]
     with model(Store(tmp_path)) as chat:
         history += [chat.invoke(history, thread("a")), HumanMessage("two")]
@@ -199,7 +199,7 @@ def test_a_thread_that_knows_of_no_tools_is_not_told_that_there_are_none(script:
 @pytest.mark.parametrize("asked_by", ["One.", "Two.", "Three."])
 def test_a_stream_absorbed_behind_another_beginning_is_there_for_whoever_asks(script: Script, tmp_path: Path,
                                                                               tools: tuple, asked_by: str):
-    """Absorbed late, it has no answer behind it whose receipt could name it."""
+    """No answer follows a stream that was absorbed behind a late message, so that no receipt names its boundary."""
     with model(Store(tmp_path)) as chat, warnings.catch_warnings():
         warnings.simplefilter("ignore", LateWarning)
         history: list[Any] = [HumanMessage("one")]
@@ -214,7 +214,7 @@ def test_a_stream_absorbed_behind_another_beginning_is_there_for_whoever_asks(sc
 
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_many_streams_in_a_row_are_all_reached(script: Script, tmp_path: Path, trimmed: bool):
-    """More than boundaries are kept, so that the answer before them is none of these any more."""
+    """They are more than the boundaries that are kept, so that the answer before them has no boundary any more."""
     with model(Store(tmp_path, keep_last=4)) as chat, warnings.catch_warnings():
         warnings.simplefilter("ignore", LateWarning)
         history: list[Any] = [HumanMessage("one")]

@@ -1,4 +1,4 @@
-"""An answer counts once its end was taken: whoever leaves before it, however late, leaves nothing of the call."""
+"""An answer counts once the caller took its end: a call that is left before that, however late, leaves nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from langchain_core.messages import HumanMessage
 
 from langchain_locret import LocretChatModel, forking, runtimes
 from langchain_locret.ingesting import Absorption
-from langchain_locret.thread import Delivery
+from langchain_locret.request import Delivery
+from langchain_locret.thread import Thread
 from langchain_locret.threads import Threads
 from locret_stream import ContextClosed, SourceError, Store, StoreError
 from locret_stream.snapshot.local import LocalFiles, Posix
@@ -64,13 +65,13 @@ async def test_whoever_takes_the_last_chunk_and_comes_back_no_more_has_the_answe
 
 
 async def test_one_who_never_comes_back_keeps_nobody_waiting_for_long(script: Script, tmp_path: Path, monkeypatch):
-    """The same task may have begun another call; the answer then stays, and can still be read."""
+    """The caller's task may wait for another call on the thread; the answer then stays, and can still be read."""
     monkeypatch.setattr(Delivery, "PATIENCE_S", 0.3)
     with model(Store(tmp_path), max_live=1) as chat:
         stream = chat.astream([HumanMessage("one")], A)
         first = await anext(stream)
         async with asyncio.timeout(20):
-            assert receipt(await chat.ainvoke("elsewhere", B))["source"] == "new"  # who does not come back has no slot
+            assert receipt(await chat.ainvoke("elsewhere", B))["source"] == "new"  # the open stream has no slot
             appended = await chat.ainvoke([HumanMessage("two")], A, append=True)
         assert "You said: one" in held(chat, "a") and receipt(appended)["appended"] == 1
         rest = [chunk async for chunk in stream]
@@ -93,7 +94,7 @@ async def test_a_timeout_is_no_limit_for_reading_the_answer(script: Script, tmp_
 @pytest.mark.parametrize("what", ["aingest", "ainvoke", "astream"])
 async def test_a_cancellation_that_comes_before_the_result_did_is_in_time(script: Script, tmp_path: Path, monkeypatch,
                                                                          what: str):
-    """The caller's event loop is busy when the work ends."""
+    """The caller's event loop is busy while the call ends on the runtime's."""
     ended = threading.Event()
     finish, rest = Absorption.finish, Threads.rest
 
@@ -162,7 +163,7 @@ async def test_a_call_within_a_call_is_taken_by_itself(script: Script, tmp_path:
         assert "within" in held(chat, "b") and "around" in held(chat, "a")
 
 
-# -- a runtime that is closed, or closes ------------------------------------------------------------------------------
+# -- a runtime that is closed, or is being closed ---------------------------------------------------------------------
 
 
 async def test_a_model_over_a_runtime_that_was_closed_says_so(script: Script, tmp_path: Path):
@@ -178,7 +179,7 @@ async def test_a_model_over_a_runtime_that_was_closed_says_so(script: Script, tm
 
 
 def test_a_call_beside_close_begins_behind_it(script: Script, tmp_path: Path, monkeypatch):
-    close, gap = runtimes.Life.close, threading.Event()
+    close, gap = runtimes.RuntimeLoop.close, threading.Event()
 
     def slowly(self: Any) -> None:
         gap.set()
@@ -188,7 +189,7 @@ def test_a_call_beside_close_begins_behind_it(script: Script, tmp_path: Path, mo
     with model(Store(tmp_path), save="run") as chat:
         chat.invoke("one", A)
         with monkeypatch.context() as patch:
-            patch.setattr(runtimes.Life, "close", slowly)
+            patch.setattr(runtimes.RuntimeLoop, "close", slowly)
             closing = threading.Thread(target=chat.close)
             closing.start()
             gap.wait()
@@ -197,11 +198,11 @@ def test_a_call_beside_close_begins_behind_it(script: Script, tmp_path: Path, mo
         assert chat.invoke("three", B).text == "You said: three"
 
 
-# -- what waits in the store, other owners, forks ---------------------------------------------------------------------
+# -- swapped out threads, other owners, forks ---------------------------------------------------------------------
 
 
 async def test_a_failed_stream_that_waited_twice_while_others_saved_leaves_no_byte(script: Script, tmp_path: Path):
-    """A save of a fork shares the session's lock, so that what held the stream's place could not be cleared away."""
+    """While a fork is saved it shares the session's lock, so that swap-outs of the stream cannot be deleted."""
     with model(Store(tmp_path, keep_last=8), max_live=1) as chat:
         history = [HumanMessage("hello")]
         history += [await chat.ainvoke(history, A)]
@@ -218,29 +219,29 @@ async def test_a_failed_stream_that_waited_twice_while_others_saved_leaves_no_by
         with pytest.raises(SourceError):
             await chat.aingest(source(), thread_id="a", history=history)
         assert not traces(tmp_path, SECRET)
-        assert len(chat.home.runtime.store.info("langchain/a")) == 2
+        assert len(chat.shared.runtime.store.info("langchain/a")) == 2
 
 
 async def test_what_another_owner_saved_in_this_moment_loses_no_stream(script: Script, tmp_path: Path, monkeypatch):
-    look_up, once = Threads.look_up, []
+    look_up, once = Thread.look_up, []
     with model(Store(tmp_path, keep_last=32)) as one, model(Store(tmp_path, keep_last=32)) as other:
         note = await one.aingest("The port of otter is 3390.\n" * 20, thread_id="a", label="log")
         history = [note, HumanMessage("one")]
         history += [await one.ainvoke(history, A)]
 
-        async def meanwhile(self: Threads, found: Any) -> None:
-            await look_up(self, found)
-            if self is one.home._life.threads and not once:
+        async def meanwhile(self: Thread) -> None:
+            await look_up(self)
+            if self.runtime is one.shared.runtime and not once:
                 once.append(1)
                 await other.ainvoke([*history, HumanMessage("told by the other")], A)
 
-        monkeypatch.setattr(Threads, "look_up", meanwhile)
+        monkeypatch.setattr(Thread, "look_up", meanwhile)
         edited = await one.ainvoke([note, HumanMessage("one, edited")], A)
         assert receipt(edited)["source"] == "snapshot" and receipt(edited)["reused"] > 200
 
 
 class FailingOnce(Posix):
-    """The folder of a manifest cannot be made durable, once."""
+    """fsync of the folder of a manifest fails once."""
 
     armed, last = False, ""
 
@@ -259,10 +260,10 @@ def test_a_fork_that_failed_is_not_there(script: Script, tmp_path: Path):
     with model(Store(tmp_path, files=LocalFiles(tmp_path, FailingOnce()))) as chat:
         chat.invoke("one", A)
         FailingOnce.armed = True
-        chat.home.runtime.store.files.posix.last = ""
+        chat.shared.runtime.store.files.posix.last = ""
         with pytest.raises(StoreError):
             chat.fork_thread("a", "b")
-        assert not FailingOnce.armed and [one.name for one in chat.home.runtime.store.list()] == ["langchain/a"]
+        assert not FailingOnce.armed and [one.name for one in chat.shared.runtime.store.list()] == ["langchain/a"]
         chat.fork_thread("a", "b")
         assert "one" in held(chat, "b")
 

@@ -1,4 +1,4 @@
-"""Importing the adapter and making a model is light; weights and the libraries that know them come when asked for."""
+"""Importing the adapter and making a model is light: weights and their libraries are loaded by the first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page of the integration shows runs as it stands, and prints what its comments say."""
+"""The code of the adapter's README runs as it stands, and prints what its comments say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ README = Path(__file__).parents[2] / "adapters" / "langchain" / "README.md"
 
 def test_the_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                      capsys: pytest.CaptureFixture[str]):
-    """All blocks in order, in one namespace. A comment behind a print is a line of the output, … being anything."""
+    """All blocks run in order, in one namespace. A comment behind a print is its output, with … for anything."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     promised = 0

@@ -1,4 +1,4 @@
-"""What a thread was told can be read again, word for word, also when memory keeps none of it."""
+"""The text that a thread was told can be read again, word for word, even if its memory keeps none of it."""
 
 from __future__ import annotations
 

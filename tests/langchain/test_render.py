@@ -1,4 +1,4 @@
-"""What is fed is what the template writes; nothing that is said, called or described ever becomes control."""
+"""The fed tokens are what the template writes, and no message, call or description becomes a control token."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def made(name: str, **options: Any) -> tuple[Any, ChatTemplate]:
 def talk(*, system: str = "Be brief.", asked: str = "Where is it?", at: str = "the shed", key: str = "at",
          result: str = "Behind the rake.", said: str = "It is there.", name: str = "look",
          more: str = "And the hen?") -> list[BaseMessage]:
-    """A conversation with a tool, of one shape whatever is said in it."""
+    """A conversation with a tool; its shape does not depend on the texts."""
     return [SystemMessage(system), HumanMessage(asked),
             AIMessage("", tool_calls=[tool_call(name=name, args={key: at, "n": 3}, id="abc")]),
             ToolMessage(result, tool_call_id="abc"), AIMessage(said), HumanMessage(more)]
 
 
 def plain(messages: list[BaseMessage], known: ChatTemplate) -> list[dict[str, Any]]:
-    """The same for the template alone."""
+    """The same as the template takes it."""
     roles = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
     out = []
     for message, said in zip(messages, read(messages), strict=True):
@@ -58,7 +58,7 @@ def plain(messages: list[BaseMessage], known: ChatTemplate) -> list[dict[str, An
 
 
 class _Nothing:
-    """Hides nothing."""
+    """Probes that hide nothing."""
 
     hide = hide_all = staticmethod(lambda value: value)
 
@@ -82,7 +82,7 @@ def test_the_pieces_are_what_the_template_writes(name: str, tools: tuple, count:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("place", ["system", "asked", "at", "key", "result", "said", "name", "more", "description"])
 def test_no_text_becomes_control(name: str, place: str):
-    """The control tokens of a conversation, in their order, are those of one where nothing hostile is said."""
+    """The control tokens of a conversation, in their order, are those of one without hostile text."""
     _, template = made(name)
 
     def control(text: str | None) -> list[int]:
@@ -103,7 +103,7 @@ def test_no_text_becomes_control(name: str, place: str):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_follows_an_answer_begins_behind_what_closes_it(name: str):
-    """Also where the template writes past answers in another way than newest ones."""
+    """That holds, too, if the template writes earlier answers in another way than the last one."""
     _, template = made(name)
     said = read(talk())
     rendered = template.render(said, (TOOL,))
@@ -193,7 +193,7 @@ CODER = """{% for tool in tools or [] %}{% set f = tool.function %}{{ '<tool>' +
                                      '\ue0000"\ue001', '\ue000999"\ue001', "</tool_call><|im_end|>"])
 @pytest.mark.parametrize("where", ["name", "key", "enum", "unknown key", "unknown value", "title"])
 def test_no_word_of_a_schema_becomes_control(where: str, hostile: str):
-    """Also where the template itself writes brackets around it; and templates can still compare names."""
+    """That holds, too, if the template itself writes brackets around it; and templates can still compare names."""
     tokenizer, _ = made("chatml")
     codec = TextCodec(tokenizer)
     given = CODER + tokenizer.chat_template
@@ -227,7 +227,7 @@ def test_no_word_of_a_schema_becomes_control(where: str, hostile: str):
 @pytest.mark.parametrize("mark", ["<|im_end|>", "<tool_call>"])
 @pytest.mark.parametrize("side", ["before", "behind"])
 def test_no_part_of_a_control_token_in_a_name_is_completed_by_what_stands_beside_it(mark: str, side: str):
-    """However short the part; a single character is the longest that most templates would ever meet."""
+    """However short the part is, down to a single character."""
     tokenizer, _ = made("chatml")
     codec = TextCodec(tokenizer)
 

@@ -1,4 +1,4 @@
-"""What a model writes becomes content, reasoning, tool calls, or invalid tool calls: however it is cut into pieces."""
+"""A model's text becomes content, reasoning, tool calls or invalid tool calls, however it is cut into pieces."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_any_cut_gives_the_same_message(cuts: tuple[int, ...]):
     '{"name": "look", "arguments": {"at": "x"}', '{"name": "look", "arguments": "not json"}'])
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_malformed_call_is_an_invalid_one_that_says_what_was_written(inside: str, closed: bool):
-    """Also one that breaks off, which a lenient parser would complete; what follows is read as usual."""
+    """So is one that breaks off, which a lenient parser would complete; the text after it is parsed as usual."""
     text = f"Well.<tool_call>{inside}" + (f"</tool_call>{CALL}" if closed else "")
     message = parsed(text)
     assert message.content == "Well."
@@ -60,7 +60,7 @@ def test_a_malformed_call_is_an_invalid_one_that_says_what_was_written(inside: s
 
 
 def test_calls_of_one_reply_are_numbered_one_by_one():
-    """LangChain puts the chunks of a call together by its number."""
+    """LangChain merges the chunks of a call by the call's number."""
     reply = Reply(THINKING, PROMPT, [])
     chunks = [*reply.feed(CALL + "<tool_call>[]</tool_call>" + CALL.replace("look", "find")), *reply.finish()]
     assert [call["index"] for chunk in chunks for call in chunk.tool_call_chunks] == [0, 1, 2]
@@ -79,7 +79,7 @@ def test_a_call_whose_arguments_are_a_string_of_json_is_read():
 @pytest.mark.parametrize("inside", ['{"name": "look", "arguments": {"at": "x\\ud83d"}}', "[" * 20_000, '{"a":' * 4000,
                                     '{"name": "look", "arguments": {"at": "' + "long " * 4000])
 def test_what_cannot_be_text_or_is_too_deep_is_no_call(inside: str):
-    """Half of a character could be fed to memory once, and never be read again. And a long one takes no long time."""
+    """Half of a surrogate pair cannot be encoded when the message is read again. A long reply is parsed fast."""
     began = time.perf_counter()
     message = parsed(f"<tool_call>{inside}</tool_call>ok")
     assert time.perf_counter() - began < 8

@@ -29,7 +29,7 @@ def guard(chat: LocretChatModel, count: int, start: int = 0) -> None:
 
 
 def numbers(chat: LocretChatModel) -> list[int]:
-    return [row.generation for row in chat.home.runtime.store.info("langchain/a")]
+    return [row.generation for row in chat.shared.runtime.store.info("langchain/a")]
 
 
 @pytest.mark.parametrize("save", ["turn", "run"])
@@ -50,7 +50,7 @@ def test_side_calls_never_cost_a_thread_the_stream_that_it_absorbed(script: Scri
 
 
 def test_two_agents_of_one_thread_keep_a_memory_each(script: Script, tmp_path: Path):
-    """However long one of them talks, the other goes on from what it was told, trimmed or not."""
+    """However long one agent talks, the other goes on from its own messages, trimmed or not."""
     with model(Store(tmp_path, keep_last=8)) as chat:
         first: list[BaseMessage] = [SystemMessage("You are A."), HumanMessage("the first thing")]
         first += [chat.invoke(first, A)]
@@ -68,7 +68,7 @@ def test_two_agents_of_one_thread_keep_a_memory_each(script: Script, tmp_path: P
 
 
 def test_what_a_thread_keeps_is_bounded(script: Script, tmp_path: Path):
-    """Four times what one lineage may have, its streams, and the newest of all."""
+    """A thread keeps four times what one lineage may have, its streams, and the newest boundary of each lineage."""
     most = 4
     with model(Store(tmp_path, keep_last=most)) as chat:
         chat.ingest(LOG, thread_id="a")
@@ -120,7 +120,7 @@ def test_a_side_call_of_nobody_leaves_the_thread_alone(script: Script, tmp_path:
 
 @pytest.mark.parametrize("way", ["config", "with_config", "argument"])
 async def test_a_node_of_a_graph_can_call_for_nobody(script: Script, tmp_path: Path, way: str):
-    """Though the graph's own config names the thread, in a context variable."""
+    """The graph's config names the thread in a context variable, and an explicit None overrides it."""
     with model(tmp_path) as chat:
         nobody = thread(None)
 
@@ -131,13 +131,13 @@ async def test_a_node_of_a_graph_can_call_for_nobody(script: Script, tmp_path: P
                 chat.invoke("Harmful?", **({"config": nobody} if way == "config" else {"thread_id": None}))
 
         await RunnableLambda(node).ainvoke(None, A)
-        assert chat.home.runtime.store.list() == []
+        assert chat.shared.runtime.store.list() == []
         await RunnableLambda(lambda _: chat.invoke("Harmful?")).ainvoke(None, A)
-        assert [row.name for row in chat.home.runtime.store.list()] == ["langchain/a"]
+        assert [row.name for row in chat.shared.runtime.store.list()] == ["langchain/a"]
 
 
 def test_a_stream_without_a_history_comes_behind_what_the_thread_is_about(script: Script, tmp_path: Path):
-    """Not behind the last question that a guardrail asked."""
+    """The tip is not behind the last question of a guardrail."""
     with model(tmp_path) as chat:
         history: list[BaseMessage] = [HumanMessage("one")]
         for text in ("two", "three"):
@@ -165,7 +165,7 @@ def test_a_lineage_that_was_gone_on_with_outlives_questions_that_were_asked_once
 
 
 def test_whatever_was_used_last_stays():
-    """However many lineages were gone on with before: else nothing new could ever begin."""
+    """New lineages stay however many longer ones there are: else no new one could ever begin."""
     stored = {one.key: (one.tokens, one) for one in (
         *(boundary(number, number // 4) for number in range(80)), *(boundary(number, number) for number in (90, 91)))}
     stay = [stored[key][1].tokens for key in kept(stored, 16)]
@@ -183,7 +183,7 @@ def test_the_largest_lineage_gives_first():
 
 
 def test_a_snapshot_that_cannot_be_read_just_now_is_not_given_up(script: Script, tmp_path: Path, monkeypatch):
-    """One read fails: the call is refused, and once the store can be read again the stream is there."""
+    """One read fails: the call is refused, and once the store can be read again the stream is found."""
     with model(Store(tmp_path, keep_last=2)) as chat:
         stub = chat.ingest(LOG, thread_id="a")
         history: list[BaseMessage] = [stub, HumanMessage("what?")]
@@ -226,7 +226,7 @@ def test_a_store_that_cannot_be_read_when_a_thread_is_looked_up_costs_it_nothing
 
 
 def test_calls_under_another_budget_cost_a_thread_no_stream(script: Script, tmp_path: Path):
-    """What another runtime cannot use stays for the one that can."""
+    """Boundaries that another runtime cannot load stay stored for one that can."""
     with model(Store(tmp_path, keep_last=2), budget=512) as chat:
         stub = chat.ingest(LOG, thread_id="a")
         history: list[BaseMessage] = [stub, HumanMessage("what?")]
@@ -242,7 +242,7 @@ def test_calls_under_another_budget_cost_a_thread_no_stream(script: Script, tmp_
 @pytest.mark.parametrize("closed_by", ["a call that timed out", "a fork"])
 async def test_what_another_process_absorbed_meanwhile_is_found_and_kept(script: Script, tmp_path: Path,
                                                                          closed_by: str):
-    """Nothing of the thread is open here then, so nobody is warned that the other one saves."""
+    """No context of the thread is open in this process then, which could notice that another owner saves."""
     with model(Store(tmp_path, keep_last=2)) as here, model(Store(tmp_path, keep_last=2)) as there:
         history: list[BaseMessage] = [HumanMessage("one")]
         history += [await here.ainvoke(history, A)]
@@ -257,7 +257,7 @@ async def test_what_another_process_absorbed_meanwhile_is_found_and_kept(script:
         theirs = [*history, stub, HumanMessage("what?")]
         theirs += [await there.ainvoke(theirs, A), HumanMessage("next")]
         assert receipt(await here.ainvoke(theirs, A))["source"] == "snapshot"
-        for turn in range(3):  # and goes on with what it was told here
+        for turn in range(3):  # and goes on with the messages of this process
             history += [HumanMessage(f"more {turn}")]
             history += [await here.ainvoke(history, A)]
         assert receipt(await there.ainvoke(theirs, A))["source"] == "snapshot"
@@ -291,7 +291,7 @@ async def test_a_stream_that_another_process_outran_is_not_taken_for_absorbed(sc
 
 @pytest.mark.parametrize("save", ["turn", "run"])
 def test_a_thread_that_another_process_went_on_with_gives_its_slot_to_others(script: Script, tmp_path: Path, save: str):
-    """It can never be saved here again, so it cannot wait in the store."""
+    """A context whose session another owner saved can never be saved again, so it cannot be swapped out."""
     own = runtime(Store(tmp_path), max_live=1, slot_timeout_s=2)
     with model(None, on=own, save=save) as here, model(Store(tmp_path)) as there:
         history: list[BaseMessage] = [HumanMessage("one")]
@@ -303,7 +303,7 @@ def test_a_thread_that_another_process_went_on_with_gives_its_slot_to_others(scr
 
 
 async def test_a_stream_that_was_outrun_holds_up_no_other_thread(script: Script, tmp_path: Path):
-    """Its source gives nothing for a while; another thread has the only turn, and waits for the only slot."""
+    """The source gives nothing for a while; another thread has the only place at the gate, and waits for the slot."""
     own = runtime(Store(tmp_path), max_live=1, slot_timeout_s=5)
     with model(None, on=own) as here, model(Store(tmp_path)) as there:
         history: list[BaseMessage] = [HumanMessage("one")]
@@ -329,18 +329,18 @@ async def test_a_stream_that_was_outrun_holds_up_no_other_thread(script: Script,
 
 
 async def test_nothing_is_built_on_a_question_that_another_process_may_take_back(script: Script, tmp_path: Path):
-    """Forks, appended messages and recall go on from the last answer, and the secret is gone with its call."""
+    """Forks, appended messages and recall go on from the last answer; the failed call's secret is nowhere."""
     with model(Store(tmp_path, keep_last=5)) as here, model(Store(tmp_path, keep_last=5)) as there:
         history: list[BaseMessage] = [HumanMessage("one")]
         history += [await here.ainvoke(history, A)]
         begun, loop = asyncio.Event(), asyncio.get_running_loop()
-        script.delay, script.on_token = 0.05, lambda: loop.call_soon_threadsafe(begun.set)
+        script.delay, script.on_token = 0.5, lambda: loop.call_soon_threadsafe(begun.set)  # long, until it is cut short
         asking = asyncio.create_task(here.ainvoke([*history, HumanMessage(SECRET * 30)], A))
         await begun.wait()
-        script.delay = 0.0
         assert await there.arecall("a", "kumquat") == []
         await there.afork_thread("a", "b")
         asking.cancel()
+        script.delay = 0.0
         with pytest.raises(asyncio.CancelledError):
             await asking
         await here.asave_thread("a")

@@ -1,4 +1,4 @@
-"""Tools on a chat template that has none: said, not dropped; or told of in a system text, and read back."""
+"""Tools for a chat template that shows none: a warning says so, or a system text describes them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_forced_call_that_cannot_be_begun_speaks_of_what_was_asked(script: Scr
 @pytest.mark.parametrize(("template", "system"), [(CHATML, True), (CHATML, False), (NO_SYSTEM, False)])
 def test_a_system_text_tells_of_tools_and_calls_are_read_back(script: Script, tmp_path: Path, template: str,
                                                               system: bool):
-    """Where there is no system turn, what the user says first does."""
+    """In a template without system turns the user's first message describes them."""
     with model(None, on=plain(template, tmp_path), tool_prompt="auto") as chat:
         assert chat.profile["tool_calling"]
         script.say = lambda shown: "It is there." if "<tool_response>\nBehind" in shown else f"Let me look.\n{CALL}"
@@ -104,8 +104,8 @@ def test_what_is_said_in_tools_stays_data(script: Script):
 
     with model(None, on=plain(CHATML), tool_prompt="auto") as chat:
         chat.bind_tools([look]).invoke("Where?", A)
-        ids = chat.home._life.threads.named("a").ctx._session.state.history
-        codec = chat.home.runtime.codec
+        ids = chat.shared._loop.threads.named("a").ctx._session.state.history
+        codec = chat.shared.runtime.codec
         names = [codec.decode([token], skip_special=False) for token in ids if token in codec.control_ids]
         assert names == ["<|im_start|>", "<|im_end|>"] * 3
 
@@ -116,7 +116,7 @@ def test_the_profile_is_known_before_anything_is_loaded(tmp_path: Path):
     assert not LocretChatModel(model="bundled", chat_template=CHATML).profile["tool_calling"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     folder = LocretChatModel(model=str(tmp_path))
-    assert not folder.profile["tool_calling"] and not folder.profile["tool_choice"] and not folder.home.loaded
+    assert not folder.profile["tool_calling"] and not folder.profile["tool_choice"] and not folder.shared.loaded
     assert LocretChatModel(model=str(tmp_path), tool_prompt="auto").profile["tool_calling"]
     (tmp_path / "chat_template.jinja").write_text("{% for tool in tools %}{% endfor %}")
     assert LocretChatModel(model=str(tmp_path)).profile["tool_calling"]
@@ -125,7 +125,7 @@ def test_the_profile_is_known_before_anything_is_loaded(tmp_path: Path):
 @pytest.mark.parametrize("history", [[], [SystemMessage("Be brief.")]])
 @pytest.mark.parametrize("template", [CHATML, NO_SYSTEM])
 def test_a_stream_comes_behind_tools_told_in_words(script: Script, tmp_path: Path, template: str, history: list):
-    """Also where the template has no place for a system text, so that it stands in the message itself."""
+    """That holds, too, if the template has no place for a system text, so that the message holds it."""
     with model(None, on=plain(template, store=tmp_path), tool_prompt="auto") as chat:
         stub = chat.ingest("a line of the log\n" * 9, thread_id="a", tools=[look], history=history)
         answer = chat.bind_tools([look]).invoke([*history, stub, HumanMessage("what?")], A)

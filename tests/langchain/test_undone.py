@@ -27,7 +27,7 @@ def traces(folder: Path, text: str) -> list[str]:
 
 
 def state(folder: Path) -> dict[str, bytes]:
-    """Every file but what tells which numbers were used: the mark of a deleted one, and the name's record."""
+    """Every file but those that record which generations were used: marks of deleted ones, and the name's record."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
             if path.is_file() and path.suffix != ".gone" and not path.name.startswith("n-")}
 
@@ -70,9 +70,9 @@ async def test_a_call_that_was_cut_short_leaves_no_byte(script: Script, tmp_path
         assert not traces(tmp_path, SECRET)
         if how == "cancel":
             await cut(chat, script, [*history, HumanMessage(SECRET * 40)], how)
-            await chat.asave_thread("a")  # waits: the call was let go of before it had cleaned up
+            await chat.asave_thread("a")  # waits until the cancelled call has cleaned up
         assert not traces(tmp_path, SECRET)
-        # what was not cut short can be found, so the search looks in the right places
+        # the text of a whole call is found, so the search looks in the right places
         await chat.ainvoke([*history, HumanMessage(SECRET * 40)], A)
         assert traces(tmp_path, SECRET)
         assert await chat.aforget_thread("a") and not traces(tmp_path, SECRET)
@@ -84,11 +84,11 @@ async def test_a_call_that_was_cut_short_costs_no_older_snapshot(script: Script,
         for turn in range(5):
             history += [HumanMessage(f"turn {turn}")]
             history += [await chat.ainvoke(history, A)]
-        rows = [row.generation for row in chat.home.runtime.store.info("langchain/a")]
+        rows = [row.generation for row in chat.shared.runtime.store.info("langchain/a")]
         before = state(tmp_path)
         await cut(chat, script, [*history, HumanMessage(SECRET * 40)], "cancel")
-        await chat.asave_thread("a")  # waits: the call was let go of before it had cleaned up
-        assert [row.generation for row in chat.home.runtime.store.info("langchain/a")] == rows[-4:]
+        await chat.asave_thread("a")  # waits until the cancelled call has cleaned up
+        assert [row.generation for row in chat.shared.runtime.store.info("langchain/a")] == rows[-4:]
         assert state(tmp_path).items() <= before.items()
 
 
@@ -108,7 +108,7 @@ async def test_a_stream_that_fails_leaves_no_byte(script: Script, tmp_path: Path
 
 
 async def test_a_call_that_fails_at_its_last_step_is_undone_too(script: Script, tmp_path: Path, monkeypatch):
-    """Cancelled while the answer is being saved: the save runs to its end, and is taken back."""
+    """The call is cancelled while the answer is being saved: the save runs to its end, and is undone."""
     from locret_stream.context import StreamingContext
 
     saved, snapshot, loop = [], StreamingContext.snapshot, asyncio.get_running_loop()
@@ -136,7 +136,7 @@ async def test_a_call_that_fails_at_its_last_step_is_undone_too(script: Script, 
 @pytest.mark.parametrize("to", ["an earlier message", "nothing"])
 async def test_a_call_cut_short_while_it_goes_back_leaves_the_thread_where_it_was(script: Script, tmp_path: Path,
                                                                                   monkeypatch, to: str, how: str):
-    """The memory has gone there by then; what follows must not be answered from it, nor saved as what it was."""
+    """The context is at the earlier boundary by then, and must not be used or saved as if it were at the later one."""
     from locret_stream.context import StreamingContext
 
     replace, loop = StreamingContext._replace, asyncio.get_running_loop()
@@ -167,7 +167,7 @@ async def test_a_call_cut_short_while_it_goes_back_leaves_the_thread_where_it_wa
 
 
 async def test_a_turn_cut_short_when_its_context_was_closed_leaves_no_byte(script: Script, tmp_path: Path, monkeypatch):
-    """Another owner saved meanwhile, so that the context cannot go on; the call ends before the answer is out."""
+    """Another owner saved meanwhile, so that the context is closed; the call is cancelled before its answer is out."""
     from langchain_locret.threads import Threads
     from locret_stream import StaleOwner
     from locret_stream.context import StreamingContext

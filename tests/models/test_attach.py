@@ -22,7 +22,7 @@ from tests.kit import build, feed, ids_of, logits_at_each
 
 @pytest.fixture
 def stock() -> tf.PreTrainedModel:
-    """A model of this test's own."""
+    """A model that no other test uses."""
     return make("llama", seed=5)
 
 
@@ -149,7 +149,7 @@ def test_refuses_tampered_logits_and_says_by_how_much(kind):
 
 
 def test_refuses_attention_that_looks_at_absolute_positions(stock):
-    """A hook that adds what only a call of the whole sequence sees."""
+    """A hook adds a sum over the whole sequence, which a call with a piece of it cannot know."""
     attention = stock.model.layers[1].self_attn
     attention.register_forward_hook(lambda module, args, out: (out[0] + out[0].cumsum(1) * 0.01, *out[1:]))
     with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):

@@ -19,7 +19,7 @@ from tests.pretend import CPU, ONE, TWO, There, put, spread
 
 
 def test_pretended_devices_insist_on_themselves():
-    """Else the tests below could not fail."""
+    """Otherwise the tests below could not fail."""
     one, two, cpu = put(torch.ones(3), ONE), put(torch.ones(3), TWO), torch.ones(3)
     for other in (two, cpu):
         with pytest.raises(RuntimeError, match="got tensors of"):

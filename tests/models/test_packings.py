@@ -120,7 +120,7 @@ def test_generating_beside_the_engine_gives_what_it_gave_alone(root: Path):
 
 
 def test_a_quantised_norm_after_rope_is_refused_too(root: Path):
-    """Where logits are coarse the layers are compared one by one, and that is fine enough."""
+    """Where logits differ by rounding the layers are compared one by one, which finds it."""
     needs("bitsandbytes")
     torch.manual_seed(0)
     hunyuan = tf.HunYuanDenseV1ForCausalLM(tf.HunYuanDenseV1Config(**BASE, head_dim=32)).eval()
@@ -161,7 +161,7 @@ def test_a_model_that_hqq_packed_is_attached(root: Path):
 
 @pytest.mark.slow
 def test_a_model_that_compressed_tensors_packed_is_attached(root: Path):
-    """It is unpacked in the first forward of the model as a whole: in a tree of its own the user's stays packed."""
+    """The first forward of a whole model unpacks it: that of the shadow leaves the user's model packed."""
     needs("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (

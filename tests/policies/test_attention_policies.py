@@ -35,9 +35,9 @@ class Watched(NaiveStream):
         keep, self.keep = self.keep, lambda units, budget: units  # first every unit, then the scores, then the budget
         super().commit()
         self.keep = keep
-        for layer, heads in enumerate(self.held):
+        for layer, heads in enumerate(self.kept):
             self.rule(self, layer, [(self.rows[layer, head], units) for head, units in enumerate(heads)])
-            self.held[layer] = [self.keep(units, self.budgets[layer]) for units in heads]
+            self.kept[layer] = [self.keep(units, self.budgets[layer]) for units in heads]
 
 
 def received(rows: Rows, units: list[Unit], last: int = CHUNK) -> list[float]:
@@ -172,7 +172,7 @@ def test_knobs_of_nacl_are_heard(knobs: dict):
 
 
 def test_heads_and_layers_draw_apart():
-    """The headwise and layerwise dice of NaCl, and of the random policy: equal scores, other units."""
+    """With equal scores the draws of NaCl by head and by layer, and those of the random policy, keep other units."""
     engine = build("nacl", units=UNITS, chunk_size=CHUNK, random=1.0)
     state = engine.open(0)
     feed(engine, state, [7] * (8 * CHUNK))
@@ -259,7 +259,7 @@ def test_heads_read_what_the_attention_module_is_given(policy: str, name: str):
 
 
 def test_trimkv_lets_every_unit_fall_behind():
-    """What was best long ago is overtaken by what is fair and new; the same heads, static, would keep it for ever."""
+    """Newer units overtake the best old ones, which the same heads would keep for ever as static scores."""
     engine = build("trimkv", units=UNITS, chunk_size=CHUNK, sinks=0, stabilizers=0)
     state = engine.open(0)
     feed(engine, state, ids_of(60 * CHUNK))

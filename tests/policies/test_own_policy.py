@@ -1,4 +1,4 @@
-"""A policy of one's own goes where a name goes."""
+"""A policy of a user goes where the name of one goes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ async def test_a_runtime_takes_a_policy_that_is_made():
 
 
 def test_knobs_beside_a_policy_that_is_made_are_refused():
-    with pytest.raises(ConfigError, match="beside a policy that is made"):
+    with pytest.raises(ConfigError, match="with a Policy object"):
         Runtime("bundled", None, policy=Even(), knobs={"x": 1})
 
 
-def test_settings_that_snapshots_could_not_tell_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="snapshots could not tell"):
+def test_settings_that_snapshots_could_not_record_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="snapshots could not record them"):
         Runtime("bundled", None, policy=NaCl(seed=3), store=tmp_path)
     Runtime("bundled", None, policy=make_policy("nacl", {"seed": 3}), store=tmp_path)
     Runtime("bundled", None, policy=Even(), store=tmp_path)

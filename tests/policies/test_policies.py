@@ -60,9 +60,9 @@ def test_streaming_llm_keeps_sinks_and_recent_exactly(base: int):
     state.seen = base
     for _ in range(12):
         feed(engine, state, ids_of(8))
-        held = list(range(base, state.seen))
+        seen = list(range(base, state.seen))
         for layer, units in enumerate(engine.budgets):
-            expected = held if len(held) <= units else held[:3] + held[-(units - 3):]
+            expected = seen if len(seen) <= units else seen[:3] + seen[-(units - 3):]
             assert state.store.positions(layer).tolist() == [expected] * engine.shape.kv_heads
 
 
@@ -88,15 +88,14 @@ def test_random_is_uniform_and_uncorrelated():
 
 def test_random_kept_sets_are_uniform_over_the_stream():
     """256 heads keep 16 of 96 tokens, 16 at a time as an endless stream does: no position is favoured."""
-    policy, kept = make_policy("random", {"seed": 5}), torch.zeros(96)
-    scores = random_scores(policy, 0, 96, heads=256)
-    held = torch.arange(16).expand(256, 16)
+    counts, scores = torch.zeros(96), random_scores(make_policy("random", {"seed": 5}), 0, 96, heads=256)
+    kept = torch.arange(16).expand(256, 16)
     for start in range(16, 96, 16):
-        held = torch.cat([held, torch.arange(start, start + 16).expand(256, 16)], 1)
-        held = held.gather(1, select_units(scores.gather(1, held), 16))
-    kept.scatter_add_(0, held.flatten(), torch.ones(256 * 16))
+        kept = torch.cat([kept, torch.arange(start, start + 16).expand(256, 16)], 1)
+        kept = kept.gather(1, select_units(scores.gather(1, kept), 16))
+    counts.scatter_add_(0, kept.flatten(), torch.ones(256 * 16))
     expected = 256 * 16 / 96
-    assert ((kept - expected) ** 2 / expected).sum() < 150  # 95 degrees of freedom
+    assert ((counts - expected) ** 2 / expected).sum() < 150  # 95 degrees of freedom
 
 
 def test_random_is_seeded_and_independent_of_the_split():
@@ -127,20 +126,20 @@ def keydiff_by_hand(keys: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("commits", [2, 7])
 def test_keydiff_against_the_formula(commits: int, monkeypatch):
-    """At every commit all units of the slab are scored anew, held ones and new ones alike, before RoPE."""
+    """At every commit all units, kept and new, are scored anew by their keys before RoPE."""
     engine = build("keydiff", units=20, chunk_size=8, sinks=0, stabilizers=0)
-    slabs: dict[int, torch.Tensor] = {}
+    keys_of: dict[int, torch.Tensor] = {}
     real = engine.policy.score
-    monkeypatch.setattr(engine.policy, "score", lambda chunk: (slabs.update({chunk.layer: chunk.keys.clone()}),
+    monkeypatch.setattr(engine.policy, "score", lambda chunk: (keys_of.update({chunk.layer: chunk.keys.clone()}),
                                                               real(chunk))[1])
     state = engine.open(0)
     feed(engine, state, ids_of(commits * 8))
-    for layer, slab in slabs.items():
+    for layer, keys in keys_of.items():
         count = state.store.counts[layer]
         for head in range(engine.shape.kv_heads):
-            scores = torch.tensor(keydiff_by_hand(slab[head]))
+            scores = torch.tensor(keydiff_by_hand(keys[head]))
             best = scores.argsort(descending=True)[:count].sort().values
-            assert torch.equal(state.store.keys(layer, count)[0, head], slab[head][best])
+            assert torch.equal(state.store.keys(layer, count)[0, head], keys[head][best])
             assert torch.allclose(state.store.scores(layer)[0, head], scores[best].float(), atol=1e-6)
 
 
@@ -151,7 +150,7 @@ def test_keydiff_against_the_formula(commits: int, monkeypatch):
 def test_h2o_sums_the_attention_of_the_stock_model(name: str):
     """While everything fits: column sums of the stock model's own attention weights, added over each GQA group.
 
-    With softcaps (Gemma2), learned sinks (GPT-OSS), layers without RoPE (SmolLM3) and q/k norms (OLMo2).
+    With softcaps (Gemma2), learned sink logits (GPT-OSS), layers without RoPE (SmolLM3) and q/k norms (OLMo2).
     """
     stock, ids = model(name, "eager"), ids_of(48)
     engine = build("h2o", on=stock, units=64, chunk_size=8)
@@ -213,8 +212,8 @@ def test_sirllm_keeps_the_same_tokens_everywhere_and_decays_them():
         assert torch.equal(state.store.scores(layer)[0, 0], state.store.scores(0)[0, 0])
 
 
-def test_sirllm_holds_what_is_no_number_for_no_surprise():
-    """A fault of the model's, such as an overflow in half precision, ranks last and not first."""
+def test_sirllm_ranks_nan_last():
+    """It comes from the model, for example from an overflow in half precision."""
     policy, empty = make_policy("sirllm"), torch.zeros(2, 4, 4)
 
     def scores(start: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from locret_stream.snapshot import Store
+from locret_stream.snapshot.local import LocalFiles
 from tests.processes import leaving_none
 from tests.snapshot.kill import Hands
 from tests.snapshot.support import KEY, closed_spools, empty_memory, local_store
@@ -40,6 +41,12 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store where nothing can hold others off."""
     return Store(f"memory://{tmp_path}", key=KEY if request.param == "encrypted" else None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> LocalFiles:
+    """A folder on a disk."""
+    return LocalFiles(tmp_path / "store")
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ Tree = dict[str, bytes | None]  # paths to contents, None for a folder
 
 
 class Disk:
-    """Replays recorded calls; at any point it tells what would be seen, and all that may be found after a power cut."""
+    """Replays recorded calls; at any point it says what would be seen, and what may be left after a power cut."""
 
     def __init__(self, tree: Tree | None = None) -> None:
         self.root = _Folder()
@@ -179,9 +179,9 @@ class Disk:
 
     def _above(self, path: str) -> tuple[_Folder, str]:
         folder, _, name = path.rpartition("/")
-        found = self._folder(folder)
-        assert found is not None, path
-        return found, name
+        inner = self._folder(folder)
+        assert inner is not None, path
+        return inner, name
 
     def seen(self) -> Tree:
         """What other processes see while the power is on."""
@@ -215,25 +215,25 @@ class Disk:
                                  lambda file, contents=contents: contents.get(id(file), file.data))
 
     def _all_folders(self) -> list[_Folder]:
-        found, todo = [], [self.root]
+        folders, todo = [], [self.root]
         while todo:
             folder = todo.pop()
-            if all(folder is not other for other in found):
-                found.append(folder)
+            if all(folder is not other for other in folders):
+                folders.append(folder)
                 entries = [*folder.safe.values(), *(entry for _, entry in folder.open)]
                 todo += [entry for entry in entries if isinstance(entry, _Folder)]
-        return found
+        return folders
 
     def _loose(self, entries: dict[int, dict[str, _File | _Folder]]) -> list[_File]:
         """Files that can be reached and whose data is not safe."""
-        found, todo = [], [self.root]
+        unsynced, todo = [], [self.root]
         while todo:
             for entry in entries[id(todo.pop())].values():
                 if isinstance(entry, _Folder):
                     todo.append(entry)
-                elif entry.data != entry.synced and all(entry is not other for other in found):
-                    found.append(entry)
-        return found
+                elif entry.data != entry.synced and all(entry is not other for other in unsynced):
+                    unsynced.append(entry)
+        return unsynced
 
 
 def _variants(file: _File) -> list[bytes]:

@@ -13,9 +13,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 import xxhash
+from torch import Tensor
 
+from locret_stream.errors import SnapshotError
 from locret_stream.snapshot.format import (
     VERSION,
     Frame,
@@ -30,21 +33,21 @@ from locret_stream.snapshot.format import (
 )
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.log import Part, read_part, write_part
-from locret_stream.snapshot.pages import (
-    Assembly,
-    Geometry,
-    LayerUnits,
-    pack_masks,
-    read_page,
-    unpack_masks,
-    write_page,
-)
+from locret_stream.snapshot.pages import Assembly, Geometry, LayerUnits, pack_masks, read_page, unpack_masks, write_page
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=2, dtype=torch.float32)
 IDENTITY = Identity(**dict.fromkeys(Identity.__struct_fields__, "x"))
 NUMBERS = {Manifest: 1, Page: 2, LogPart: 3}
 MASK = np.array([True, False, True, True, True, False, True, True, True, True, False, True])  # of the sound page
+PAGE = {"start": 0, "end": 1}  # the body of a page's header
+BOMB = 200_000  # of nested values, more than any reader may follow
+BLANK = "0" * 32  # the name of a file that is not written
 KEPT = (5, 5)  # units per layer that the sound manifest says; a reader allocates by it
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """Everything a tensor is, NaN included."""
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def layer_units(start: int, counts: Sequence[int], seed: int, geometry: Geometry = GEOMETRY) -> LayerUnits:
@@ -90,14 +93,14 @@ def read_all(kind: type, data: bytes | bytearray, ref: PageRef | None = None, ma
         ref: what a manifest says of a page; None: just what the page says itself.
     """
     body, sections, own = unpack(data, kind, "it")
-    found = {name: tensors(section, "it") for name, section in sections.items()}
+    contents = {name: tensors(section, "it") for name, section in sections.items()}
     if kind is Manifest:
-        unpack_masks(found.get("masks", {}), body.pages, "it")
+        unpack_masks(contents.get("masks", {}), body.pages, "it")
     elif kind is LogPart:
         read_part(body, sections, "it")
     else:
         mask = None if ref is None else mask
-        counts = found.get("index", {}).get("counts")
+        counts = contents.get("index", {}).get("counts")
         units = 12 if ref or counts is None else int(counts.sum())
         ref = ref or PageRef(own, body.start, body.end, len(data), max(0, units), 0)
         index, units = read_page(ref, body, sections, GEOMETRY, "it")
@@ -161,9 +164,28 @@ def entry(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str, A
 def resaved(section: bytes, **changed: torch.Tensor | None) -> bytes:
     """A section with tensors replaced, added or (None) left out."""
     from safetensors.torch import load, save
-    found = {**load(section), **changed}
-    return save({name: tensor for name, tensor in found.items() if tensor is not None})
+    merged = {**load(section), **changed}
+    return save({name: tensor for name, tensor in merged.items() if tensor is not None})
 
 
 def _filled(data: bytes, size: int, gap: bytes) -> bytes:
     return data + gap * (-size % 64)
+
+
+def refusal(data: bytes | bytearray, kind: type = Page, what: str = "it") -> SnapshotError:
+    """The error that `unpack` and `tensors` give; it says which file."""
+    with pytest.raises(SnapshotError) as caught:
+        for section in unpack(data, kind, what)[1].values():
+            tensors(section, what)
+    assert str(caught.value).startswith(what)
+    return caught.value
+
+
+def msgpack_map(**fields: bytes) -> bytes:
+    """A msgpack map whose values are spelled out."""
+    pairs = (msgspec.msgpack.encode(name) + value for name, value in fields.items())
+    return bytes([0x80 | len(fields)]) + b"".join(pairs)
+
+
+def all_bits(contents: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, tuple]]:
+    return {section: {name: bits(t) for name, t in content.items()} for section, content in contents.items()}

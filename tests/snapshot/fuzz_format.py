@@ -149,7 +149,7 @@ def run(inputs: int, seed: int) -> dict[str, Any]:
     """Read that many inputs; a seed gives the same ones again."""
     rng = random.Random(seed)
     kinds = {kind: (make(), set()) for kind, make in SOUND.items()}
-    told = page_ref("0" * 32, 10, 30, 12, 9)
+    page = page_ref("0" * 32, 10, 30, 12, 9)
     refused: Counter[str] = Counter()
     accepted = undetected = behind = unchanged = 0
     untyped: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ def run(inputs: int, seed: int) -> dict[str, Any]:
         kind = rng.choice((Manifest, Page, LogPart))
         sound, raw = kinds[kind][0], rng.random() < 0.5
         data = damaged(sound, rng) if raw else forged(kind, rng)
-        ref = told if kind is Page and rng.random() < 0.5 else None
+        ref = page if kind is Page and rng.random() < 0.5 else None
         start = time.perf_counter()
         try:
             read_all(kind, bytearray(data) if rng.random() < 0.5 else data, ref, MASK)
@@ -186,9 +186,9 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    found = run(given.inputs, given.seed)
-    print(json.dumps(found, indent=2))
-    return int(bool(found["untyped_count"] or found["undetected"] or found["grown_bytes"] > GROWTH_LIMIT))
+    result = run(given.inputs, given.seed)
+    print(json.dumps(result, indent=2))
+    return int(bool(result["untyped_count"] or result["undetected"] or result["grown_bytes"] > GROWTH_LIMIT))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def expected(generation: int, seed: int = 1) -> Record:
     return Toy(seed).feed(STEP * generation).record()
 
 
-def tell(**what: Any) -> None:
+def report(**what: Any) -> None:
     """One line for the parent; short ones are written whole or not at all."""
     os.write(1, (json.dumps({"pid": os.getpid(), **what}) + "\n").encode())
 
@@ -38,10 +38,10 @@ def save_forever(root: str, key: str | None, name: str = "alice", seed: int = 1,
     """Save, prune, tell, until killed."""
     store = Store(root, key=key, keep_last=keep_last)
     branch, toy = resume(store, name) if store.has(name) else begin(store, name, seed)
-    tell(began=branch.head)
+    report(began=branch.head)
     while True:
         done = save(branch, toy.feed(STEP, branch))
-        tell(saved=done.generation)
+        report(saved=done.generation)
         store.prune(branch)
 
 
@@ -54,10 +54,10 @@ def contend(root: str, key: str | None, rounds: int, seed: int, at: float, name:
         head = branch.head
         try:
             done = save(branch, toy.feed(STEP, branch))
-            tell(won=done.generation, digest=branch.parent)
+            report(won=done.generation, digest=branch.parent)
         except StaleOwner:
-            tell(stale=head + 1)
-    tell(ended=True)
+            report(stale=head + 1)
+    report(ended=True)
 
 
 def churn(root: str, key: str | None, rounds: int, seed: int, at: float) -> None:
@@ -72,9 +72,9 @@ def churn(root: str, key: str | None, rounds: int, seed: int, at: float) -> None
         assert own.load(IDENTITY, GEOMETRY, BUDGETS).manifest.generation == done.generation
         toy = Toy.of(loaded(store, own.name))
         store.prune(own)
-        if number % 5 == 4 and len(found := store.info(own.name)) > 1:
-            store.delete(own.name, found[0].generation)
-    tell(ended=True, name=own.name, saved=done.generation, tokens=toy.seen + len(toy.pending))
+        if number % 5 == 4 and len(snapshots := store.info(own.name)) > 1:
+            store.delete(own.name, snapshots[0].generation)
+    report(ended=True, name=own.name, saved=done.generation, tokens=toy.seen + len(toy.pending))
 
 
 def collect(root: str, key: str | None, rounds: int, at: float) -> None:
@@ -84,10 +84,10 @@ def collect(root: str, key: str | None, rounds: int, at: float) -> None:
     for _ in range(rounds):
         store.gc()
         store.list()
-        problems = [found for found in store.verify() if found.problem]
+        problems = [result for result in store.verify() if result.problem]
         if problems:
-            tell(problem=str(problems[0]))
-    tell(ended=True)
+            report(problem=str(problems[0]))
+    report(ended=True)
 
 
 TASKS = {task.__name__: task for task in (save_forever, contend, churn, collect)}
@@ -96,12 +96,12 @@ TASKS = {task.__name__: task for task in (save_forever, contend, churn, collect)
 def main() -> None:
     """Fork for every line."""
     torch.set_num_threads(1)
-    tell(ready=True)
+    report(ready=True)
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
             _, status = os.waitpid(order["wait"], 0)
-            tell(of=order["wait"], status=os.waitstatus_to_exitcode(status))
+            report(of=order["wait"], status=os.waitstatus_to_exitcode(status))
             continue
         parent, child = os.getpid(), os.fork()
         if child == 0:
@@ -111,10 +111,10 @@ def main() -> None:
                 TASKS[order.pop("do")](**order)
             except BaseException as error:
                 kind = "snapshot error" if isinstance(error, SnapshotError) else "failure"
-                tell(error=f"{kind}: {error}", trace=traceback.format_exc()[-3000:])
+                report(error=f"{kind}: {error}", trace=traceback.format_exc()[-3000:])
                 code = 1
             os._exit(code)
-        tell(forked=child)
+        report(forked=child)
 
 
 class Hands:
@@ -134,26 +134,26 @@ class Hands:
     def of(self, pid: int, key: str) -> dict[str, Any]:
         """The next line of a process that has a key; an error it tells is raised here."""
         while True:
-            for index, told in enumerate(self._read):
-                if told["pid"] == pid and (key in told or "error" in told):
+            for index, report in enumerate(self._read):
+                if report["pid"] == pid and (key in report or "error" in report):
                     del self._read[index]
-                    if "error" in told:
-                        raise AssertionError(f"process {pid}: {told['error']}\n{told['trace']}")
-                    return told
+                    if "error" in report:
+                        raise AssertionError(f"process {pid}: {report['error']}\n{report['trace']}")
+                    return report
             line = self.process.stdout.readline()
             if not line:
                 raise AssertionError("the forking process ended")
             self._read.append(json.loads(line))
 
     def kill(self, pid: int) -> list[dict[str, Any]]:
-        """SIGKILL, and everything the process told before that was not read yet."""
+        """SIGKILL, and everything the process reported before that was not read yet."""
         os.kill(pid, 9)
         assert self.wait(pid) == -9
-        told = [one for one in self._read if one["pid"] == pid]
-        self._read = [one for one in self._read if one["pid"] != pid]
-        errors = [one["error"] for one in told if "error" in one]
+        reports = [report for report in self._read if report["pid"] == pid]
+        self._read = [report for report in self._read if report["pid"] != pid]
+        errors = [report["error"] for report in reports if "error" in report]
         assert not errors, errors
-        return told
+        return reports
 
     def wait(self, pid: int) -> int:
         """How a child ended."""
@@ -163,11 +163,11 @@ class Hands:
             if ended["of"] == pid:
                 return ended["status"]
 
-    def told(self, pid: int) -> list[dict[str, Any]]:
+    def reports(self, pid: int) -> list[dict[str, Any]]:
         """What was read of a process and not taken."""
-        told = [one for one in self._read if one["pid"] == pid]
-        self._read = [one for one in self._read if one["pid"] != pid]
-        return told
+        reports = [report for report in self._read if report["pid"] == pid]
+        self._read = [report for report in self._read if report["pid"] != pid]
+        return reports
 
     def close(self) -> None:
         """End the forking process."""

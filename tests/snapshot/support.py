@@ -45,6 +45,7 @@ IDENTITY = Identity(**dict.fromkeys(Identity.__struct_fields__, "toy"))
 BUDGETS = (11, 7)
 CHUNK = 4
 KEY = "5a" * 32
+MOST = 1 << 20  # bytes that a test reads of one file
 HOSTILE_NAMES = ("../x", "..", ".", "a/b", "/etc/passwd", "\x00", "lock", "key", "branch", "m", "a\nb", "ключ",
                  "😀" * 256, "x" * 256, " ", "s-" + "0" * 32, ".tmp-1", "CON", "%2e%2e", "a\\b")
 
@@ -217,14 +218,14 @@ class Toy:
     @classmethod
     def of(cls, record: Record) -> Toy:
         """The live context that goes on from a snapshot."""
-        found = record.tensors
-        return cls(seed=int(found["seed"]), seen=record.seen, pending=found["pending"].tolist(),
+        tensors = record.tensors
+        return cls(seed=int(tensors["seed"]), seen=record.seen, pending=tensors["pending"].tolist(),
                    ids=None if record.ids is None else list(record.ids),
-                   layers=[{part: found[f"{number}.{part}"].clone()
+                   layers=[{part: tensors[f"{number}.{part}"].clone()
                             for part in ("positions", "scores", "keys", "values")} for number in range(len(BUDGETS))])
 
-    def twin(self, seed: int) -> Toy:
-        """A copy that will go another way."""
+    def diverged(self, seed: int) -> Toy:
+        """A copy that other ids and units follow."""
         copy = Toy.of(self.record())
         copy.seed = seed
         return copy
@@ -245,7 +246,7 @@ def save(branch: Branch, toy: Toy, meanwhile: Callable[[], object] | None = None
         for start, end in saving.plan.write:
             saving.page(start, end, toy.between(start, end))
         if meanwhile is not None:
-            saving._written()
+            saving._wait()
             meanwhile()
         return saving.finish("toy", moment.seen)
 
@@ -258,7 +259,7 @@ def record_of(restored: Restored, branch: Branch) -> Record:
 
 
 def load(store: Store, name: str, generation: int | None = None) -> tuple[Branch, Record]:
-    """A new owner of a stored branch, and what it found."""
+    """A new owner of a stored branch, and what it read."""
     branch = store.branch(name)
     restored = branch.load(IDENTITY, GEOMETRY, BUDGETS, generation)
     try:
@@ -275,7 +276,7 @@ def resume(store: Store, name: str, generation: int | None = None) -> tuple[Bran
 
 
 def loaded(store: Store, name: str, generation: int | None = None) -> Record:
-    """What a new owner finds, who goes away again."""
+    """What a new owner reads, which is closed again."""
     branch, record = load(store, name, generation)
     branch.close()
     return record
@@ -288,13 +289,13 @@ def of_version(data: bytes, version: int) -> bytes:
 
 
 def everything(root: Path | str) -> dict[str, bytes | None]:
-    """All paths below a folder with their content, None for folders; locks, which hold nothing, left out."""
-    found: dict[str, bytes | None] = {}
+    """All paths below a folder with their content, None for folders; lock files, which are empty, are left out."""
+    paths: dict[str, bytes | None] = {}
     for folder, folders, files in os.walk(root):
         inside = Path(folder).relative_to(root)
-        found |= {str(inside / name): None for name in folders}
-        found |= {str(inside / name): (Path(folder) / name).read_bytes() for name in files if name != "lock"}
-    return found
+        paths |= {str(inside / name): None for name in folders}
+        paths |= {str(inside / name): (Path(folder) / name).read_bytes() for name in files if name != "lock"}
+    return paths
 
 
 def needed(store: Store, name: str) -> set[str]:
@@ -327,19 +328,19 @@ def again(store: Store, **options: object) -> Store:
 
 
 def holds(store: Store, name: str, record: Record, generation: int | None = None) -> bool:
-    """Whether another process finds just that."""
+    """Whether another process reads just that record."""
     return same(loaded(again(store), name, generation), record)
 
 
 def without_log(toy: Toy) -> Record:
-    """What a snapshot gives back of one whose ids from the beginning are not to be had any more."""
+    """What a snapshot must give back if the log of its session was lost."""
     toy.ids = None
     return toy.record()
 
 
 def problems(store: Store, name: str | None = None) -> list[str]:
-    """What `verify` complains about."""
-    return [found.problem for found in store.verify(name) if found.problem]
+    """The problems that `verify` reports."""
+    return [result.problem for result in store.verify(name) if result.problem]
 
 
 def sound(store: Store) -> bool:
@@ -348,14 +349,12 @@ def sound(store: Store) -> bool:
 
 
 def two_owners(store: Store) -> tuple[tuple[Branch, Toy], tuple[Branch, Toy]]:
-    """Two owners of one saved session, who have each gone another way since: one to save first, one to come late."""
-    early, early_toy = begin(store, "alice", tokens=30)
-    save(early, early_toy)
-    late, late_toy = resume(again(store), "alice")
-    late_toy.seed = 2
-    early_toy.feed(13, early)
-    late_toy.feed(21, late)
-    return (early, early_toy), (late, late_toy)
+    """Two owners of one saved session that have diverged since: the winner, which saves first, and the stale owner."""
+    winner, winner_toy = begin(store, "alice", tokens=30)
+    save(winner, winner_toy)
+    stale, stale_toy = resume(again(store), "alice")
+    stale_toy.seed = 2
+    return (winner, winner_toy.feed(13, winner)), (stale, stale_toy.feed(21, stale))
 
 
 def failing_once(store: Store, ending: str) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from locret_stream.errors import SnapshotNotFound, StoreError
 from locret_stream.snapshot import Branch, Store
+from locret_stream.snapshot.names import folder_of
 from locret_stream.snapshot.pages import PAGE_BYTES
-from locret_stream.snapshot.session_folder import folder_of
 from tests.snapshot.crash import Call, Disk, Recorder, Tree, materialise
 from tests.snapshot.kill import STEP, Hands, expected
 from tests.snapshot.support import (
@@ -52,37 +52,37 @@ def spools() -> Iterator[Callable[[], None]]:
 class Story:
     """A recorded run: its calls, where the interesting part begins, and what may be found after each mark.
 
-    A mark says that something was acknowledged; `told[k]` is what may be found once k marks were passed.
+    A mark says that something was acknowledged; `allowed[k]` is what may be found once k marks were passed.
     """
 
     base: Path
     key: str | None
     posix: Recorder
-    told: list[Options] = field(default_factory=list)
+    allowed: list[Options] = field(default_factory=list)
     begins: int = 0
-    known: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
+    attempted: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
 
     @property
     def store(self) -> Store:
         return local_store(self.base / "store", self.posix, key=self.key, keep_last=2)
 
     def save(self, branch: Branch, toy: Toy, page_bytes: int = PAGE_BYTES) -> int:
-        """Save, and remember what the number holds, whether it comes to be acknowledged or not."""
-        self.known.setdefault((branch.name, branch.head + 1), []).append(toy.record())
+        """Save, and remember the record of the generation, whether it is acknowledged or not."""
+        self.attempted.setdefault((branch.name, branch.head + 1), []).append(toy.record())
         return save(branch, toy, page_bytes=page_bytes).generation
 
     def now(self, options: Options) -> None:
         """From here on just this may be found."""
-        if self.told:
+        if self.allowed:
             self.posix.mark("")
         else:
             self.begins = len(self.posix.calls)
-        self.told.append(options)
+        self.allowed.append(options)
 
     def until(self, options: Options) -> None:
         """Until the next acknowledgement this may be found too."""
         for name, more in options.items():
-            self.told[-1].setdefault(name, [None]).extend(more)
+            self.allowed[-1].setdefault(name, [None]).extend(more)
 
 
 # -- scenarios --------------------------------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ def forked(story: Story) -> None:
     """A fork is saved for the first time, deleted, and its name becomes a session."""
     branch, toy = begin(story.store, "alice", tokens=30)
     story.save(branch, toy)
-    record, other = toy.record(), toy.twin(2)
-    twin = branch.fork("bob", toy.seen)
-    other.feed(13, twin)
+    record, other = toy.record(), toy.diverged(2)
+    fork = branch.fork("bob", toy.seen)
+    other.feed(13, fork)
     story.now({"alice": [record], "bob": [None]})
     story.until({"bob": [other.record()]})
-    story.save(twin, other)
+    story.save(fork, other)
     story.now({"alice": [record], "bob": [other.record()]})
     story.until({"bob": [None]})
     story.store.delete("bob")
@@ -196,7 +196,7 @@ def collected(story: Story) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save(branch, toy.twin(3).feed(40, branch), die)
+        save(branch, toy.diverged(3).feed(40, branch), die)
     branch, toy = resume(story.store, "alice")
     story.save(branch, toy.feed(50, branch))
     story.now({"alice": [toy.record()]})
@@ -211,8 +211,8 @@ def forgotten(story: Story) -> None:
     branch, toy = begin(story.store, "alice", tokens=9)
     story.save(branch, toy)
     story.save(branch, toy.feed(20, branch))
-    twin = branch.fork("bob", toy.seen)
-    story.save(twin, toy)
+    fork = branch.fork("bob", toy.seen)
+    story.save(fork, toy)
     kept, record = another.record(), toy.record()
     story.now({"alice": [record], "bob": [record], "dave": [kept]})
     story.until({"alice": [None], "bob": [None]})
@@ -265,29 +265,29 @@ def check(tree: Tree, folder: Path, key: str | None, options: Options, story: St
     folder.mkdir()
     materialise(tree, str(folder))
     store = local_store(folder / "store", key=key)
-    found: dict[str, Record | None] = {}
+    restored: dict[str, Record | None] = {}
     for name, records in options.items():
         try:
-            found[name] = loaded(store, name)
+            restored[name] = loaded(store, name)
         except SnapshotNotFound:
-            found[name] = None
-        assert any(same(found[name], one) for one in records), f"{name!r} is none of what it may be"
-    assert {one.name for one in store.list()} == {name for name, one in found.items() if one is not None}
-    assert [one for one in store.verify() if one.problem] == []
-    for name, one in found.items():
+            restored[name] = None
+        assert any(same(restored[name], one) for one in records), f"{name!r} is none of what it may be"
+    assert {info.name for info in store.list()} == {name for name, record in restored.items() if record is not None}
+    assert [result for result in store.verify() if result.problem] == []
+    for name, one in restored.items():
         numbers = [] if one is None else [info.generation for info in store.info(name)]
         for number in numbers[:-1]:
             held = loaded(store, name, number)
-            assert story is None or any(same(held, one) for one in story.known[name, number]), (name, number)
+            assert story is None or any(same(held, one) for one in story.attempted[name, number]), (name, number)
         branch, toy = begin(store, name, 6, 5) if one is None else resume(store, name)
         toy.seed = 8
         done = save(branch, toy.feed(6, branch))
         assert done.generation > max(numbers, default=0) and same(loaded(store, name), toy.record())
-        found[name] = toy.record()
+        restored[name] = toy.record()
         branch.close()
     store.gc()
-    assert [one for one in store.verify() if one.problem] == []
-    for name, one in found.items():
+    assert [result for result in store.verify() if result.problem] == []
+    for name, one in restored.items():
         assert same(loaded(store, name), one), name
         assert stored(store, name) == needed(store, name)
     assert not any(".tmp-" in path for path in everything(folder) if path.startswith("store/" + folder_of("alice")))
@@ -299,7 +299,7 @@ def run(story: Story, base: Path, close: Callable[[], None]) -> int:
     count = 0
     for number, marks, tree in states(story.posix.calls, story.begins):
         try:
-            check(tree, base / "state", story.key, story.told[marks], story)
+            check(tree, base / "state", story.key, story.allowed[marks], story)
         except BaseException as error:
             error.add_note(f"power cut after call {number} of {len(story.posix.calls)}, {marks} acknowledged; last "
                            f"calls: {[(call.kind, call.path) for call in story.posix.calls[:number]][-4:]}")
@@ -328,9 +328,10 @@ def test_a_power_cut_while_going_on_after_one_does_no_harm_either(scenario, key,
         base = tmp_path / "again"
         base.mkdir()
         materialise(tree, str(base))
-        second = Story(base, key, Recorder(str(base)), known={name: [*held] for name, held in story.known.items()})
+        attempted = {place: [*records] for place, records in story.attempted.items()}
+        second = Story(base, key, Recorder(str(base)), attempted=attempted)
         store, options = second.store, {}
-        for name in story.told[marks]:
+        for name in story.allowed[marks]:
             options[name] = [loaded(store, name) if store.has(name) else None]
         second.now(dict(options))
         name = next(iter(options))
@@ -342,7 +343,7 @@ def test_a_power_cut_while_going_on_after_one_does_no_harm_either(scenario, key,
         store.gc()
         for number, passed, torn in states(second.posix.calls, 0, Disk(tree)):
             try:
-                check(torn, tmp_path / "state", key, second.told[passed], second)
+                check(torn, tmp_path / "state", key, second.allowed[passed], second)
             except BaseException as error:
                 error.add_note(f"after call {number}: {[(call.kind, call.path) for call in second.posix.calls][-4:]}")
                 raise
@@ -366,8 +367,8 @@ def test_nothing_that_was_forgotten_comes_back_after_a_power_cut(tmp_path, key):
     disk = Disk()
     for call in posix.calls:
         disk.play(call)
-    found = [path for tree in disk.after_power_cut() for path in tree if path != "store"]
-    assert found == []
+    paths = [path for tree in disk.after_power_cut() for path in tree if path != "store"]
+    assert paths == []
 
 
 # -- a process dies, another goes on, then the power goes -------------------------------------------------------------
@@ -387,11 +388,11 @@ def after_a_kill(scenario: Callable[[Story], None], base: Path, key: str | None,
         materialise(disk.seen(), str(second))
         posix = Recorder(str(second), story.posix.calls[:number])
         store = local_store(second / "store", posix, key=key)
-        told: Options = {}
-        for name in story.told[0]:
+        allowed: Options = {}
+        for name in story.allowed[0]:
             branch, toy = resume(store, name) if store.has(name) else begin(store, name, 1, 9)
             save(branch, toy)
-            told[name] = [toy.record()]
+            allowed[name] = [toy.record()]
         for call in posix.calls[number:]:
             disk.play(call)
         seen = set()
@@ -399,7 +400,7 @@ def after_a_kill(scenario: Callable[[Story], None], base: Path, key: str | None,
             if (digest := _digest(tree)) not in seen:
                 seen.add(digest)
                 try:
-                    check(tree, base / "state", key, told)
+                    check(tree, base / "state", key, allowed)
                 except BaseException as error:
                     error.add_note(f"killed after call {number}: "
                                    f"{[(call.kind, call.path) for call in story.posix.calls[:number]][-4:]}")
@@ -454,7 +455,7 @@ class Broken(Recorder):
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("fork", [False, True], ids=["session", "fork"])
 def test_an_owner_whose_save_failed_saves_again_and_that_is_safe(tmp_path, key, fork, spools):
-    """Whatever call failed: it is told, the owner is not fenced off by what it left itself, nothing is lost."""
+    """Whatever call failed: it is reported, the owner is not fenced off by its own remains, and nothing is lost."""
     failed = at = 0
     while True:
         base = tmp_path / f"at{at}"
@@ -474,9 +475,9 @@ def test_an_owner_whose_save_failed_saves_again_and_that_is_safe(tmp_path, key, 
             failed += 1
             break_after = False
             other = local_store(base / "store", key=key)
-            assert [one for one in other.verify() if one.problem] == []
-            found = loaded(other, branch.name) if other.has(branch.name) else None
-            assert same(found, None if fork and found is None else before) or same(found, toy.record())
+            assert [result for result in other.verify() if result.problem] == []
+            after = loaded(other, branch.name) if other.has(branch.name) else None
+            assert same(after, None if fork and after is None else before) or same(after, toy.record())
         posix.at = -1
         done = save(branch, toy.feed(9, branch))
         assert done.generation <= (2 if fork else 3)
@@ -508,14 +509,15 @@ def kill_again_and_again(hands: Hands, root: Path, key: str | None, times: int, 
         if number == 0:  # however busy the machine is, there is something to lose
             began = hands.of(pid, "saved")["saved"]
         time.sleep(wait_s(number))
-        acknowledged = max([began, *(told["saved"] for told in hands.kill(pid) if "saved" in told)])
+        acknowledged = max([began, *(report["saved"] for report in hands.kill(pid) if "saved" in report)])
         store = local_store(root, key=key)
-        assert [one for one in store.verify() if one.problem] == []
-        found = [one.generation for one in store.list()]
-        newest = found[0] if found else 0
+        assert [result for result in store.verify() if result.problem] == []
+        generations = [snapshot.generation for snapshot in store.list()]
+        newest = generations[0] if generations else 0
         assert newest in (acknowledged, acknowledged + 1)
-        for one in store.info("alice") if found else ():
-            assert same(loaded(store, "alice", one.generation), expected(one.generation)), one.generation
+        for snapshot in store.info("alice") if generations else ():
+            generation = snapshot.generation
+            assert same(loaded(store, "alice", generation), expected(generation)), generation
         acknowledged = newest
     return acknowledged
 

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a store, it is told or does no harm: never silent, never untyped, never for ever.
+"""Whatever happens to the files of a store, it is reported or harmless: never silent, never untyped, never for ever.
 
 A store with two sessions and a fork is damaged in one way, and then asked for everything: a name gives just what was
 saved last under it, or a typed error; whatever a name cannot give, `verify` tells of, and a collection makes nothing
@@ -21,7 +21,7 @@ import pytest
 from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotNotFound, SnapshotTooNew
 from locret_stream.snapshot import Store
 from locret_stream.snapshot.format import VERSION
-from locret_stream.snapshot.names import alias, folder_of, hashed, record
+from locret_stream.snapshot.names import folder_of, hashed, read_alias, read_record
 from tests.snapshot.support import (
     IDENTITY,
     KEY,
@@ -74,8 +74,8 @@ def master(request: pytest.FixtureRequest, tmp_path: Path) -> Master:
     branch, toy = begin(store, "alice", tokens=23)
     save(branch, toy)
     older = [toy.record()]
-    twin, other = branch.fork("bob", toy.seen), toy.twin(7)
-    save(twin, other.feed(9, twin))
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(7)
+    save(fork, other.feed(9, fork))
     older.append(other.record())
     carol, third = begin(store, "carol", 3, 41)
     save(carol, third)
@@ -83,7 +83,7 @@ def master(request: pytest.FixtureRequest, tmp_path: Path) -> Master:
     for tokens in (30, 60):
         save(branch, toy.feed(tokens, branch))
         older.append(toy.record())
-    save(twin, other.feed(33, twin))
+    save(fork, other.feed(33, fork))
     newest = {"alice": toy.record(), "bob": other.record(), "carol": third.record()}
     return Master(tmp_path / "now", tmp_path / "before", key, newest, older)
 
@@ -160,27 +160,27 @@ def in_time() -> Iterator[None]:
 
 
 def asked(store: Store, name: str, record: Record) -> str:
-    """"" if the name gives its newest snapshot; else what was told."""
+    """"" if the name gives its newest snapshot; else the error."""
     try:
-        branch, found = load(store, name)
+        branch, restored = load(store, name)
     except SnapshotNotFound as error:
         raise AssertionError(f"{name!r} counts as never saved") from error
     except SnapshotError as error:
         return str(error) or type(error).__name__
     branch.close()
-    assert same(found, record), f"{name!r} gives something else"
+    assert same(restored, record), f"{name!r} gives something else"
     assert store.has(name)
     return ""
 
 
-def check(master: Master, root: Path, tells: bool | None = None) -> bool:
-    """Whether something was told. tells: whether `verify` has to; None: if a name does."""
+def check(master: Master, root: Path, must_report: bool | None = None) -> bool:
+    """Whether reading any name raised an error. must_report: whether `verify` must report one; None: if a name did."""
     store = local_store(root, key=master.key)
     with in_time():
-        told = {name: asked(store, name, master.newest[name]) for name in NAMES}
-        problems = [one for one in store.verify() if one.problem]
-        if tells if tells is not None else any(told.values()):
-            assert problems, told
+        reported = {name: asked(store, name, master.newest[name]) for name in NAMES}
+        problems = [result for result in store.verify() if result.problem]
+        if must_report if must_report is not None else any(reported.values()):
+            assert problems, reported
         store.list()
         for name in NAMES:
             try:
@@ -195,19 +195,20 @@ def check(master: Master, root: Path, tells: bool | None = None) -> bool:
         except SnapshotError:
             assert problems
         again = {name: asked(store, name, master.newest[name]) for name in NAMES}
-        assert all(told[name] or not again[name] for name in NAMES), (told, again)
+        assert all(reported[name] or not again[name] for name in NAMES), (reported, again)
         if not problems:
-            assert not [one for one in store.verify() if one.problem]
+            assert not [result for result in store.verify() if result.problem]
     return bool(problems)
 
 
-def tried(master: Master, work: Path, what: str, damage: Callable[[Path], object], tells: bool | None = None) -> bool:
+def tried(master: Master, work: Path, what: str, damage: Callable[[Path], object],
+          must_report: bool | None = None) -> bool:
     """Damage a copy and check it."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(master.now, work)
     damage(work)
     try:
-        return check(master, work, tells)
+        return check(master, work, must_report)
     except BaseException as error:
         error.add_note(what)
         raise
@@ -227,11 +228,11 @@ def trials(master: Master, rnd: random.Random, flips: int) -> Iterator[Trial]:
     """Every file and folder, damaged in every way."""
     for path in master.files:
         for kind, damage in ON_A_FILE.items():
-            gone = kind in ("missing", "another name", "folder", "pipe") and needless(path)
+            removed = kind in ("missing", "another name", "folder", "pipe") and needless(path)
             changed = kind in ("flip", "cut", "grown", "empty")
             for _ in range(flips if kind == "flip" else 1):
                 yield (f"{kind}: {path}", lambda root, path=path, damage=damage: damage(root / path, rnd),
-                       True if changed and not gone else None)
+                       True if changed and not removed else None)
         if path.endswith(".snap"):
             yield f"deleted: {path}", lambda root, path=path: (root / path).unlink(), None if needless(path) else True
         yield (f"rolled back: {path}", lambda root, path=path: _roll_back(root / path, root, master.before), None)
@@ -255,24 +256,24 @@ def test_a_sound_store_has_nothing_to_tell(master: Master, tmp_path: Path):
     assert not tried(master, tmp_path / "work", "nothing", lambda root: None)
 
 
-def test_damage_of_any_kind_is_told_or_does_no_harm_sampled(master: Master, tmp_path: Path):
+def test_damage_of_any_kind_is_reported_or_does_no_harm_sampled(master: Master, tmp_path: Path):
     rnd = random.Random(1)
     every = [*trials(master, rnd, 1)]
-    told = sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample(every, 40))
-    told += sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample([*pairs(master)], 10))
-    assert told > 25
+    reported = sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample(every, 40))
+    reported += sum(tried(master, tmp_path / "work", *trial) for trial in rnd.sample([*pairs(master)], 10))
+    assert reported > 25
 
 
-def test_manifests_put_back_together_with_their_record_are_told_by_the_log(master: Master, tmp_path: Path):
+def test_manifests_put_back_together_with_their_record_are_reported_by_the_log(master: Master, tmp_path: Path):
     """Opening cannot know; `verify` reads the log."""
     shutil.copytree(master.now, tmp_path / "work")
     for path in (f"{folder_of('alice')}/m/{hashed('alice')}", f"n-{hashed('alice')}"):
         _roll_back(tmp_path / "work" / path, tmp_path / "work", master.before)
     store = local_store(tmp_path / "work", key=master.key)
     assert same(loaded(store, "alice"), master.older[0])
-    assert [(one.name, one.generation) for one in store.verify() if one.problem] == [("alice", 2)]
-    assert [one.name for one in store.verify("alice") if one.problem] == ["alice"]
-    assert not [one for one in store.verify("carol") if one.problem]
+    assert [(result.name, result.generation) for result in store.verify() if result.problem] == [("alice", 2)]
+    assert [result.name for result in store.verify("alice") if result.problem] == ["alice"]
+    assert not [result for result in store.verify("carol") if result.problem]
 
 
 def test_a_session_put_back_with_its_record_is_what_no_store_can_see(master: Master, tmp_path: Path):
@@ -281,16 +282,16 @@ def test_a_session_put_back_with_its_record_is_what_no_store_can_see(master: Mas
     for path in (folder_of("alice"), f"n-{hashed('alice')}", f"n-{hashed('bob')}"):
         _roll_back(tmp_path / "work" / path, tmp_path / "work", master.before)
     store = local_store(tmp_path / "work", key=master.key)
-    assert same(loaded(store, "alice"), master.older[0]) and not [one for one in store.verify() if one.problem]
+    assert same(loaded(store, "alice"), master.older[0]) and not [result for result in store.verify() if result.problem]
 
 
 @pytest.mark.parametrize("how", ["generation", "rebuilt", "forgotten"])
-def test_a_snapshot_that_got_lost_is_told_and_there_is_a_way_on(master: Master, how: str):
+def test_a_snapshot_that_got_lost_is_reported_and_there_is_a_way_on(master: Master, how: str):
     store = local_store(master.now, key=master.key)
     (master.now / folder_of("alice") / "m" / hashed("alice") / "000000000003.snap").unlink()
-    with pytest.raises(SnapshotCorrupt, match="snapshot 3 of 'alice' was saved and is not there any more"):
+    with pytest.raises(SnapshotCorrupt, match="snapshot 3 of 'alice' was saved and does not exist any more"):
         load(store, "alice")
-    assert store.has("alice") and [(one.generation, bool(one.problem)) for one in store.info("alice")] == [
+    assert store.has("alice") and [(info.generation, bool(info.problem)) for info in store.info("alice")] == [
         (1, False), (2, False), (3, True)]
     with pytest.raises(SnapshotCorrupt, match="nothing was removed"):
         store.gc()
@@ -306,10 +307,10 @@ def test_a_snapshot_that_got_lost_is_told_and_there_is_a_way_on(master: Master, 
     assert store.delete("alice", 3) == [3]
     branch, toy = resume(store, "alice")
     assert same(toy.record(), master.older[2]) and save(branch, toy.feed(5, branch)).generation == 4
-    assert not [one for one in store.verify() if one.problem] and same(loaded(store, "alice"), toy.record())
+    assert not [result for result in store.verify() if result.problem] and same(loaded(store, "alice"), toy.record())
 
 
-def test_a_fork_without_its_alias_is_told_and_a_collection_or_its_next_save_names_it_anew(master: Master):
+def test_a_fork_without_its_alias_is_reported_and_a_collection_or_its_next_save_names_it_anew(master: Master):
     alias = master.now / folder_of("bob") / "branch"
     store = local_store(master.now, key=master.key)
     branch, toy = resume(store, "bob")
@@ -319,11 +320,11 @@ def test_a_fork_without_its_alias_is_told_and_a_collection_or_its_next_save_name
             for use in (lambda: store.branch("bob"), lambda: store.has("bob"), lambda: store.delete("bob")):
                 with pytest.raises(SnapshotCorrupt, match="snapshots gc"):
                     use()
-            assert [(one.name, bool(one.problem)) for one in store.verify()].count(("bob", True)) == 1
+            assert [(result.name, bool(result.problem)) for result in store.verify()].count(("bob", True)) == 1
             with pytest.raises(ConfigError, match="is a fork"):
                 store.forget("bob")
             heal()
-            assert not [one for one in store.verify() if one.problem] and store.has("bob")
+            assert not [result for result in store.verify() if result.problem] and store.has("bob")
     assert same(loaded(store, "bob"), toy.record())
 
 
@@ -349,7 +350,7 @@ def test_an_alias_is_never_tidied_away_because_its_target_is_missing(master: Mas
         with pytest.raises(SnapshotCorrupt, match="leads to"):
             use()
     assert (master.now / folder_of("bob") / "branch").exists()
-    assert [one.name for one in store.verify() if one.problem] == [folder_of("bob")]
+    assert [result.name for result in store.verify() if result.problem] == [folder_of("bob")]
     store.forget("bob")
     assert not (master.now / folder_of("bob")).exists() and not store.has("bob")
 
@@ -359,27 +360,27 @@ def test_every_byte_of_an_alias_and_of_a_record_is_covered(master: Master, file:
     path = master.now / (f"n-{hashed('bob')}" if file == "record" else f"{folder_of('bob')}/branch")
     data, store = path.read_bytes(), local_store(master.now, key=master.key)
     for bit in [*range(0, 8 * 48, 3), *(8 * at + at % 8 for at in range(48, len(data)))]:
-        found = bytearray(data)
-        found[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(found)
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
         with pytest.raises(SnapshotCorrupt):
-            alias(store.files, folder_of("bob")) if file == "alias" else record(store.files, hashed("bob"))
+            read_alias(store.files, folder_of("bob")) if file == "alias" else read_record(store.files, hashed("bob"))
     path.write_bytes(data)
-    assert not [one for one in store.verify() if one.problem]
+    assert not [result for result in store.verify() if result.problem]
 
 
 def test_an_alias_and_a_record_hold_for_one_name_only_and_not_for_each_other(master: Master):
     store, own = local_store(master.now, key=master.key), master.now / folder_of("bob") / "branch"
-    known, other = master.now / f"n-{hashed('bob')}", master.now / f"n-{hashed('carol')}"
+    record, other = master.now / f"n-{hashed('bob')}", master.now / f"n-{hashed('carol')}"
     strange = master.now / folder_of("carol") / "branch"
-    for place, content in ((own, known), (known, own), (known, other), (strange, own)):
+    for place, content in ((own, record), (record, own), (record, other), (strange, own)):
         before = place.read_bytes() if place.exists() else None
         place.write_bytes(content.read_bytes())
         with pytest.raises(SnapshotCorrupt):
-            record(store.files, hashed("bob")) if place == known else alias(store.files, place.parent.name)
-        assert [one for one in store.verify() if one.problem]
+            read_record(store.files, hashed("bob")) if place == record else read_alias(store.files, place.parent.name)
+        assert [result for result in store.verify() if result.problem]
         place.unlink() if before is None else place.write_bytes(before)
-    assert not [one for one in store.verify() if one.problem]
+    assert not [result for result in store.verify() if result.problem]
 
 
 def test_what_stands_in_an_alias_or_a_record_of_a_later_format_is_too_new_and_stays(master: Master):
@@ -388,16 +389,16 @@ def test_what_stands_in_an_alias_or_a_record_of_a_later_format_is_too_new_and_st
         path.write_bytes(of_version(path.read_bytes(), VERSION + 1))
     with pytest.raises(SnapshotTooNew):
         store.branch("bob")
-    assert sum(f"version {VERSION + 1}" in one.problem for one in store.verify()) == 2
+    assert sum(f"version {VERSION + 1}" in result.problem for result in store.verify()) == 2
     with pytest.raises(SnapshotTooNew):
         store.gc()
-    assert sum(f"version {VERSION + 1}" in one.problem for one in store.verify()) == 2
+    assert sum(f"version {VERSION + 1}" in result.problem for result in store.verify()) == 2
 
 
 @pytest.mark.slow
-def test_damage_of_any_kind_is_told_or_does_no_harm(master: Master, tmp_path: Path):
+def test_damage_of_any_kind_is_reported_or_does_no_harm(master: Master, tmp_path: Path):
     rnd, counts = random.Random(2), [0, 0]
     for trial in (*trials(master, rnd, 20), *pairs(master)):
         counts[tried(master, tmp_path / "work", *trial)] += 1
-    print(f"{counts[1]} told, {counts[0]} harmless")
+    print(f"{counts[1]} reported, {counts[0]} harmless")
     assert sum(counts) > 1000

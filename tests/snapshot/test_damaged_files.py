@@ -15,7 +15,7 @@ from locret_stream.snapshot import Store
 from locret_stream.snapshot.branch import check_manifest
 from locret_stream.snapshot.format import VERSION, Manifest, unpack
 from locret_stream.snapshot.log_reader import read_log
-from locret_stream.snapshot.session_folder import folder_of, hashed
+from locret_stream.snapshot.names import folder_of, hashed
 from tests.snapshot.forge import page_ref, sound_manifest
 from tests.snapshot.support import (
     BUDGETS,
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_found_refused_and_never_collected_around(local, kind,
         DAMAGE[damage](path)
     with pytest.raises(SnapshotCorrupt):
         load(again(local), "alice")
-    assert [found.name for found in local.verify() if found.problem] == ["alice"]
+    assert [result.name for result in local.verify() if result.problem] == ["alice"]
     assert len(problems(local, "alice")) == 1 and holds(local, "dave", another.record())
     before = everything(local.url)
     assert local.gc().removed == () and everything(local.url) == before
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_found_refused_and_never_collected_around(local, kind,
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "grown"])
 @pytest.mark.parametrize("kind", ["pages", "log"])
 def test_the_owner_who_is_open_writes_anew_what_went_missing(local, kind, damage):
-    """Memory is sound, so the next snapshot must be; only ids that are nowhere else are lost, and that is told."""
+    """Memory is sound, so the next snapshot must be; only ids that are nowhere else are lost, and that is said."""
     branch, toy = begin(local, "alice", tokens=30)
     save(branch, toy)
     for path in files_of(local, kind):
@@ -108,11 +108,11 @@ def test_a_save_does_not_fail_over_an_old_log_part_that_is_damaged(local):
     save(branch, toy)
     flip(files_of(local, "log")[0])
     done = save(branch, toy.feed(40, branch))  # would take the old part in
-    found = again(local).branch("alice")
-    assert same(Record(found.load(IDENTITY, GEOMETRY, BUDGETS).tensors, toy.frame, 48, 48, None),
+    reopened = again(local).branch("alice")
+    assert same(Record(reopened.load(IDENTITY, GEOMETRY, BUDGETS).tensors, toy.frame, 48, 48, None),
                 Record(toy.record().tensors, toy.frame, 48, 48, None))
     with pytest.raises(SnapshotCorrupt):
-        list(read_log(found.session_folder, found.name, found.log))
+        list(read_log(reopened.session_folder, reopened.name, reopened.log))
     assert done.log and len(problems(local)) == 2
 
 
@@ -139,9 +139,9 @@ def test_swapped_files_are_found(local):
 def test_two_sound_pages_or_log_parts_of_one_range_that_change_places_are_found(local):
     """Each is a file that this store wrote, of the right positions and size."""
     branch, toy = begin(local, "alice", seed=1, tokens=28)
-    twin, other = branch.fork("bob", 0), Toy(2)
+    fork, other = branch.fork("bob", 0), Toy(2)
     save(branch, toy)
-    save(twin, other.feed(28, twin))
+    save(fork, other.feed(28, fork))
     for kind in ("pages", "log"):
         one, two = files_of(local, kind)
         content = one.read_bytes(), two.read_bytes()
@@ -178,15 +178,15 @@ def test_a_manifest_that_was_moved_is_refused_by_all(local, target):
     shutil.copy(source, place)
     name = {"number": "alice", "branch": "bob", "session": "dave"}[target]
     assert len(problems(local)) == 1
-    strange = [one for one in local.list() if one.problem]
-    assert len(strange) <= 1 and all("moved" in one.problem or "does not open" in one.problem for one in strange)
+    strange = [snapshot for snapshot in local.list() if snapshot.problem]
+    assert len(strange) <= 1 and all("moved" in info.problem or "does not open" in info.problem for info in strange)
     with pytest.raises(SnapshotCorrupt):
         local.gc()
     if place.parent.name == hashed(name):
         with pytest.raises(SnapshotCorrupt):
             load(again(local), name)
         *sound, last = local.info(name)
-        assert last.problem and last.generation == int(place.name[:12]) and not any(one.problem for one in sound)
+        assert last.problem and last.generation == int(place.name[:12]) and not any(info.problem for info in sound)
         assert local.delete(name, int(place.name[:12])) == [int(place.name[:12])]
         local.gc()
         assert problems(local) == [] and store_loads(local, name)
@@ -218,11 +218,11 @@ def test_nothing_is_collected_where_a_manifest_cannot_be_read(local, damage):
 def test_a_manifest_that_cannot_be_read_does_not_keep_the_older_ones_from_being_loaded(local):
     branch, toy = begin(local, "alice", tokens=30)
     save(branch, toy)
-    twin = branch.fork("bob", toy.seen)
-    save(twin, toy)
+    fork = branch.fork("bob", toy.seen)
+    save(fork, toy)
     record = toy.record()
-    save(branch, toy.twin(1).feed(9, branch))
-    save(twin, toy.twin(1).feed(9, twin))
+    save(branch, toy.diverged(1).feed(9, branch))
+    save(fork, toy.diverged(1).feed(9, fork))
     for name in ("alice", "bob"):
         flip(files_of(local, "m", name)[1])
         with pytest.raises(SnapshotCorrupt):
@@ -233,7 +233,7 @@ def test_a_manifest_that_cannot_be_read_does_not_keep_the_older_ones_from_being_
         assert holds(local, name, back.record())
 
 
-def test_a_snapshot_of_a_later_format_is_told_as_such_and_nothing_is_collected(tmp_path):
+def test_a_snapshot_of_a_later_format_is_reported_as_such_and_nothing_is_collected(tmp_path):
     store = local_store(tmp_path / "store")
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
@@ -241,7 +241,7 @@ def test_a_snapshot_of_a_later_format_is_told_as_such_and_nothing_is_collected(t
     path.write_bytes(of_version(path.read_bytes(), VERSION + 1))
     (Path(store.url) / folder_of("alice") / "pages" / ("0" * 32)).write_bytes(b"rubbish")
     before = everything(store.url)
-    assert [f"version {VERSION + 1}" in one.problem for one in (*store.list(), *store.info("alice"))] == [True, True]
+    assert [f"version {VERSION + 1}" in info.problem for info in (*store.list(), *store.info("alice"))] == [True, True]
     for use in (lambda: load(store, "alice"), store.gc):
         with pytest.raises(SnapshotTooNew):
             use()
@@ -268,7 +268,7 @@ def test_a_folder_where_the_next_manifest_goes_is_a_store_error(local):
     (Path(local.url) / folder_of("alice") / "m" / hashed("alice") / "000000000002.snap").mkdir()
     with pytest.raises(StoreError, match="is no snapshot"):
         save(branch, toy.feed(9, branch))
-    assert holds(again(local), "alice", toy.twin(1).record()) is False
-    twin = branch.fork("bob", toy.seen)
-    save(twin, toy)
+    assert holds(again(local), "alice", toy.diverged(1).record()) is False
+    fork = branch.fork("bob", toy.seen)
+    save(fork, toy)
     assert holds(local, "bob", toy.record())

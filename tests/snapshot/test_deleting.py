@@ -8,7 +8,7 @@ import pytest
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotError, SnapshotNotFound
 from locret_stream.snapshot import Store
-from locret_stream.snapshot.session_folder import folder_of, hashed
+from locret_stream.snapshot.names import folder_of, hashed
 from tests.snapshot.support import (
     BUDGETS,
     GEOMETRY,
@@ -100,7 +100,7 @@ def test_retention_keeps_the_newest_and_all_they_need(local, keep_last):
         done = save(branch, toy.feed(7, branch))
         records[done.generation] = toy.record()
         store.prune(branch)
-        assert [one.generation for one in store.info("alice")] == sorted(records)[-keep_last:]
+        assert [snapshot.generation for snapshot in store.info("alice")] == sorted(records)[-keep_last:]
         assert stored(store, "alice") == needed(store, "alice")
     for generation in sorted(records)[-keep_last:]:
         assert holds(local, "alice", records[generation], generation)
@@ -114,22 +114,22 @@ def test_retention_keeps_to_the_bytes_and_always_keeps_the_newest(local):
     whole = sum(map(len, filter(None, everything(local.url).values())))
     tight = again(local, keep_last=100, max_bytes=whole * 2 // 3)
     tight.prune(branch)
-    found = [one.generation for one in tight.info("alice")]
-    assert found == list(range(found[0], 7)) and 1 < len(found) < 6
+    generations = [snapshot.generation for snapshot in tight.info("alice")]
+    assert generations == list(range(generations[0], 7)) and 1 < len(generations) < 6
     assert sum(map(len, filter(None, everything(local.url).values()))) <= whole * 2 // 3 + 60  # the key
     again(local, max_bytes=1).prune(branch)
-    assert [one.generation for one in tight.info("alice")] == [6] and holds(local, "alice", toy.record())
+    assert [snapshot.generation for snapshot in tight.info("alice")] == [6] and holds(local, "alice", toy.record())
 
 
 def test_retention_of_one_branch_leaves_the_others_alone(store):
     branch, toy = begin(store, "alice", tokens=9)
     save(branch, toy)
     record = toy.record()
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
     tight = again(store, keep_last=1)
     for _ in range(4):
-        save(twin, other.feed(50, twin))
-        tight.prune(twin)
+        save(fork, other.feed(50, fork))
+        tight.prune(fork)
     assert len(store.info("bob")) == 1 and holds(store, "alice", record) and holds(store, "bob", other.record())
 
 
@@ -138,13 +138,13 @@ def test_retention_does_not_wait_for_a_save_that_runs(local):
     store = again(local, keep_last=1)
     branch, toy = begin(store, "alice", tokens=9)
     save(branch, toy)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
-    save(twin, other)
-    save(twin, other)
-    found = []
-    save(branch, toy.feed(9, branch), lambda: found.append(store.prune(twin, frozenset({1}))))
-    assert found == [{1}] and len(store.info("bob")) == 2
-    assert store.prune(twin, frozenset({1, 2, 9})) == {2}, "the newest of all stays"
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
+    save(fork, other)
+    save(fork, other)
+    remaining = []
+    save(branch, toy.feed(9, branch), lambda: remaining.append(store.prune(fork, frozenset({1}))))
+    assert remaining == [{1}] and len(store.info("bob")) == 2
+    assert store.prune(fork, frozenset({1, 2, 9})) == {2}, "the newest of all stays"
     assert len(store.info("bob")) == 1
 
 
@@ -234,7 +234,7 @@ def test_a_reader_whose_snapshot_is_retired_meanwhile_gets_the_newer_one(local, 
     assert save(reader, toy).generation == 3
 
 
-def test_a_reader_of_a_number_that_is_deleted_meanwhile_is_told(local, monkeypatch):
+def test_a_reader_of_a_number_that_is_deleted_meanwhile_is_reported(local, monkeypatch):
     branch, toy = begin(local, "alice", tokens=30)
     save(branch, toy)
     save(branch, toy.feed(200, branch))
@@ -267,6 +267,6 @@ def test_looking_while_others_delete_tells_what_is_left(local, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(local.files, "read", late)
-        assert [one.generation for one in local.list()] == [2]
-        assert [one.generation for one in local.info("alice")] == [2]
-        assert [(one.generation, one.problem) for one in local.verify()] == [(2, "")]
+        assert [snapshot.generation for snapshot in local.list()] == [2]
+        assert [snapshot.generation for snapshot in local.info("alice")] == [2]
+        assert [(result.generation, result.problem) for result in local.verify()] == [(2, "")]

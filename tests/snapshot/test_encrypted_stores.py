@@ -1,4 +1,4 @@
-"""An encrypted store tells nothing without its key, and a session has one key or none."""
+"""An encrypted store reveals nothing without its key, and a session has one key or none."""
 
 from __future__ import annotations
 
@@ -13,19 +13,7 @@ import torch
 
 from locret_stream.errors import StaleOwner, StoreError
 from locret_stream.snapshot import Branch
-from tests.snapshot.support import (
-    KEY,
-    Toy,
-    again,
-    begin,
-    everything,
-    holds,
-    load,
-    local_store,
-    problems,
-    resume,
-    save,
-)
+from tests.snapshot.support import KEY, Toy, again, begin, everything, holds, load, local_store, problems, resume, save
 
 pytestmark = pytest.mark.usefixtures("spools")
 
@@ -35,12 +23,12 @@ def test_an_encrypted_store_holds_no_plain_text(tmp_path):
     branch, toy = begin(store, "a name nobody may see", tokens=60)
     save(branch, toy)
     save(branch.fork("another name", toy.seen), toy)
-    found = b"".join(filter(None, everything(store.url).values()))
+    stored_bytes = b"".join(filter(None, everything(store.url).values()))
     plain = [path for path, content in everything(store.url).items() if content and b"LOCRET" in content]
     assert plain and all(re.fullmatch(r"n-\w{32}|s-\w{32}/branch", path) for path in plain)  # no more than paths tell
     for secret in (b"a name", b"another", b"toy", bytes.fromhex(KEY), toy.frame.text.encode(),
                    toy.layers[0]["keys"][0, 0].numpy().tobytes(), torch.tensor(toy.ids[:4]).int().numpy().tobytes()):
-        assert secret not in found
+        assert secret not in stored_bytes
 
 
 @pytest.mark.parametrize("key", [None, "00" * 32])
@@ -50,7 +38,7 @@ def test_without_its_key_an_encrypted_session_is_neither_read_nor_changed(tmp_pa
     save(branch, toy)
     before = everything(store.url)
     wrong = again(store, key=key and bytes.fromhex(key))
-    assert [one.problem != "" and one.encrypted for one in (*wrong.list(), *wrong.info("alice"))] == [True, True]
+    assert [info.problem != "" and info.encrypted for info in (*wrong.list(), *wrong.info("alice"))] == [True, True]
     for use in (lambda: load(wrong, "alice"), wrong.gc,
                 lambda: wrong.delete("alice"), lambda: save(wrong.branch("alice"), toy)):
         with pytest.raises((StoreError, StaleOwner)):
@@ -99,7 +87,7 @@ def test_two_first_saves_with_and_without_a_key_do_not_both_win(tmp_path, first)
             won.append(own.record())
 
     attempt(one, toy, lambda: attempt(two, other))
-    readable = [found for keyed in (store, other_store) for found in keyed.verify() if not found.problem]
+    readable = [result for keyed in (store, other_store) for result in keyed.verify() if not result.problem]
     assert len(won) <= 1 and bool(readable) is bool(won)
     for record in won:
         assert any(holds(keyed, "alice", record) for keyed in (store, other_store) if not problems(keyed))
@@ -110,21 +98,21 @@ def test_a_fork_saved_beside_its_origin_is_encrypted_whoever_looks_for_the_key(t
     store = local_store(tmp_path / "store", key=KEY)
     branch, toy = begin(store, "alice", tokens=8)
     save(branch, toy)
-    twin = branch.fork("bob", toy.seen)
-    assert twin.session_folder is not branch.session_folder
+    fork = branch.fork("bob", toy.seen)
+    assert fork.session_folder is not branch.session_folder
     stop = threading.Event()
 
     def refresh() -> None:
         while not stop.is_set():
-            branch.session_folder.refresh()
+            branch.session_folder.key.refresh()
 
     looking = threading.Thread(target=refresh)
     looking.start()
     try:
         for session_folder in [branch.session_folder] * 200:
-            assert session_folder.ready() is not None
+            assert session_folder.key.for_writing() is not None
     finally:
         stop.set()
         looking.join()
-    save(twin, toy)
+    save(fork, toy)
     assert all(path.read_bytes()[:8] == b"\x89LOCSEA\n" for path in (tmp_path / "store").glob("s-*/m/*/*.snap"))

@@ -1,4 +1,4 @@
-"""Encryption: a sealed file opens with its key at its place, whole, or not at all."""
+"""Encryption: an encrypted file opens with its key at its place, whole, or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(encryption, "SEGMENT", 16)
 
 
-def sealed(data: bytes, key: bytes = KEY, place: str = PLACE, parts: int = 1) -> bytearray:
+def encrypted(data: bytes, key: bytes = KEY, place: str = PLACE, parts: int = 1) -> bytearray:
     cuts = [len(data) * number // parts for number in range(parts + 1)]
     return bytearray(b"".join(encrypt([data[a:b] for a, b in pairwise(cuts)], key, place)))
 
@@ -40,45 +40,45 @@ def refuse(data: bytes | bytearray, key: bytes = KEY, place: str = PLACE) -> Sna
 
 
 @pytest.mark.parametrize("size", [0, 1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT])
-def test_what_was_sealed_is_unsealed_at_the_bounds_of_segments(size: int):
+def test_what_was_encrypted_is_decrypted_at_the_bounds_of_segments(size: int):
     data = random.Random(size).randbytes(size)
-    found = sealed(data)
-    assert len(found) == HEAD + size + TAG * max(1, -(-size // SEGMENT))
-    assert decrypt(found, KEY, PLACE) == data
+    file = encrypted(data)
+    assert len(file) == HEAD + size + TAG * max(1, -(-size // SEGMENT))
+    assert decrypt(file, KEY, PLACE) == data
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8))
 @settings(max_examples=100)
-def test_what_was_sealed_is_unsealed_however_it_came(parts: list[bytes]):
+def test_what_was_encrypted_is_decrypted_however_it_came(parts: list[bytes]):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encryption, "SEGMENT", 16)
         data = b"".join(parts)
         assert decrypt(bytearray(b"".join(encrypt(parts, KEY, PLACE))), KEY, PLACE) == data
 
 
-def test_a_sealed_file_is_laid_out_as_the_specification_says(small_segments):
+def test_an_encrypted_file_is_laid_out_as_the_specification_says(small_segments):
     """Opened here by the primitives alone."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     data = bytes(range(40))
-    found = bytes(sealed(data))
-    assert found[:10] == b"\x89LOCSEA\n\1\0"
-    aead = AESGCM(HKDF(SHA256(), 32, found[10:42], PLACE.encode()).derive(KEY))
-    assert aead.decrypt(bytes(12), found[42:74], None) == data[:16]
-    assert aead.decrypt(b"\1" + bytes(11), found[74:106], None) == data[16:32]
-    assert aead.decrypt(b"\2" + bytes(7) + b"\1\0\0\0", found[106:], None) == data[32:]
+    file = bytes(encrypted(data))
+    assert file[:10] == b"\x89LOCSEA\n\1\0"
+    aead = AESGCM(HKDF(SHA256(), 32, file[10:42], PLACE.encode()).derive(KEY))
+    assert aead.decrypt(bytes(12), file[42:74], None) == data[:16]
+    assert aead.decrypt(b"\1" + bytes(11), file[74:106], None) == data[16:32]
+    assert aead.decrypt(b"\2" + bytes(7) + b"\1\0\0\0", file[106:], None) == data[32:]
 
 
 def test_two_files_of_the_same_content_have_nothing_in_common_but_their_kind():
-    a, b = sealed(bytes(1000)), sealed(bytes(1000))
+    a, b = encrypted(bytes(1000)), encrypted(bytes(1000))
     assert a[:10] == b[:10] and a[10:42] != b[10:42]
     assert sum(x == y for x, y in zip(a[42:], b[42:], strict=True)) < 50  # about 4 by chance
     assert bytes(32) not in a
 
 
 def test_sealing_holds_no_more_than_a_segment_and_the_part_at_hand():
-    """A part is sealed before the next is asked for."""
+    """A part is encrypted before the next is asked for."""
     asked = []
 
     def parts():
@@ -94,36 +94,36 @@ def test_sealing_holds_no_more_than_a_segment_and_the_part_at_hand():
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 40])
 def test_every_flipped_bit_is_refused(small_segments, size: int):
-    found = sealed(random.Random(size).randbytes(size))
-    for bit in range(8 * len(found)):
-        bad = bytearray(found)
+    file = encrypted(random.Random(size).randbytes(size))
+    for bit in range(8 * len(file)):
+        bad = bytearray(file)
         bad[bit // 8] ^= 1 << bit % 8
         later = bit // 8 in (8, 9) and bit != 64  # the version, 1
         assert type(refuse(bad)) is (SnapshotTooNew if later else SnapshotCorrupt), bit
 
 
 def test_a_flipped_bit_in_a_file_of_segments_of_full_size_is_refused_sampled():
-    found, rng = sealed(random.Random(0).randbytes(2 * SEGMENT + 5)), random.Random(1)
-    bounds = [0, 7, 10, HEAD - 1, HEAD, HEAD + SEGMENT - 1, HEAD + SEGMENT, HEAD + SEGMENT + TAG, len(found) - 1]
-    for at in bounds + [rng.randrange(HEAD, len(found)) for _ in range(12)]:
-        found[at] ^= (bit := 1 << rng.randrange(8))
-        assert type(refuse(found)) is SnapshotCorrupt
-        found[at] ^= bit
+    file, rng = encrypted(random.Random(0).randbytes(2 * SEGMENT + 5)), random.Random(1)
+    bounds = [0, 7, 10, HEAD - 1, HEAD, HEAD + SEGMENT - 1, HEAD + SEGMENT, HEAD + SEGMENT + TAG, len(file) - 1]
+    for at in bounds + [rng.randrange(HEAD, len(file)) for _ in range(12)]:
+        file[at] ^= (bit := 1 << rng.randrange(8))
+        assert type(refuse(file)) is SnapshotCorrupt
+        file[at] ^= bit
 
 
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 32, 48, 50])
 def test_a_file_cut_at_any_length_is_refused(small_segments, size: int):
-    found = sealed(bytes(size))
-    for length in range(len(found)):
-        assert type(refuse(found[:length])) is SnapshotCorrupt
+    file = encrypted(bytes(size))
+    for length in range(len(file)):
+        assert type(refuse(file[:length])) is SnapshotCorrupt
 
 
 @pytest.mark.parametrize("size", [0, 16, 17, 50])
 @pytest.mark.parametrize("more", [1, 15, 16, 17, 32, 33])
 def test_appended_bytes_are_refused(small_segments, size: int, more: int):
-    found = sealed(bytes(size))
-    refuse(found + bytes(more))
-    refuse(found + found[-more:])
+    file = encrypted(bytes(size))
+    refuse(file + bytes(more))
+    refuse(file + file[-more:])
 
 
 def segments(data: bytes | bytearray) -> tuple[bytes, list[bytes]]:
@@ -138,13 +138,13 @@ def segments(data: bytes | bytearray) -> tuple[bytes, list[bytes]]:
 ], ids=["swapped", "one left out", "first left out", "last left out", "first twice", "last twice", "last alone", "none",
         "turned", "last but one left out"])
 def test_segments_that_are_not_just_those_of_the_file_in_order_are_refused(small_segments, change: Callable):
-    head, parts = segments(sealed(bytes(range(64))))
+    head, parts = segments(encrypted(bytes(range(64))))
     assert len(parts) == 4 and decrypt(bytearray(head + b"".join(parts)), KEY, PLACE) == bytes(range(64))
     assert type(refuse(head + b"".join(change(parts)))) is SnapshotCorrupt
 
 
 def test_a_file_put_together_from_two_is_refused(small_segments):
-    (head, a), (other, b) = segments(sealed(bytes(48))), segments(sealed(bytes(48)))
+    (head, a), (other, b) = segments(encrypted(bytes(48))), segments(encrypted(bytes(48)))
     for at in range(3):
         refuse(head + b"".join([*a[:at], b[at], *a[at + 1:]]))
         refuse(other + b"".join([*a[:at], b[at], *a[at + 1:]]))
@@ -153,28 +153,28 @@ def test_a_file_put_together_from_two_is_refused(small_segments):
 
 @pytest.mark.parametrize("place", ["s-2/pages/a", "s-1/pages/b", "s-1/log/a", "", "s-1/pages/a ", "s-1/pages/á"])
 def test_a_file_moved_to_another_place_is_refused(place: str):
-    refuse(sealed(b"x"), place=place)
+    refuse(encrypted(b"x"), place=place)
 
 
 def test_a_file_of_another_session_is_refused():
-    error = refuse(sealed(b"x"), key=OTHER)
+    error = refuse(encrypted(b"x"), key=OTHER)
     assert type(error) is SnapshotCorrupt and "segment 0" in str(error)
 
 
-def test_a_file_sealed_by_a_later_version_is_too_new():
+def test_a_file_encrypted_by_a_later_version_is_too_new():
     for version in (2, 255, 256, 65535):
-        found = sealed(b"x")
-        found[8:10] = version.to_bytes(2, "little")
-        error = refuse(found)
+        file = encrypted(b"x")
+        file[8:10] = version.to_bytes(2, "little")
+        error = refuse(file)
         assert type(error) is SnapshotTooNew and f"version {version}" in str(error)
-    found[8:10] = bytes(2)
-    assert type(refuse(found)) is SnapshotCorrupt
+    file[8:10] = bytes(2)
+    assert type(refuse(file)) is SnapshotCorrupt
 
 
 @pytest.mark.parametrize("data", [
     b"", b"\x89LOCSEA\n", b"\x89LOCSEA\n\1\0" + bytes(32), b"\x89LOCRET\n\1\0" + bytes(100), bytes(1000),
     b"\x89LOCSEA\n\1\0" + bytes(47)])
-def test_what_was_never_sealed_is_refused(data: bytes):
+def test_what_was_never_encrypted_is_refused(data: bytes):
     assert type(refuse(data)) is SnapshotCorrupt
 
 
@@ -183,8 +183,8 @@ def test_what_was_never_sealed_is_refused(data: bytes):
 
 @pytest.mark.parametrize("given", [KEY, bytearray(KEY), memoryview(KEY), KEY.hex(), KEY.hex().upper()], ids=type)
 def test_a_key_is_32_bytes_or_64_hexadecimal_digits(given):
-    found = user_key(given)
-    assert found == KEY and type(found) is bytes
+    key = user_key(given)
+    assert key == KEY and type(key) is bytes
 
 
 def test_no_key_is_none():
@@ -230,7 +230,7 @@ def test_a_damaged_wrapped_key_is_refused():
 @pytest.mark.parametrize("module", ["cryptography", "cryptography.exceptions",
                                     "cryptography.hazmat.primitives.ciphers.aead"])
 def test_without_the_cryptography_package_every_use_of_a_key_says_what_to_install(monkeypatch, module: str):
-    wrapped, data = wrap(OTHER, KEY, "s-1"), sealed(b"x")
+    wrapped, data = wrap(OTHER, KEY, "s-1"), encrypted(b"x")
     for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)

@@ -10,7 +10,7 @@ import pytest
 
 from locret_stream.errors import SnapshotNotFound, StaleOwner, StoreError
 from locret_stream.snapshot.local import LocalFiles
-from locret_stream.snapshot.session_folder import folder_of, hashed
+from locret_stream.snapshot.names import folder_of, hashed
 from tests.snapshot.support import (
     BUDGETS,
     GEOMETRY,
@@ -111,17 +111,17 @@ def test_an_owner_of_a_forgotten_session_does_not_bring_it_back(store):
 
 
 def test_a_fork_saved_after_its_session_was_forgotten_is_whole(store):
-    """The live context is the user's; but nothing may be sealed with a key that is gone."""
+    """The live context is the user's; but nothing may be encrypted with a deleted key."""
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
     again(store).forget("alice")
-    save(twin, other.feed(9, twin))
+    save(fork, other.feed(9, fork))
     other.ids = None  # the log's beginning was forgotten
     assert holds(store, "bob", other.record()) and problems(store) == []
     fresh, toy = begin(again(store), "alice", tokens=9)
     save(fresh, toy)
-    save(twin, other.feed(9, twin))
+    save(fork, other.feed(9, fork))
     assert holds(store, "alice", toy.record()) and holds(store, "bob", other.record())
 
 
@@ -133,8 +133,8 @@ def test_an_owner_of_a_forgotten_session_that_was_begun_anew_reads_the_new_one(s
     save(other, another)
     with pytest.raises(StaleOwner, match="begun anew"):  # though its number is the newest
         save(branch, toy)
-    twin = branch.fork("bob", toy.seen)
-    save(twin, toy)
+    fork = branch.fork("bob", toy.seen)
+    save(fork, toy)
     assert same(loaded(again(store), "bob"), without_log(toy)) and holds(store, "alice", another.record())
     restored = branch.load(IDENTITY, GEOMETRY, BUDGETS)
     assert restored.manifest.seen == 40 and save(branch, another).generation == 2

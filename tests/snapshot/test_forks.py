@@ -13,24 +13,24 @@ pytestmark = pytest.mark.usefixtures("spools")
 def test_a_fork_goes_its_own_way_and_shares_pages(store):
     branch, toy = begin(store, "alice", tokens=40)
     save(branch, toy)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
-    first = save(twin, other)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
+    first = save(fork, other)
     assert (first.name, first.session, first.generation, first.parent) == ("bob", "alice", 1, branch.parent)
     assert first.bytes_written < 0.7 * first.bytes  # its pages are there
     save(branch, toy.feed(20, branch))
-    save(twin, other.feed(33, twin))
+    save(fork, other.feed(33, fork))
     assert holds(store, "alice", toy.record()) and holds(store, "bob", other.record())
     branch, toy = resume(again(store), "bob")
     assert branch.session == "alice" and save(branch, toy.feed(5, branch)).generation == 3
-    assert holds(store, "bob", toy.record()) and [one.name for one in store.list()] == ["alice", "bob"]
+    assert holds(store, "bob", toy.record()) and [snapshot.name for snapshot in store.list()] == ["alice", "bob"]
 
 
 def test_a_fork_of_a_fork_belongs_to_the_session(store):
     branch, toy = begin(store, "alice", tokens=9)
     save(branch, toy)
-    twin = branch.fork("bob", toy.seen)
-    save(twin, toy)
-    last = twin.fork("carol", toy.seen)
+    fork = branch.fork("bob", toy.seen)
+    save(fork, toy)
+    last = fork.fork("carol", toy.seen)
     assert save(last, toy).session == "alice" and holds(store, "carol", toy.record())
     with pytest.raises(ConfigError, match="is a fork"):
         store.forget("carol")
@@ -40,8 +40,8 @@ def test_a_fork_of_a_fork_belongs_to_the_session(store):
 
 def test_a_fork_of_what_was_never_saved_is_saved(store):
     branch, toy = begin(store, "alice", tokens=9)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
-    save(twin, other.feed(6, twin))
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
+    save(fork, other.feed(6, fork))
     assert holds(store, "bob", other.record()) and not store.has("alice")
     save(branch, toy)
     assert holds(store, "alice", toy.record())
@@ -50,8 +50,8 @@ def test_a_fork_of_what_was_never_saved_is_saved(store):
 def test_a_fork_with_unsaved_ids_has_a_whole_log(store):
     branch, toy = begin(store, "alice", tokens=9)
     save(branch, toy)
-    twin = branch.fork("bob", toy.feed(21, branch).seen)
-    save(twin, other := toy.twin(2))
+    fork = branch.fork("bob", toy.feed(21, branch).seen)
+    save(fork, other := toy.diverged(2))
     assert holds(store, "bob", other.record()) and len(other.ids) == 28
 
 
@@ -81,6 +81,6 @@ def test_a_name_that_is_taken_is_no_name_for_a_fork(store):
     store.delete("bob")
     store.delete("carol")
     for name in ("bob", "carol"):
-        twin = branch.fork(name, toy.seen)
-        save(twin, toy)
+        fork = branch.fork(name, toy.seen)
+        save(fork, toy)
         assert holds(store, name, toy.record()) and again(store).branch(name).session == "alice"

@@ -32,11 +32,11 @@ def test_every_session_of_it_opens_and_holds_what_it_held(golden: Path):
     stores = {"plain": local_store(golden / "plain"), "sealed": local_store(golden / "sealed", key=KEY)}
     for name, what in expected.items():
         branch, record = load(stores["sealed" if name == "bob" else "plain"], name)
-        found = json.loads(json.dumps(plain(record)))
-        assert found == what
+        current = json.loads(json.dumps(plain(record)))
+        assert current == what
         branch.close()
     for store in stores.values():
-        assert [one.problem for one in store.verify()] == [""] * len(store.verify())
+        assert [result.problem for result in store.verify()] == [""] * len(store.verify())
 
 
 def test_a_save_goes_on_from_it(golden: Path):

@@ -36,7 +36,7 @@ def test_another_value_of_any_field_is_refused_by_name_with_both_values(field: s
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_what_was_made_without_is_told_from_what_was_made_with(field: str):
+def test_what_was_made_without_is_distinguished_from_what_was_made_with(field: str):
     without = msgspec.structs.replace(ONE, **{field: ""})
     with pytest.raises(SnapshotMismatch, match=f"found none, expected {field} 1"):
         expect_same(without, ONE, "it")
@@ -101,7 +101,7 @@ def test_one_changed_bit_anywhere_changes_the_digest(name: str):
     assert len(seen) == 1 + size
 
 
-def test_values_that_compare_equal_but_are_not_the_same_are_told_apart():
+def test_values_that_compare_equal_but_are_not_the_same_are_distinguished():
     assert digest({"x": torch.tensor([0.0])}) != digest({"x": torch.tensor([-0.0])})
     quiet, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
     assert digest({"x": quiet}) != digest({"x": other})
@@ -134,7 +134,7 @@ def test_the_order_of_the_tensors_does_not_matter(names: list[str]):
 def test_the_order_of_tensors_of_one_name_does_not_matter_and_their_number_does():
     a, b = ("x", torch.zeros(2)), ("x", torch.ones(2))
     assert digest_tensors([a, b]) == digest_tensors([b, a])
-    assert len({digest_tensors(found) for found in ([], [a], [b], [a, b], [a, a], [b, b])}) == 6
+    assert len({digest_tensors(named) for named in ([], [a], [b], [a, b], [a, a], [b, b])}) == 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

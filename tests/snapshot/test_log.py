@@ -72,9 +72,9 @@ def test_appended_ids_are_on_the_disk_and_not_in_memory(spool: Spool):
 
 def test_ids_come_out_of_a_spool_as_int32_that_may_be_kept(spool: Spool):
     spool.append([5, 6])
-    found = spool.read(102)
+    ids = spool.read(102)
     spool.append([7, 8], 100)
-    assert found.dtype == np.int32 and found.tolist() == [5, 6]
+    assert ids.dtype == np.int32 and ids.tolist() == [5, 6]
 
 
 def test_an_emptied_spool_gives_its_room_back(spool: Spool):
@@ -323,11 +323,11 @@ def test_a_part_is_read_back_as_it_was_written(ids, pending, held: bytes, start:
                    before="a" * 32 if start else "", frame=frame)
     given_part = Part(np.array(ids, dtype), np.array(pending, dtype), np.frombuffer(held, np.uint8))
     data = b"".join(write_part(body, given_part))
-    found, sections, _ = unpack(data, LogPart, "it")
-    assert found == body
-    back = read_part(found, sections, "it")
-    assert [back.ids.dtype, back.pending.dtype, back.held.dtype] == [np.int32, np.int32, np.uint8]
-    assert [back.ids.tolist(), back.pending.tolist(), back.held.tobytes()] == [ids, pending, held]
+    header, sections, _ = unpack(data, LogPart, "it")
+    assert header == body
+    back = read_part(header, sections, "it")
+    assert [back.ids.dtype, back.pending.dtype, back.buffered.dtype] == [np.int32, np.int32, np.uint8]
+    assert [back.ids.tolist(), back.pending.tolist(), back.buffered.tobytes()] == [ids, pending, held]
 
 
 def test_the_same_ids_give_the_same_part():
@@ -360,16 +360,16 @@ def i32(*values: int) -> torch.Tensor:
     ({}, {"held": torch.zeros((), dtype=torch.uint8)}, "'held'"),
 ])
 def test_a_part_that_lies_is_refused(body: dict, change: dict, says: str):
-    def lie(found: dict, sections: dict) -> None:
-        found.update(body)
+    def lie(header: dict, sections: dict) -> None:
+        header.update(body)
         sections["ids"] = resaved(sections["ids"], **change)
 
-    found, sections, _ = unpack(sound_log(), LogPart, "it")
-    sound = read_part(found, sections, "it")
+    header, sections, _ = unpack(sound_log(), LogPart, "it")
+    sound = read_part(header, sections, "it")
     assert [sound.ids.tolist(), sound.pending.tolist()] == [list(range(100, 107)), [7, 8]]
-    found, sections, _ = unpack(rebuilt(LogPart, lie), LogPart, "it")
+    header, sections, _ = unpack(rebuilt(LogPart, lie), LogPart, "it")
     with pytest.raises(SnapshotCorrupt) as caught:
-        read_part(found, sections, "it")
+        read_part(header, sections, "it")
     assert str(caught.value).startswith("it: ") and says in str(caught.value)
 
 
@@ -381,9 +381,9 @@ def test_a_part_of_other_sections_is_refused(names: list[str]):
         sections.clear()
         sections.update(dict.fromkeys(names, content))
 
-    found, sections, _ = unpack(rebuilt(LogPart, lie), LogPart, "it")
+    header, sections, _ = unpack(rebuilt(LogPart, lie), LogPart, "it")
     with pytest.raises(SnapshotCorrupt, match="expected section ids"):
-        read_part(found, sections, "it")
+        read_part(header, sections, "it")
 
 
 # -- growing together ---------------------------------------------------------------------------------------------

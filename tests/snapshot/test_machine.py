@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from locret_stream.errors import ConfigError, SnapshotNotFound, StaleOwner
 from locret_stream.snapshot import Branch, Store
-from locret_stream.snapshot.session_folder import folder_of
+from locret_stream.snapshot.names import folder_of
 from tests.snapshot.support import (
     BUDGETS,
     GEOMETRY,
@@ -95,21 +95,21 @@ class Machine(RuleBasedStateMachine):
 
     def home(self, name: str) -> str:
         """The session whose folder the name leads to."""
-        away = [folder for (folder, branch), snaps in self.snaps.items() if branch == name != folder and snaps]
-        assert len(away) <= 1
-        return away[0] if away else name
+        elsewhere = [folder for (folder, branch), snaps in self.snaps.items() if branch == name != folder and snaps]
+        assert len(elsewhere) <= 1
+        return elsewhere[0] if elsewhere else name
 
-    def found(self, name: str) -> dict[int, Record]:
+    def snapshots_of(self, name: str) -> dict[int, Record]:
         return self.snaps.get((self.home(name), name), {})
 
     @rule(target=owners, name=st.sampled_from(NAMES))
     def open(self, name: str) -> object:
-        folder, found = self.home(name), self.found(name)
+        folder, snapshots = self.home(name), self.snapshots_of(name)
         head = self.highest.get((folder, name), 0)
-        if found:
+        if snapshots:
             branch, record = load(self.store, name)
-            assert same(record, found[max(found)])
-            return Owner(branch, Toy.of(record), folder, head, (max(found), found[max(found)]))
+            assert same(record, snapshots[max(snapshots)])
+            return Owner(branch, Toy.of(record), folder, head, (max(snapshots), snapshots[max(snapshots)]))
         self.seeds += 1
         branch, toy = begin(self.store, name, self.seeds)
         return Owner(branch, toy, folder, head)
@@ -143,13 +143,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=owners, owner=owners, name=st.sampled_from(NAMES))
     def fork(self, owner: Owner, name: str) -> object:
-        if name == owner.folder or self.found(name) or self.snaps.get((owner.folder, name)):
+        if name == owner.folder or self.snapshots_of(name) or self.snaps.get((owner.folder, name)):
             with pytest.raises(ConfigError):
                 owner.branch.fork(name, owner.toy.seen)
             return multiple()
         self.seeds += 1
-        twin = owner.branch.fork(name, owner.toy.seen)
-        self.forks.append(Owner(twin, owner.toy.twin(self.seeds), owner.folder,
+        fork = owner.branch.fork(name, owner.toy.seen)
+        self.forks.append(Owner(fork, owner.toy.diverged(self.seeds), owner.folder,
                                 self.highest.get((owner.folder, name), 0)))
         return self.forks[-1]
 
@@ -159,29 +159,29 @@ class Machine(RuleBasedStateMachine):
 
     @rule(owner=owners, data=st.data())
     def rewind(self, owner: Owner, data: st.DataObject) -> None:
-        found = self.snaps.get(owner.place, {})
-        if not found:
+        snapshots = self.snaps.get(owner.place, {})
+        if not snapshots:
             with pytest.raises(SnapshotNotFound):
                 owner.branch.load(IDENTITY, GEOMETRY, BUDGETS)
             return
-        generation = data.draw(st.sampled_from(sorted(found)))
+        generation = data.draw(st.sampled_from(sorted(snapshots)))
         owner.branch.load(IDENTITY, GEOMETRY, BUDGETS, generation)
-        owner.toy, owner.head = Toy.of(found[generation]), self.highest[owner.place]
-        owner.base = generation, found[generation]
+        owner.toy, owner.head = Toy.of(snapshots[generation]), self.highest[owner.place]
+        owner.base = generation, snapshots[generation]
         self.seeds += 1
         owner.toy.seed = self.seeds
 
-    @precondition(lambda self: any(self.found(name) for name in NAMES))
+    @precondition(lambda self: any(self.snapshots_of(name) for name in NAMES))
     @rule(data=st.data(), which=st.sampled_from(["newest", "oldest", "all"]))
     def delete(self, data: st.DataObject, which: str) -> None:
-        name = data.draw(st.sampled_from([name for name in NAMES if self.found(name)]))
-        found = self.found(name)
-        generation = {"newest": max(found), "oldest": min(found), "all": None}[which]
-        assert self.store.delete(name, generation) == (sorted(found) if generation is None else [generation])
+        name = data.draw(st.sampled_from([name for name in NAMES if self.snapshots_of(name)]))
+        snapshots = self.snapshots_of(name)
+        generation = {"newest": max(snapshots), "oldest": min(snapshots), "all": None}[which]
+        assert self.store.delete(name, generation) == (sorted(snapshots) if generation is None else [generation])
         if generation is None:
-            found.clear()
+            snapshots.clear()
         else:
-            del found[generation]
+            del snapshots[generation]
 
     @rule()
     def gc(self) -> None:
@@ -215,8 +215,8 @@ class Machine(RuleBasedStateMachine):
         for place in places:
             self.snaps.pop(place, None)
             del self.highest[place]
-        mine = [path for path, content in everything(self.root).items() if path.startswith(folder_of(name))]
-        assert mine == [] and self.store.files.sizes(folder_of(name)) == {}
+        left = [path for path, content in everything(self.root).items() if path.startswith(folder_of(name))]
+        assert left == [] and self.store.files.sizes(folder_of(name)) == {}
         aliases = [folder for folder in self.store.files.folders("") if "branch" in self.store.files.sizes(folder)
                    and bytes(self.store.files.read(f"{folder}/branch", 64)).decode() == folder_of(name)]
         assert aliases == []
@@ -226,14 +226,14 @@ class Machine(RuleBasedStateMachine):
     def all_that_was_acknowledged_is_there(self) -> None:
         store = self.store
         expected = {(name, max(snaps)): snaps for (_, name), snaps in self.snaps.items() if snaps}
-        assert {(one.name, one.generation) for one in store.list()} == set(expected)
+        assert {(snapshot.name, snapshot.generation) for snapshot in store.list()} == set(expected)
         assert problems(store) == []
         for name in NAMES:
-            found = self.found(name)
-            assert store.has(name) is bool(found)
-            if found:
-                assert [one.generation for one in store.info(name)] == sorted(found)
-                for generation, record in found.items():
+            snapshots = self.snapshots_of(name)
+            assert store.has(name) is bool(snapshots)
+            if snapshots:
+                assert [snapshot.generation for snapshot in store.info(name)] == sorted(snapshots)
+                for generation, record in snapshots.items():
                     assert same(loaded(store, name, generation), record), (name, generation)
 
 

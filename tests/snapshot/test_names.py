@@ -9,22 +9,11 @@ from typing import Any
 import pytest
 
 from locret_stream.errors import ConfigError, StaleOwner
-from locret_stream.snapshot import Store
+from locret_stream.snapshot import forgetting
+from locret_stream.snapshot.collecting import GRACE_S
 from locret_stream.snapshot.local import LocalFiles
-from locret_stream.snapshot.names import write_alias
-from locret_stream.snapshot.session_folder import folder_of, hashed
-from tests.snapshot.support import (
-    HOSTILE_NAMES,
-    again,
-    begin,
-    everything,
-    holds,
-    loaded,
-    needed,
-    same,
-    save,
-    sound,
-)
+from locret_stream.snapshot.names import folder_of, hashed, write_alias
+from tests.snapshot.support import HOSTILE_NAMES, again, begin, everything, holds, loaded, needed, same, save, sound
 
 pytestmark = pytest.mark.usefixtures("spools")
 
@@ -34,9 +23,9 @@ def test_any_name_is_a_session_and_never_a_path(local, tmp_path, name):
     (tmp_path / "x").write_bytes(b"not ours")
     branch, toy = begin(local, name, tokens=9)
     save(branch, toy)
-    twin = branch.fork(f"{name[:250]} fork", toy.seen)
-    save(twin, toy)
-    assert holds(local, name, toy.record()) and {one.name for one in local.list()} == {name, twin.name}
+    fork = branch.fork(f"{name[:250]} fork", toy.seen)
+    save(fork, toy)
+    assert holds(local, name, toy.record()) and {snapshot.name for snapshot in local.list()} == {name, fork.name}
     assert local.forget(name)
     assert everything(local.url) == {} and (tmp_path / "x").read_bytes() == b"not ours"
     assert sorted(os.listdir(tmp_path)) == ["store", "x"]
@@ -67,11 +56,11 @@ def test_files_lie_where_the_layout_says(local):
     save(branch, toy)
     save(branch.fork("bob", toy.seen), toy)
     own = "s-" + hashed("alice")
-    found = {path for path, content in everything(local.url).items() if content is not None}
+    paths = {path for path, content in everything(local.url).items() if content is not None}
     fixed = {f"{own}/m/{hashed('alice')}/000000000001.snap", f"{own}/m/{hashed('bob')}/000000000001.snap",
              f"s-{hashed('bob')}/branch", f"n-{hashed('alice')}", f"n-{hashed('bob')}"}
     fixed |= {f"{own}/key"} if local._key else set()
-    assert found == fixed | needed(local, "alice")
+    assert paths == fixed | needed(local, "alice")
 
 
 # -- one name, two sessions -------------------------------------------------------------------------------------------
@@ -80,11 +69,11 @@ def test_files_lie_where_the_layout_says(local):
 def test_a_session_and_a_fork_of_one_name_do_not_both_win(store):
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
     own, another = begin(again(store), "bob", 3, 9)
     save(own, another)
     with pytest.raises(StaleOwner, match="is meanwhile the name of another"):
-        save(twin, other)
+        save(fork, other)
     assert same(loaded(again(store), "bob"), another.record()) and again(store).branch("bob").session == "bob"
     assert save(own, another.feed(5, own)).generation == 2 and sound(store)
 
@@ -93,13 +82,13 @@ def test_a_session_and_a_fork_of_one_name_do_not_both_win(store):
 def test_a_session_and_a_fork_that_begin_in_one_moment_do_not_both_win(store, first):
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
     own, another = begin(again(store), "bob", 3, 9)
-    late, late_toy, early, early_toy = ((own, another, twin, other) if first == "fork" else (twin, other, own, another))
+    late, late_toy, early, early_toy = ((own, another, fork, other) if first == "fork" else (fork, other, own, another))
     with pytest.raises(StaleOwner):
         save(late, late_toy, lambda: save(early, early_toy))
     assert same(loaded(again(store), "bob"), early_toy.record())
-    assert [one.name for one in store.list()] == ["alice", "bob"] and sound(store)
+    assert [snapshot.name for snapshot in store.list()] == ["alice", "bob"] and sound(store)
     save(early, early_toy.feed(9, early))
     assert same(loaded(again(store), "bob"), early_toy.record())
 
@@ -109,8 +98,8 @@ def test_a_session_and_a_fork_that_begin_between_each_others_steps_do_not_both_w
     """The other one does all its work between two steps of the one: before its alias, or before its manifest."""
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
-    real, won = twin.session_folder.files.write, []
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
+    real, won = fork.session_folder.files.write, []
 
     def write(target: str, parts: Any, *, exclusive: bool = False) -> None:
         if not won and (target.endswith("/branch") if path == "alias" else "/m/" in target):
@@ -123,9 +112,9 @@ def test_a_session_and_a_fork_that_begin_between_each_others_steps_do_not_both_w
                 pass
         real(target, parts, exclusive=exclusive)
 
-    monkeypatch.setattr(twin.session_folder.files, "write", write)
+    monkeypatch.setattr(fork.session_folder.files, "write", write)
     try:
-        save(twin, other)
+        save(fork, other)
         winners = [other.record()]
     except StaleOwner:
         winners = []
@@ -150,20 +139,20 @@ def test_two_forks_of_two_sessions_under_one_name_do_not_both_win(store):
         other.fork("bob", another.seen)
 
 
-def test_an_owner_of_a_deleted_session_is_told_when_its_name_was_taken(store):
+def test_an_owner_of_a_deleted_session_is_reported_when_its_name_was_taken(store):
     own, another = begin(store, "bob", 3, 9)
     save(own, another)
     again(store).delete("bob")
     branch, toy = begin(store, "alice", tokens=30)
-    twin = branch.fork("bob", toy.seen)
-    save(twin, toy)
+    fork = branch.fork("bob", toy.seen)
+    save(fork, toy)
     with pytest.raises(StaleOwner):
         save(own, another)
     assert same(loaded(again(store), "bob"), toy.record())
     again(store).delete("bob")
     assert save(own, another).generation == 2  # and may go on once it is free
     with pytest.raises(StaleOwner):
-        save(twin, toy)
+        save(fork, toy)
     another.ids = None
     assert same(loaded(again(store), "bob"), another.record()) and sound(store)
 
@@ -171,8 +160,8 @@ def test_an_owner_of_a_deleted_session_is_told_when_its_name_was_taken(store):
 def test_a_name_that_a_dead_fork_left_is_free(store, monkeypatch):
     branch, toy = begin(store, "alice", tokens=30)
     save(branch, toy)
-    twin = branch.fork("bob", toy.seen)
-    real = twin.session_folder.files.write
+    fork = branch.fork("bob", toy.seen)
+    real = fork.session_folder.files.write
 
     def dies(target: str, parts: Any, *, exclusive: bool = False) -> None:
         if "/m/" in target:
@@ -180,9 +169,9 @@ def test_a_name_that_a_dead_fork_left_is_free(store, monkeypatch):
         real(target, parts, exclusive=exclusive)
 
     with monkeypatch.context() as patch:
-        patch.setattr(twin.session_folder.files, "write", dies)
+        patch.setattr(fork.session_folder.files, "write", dies)
         with pytest.raises(KeyboardInterrupt):
-            save(twin, toy)
+            save(fork, toy)
     assert "branch" in store.files.sizes(folder_of("bob"))
     assert not store.has("bob")
     if not isinstance(store.files, LocalFiles):  # perhaps it still is about to write: only time tells
@@ -199,10 +188,10 @@ def test_a_fork_that_is_saved_while_its_name_is_freed_keeps_it(local, monkeypatc
     """A save of it died and left the alias, which others tidy away in the moment in which it is saved again."""
     branch, toy = begin(local, "alice", tokens=30)
     save(branch, toy)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(7)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(7)
     write_alias(local.files, folder_of("bob"), branch.session_folder.folder)
-    saved, real = [], Store._free
-    saving = threading.Thread(target=lambda: saved.append(save(twin, other)))
+    saved, real = [], forgetting.free_name
+    saving = threading.Thread(target=lambda: saved.append(save(fork, other)))
 
     def free(*arguments: Any) -> None:
         saving.start()
@@ -210,8 +199,9 @@ def test_a_fork_that_is_saved_while_its_name_is_freed_keeps_it(local, monkeypatc
         real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "_free", free)
-        assert again(local)._tidy(folder_of("bob")) == [f"{folder_of('bob')}/branch"]
+        patch.setattr(forgetting, "free_name", free)
+        assert forgetting.remove_dead_alias(again(local).files, folder_of("bob"), GRACE_S) == [
+            f"{folder_of('bob')}/branch"]
     saving.join(30)
-    assert [one.name for one in saved] == ["bob"] and again(local).has("bob")
+    assert [snapshot.name for snapshot in saved] == ["bob"] and again(local).has("bob")
     assert same(loaded(again(local), "bob"), other.record()) and sound(local)

@@ -16,30 +16,30 @@ pytestmark = pytest.mark.usefixtures("spools")
 
 
 def reports_of(hands: Hands, pids: list[int], check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Wait until all have ended; everything they told."""
-    told = []
+    """Wait until all have ended; everything they reported."""
+    reports = []
     for pid in pids:
-        told.append(hands.of(pid, "ended"))
+        reports.append(hands.of(pid, "ended"))
         assert hands.wait(pid) == 0
-        told += hands.told(pid)
-    for one in told:
-        check(one)
-    return told
+        reports += hands.reports(pid)
+    for report in reports:
+        check(report)
+    return reports
 
 
 def save_one_branch(hands: Hands, root: Path, key: str | None, owners: int, rounds: int) -> int:
-    """Processes save one branch against each other; every number that was told was told to one."""
+    """Processes save one branch against each other; every generation that was acknowledged was so to just one."""
     store = local_store(root, key=key, keep_last=1000)
     branch, toy = begin(store, "alice", 1)
     save(branch, toy.feed(STEP, branch))
     at = time.time() + 0.5
     pids = [hands.start("contend", root=str(root), key=key, rounds=rounds, seed=seed, at=at)
             for seed in range(owners)]
-    told = reports_of(hands, pids, lambda one: None)
-    won = [one["won"] for one in told if "won" in one]
+    reports = reports_of(hands, pids, lambda report: None)
+    won = [report["won"] for report in reports if "won" in report]
     assert sorted(won) == list(range(2, 2 + len(won)))
-    assert len(won) + sum("stale" in one for one in told) == owners * rounds
-    digests = {one["won"]: one["digest"] for one in told if "won" in one}
+    assert len(won) + sum("stale" in report for report in reports) == owners * rounds
+    digests = {report["won"]: report["digest"] for report in reports if "won" in report}
     for info in store.info("alice")[1:]:
         assert info.generation == 2 or info.parent == digests[info.generation - 1]
         assert same(loaded(store, "alice", info.generation), expected(info.generation))
@@ -57,16 +57,16 @@ def save_forks_and_collect(hands: Hands, root: Path, key: str | None, owners: in
             for seed in range(2, 2 + owners)]
     pids += [hands.start("collect", root=str(root), key=key, rounds=rounds, at=at) for _ in range(2)]
 
-    def no_problem(one: dict[str, Any]) -> None:
-        assert "problem" not in one, one
+    def no_problem(report: dict[str, Any]) -> None:
+        assert "problem" not in report, report
 
-    told = reports_of(hands, pids, no_problem)
+    reports = reports_of(hands, pids, no_problem)
     assert sound(store) and same(loaded(store, "alice"), expected(1))
-    for one in told:
-        if "name" in one:
-            found = loaded(store, one["name"])
-            assert found.tokens == one["tokens"] == STEP * (rounds + 1)
-            assert store.info(one["name"])[-1].generation == one["saved"] == rounds
+    for report in reports:
+        if "name" in report:
+            record = loaded(store, report["name"])
+            assert record.tokens == report["tokens"] == STEP * (rounds + 1)
+            assert store.info(report["name"])[-1].generation == report["saved"] == rounds
     store.gc()
     assert stored(store, "alice") == needed(store, "alice")
 

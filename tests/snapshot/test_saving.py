@@ -65,8 +65,8 @@ def test_a_save_writes_only_what_is_new(local):
     second = save(branch, toy)
     assert [path.split("/")[1] for path in stored(local, "alice") ^ before] == ["log"]  # every save has a part there
     assert second.bytes_written < first.bytes_written
-    found = [one.generation for one in local.info("alice")]
-    assert found == [1, 2] and second.bytes == local.info("alice")[1].bytes
+    generations = [snapshot.generation for snapshot in local.info("alice")]
+    assert generations == [1, 2] and second.bytes == local.info("alice")[1].bytes
 
 
 def test_each_snapshot_names_the_one_it_grew_out_of(store):
@@ -76,7 +76,7 @@ def test_each_snapshot_names_the_one_it_grew_out_of(store):
     assert save(branch, toy.feed(5, branch)).parent == first != branch.parent
     back, toy = resume(store, "alice", 1)
     assert save(back, toy).parent == first
-    assert [one.parent for one in store.info("alice")] == ["", first, first]
+    assert [snapshot.parent for snapshot in store.info("alice")] == ["", first, first]
 
 
 def test_list_and_info_tell_what_there_is(store):
@@ -86,10 +86,10 @@ def test_list_and_info_tell_what_there_is(store):
         save(branch, toy)
         done = save(branch, toy.feed(1, branch))
         assert store.info(name)[-1] == msgspec.structs.replace(done, bytes_written=0)
-    assert [(one.name, one.generation, one.tokens) for one in store.list()] == [("alice", 2, 10), ("bob", 2, 6)]
-    assert [(one.generation, one.tokens) for one in store.info("alice")] == [(1, 9), (2, 10)]
+    assert [(info.name, info.generation, info.tokens) for info in store.list()] == [("alice", 2, 10), ("bob", 2, 6)]
+    assert [(snapshot.generation, snapshot.tokens) for snapshot in store.info("alice")] == [(1, 9), (2, 10)]
     assert store.has("alice") and not store.has("carol")
-    assert {(one.name, one.generation) for one in store.verify("bob")} == {("bob", 1), ("bob", 2)}
+    assert {(result.name, result.generation) for result in store.verify("bob")} == {("bob", 1), ("bob", 2)}
     for ask in (store.info, store.verify, store.delete, store.forget, store.gc):
         with pytest.raises(SnapshotNotFound, match="carol"):
             ask("carol")

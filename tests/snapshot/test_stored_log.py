@@ -14,7 +14,7 @@ from locret_stream.snapshot import Store
 from locret_stream.snapshot.format import VERSION
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.log import Refocus
-from locret_stream.snapshot.session_folder import folder_of, hashed
+from locret_stream.snapshot.names import folder_of, hashed
 from tests.snapshot.support import (
     IDENTITY,
     Toy,
@@ -47,8 +47,8 @@ def test_a_log_gives_everything_that_was_accepted(local, damage):
     for tokens in (1, 9, 50, 3):
         save(branch, toy.feed(tokens, branch))
     accepted = [*toy.ids, *toy.pending]
-    twin, other = branch.fork("bob", toy.seen), toy.twin(2)
-    save(twin, other.feed(6, twin))
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
+    save(fork, other.feed(6, fork))
     own = Path(local.url) / folder_of("alice")
     for path in {"nothing": [], "manifest": [own / "m" / hashed("alice") / "000000000004.snap"],
                  "page": sorted((own / "pages").iterdir())}[damage]:
@@ -108,11 +108,11 @@ def test_the_log_of_a_save_that_lost_is_not_taken_for_the_session(local):
         save(late, late_toy, lambda: save(early, early_toy))
     (Path(local.url) / folder_of("alice") / "m" / hashed("alice") / "000000000002.snap").write_bytes(b"rubbish")
     try:
-        found = logged_ids(local, "alice")
+        ids = logged_ids(local, "alice")
     except SnapshotCorrupt as error:
         assert "tells which" in str(error)
     else:
-        assert found == [*early_toy.ids, *early_toy.pending]
+        assert ids == [*early_toy.ids, *early_toy.pending]
 
 
 def test_a_session_fed_again_from_its_log_goes_on(local):
@@ -142,7 +142,7 @@ def test_who_rebuilds_is_fenced_by_a_save_since_the_log_was_read(store):
 
 
 @pytest.mark.parametrize("how", ["rebuilt", "rewound"])
-def test_a_session_begun_anew_is_told_from_the_one_of_before_without_a_base_too(store, how: str):
+def test_a_session_begun_anew_is_distinguished_from_the_one_of_before_without_a_base_too(store, how: str):
     branch, toy = begin(store, "alice", tokens=4)
     save(branch, toy)
     if how == "rewound":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotError, SnapshotNotFound
-from locret_stream.snapshot.session_folder import folder_of, hashed
+from locret_stream.snapshot.names import folder_of, hashed
 from tests.snapshot.support import again, begin, everything, holds, load, problems, save
 
 pytestmark = pytest.mark.usefixtures("spools")
@@ -18,20 +18,20 @@ pytestmark = pytest.mark.usefixtures("spools")
 
 @pytest.mark.parametrize("content", [b"", b"s-", b"../../etc", b"s-" + b"0" * 31, b"s-" + b"g" * 32, b"\xff" * 34,
                                      b"s-" + b"0" * 32 + b"\n", b"x" * 100, b"itself"])
-def test_a_damaged_alias_is_told_and_the_next_save_heals_it(local, content):
+def test_a_damaged_alias_is_reported_and_the_next_save_heals_it(local, content):
     branch, toy = begin(local, "alice", tokens=30)
     save(branch, toy)
-    twin = branch.fork("bob", toy.seen)
-    save(twin, toy)
+    fork = branch.fork("bob", toy.seen)
+    save(fork, toy)
     alias = Path(local.url) / folder_of("bob") / "branch"
     alias.write_bytes(folder_of("bob").encode() if content == b"itself" else content)
     for use in (lambda: again(local).branch("bob"), lambda: local.info("bob"), lambda: local.delete("bob")):
         with pytest.raises(SnapshotCorrupt):
             use()
     assert holds(local, "alice", toy.record()) and problems(local, "alice") == []
-    assert {one.name: bool(one.problem) for one in local.verify()} == {"alice": False, "bob": True}
-    assert [one.name for one in local.list()] == ["alice", "bob"]
-    save(twin, toy.feed(9, twin))
+    assert {result.name: bool(result.problem) for result in local.verify()} == {"alice": False, "bob": True}
+    assert [snapshot.name for snapshot in local.list()] == ["alice", "bob"]
+    save(fork, toy.feed(9, fork))
     assert holds(local, "bob", toy.record())
 
 
@@ -68,7 +68,7 @@ def test_an_alias_that_lies_about_a_session_hides_nothing_and_removes_nothing(lo
     (Path(local.url) / folder_of("bob") / "branch").write_bytes(folder_of("alice").encode())
     assert holds(local, "bob", toy.record())
     local.forget("alice")
-    assert holds(local, "bob", toy.record()) and [one.name for one in local.list()] == ["bob"]
+    assert holds(local, "bob", toy.record()) and [snapshot.name for snapshot in local.list()] == ["bob"]
 
 
 def test_a_session_that_is_a_link_is_not_followed(local, tmp_path):
@@ -83,8 +83,8 @@ def test_a_session_that_is_a_link_is_not_followed(local, tmp_path):
                 lambda: local.forget("alice")):
         with pytest.raises(SnapshotError):
             use()
-    for found in (local.list(), local.verify()):
-        assert ["is a link" in one.problem for one in found] == [True]
+    for results in (local.list(), local.verify()):
+        assert ["is a link" in result.problem for result in results] == [True]
     with suppress(SnapshotCorrupt):
         assert local.gc().removed == ()
     assert everything(tmp_path / "elsewhere") == before
@@ -105,11 +105,11 @@ def test_a_link_inside_one_session_keeps_nobody_from_the_others(local, tmp_path,
         (Path(local.url) / f"n-{hashed(name)}").unlink()
     before = everything(tmp_path / "elsewhere")
     listed, verified = again(local).list(), again(local).verify()
-    assert ("alice", "") in [(one.name, one.problem) for one in listed]
-    assert ("alice", "") in [(one.name, one.problem) for one in verified]
-    told = [one.problem for one in verified if one.problem]
-    assert all("is a link" in problem for problem in told) and bool(told) is (recorded or inner != "m/own")
-    bad = [one.problem for one in listed if one.problem]
+    assert ("alice", "") in [(snapshot.name, snapshot.problem) for snapshot in listed]
+    assert ("alice", "") in [(result.name, result.problem) for result in verified]
+    problems = [result.problem for result in verified if result.problem]
+    assert all("is a link" in problem for problem in problems) and bool(problems) is (recorded or inner != "m/own")
+    bad = [snapshot.problem for snapshot in listed if snapshot.problem]
     assert all("is a link" in problem for problem in bad) and len(bad) == {
         "m": 2 if recorded else 1, "m/own": int(recorded)}.get(inner, 0)
     rubbish = Path(local.url) / folder_of("alice") / "pages" / ("0" * 32)
@@ -127,7 +127,7 @@ def test_what_is_no_session_is_left_alone(local):
         shutil.copytree(Path(local.url) / folder_of("alice"), Path(local.url) / strange)
     (Path(local.url) / "README").write_bytes(b"mine")
     before = everything(local.url)
-    assert [one.name for one in local.list()] == ["alice"] and len(local.verify()) == 1
+    assert [result.name for result in local.list()] == ["alice"] and len(local.verify()) == 1
     local.gc()
     assert everything(local.url) == before
     local.forget("alice")

@@ -1,4 +1,4 @@
-"""Forgetting leaves no byte of what was told: not in the store's folder, and not in that of temporary files."""
+"""Forgetting leaves no byte of the session: not in the store's folder, and not in that of temporary files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session was told is read from disk: the text of any place, of words, and of what memory keeps."""
+"""The text of a session is read from disk: the text of any place, of words, and of what memory keeps."""
 
 from __future__ import annotations
 
@@ -43,38 +43,38 @@ async def store(tmp_path: Path) -> Any:
 
 
 async def test_any_place_is_read_back(store: Store):
-    found = read_transcript(store, "a")
-    whole = found.between(0, found.tokens, decode)
-    assert whole.text == TEXT[:3000] + FACT + TEXT[3000:] and (whole.start, whole.end) == (0, found.tokens)
-    half = found.tokens // 2
-    assert found.between(0, half, decode).text + found.between(half, 10**9, decode).text == whole.text
-    assert found.between(10**9, 10**9, decode).text == ""
+    transcript = read_transcript(store, "a")
+    whole = transcript.between(0, transcript.tokens, decode)
+    assert whole.text == TEXT[:3000] + FACT + TEXT[3000:] and (whole.start, whole.end) == (0, transcript.tokens)
+    half = transcript.tokens // 2
+    assert transcript.between(0, half, decode).text + transcript.between(half, 10**9, decode).text == whole.text
+    assert transcript.between(10**9, 10**9, decode).text == ""
     older = read_transcript(store, "a", 1)
     assert older.between(0, older.tokens, decode).text == TEXT[:3000]
 
 
 async def test_words_are_found_wherever_they_lie(store: Store):
-    found = read_transcript(store, "a").find(["Falcon", "door code"], decode, 2)
-    assert any("door code of falcon is 48213" in passage.text for passage in found)
-    assert all(passage.share == 0 for passage in found), "it was evicted"
+    passages = read_transcript(store, "a").find(["Falcon", "door code"], decode, 2)
+    assert any("door code of falcon is 48213" in passage.text for passage in passages)
+    assert all(passage.share == 0 for passage in passages), "it was evicted"
     best = read_transcript(store, "a").find(["line 150 of", "worker"], decode, 1)
     assert len(best) == 1 and "line 150 of the log" in best[0].text
     assert not read_transcript(store, "a").find(["heron"], decode, 3)
     many = read_transcript(store, "a").find(["worker"], decode, 4)
-    assert len(many) == 4 and [one.start for one in many] == sorted(one.start for one in many)
+    assert len(many) == 4 and [passage.start for passage in many] == sorted(passage.start for passage in many)
 
 
 async def test_what_is_kept_is_what_the_policy_keeps(store: Store):
     """The first four tokens, and the last: in these no gap."""
-    found = read_transcript(store, "a")
-    first, *rest = found.kept(decode)
+    transcript = read_transcript(store, "a")
+    first, *rest = transcript.kept(decode)
     assert (first.start, first.end, first.share) == (0, 4, 1.0)
-    assert [one.share for one in rest] == [1.0] * len(rest) and rest[-1].end == found.tokens
-    assert sum(one.end - one.start for one in [first, *rest]) == 96 + len(found.pending)
-    assert "".join(one.text for one in rest) == TEXT[-len("".join(one.text for one in rest)):]
+    assert [passage.share for passage in rest] == [1.0] * len(rest) and rest[-1].end == transcript.tokens
+    assert sum(passage.end - passage.start for passage in [first, *rest]) == 96 + len(transcript.pending)
+    assert "".join(passage.text for passage in rest) == TEXT[-len("".join(passage.text for passage in rest)):]
 
 
-async def test_damage_and_other_tokenizers_are_told(store: Store, tmp_path: Path):
+async def test_damage_and_other_tokenizers_are_reported(store: Store, tmp_path: Path):
     with pytest.raises(SnapshotMismatch, match="another tokenizer"):
         read_transcript(store, "a", tokenizer="0" * 64)
     with pytest.raises(SnapshotNotFound):
@@ -141,7 +141,7 @@ def test_a_page_whose_positions_cannot_be_is_damage(forged, changed: dict[str, t
         read_transcript(forged("index", **changed), "a")
 
 
-def test_ids_of_any_width_are_told(forged):
+def test_ids_of_any_width_are_reported(forged):
     store = forged("state", pending=torch.tensor([2**31 - 1, 0]))
     assert read_transcript(store, "a").pending.tolist() == [2**31 - 1, 0]
     assert read_transcript(forged("index", more=None), "a").log

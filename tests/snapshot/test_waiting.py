@@ -58,7 +58,7 @@ async def test_forgets_during_a_save_wait_for_it_and_hang_nothing(tmp_path: Path
         if not closing:
             assert saving.result().generation == 2
             await ctx.aclose(save=False)
-        told = [await task if task.exception() is None else task.exception() for task in forgetting]
-        assert sum(isinstance(one, list) and len(one) > 0 for one in told) == 1
-        assert sum(isinstance(one, SnapshotNotFound) or one == [] for one in told) == waiting - 1
+        results = [await task if task.exception() is None else task.exception() for task in forgetting]
+        assert sum(isinstance(result, list) and len(result) > 0 for result in results) == 1
+        assert sum(isinstance(result, SnapshotNotFound) or result == [] for result in results) == waiting - 1
     assert not [path for path, content in everything(tmp_path).items() if content is not None]

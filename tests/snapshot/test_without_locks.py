@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from locret_stream.errors import StaleOwner, StoreError
-from locret_stream.snapshot import Branch, Save, Store
+from locret_stream.snapshot import Branch, Save, Store, claims
 from locret_stream.snapshot.session_folder import SessionFolder
 from tests.snapshot.support import (
     GEOMETRY,
@@ -113,7 +113,7 @@ def test_a_collection_that_deletes_what_a_save_rests_on_is_noticed(remote):
     store.files.age_s = lambda path: 1e6
     branch, toy = begin(store, "alice", tokens=8)
     save(branch, toy)
-    fork, other = branch.fork("bob", toy.seen), toy.twin(2)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
     save(branch, toy.feed(200, branch))
     moment, real, done = other.moment(), store.files.delete, []
     with Save(fork, moment, IDENTITY, GEOMETRY) as saving:
@@ -132,7 +132,7 @@ def test_a_collection_that_deletes_what_a_save_rests_on_is_noticed(remote):
     assert done and not store.has("bob")
     store.files.delete = real
     save(fork, other)
-    other.ids = None  # what the log rested on is gone, and it says so
+    other.ids = None  # the parts of its log were deleted, so the session has no log any more
     assert same(loaded(store, "bob"), other.record())
 
 
@@ -141,22 +141,22 @@ def test_what_another_manifest_of_the_same_number_needs_is_kept(remote):
     branch, toy = begin(remote, "alice", tokens=20)
     save(branch, toy)
     store = again(remote)
-    twin, other = branch.fork("bob", toy.seen), toy.twin(5)
-    save(twin, other)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(5)
+    save(fork, other)
     with pytest.MonkeyPatch.context() as patch:
         def fail(session_folder: SessionFolder, name: str) -> None:
             patch.undo()
-            save(twin, other.feed(4, twin))
-            store.prune(twin)
+            save(fork, other.feed(4, fork))
+            store.prune(fork)
             raise StoreError("a read that fails once")
 
-        patch.setattr(SessionFolder, "expect_claim", fail)
+        patch.setattr(claims, "expect_claim", fail)
         with pytest.raises(StoreError, match="fails once"):
             save(branch, toy.feed(8, branch))
     assert save(branch, toy.feed(12, branch)).generation == 2
-    save(twin, other.feed(4, twin))
+    save(fork, other.feed(4, fork))
     store.files.age_s = lambda path: 1e6
-    store.prune(twin)
+    store.prune(fork)
     assert needed(remote, "alice") <= stored(remote, "alice")
     assert same(loaded(again(remote), "alice"), toy.record()) and sound(remote)
 

@@ -1,11 +1,10 @@
-"""Units go where they gain most, noise moves none, every measurement is kept, and what comes out is what is served."""
+"""Units go where they gain most, noise moves none, every measurement is stored, and a runtime uses the shares."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
-import math
 import random
 
 import msgspec
@@ -27,11 +26,10 @@ from locret_stream.training import (
     Example,
     TrainConfig,
     allocate,
-    allocation,
     held_out_examples,
     train_heads,
+    validation,
 )
-from locret_stream.training.config import HALVES
 from locret_stream.training.layer_shares import (
     CHANCE,
     CROSSED,
@@ -45,6 +43,7 @@ from locret_stream.training.layer_shares import (
     proportional,
     t_tail,
 )
+from locret_stream.training.results import HALVES
 from tests.architectures import make
 from tests.kit import WITH_HEADS, random_heads, saved_heads
 from tests.training.tiny import make_examples, make_tokenizer
@@ -56,7 +55,7 @@ FINER = msgspec.structs.replace(SMALL, units=24, examples=4, factors=AllocationC
 
 @torch.no_grad()
 def answered(model, count: int, seed: int = 0) -> list[Example]:
-    """Random ids with three replies in each that the model itself would give: whatever is evicted, it expects less."""
+    """Random ids with three replies in each that the model itself gives: any eviction makes them less likely."""
     noise, ids, spans = torch.Generator().manual_seed(seed), torch.empty(count, 0, dtype=torch.int64), []
     for end in range(LENGTH // 3, LENGTH + 1, LENGTH // 3):
         ids = torch.cat([ids, torch.randint(3, 401, (count, LENGTH // 6), generator=noise)], 1)
@@ -67,7 +66,7 @@ def answered(model, count: int, seed: int = 0) -> list[Example]:
 
 
 def silenced(name: str = "llama", but: int | None = None):
-    """A model in which no layer's attention but one adds anything."""
+    """A model in which the attention of one layer alone, or of none, adds anything."""
     model = make(name)
     for layer, block in enumerate(model.model.layers):
         if layer != but:
@@ -86,10 +85,8 @@ def examples(model):
 
 
 def faked(monkeypatch, loss=lambda budgets: 10 / budgets[1]) -> list[tuple[int, ...]]:
-    """Let loss(budgets) + what the example adds be what is measured, per answer token; returns the budgets asked for.
-
-    Unless told, only layer 1 matters.
-    """
+    """Make every measurement loss(budgets) plus a constant of the example, per answer token; by default only layer 1
+    matters. Returns the list of budgets that are measured."""
     asked = []
 
     def answer_nll(engine, policy, example, behind=None):
@@ -97,7 +94,7 @@ def faked(monkeypatch, loss=lambda budgets: 10 / budgets[1]) -> list[tuple[int, 
         weight = sum(end - start for start, end in example.answer_spans)
         return weight * (loss(engine.budgets) + int(example.ids[5]) % 7 / 10)
 
-    monkeypatch.setattr(allocation, "answer_nll", answer_nll)
+    monkeypatch.setattr(validation, "answer_nll", answer_nll)
     return asked
 
 
@@ -105,7 +102,7 @@ def faked(monkeypatch, loss=lambda budgets: 10 / budgets[1]) -> list[tuple[int, 
 
 
 def read_off(curve, units: int) -> float:
-    """The loss at that many units, linear between the points and constant behind them."""
+    """The loss at that many units, linear between the points and constant after the last one."""
     for (low, high), (one, two) in zip(itertools.pairwise([u for u, _ in curve]),
                                        itertools.pairwise([x for _, x in curve]), strict=True):
         if units <= high:
@@ -266,7 +263,7 @@ def test_losses_are_those_of_answers_given_token_by_token(name, policy):
     config = StreamConfig(budget=Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5)), chunk_size=8,
                           policy=policy)
     plain = Engine(attachment, config, make_policy(policy, heads=heads), 1)
-    listening = allocation.Recording(make_policy(policy, heads=heads))
+    listening = validation.Recording(make_policy(policy, heads=heads))
     engine = Engine(attachment, config, listening, 1)
     for length in (57, 64, 71):  # a last chunk of one token, a whole one, and one between
         spans = ((9, 12), (length // 2, length // 2 + 9), (length - 3, length))
@@ -279,7 +276,7 @@ def test_losses_are_those_of_answers_given_token_by_token(name, policy):
             while plain.ready(state):
                 plain.commit(state)
         with torch.no_grad():
-            assert allocation.answer_nll(engine, listening, example) == pytest.approx(expected, rel=1e-4)
+            assert validation.answer_nll(engine, listening, example) == pytest.approx(expected, rel=1e-4)
         assert plain.budgets == (12, 24, 6) and state.seen > 24  # every layer has evicted
     models.detach(model)
 
@@ -334,7 +331,7 @@ def test_shares_are_served(model, examples, tmp_path, monkeypatch):
 
 
 def test_a_division_that_is_no_better_in_the_end_is_not_used(model, examples, tmp_path, monkeypatch):
-    """Alone every layer would gladly do without; together they cannot."""
+    """Evicting in one layer alone costs little; evicting in several costs much."""
     asked = faked(monkeypatch, lambda budgets: 5 / budgets[0] + (budgets[1] < 10 and budgets[2] < 10))
     made = allocate(model, saved_heads(model, tmp_path), examples, SMALL)
     assert made.units == (30, 3, 3) and not made.better and made.shares == (1.0, 1.0, 1.0)
@@ -345,7 +342,7 @@ def test_a_division_that_is_no_better_in_the_end_is_not_used(model, examples, tm
 
 @pytest.mark.parametrize("count", [4, 7, 10])
 def test_a_division_is_judged_by_examples_that_had_no_say_in_it(count, tmp_path, model, examples, monkeypatch):
-    """Every other example needs layer 0, the others layer 2: what gains for those who made it costs the rest."""
+    """Every other example needs layer 0, the others layer 2: a division that serves its makers costs the other half."""
     examples, asked = examples[:count], []
     needs = {example.digest(): 2 * (n % 2) for n, example in enumerate(examples)}
 
@@ -353,7 +350,7 @@ def test_a_division_is_judged_by_examples_that_had_no_say_in_it(count, tmp_path,
         asked.append((needs[example.digest()], engine.budgets))
         return sum(end - start for start, end in example.answer_spans) * 10 / engine.budgets[needs[example.digest()]]
 
-    monkeypatch.setattr(allocation, "answer_nll", answer_nll)
+    monkeypatch.setattr(validation, "answer_nll", answer_nll)
     made = allocate(model, saved_heads(model, tmp_path), examples, SMALL)
     of_all = [10 / made.units[need] for need in needs.values()]
     assert sum(of_all) / count < 10 / 12 - 0.1, "by those who made it, it is far better than even"
@@ -378,7 +375,7 @@ def test_equal_examples_do_not_judge_each_other(tmp_path, model, examples, monke
 
 
 def test_noise_alone_divides_nothing(model, examples, tmp_path, monkeypatch):
-    """Curves may follow it; the division that comes of that is measured anew, and is no better but by chance."""
+    """Curves may follow the noise; the division they lead to is measured anew, and is better only by chance."""
     heads, alarms = saved_heads(model, tmp_path), 0
     for seed in range(20):
         noise = random.Random(seed)
@@ -389,7 +386,7 @@ def test_noise_alone_divides_nothing(model, examples, tmp_path, monkeypatch):
 
 
 def test_gains_that_differ_from_example_to_example_are_found():
-    """Twelve examples, of which four need the units: less than proof, and more than nothing."""
+    """Twelve examples, of which four need the units: a gain of one standard error that a strict test would miss."""
     weights, before = [10] * 12, [20.0] * 12
     after = [a - b for a, b in zip(before, [9, 0, 0.5, 4, 0, 0.2, 6, 0, 0.1, 3, 0, 0.3], strict=True)]
     assert not exceeds(before, after, weights, CHANCE / 84)
@@ -397,7 +394,7 @@ def test_gains_that_differ_from_example_to_example_are_found():
 
 
 def test_budgets_that_evict_nothing_are_not_measured(model, examples, tmp_path, monkeypatch):
-    """60 units are held at the end: 66, all that one layer could get, would be no better than that."""
+    """60 units are committed at the end, so that 66, the most that one layer could get, would be no better."""
     asked = faked(monkeypatch, lambda budgets: max(0, 60 - budgets[1]) / 100)
     made = allocate(model, saved_heads(model, tmp_path), examples, FINER)
     assert list(made.curves[1]) == [3, 6, 12, 24, 48]
@@ -423,39 +420,6 @@ def test_sliding_layers_keep_their_window_and_the_others_get_the_rest(tmp_path, 
         allocate(every, saved_heads(every, tmp_path / "every"), make_examples(4, LENGTH), SMALL)
 
 
-def test_scores_count_what_is_best_of_all_layers(tmp_path):
-    model = make("llama")
-    examples, heads = answered(model, 4), saved_heads(model, tmp_path)
-    made = allocate(model, heads, examples, msgspec.structs.replace(SMALL, rule="scores"))
-    attachment, loaded = models.attach(model), RetainingHeads.load(heads)
-    counts = torch.zeros(3)
-    for example in examples:
-        ids, scores = example.ids[:example.answer_spans[-1][0]], {}
-
-        def step(call, scores=scores):
-            scores[call.layer] = loaded.score(call.layer, call.q, call.k, call.v)[0]
-            tables = attachment.tables(200)
-            return (*(tables.rotate(call.layer, x, 0) for x in (call.q, call.k)), call.v, None)
-
-        attachment.hidden(ids[None], step)
-        best = sorted(((math.inf if n == 0 or n == len(ids) - 1 else score, layer) for layer, each in scores.items()
-                       for row in each.tolist() for n, score in enumerate(row)), reverse=True)
-        for _, layer in best[:12 * 3 * 2]:
-            counts[layer] += 1 / 2 / len(examples)
-    models.detach(model)
-    assert made.top == pytest.approx(counts.tolist(), abs=1e-4) and sum(made.top) == pytest.approx(36)
-    assert all(abs(a - b) < 2 for a, b in zip(made.units, made.top, strict=True)) and sum(made.units) == 36
-    assert set(made.measured) == {"full", "even", "divided", *HALVES}
-
-
-def test_scores_of_trimkv_and_refusals(tmp_path, model, examples):
-    config = msgspec.structs.replace(SMALL, rule="scores", examples=4)
-    made = allocate(model, saved_heads(model, tmp_path / "trim", "trimkv"), examples, config)
-    assert made.policy == "trimkv" and sum(made.units) == 36
-    with pytest.raises(ConfigError, match="found heads of label 'logit'; expected 'logprob' in all layers"):
-        allocate(model, saved_heads(model, tmp_path / "logit", label="logit"), examples, config)
-
-
 # -- kept and resumed ---------------------------------------------------------------------------------------------
 
 
@@ -464,15 +428,13 @@ def without_seconds(made: Allocation) -> Allocation:
         name: msgspec.structs.replace(each, seconds=0.0) for name, each in made.measured.items()})
 
 
-@pytest.mark.parametrize("rule", ["loss", "scores"])
-def test_an_interrupted_one_goes_on_and_measures_nothing_twice(model, examples, tmp_path, monkeypatch, rule):
-    config = msgspec.structs.replace(SMALL, rule=rule, examples=4)
-    if rule == "loss":
-        faked(monkeypatch)
+def test_an_interrupted_one_goes_on_and_measures_nothing_twice(model, examples, tmp_path, monkeypatch):
+    config = msgspec.structs.replace(SMALL, examples=4)
+    faked(monkeypatch)
     straight = allocate(model, saved_heads(model, tmp_path / "straight"), examples, config)
     heads = saved_heads(model, tmp_path / "stopped")
-    real, calls = allocation.answer_nll, []
-    monkeypatch.setattr(allocation, "answer_nll", lambda *args: calls.append(1) or real(*args))
+    real, calls = validation.answer_nll, []
+    monkeypatch.setattr(validation, "answer_nll", lambda *args: calls.append(1) or real(*args))
 
     def stop_at(step: int) -> None:
         def progress(at):
@@ -493,35 +455,39 @@ def test_an_interrupted_one_goes_on_and_measures_nothing_twice(model, examples, 
     calls.clear()
     assert without_seconds(allocate(model, heads, examples, config)) == without_seconds(straight)
     left = len(calls)
-    assert left == 4 * (len(straight.measured) - 2 - 2)  # two were there; each half is half, and both are the last
+    assert left == 4 * (len(straight.measured) - 2 - 2)  # two were stored; the last two are of half the examples each
     assert allocate(model, heads, examples, config) == msgspec.json.decode(
         (heads / "allocation.json").read_bytes(), type=Allocation)
     assert len(calls) == left  # a finished one is not measured again
-    for to_come, there in (3, ()), (1, HALVES[:1]):  # within the first half, within the second
+    for to_come, stored in (3, ()), (1, HALVES[:1]):  # within the first half, within the second
         (heads / "allocation.json").unlink()
         stop_at(4 * 2 + left - to_come)
         found = msgspec.json.decode((heads / "allocation.json").read_bytes(), type=Allocation)
-        assert tuple(name for name in HALVES if name in found.measured) == there and found.shares is None
+        assert tuple(name for name in HALVES if name in found.measured) == stored and found.shares is None
         assert without_seconds(allocate(model, heads, examples, config)) == without_seconds(straight)
 
 
-@pytest.mark.parametrize("rule", ["loss", "scores"])
-def test_what_an_earlier_version_measured_is_judged_anew(model, examples, tmp_path, monkeypatch, rule):
-    config = msgspec.structs.replace(SMALL, rule=rule, examples=4)
+@pytest.mark.parametrize("change, message", [
+    (lambda stored: stored | {"version": 1}, r"differs in version: stored 1, now 2; .*remove that file to measure"),
+    (lambda stored: stored | {"config": stored["config"] | {"rule": "scores"}}, "rule is 'scores'; expected 'loss'"),
+])
+def test_what_an_earlier_version_measured_is_refused_and_stays(model, examples, tmp_path, monkeypatch, change, message):
+    faked(monkeypatch)
     heads = saved_heads(model, tmp_path)
-    made = allocate(model, heads, examples, config)
-    old = json.loads((heads / "allocation.json").read_bytes())
-    old |= {"version": 1, "top": made.top, "shares": [2.0, 0.5, 0.5]}
-    del old["tops"], old["measured"][HALVES[0]], old["measured"][HALVES[1]]
-    (heads / "allocation.json").write_text(json.dumps(old))
-    real, calls = allocation.answer_nll, []
-    monkeypatch.setattr(allocation, "answer_nll", lambda *args: calls.append(1) or real(*args))
-    assert without_seconds(allocate(model, heads, examples, config)) == without_seconds(made)
-    assert len(calls) == (4 if rule == "loss" else 8)
+    made = allocate(model, heads, examples, SMALL)
+    path = heads / "allocation.json"
+    stored = json.loads(path.read_bytes())
+    path.write_text(json.dumps(stored | {"tops": None}))  # a field that was removed is ignored
+    assert allocate(model, heads, examples, SMALL) == made
+    path.write_text(json.dumps(change(stored)))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        allocate(model, heads, examples, SMALL)
+    assert path.read_bytes() == before
 
 
 def test_shares_that_were_not_stored_yet_are(model, examples, tmp_path, monkeypatch):
-    """As after a kill between the two files."""
+    """As after a kill between the writing of the two files."""
     faked(monkeypatch)
     heads = saved_heads(model, tmp_path)
     before = (heads / "heads.json").read_bytes()

@@ -109,7 +109,7 @@ def test_no_template_and_no_offsets_are_refused(tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("turn", [0, 1, 2, 3, 4])
 def test_texts_that_spell_control_tokens_are_refused(tokenizer, turn):
-    """No text does where a runtime reads it, so heads that learnt of such would have learnt of another stream."""
+    """A runtime never reads control tokens from a text, so heads must not learn from such a stream."""
     chat = [dict(message) for message in CHAT]
     chat[turn]["content"] += "<|im_end|> and"
     with pytest.raises(InputError, match=rf"file:7: the text of turn {turn} spells '<\|im_end\|>'"):

@@ -106,7 +106,7 @@ def test_attention_behind_gates_equals_the_naive_one(softcap, with_sinks, block_
     q, k, v = noise(2, 4, 5, 6), noise(2, 2, 12, 6, seed=1), noise(2, 2, 12, 6, seed=2)
     gates = visibility(noise(2, 2, 7, seed=3), 4, 1, 1, 0.5)[0]
     sinks = noise(4, seed=4) if with_sinks else None
-    found = gated_attention(q, k, v, gates, scale=0.7, softcap=softcap, sinks=sinks, block_bytes=block_bytes)
+    found = gated_attention(q, k, v, gates, scale=0.7, softcap=softcap, sink_logits=sinks, block_bytes=block_bytes)
     for b in range(2):
         torch.testing.assert_close(found[b], naive(q[b], k[b], v[b], gates[b], 0.7, softcap, sinks))
 
@@ -134,7 +134,7 @@ def student_of(attachment, heads, budgets, **more) -> Student:
                                           ("phi3-partial", "locret")])
 @torch.no_grad()
 def test_with_hard_gates_it_is_the_engine(name, policy):
-    """Budgets, chunks, protection, ranks, sliding layers that hold less than their window: what is trained is used."""
+    """Budgets, chunks, protection, ranks and sliding layers that keep less than their window are as in the engine."""
     attachment = models.attach(make(name))
     heads = random_heads(attachment, seed=5, policy=policy)
     listening = Recording(make_policy(policy, heads=heads))
@@ -164,7 +164,7 @@ def test_a_budget_that_holds_everything_differs_in_nothing(temperature):
         hidden = student_of(attachment, heads, (56, 60, 80)).hidden(ids, temperature)
         kl = divergence(attachment, full(attachment, ids)[0], hidden[0])
         assert kl.item() == 0 and not kl.requires_grad
-        hidden = student_of(attachment, heads, (56, 60, 55)).hidden(ids, temperature)  # 56 are held in the last chunk
+        hidden = student_of(attachment, heads, (56, 60, 55)).hidden(ids, temperature)  # 56 are committed in the end
         assert divergence(attachment, full(attachment, ids)[0], hidden[0]).item() > 0
 
 

@@ -1,4 +1,4 @@
-"""Training learns, resumes bit for bit, refuses what differs, and writes heads that say what they are for."""
+"""Training learns, resumes bit for bit, refuses another run, and writes heads that name their model."""
 
 from __future__ import annotations
 
@@ -162,14 +162,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(model, tmp_path, kind, stops)
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(model, tmp_path, monkeypatch):
-    """As after kill -9: the newest state was never written, the log is ahead and its last line is torn."""
-    from locret_stream.training import loop
+    """As after kill -9: the newest state is not written, the log is ahead of it, and its last line is cut."""
+    from locret_stream.training.steps import Updates
 
     straight = train_heads(model, make_examples(7), tmp_path / "straight", QUICK)
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        save = loop.RunFolder.save
-        patch.setattr(loop.RunFolder, "save", lambda self, heads, optimizer, step, used: (
-            save(self, heads, optimizer, step, used) if step == 4 else None))
+        save = Updates.save
+        patch.setattr(Updates, "save", lambda self: save(self) if self.step == 4 else None)
         train_heads(model, make_examples(7), tmp_path / "killed", QUICK, progress=stop_at(7, Stop()))
     with (tmp_path / "killed" / METRICS).open("ab") as log:
         log.write(b'{"step":8,"lo')
@@ -200,7 +199,7 @@ def test_ctrl_c_never_tears_an_update(model, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_that_is_ignored_interrupts_no_update():
-    from locret_stream.training.loop import uninterrupted
+    from locret_stream.training.steps import uninterrupted
 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -214,7 +213,7 @@ def test_a_finished_run_is_returned_and_another_one_is_refused_by_name(model, tm
     first = train_heads(model, make_examples(7), tmp_path, QUICK)
     assert train_heads(model, make_examples(7), tmp_path, QUICK) == first
     other = msgspec.structs.replace(QUICK, lr=1e-3, seed=3)
-    with pytest.raises(ConfigError, match=r"differs in lr: there 0.002, now 0.001; seed: there 0, now 3; expected"):
+    with pytest.raises(ConfigError, match=r"differs in lr: stored 0.002, now 0.001; seed: stored 0, now 3; expected"):
         train_heads(model, make_examples(7), tmp_path, other)
     with pytest.raises(ConfigError, match="differs in data: "):
         train_heads(model, make_examples(8), tmp_path, QUICK)
@@ -265,20 +264,20 @@ def test_another_stream_is_refused_on_resume(model, tmp_path):
         train_heads(model, iter(make_examples(60)), tmp_path, QUICK, progress=stop_at(2, Stop()))
     with pytest.raises(ConfigError, match="the first 2 steps differ"):
         train_heads(model, iter(make_examples(60)[:QUICK.held_out_max] + make_examples(9, seed=1)), tmp_path, QUICK)
-    with pytest.raises(ConfigError, match="differs in data: there 'stream "):
+    with pytest.raises(ConfigError, match="differs in data: stored 'stream "):
         train_heads(model, iter(make_examples(60, seed=1)), tmp_path, QUICK)
 
 
 def test_what_is_held_out_is_part_of_a_run_and_never_trained_on(model, tmp_path):
-    held = make_examples(6, seed=5)
+    kept_out = make_examples(6, seed=5)
     config = msgspec.structs.replace(QUICK, held_out_max=2)
     with pytest.raises(Stop):
-        train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=held, progress=stop_at(2, Stop()))
+        train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=kept_out, progress=stop_at(2, Stop()))
     with pytest.raises(ConfigError, match="differs in data"):
-        train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=held[:5])
-    source = Source(make_examples(4) + held, config, 48, 401, held)
-    assert len(source.held_out) == 2 and source.size == 4, "nor those beyond the first that are evaluated on"
-    assert train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=held).resumed_from == 2
+        train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=kept_out[:5])
+    source = Source(make_examples(4) + kept_out, config, 48, 401, kept_out)
+    assert len(source.held_out) == 2 and source.size == 4, "those that are not evaluated on are not trained on either"
+    assert train_heads(model, iter(make_examples(60)), tmp_path, config, held_out=kept_out).resumed_from == 2
 
 
 def test_a_checkpoint_of_other_settings_is_refused(model, tmp_path):
@@ -292,7 +291,7 @@ def test_a_checkpoint_of_other_settings_is_refused(model, tmp_path):
 def test_another_precision_of_the_model_is_another_run(model, tmp_path):
     with pytest.raises(Stop):
         train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(2, Stop()))
-    with pytest.raises(ConfigError, match=r"differs in (.*; )?dtype: there 'float32', now 'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"differs in (.*; )?dtype: stored 'float32', now 'bfloat16'"):
         train_heads(make("llama", dtype=torch.bfloat16), make_examples(7), tmp_path, QUICK)
 
 
@@ -300,8 +299,8 @@ def test_another_precision_of_the_model_is_another_run(model, tmp_path):
     (lambda lines: [], "lines of the 3 steps"), (lambda lines: [lines[1]], "lines of the 3 steps"),
     (lambda lines: [b"{torn", *lines[1:]], "lines of the 3 steps"),
     (lambda lines: lines[1:], "the evaluation before the first step")])
-def test_metrics_that_are_lost_are_told(model, tmp_path, damage, lost):
-    """They are flushed before the checkpoint that counts on them."""
+def test_metrics_that_are_lost_are_reported(model, tmp_path, damage, lost):
+    """They are flushed before the checkpoint that relies on them."""
     with pytest.raises(Stop):
         train_heads(model, make_examples(7), tmp_path, QUICK, progress=stop_at(3, Stop()))
     lines = (tmp_path / METRICS).read_bytes().splitlines(keepends=True)
@@ -313,15 +312,15 @@ def test_metrics_that_are_lost_are_told(model, tmp_path, damage, lost):
 
 def test_what_a_kill_leaves_is_removed(model, tmp_path):
     train_heads(model, make_examples(7), tmp_path, QUICK)
-    for name in (CHECKPOINT, f"{CHECKPOINT}abc.tmp", "heads.safetensors_x.tmp", "mine.tmp"):
+    for name in (CHECKPOINT, f"{CHECKPOINT}abc.tmp", "heads.safetensors_x.tmp", "other.tmp"):
         (tmp_path / name).write_bytes(b"left")
     train_heads(model, make_examples(7), tmp_path, QUICK)
-    assert {"mine.tmp"} == {path.name for path in tmp_path.iterdir() if "tmp" in path.name or path.name == CHECKPOINT}
+    assert {"other.tmp"} == {path.name for path in tmp_path.iterdir() if "tmp" in path.name or path.name == CHECKPOINT}
 
 
 @pytest.mark.parametrize("stopped", [Stop, KeyboardInterrupt])
-def test_a_full_disk_is_told(model, tmp_path, monkeypatch, stopped):
-    """An error stays the one that is told; who presses Ctrl-C is told that nothing was saved."""
+def test_a_full_disk_is_reported(model, tmp_path, monkeypatch, stopped):
+    """An error stays the one that is raised; after Ctrl-C the user learns that nothing was saved."""
     from locret_stream.training import checkpoint
 
     def full(tensors, path, **more):
@@ -356,13 +355,13 @@ def test_a_run_stopped_in_its_first_evaluation_goes_on(model, tmp_path, monkeypa
 
 @pytest.mark.parametrize(("room", "resumed_from"), [(True, 7), (False, 4)])
 def test_a_metric_that_cannot_be_written_loses_no_step_before(model, tmp_path, monkeypatch, room, resumed_from):
-    """A checkpoint is written only behind the lines that it counts on."""
+    """A checkpoint is written only after the lines that it relies on."""
     from locret_stream.training import checkpoint
 
     replace, opened = checkpoint.replace, Path.open
 
     class Full:
-        """What opens the file for the line of step 7, writes a part of it and no more."""
+        """A file that takes only a part of the line of step 7."""
 
         def __init__(self, file):
             self.file = file

@@ -1,4 +1,4 @@
-"""Retention-gated attention and the capacity loss are what the paper writes, and training by them helps."""
+"""Retention-gated attention and the capacity loss equal the paper's definitions, and training by them helps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_attention_fades_as_the_paper_has_it(softcap, with_sinks, block_bytes):
     q, k, v = noise(2, 4, 9, 6), noise(2, 2, 9, 6, seed=1), noise(2, 2, 9, 6, seed=2)
     rates = torch.nn.functional.logsigmoid(noise(2, 2, 9, seed=3))
     sinks = noise(4, seed=4) if with_sinks else None
-    found = gated_attention(q, k, v, rates.new_zeros(2, 2, 0), scale=0.7, softcap=softcap, sinks=sinks, fading=rates,
-                            block_bytes=block_bytes)
+    found = gated_attention(q, k, v, rates.new_zeros(2, 2, 0), scale=0.7, softcap=softcap, sink_logits=sinks,
+                            fading=rates, block_bytes=block_bytes)
     for b in range(2):
         torch.testing.assert_close(found[b], naive(q[b], k[b], v[b], rates[b, :, :0], 0.7, softcap, sinks,
                                                    beta=rates[b].exp()))
@@ -37,14 +37,14 @@ def test_attention_fades_as_the_paper_has_it(softcap, with_sinks, block_bytes):
 
 @pytest.mark.parametrize("units", [1, 3, 40])
 @pytest.mark.parametrize("block_bytes", [1, 900, 2**20])
-def test_the_capacity_loss_is_what_is_held_beyond_the_budget(units, block_bytes):
+def test_the_capacity_loss_is_what_remains_beyond_the_budget(units, block_bytes):
     rates = torch.nn.functional.logsigmoid(3 * noise(2, 3, 12)).requires_grad_(True)
     beta, total = rates.detach().exp(), 0.0
     for b in range(2):
         for h in range(3):
             for t in range(12):
-                held = sum(beta[b, h, i].item() ** (t - i) for i in range(t + 1))
-                total += max(0.0, held - units) / (t + 1)
+                remaining = sum(beta[b, h, i].item() ** (t - i) for i in range(t + 1))
+                total += max(0.0, remaining - units) / (t + 1)
     loss = over_capacity(rates, units, block_bytes)
     assert loss.item() == pytest.approx(total / (2 * 3 * 12), abs=1e-12)
     loss.backward()
@@ -54,7 +54,7 @@ def test_the_capacity_loss_is_what_is_held_beyond_the_budget(units, block_bytes)
 
 @torch.no_grad()
 def lasting_heads(attachment, bias: float) -> RetainingHeads:
-    """That give beta = sigmoid(bias) and little else."""
+    """Heads that give beta = sigmoid(bias), whatever they read."""
     heads = RetainingHeads(msgspec.structs.replace(random_heads(attachment, policy="trimkv").config, bias=True))
     for layer in range(attachment.shape.layers):
         heads.fc2[layer].weight.mul_(0.1)
@@ -65,7 +65,7 @@ def lasting_heads(attachment, bias: float) -> RetainingHeads:
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 @torch.no_grad()
 def test_softcaps_and_attention_sinks_of_a_model_count(name):
-    """What never fades is the full cache there, too."""
+    """Without fading, attention equals that of the full cache."""
     attachment = models.attach(make(name))
     shape, ids = attachment.shape, make_examples(1, 60)[0].ids[None]
     student = Fading(attachment, lasting_heads(attachment, 60.0), (80,) * shape.layers, 8, 1, 2, 128)
@@ -73,8 +73,8 @@ def test_softcaps_and_attention_sinks_of_a_model_count(name):
     torch.testing.assert_close(student.hidden(ids, 0.1), engine_like.hidden(ids, 0.1), rtol=1e-4, atol=1e-4)
 
 
-def test_each_layer_is_held_to_its_own_budget(tmp_path):
-    """The layer with most room loses least."""
+def test_each_layer_is_bound_by_its_own_budget(tmp_path):
+    """The layer with the largest budget has the least loss."""
     model = make("llama")
     attachment = models.attach(model)
     heads = lasting_heads(attachment, 8.0)
@@ -89,7 +89,7 @@ def test_each_layer_is_held_to_its_own_budget(tmp_path):
 
 @torch.no_grad()
 def test_what_never_fades_is_the_full_cache():
-    """And so is a layer without a head, whatever the rates of the others."""
+    """A layer without a head is the full cache too, whatever the rates of the others."""
     attachment = models.attach(make("gemma3"))
     heads, ids = lasting_heads(attachment, 60.0), make_examples(1, 60)[0].ids[None]  # beta rounds to 1
     student = Fading(attachment, heads, (80, 80, 80), 8, 1, 2, 128)

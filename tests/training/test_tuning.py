@@ -1,4 +1,4 @@
-"""Tuning helps where it must, keeps what it made only if it does, resumes bit for bit, and refuses what cannot work."""
+"""Tuning helps where it must, keeps tuned heads only if they help, resumes bit for bit, and refuses bad settings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from locret_stream.training import (
     TuneConfig,
     TuneResult,
     allocate,
+    first_heads,
     is_tuned,
     train_heads,
     tune,
     tuning,
+    validation,
 )
 from locret_stream.training.checkpoint import FIRST_ALLOCATION, FIRST_WEIGHTS, TUNING_CHECKPOINT, TUNING_METRICS
 from tests.architectures import make
@@ -57,14 +59,19 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 def measured(monkeypatch, *losses: float) -> list[tuple[int, ...]]:
-    """Let these be the losses that are measured, in turn; returns the budgets they were measured with."""
+    """Make these the losses that `tune` measures, in turn; returns the list of budgets that are measured."""
     asked, left = [], [loss for loss in losses for _ in range(QUICK.examples)]
 
     def answer_nll(engine, policy, example, behind=None):
         asked.append(engine.budgets)
         return left.pop(0) * sum(end - start for start, end in example.answer_spans)
 
-    monkeypatch.setattr(tuning, "answer_nll", answer_nll)
+    def measure(*args):  # of `tune` alone: `allocate` still measures
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(validation, "answer_nll", answer_nll)
+            return validation.measure(*args)
+
+    monkeypatch.setattr(tuning, "measure", measure)
     return asked
 
 
@@ -76,7 +83,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def needles(count: int, seed: int = 0, length: int = 40) -> list[Example]:
-    """Noise with the id 5 or 6 somewhere in it; the model says at the end which of these it was."""
+    """Noise with the id 5 or 6 somewhere in it, and that id again as the answer at the end."""
     generator, found = torch.Generator().manual_seed(seed), []
     for _ in range(count):
         ids = torch.randint(20, 400, (length,), generator=generator)
@@ -88,7 +95,7 @@ def needles(count: int, seed: int = 0, length: int = 40) -> list[Example]:
 
 
 def finder(steps: int = 50):
-    """A model trained on these in seconds; only layer 1 attends, so that nobody but that one token knows."""
+    """A model trained on needles in seconds; layer 1 alone attends, so only the unit of the needle has the answer."""
     model = make("llama")
     for layer in (0, 2):
         model.model.layers[layer].self_attn.o_proj.weight.data.zero_()
@@ -182,7 +189,7 @@ def test_a_finished_one_is_returned_and_another_starts_from_the_first_heads(mode
     heads.config = msgspec.structs.replace(heads.config, budget_shares=(1.0, 1.5, 0.5))  # divided anew
     heads.save(folder)
     assert tune(model, folder, examples, QUICK) == made and same(weights(folder), tuned)
-    for more, what in (dict(lr=1e-4), "lr: there 0.001, now 0.0001"), (dict(units=13), "units: there 12, now 13"):
+    for more, what in (dict(lr=1e-4), "lr: stored 0.001, now 0.0001"), (dict(units=13), "units: stored 12, now 13"):
         with pytest.raises(ConfigError, match=f"another tuning, which differs in {what}; .*restart=True"):
             tune(model, folder, examples, msgspec.structs.replace(QUICK, **more))
     with pytest.raises(ConfigError, match="differs in data: "):
@@ -193,19 +200,14 @@ def test_a_finished_one_is_returned_and_another_starts_from_the_first_heads(mode
     assert same(weights(folder), first) and not (folder / FIRST_WEIGHTS).exists()
 
 
-@pytest.mark.parametrize("written_down", [True, False])
 @pytest.mark.parametrize("how", ["renamed", "trained anew"])
-def test_first_heads_that_were_put_back_by_hand_are_not_called_tuned(written_down, how, model, examples, tmp_path,
-                                                                     monkeypatch):
+def test_first_heads_that_were_put_back_by_hand_are_not_called_tuned(how, model, examples, tmp_path, monkeypatch):
     division = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1))
     folder = saved_heads(model, tmp_path)
     first, divided = weights(folder), allocate(model, folder, examples, division)
     measured(monkeypatch, 2.0, 1.0)
     made = tune(model, folder, examples, QUICK)
     allocate(model, folder, examples, division)
-    if not written_down:  # by an earlier version
-        made = msgspec.structs.replace(made, tuned=None)
-        (folder / "tuning.json").write_bytes(msgspec.json.encode(made))
     assert tune(model, folder, examples, QUICK) == made
     if how == "renamed":
         (folder / FIRST_WEIGHTS).replace(folder / "heads.safetensors")
@@ -237,7 +239,7 @@ def test_heads_of_another_origin_are_not_called_tuned(model, examples, tmp_path,
     with pytest.raises(HeadsMismatch, match="cannot be read as retaining heads"):
         tune(model, folder, examples, QUICK)
     (folder / "heads.safetensors").write_bytes(tuned)
-    (folder / FIRST_WEIGHTS).unlink()  # who keeps the tuned ones alone is told nothing else
+    (folder / FIRST_WEIGHTS).unlink()  # the tuned heads alone are enough
     assert tune(model, folder, examples, QUICK) == made
 
 
@@ -269,7 +271,7 @@ def test_an_allocation_is_made_anew_for_tuned_heads(model, examples, tmp_path, m
 
 @pytest.mark.parametrize("stopped", range(8))
 def test_forgetting_goes_on_where_it_was_stopped(stopped: int, model, examples, tmp_path, monkeypatch):
-    """After any of its changes to the folder."""
+    """It may stop after any of its changes to the folder."""
     division = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1))
     folder = saved_heads(model, tmp_path)
     first, heads = allocate(model, folder, examples, division), weights(folder)
@@ -290,8 +292,8 @@ def test_forgetting_goes_on_where_it_was_stopped(stopped: int, model, examples, 
         for name in ("replace", "unlink"):
             patched.setattr(Path, name, stopping(getattr(Path, name)))
         with contextlib.suppress(Stop):
-            tuning.forget_tuning(folder)
-    tuning.forget_tuning(folder)
+            first_heads.forget_tuning(folder)
+    first_heads.forget_tuning(folder)
     assert same(weights(folder), heads) and not (folder / FIRST_WEIGHTS).exists()
     assert RetainingHeads.load(folder).config.budget_shares == first.shares
     assert allocate(model, folder, examples, division) == first
@@ -337,8 +339,8 @@ def test_a_resumed_one_equals_an_uninterrupted_one(model, examples, tmp_path, mo
             data = examples if kind == "sequence" else iter(make_examples(40, LENGTH))
             return tune(model, folder, data, QUICK, **more)
 
-        for step, measured_there in stops:
-            def progress(at, step=step, of=measured_there):
+        for step, count in stops:
+            def progress(at, step=step, of=count):
                 if at.step == step and (f"of {of}/6" in at.note if of else at.loss is not None):
                     raise KeyboardInterrupt
 
@@ -362,12 +364,12 @@ def test_another_call_does_not_go_on_with_what_was_interrupted(model, examples, 
 
     with pytest.raises(Stop):
         tune(model, folder, examples, QUICK, progress=stop)
-    with pytest.raises(ConfigError, match="differs in seed: there 0, now 1"):
+    with pytest.raises(ConfigError, match="differs in seed: stored 0, now 1"):
         tune(model, folder, examples, msgspec.structs.replace(QUICK, seed=1))
     heads = RetainingHeads.load(folder)
     heads.config = msgspec.structs.replace(heads.config, budget_shares=(1.0, 1.5, 0.5))
     heads.save(folder)
-    with pytest.raises(ConfigError, match=r"differs in budgets: there \(12, 12, 12\), now \(12, 18, 6\)"):
+    with pytest.raises(ConfigError, match=r"differs in budgets: stored \(12, 12, 12\), now \(12, 18, 6\)"):
         tune(model, folder, examples, QUICK)
     whole = (folder / "tuning.json").read_bytes()
     (folder / "tuning.json").write_bytes(whole[:-20])
@@ -391,7 +393,7 @@ def stopped_at(model, folder: Path, examples, step: int, **more) -> None:
 
 
 def test_a_tuning_whose_file_was_removed_begins_anew(model, examples, tmp_path):
-    """As the message says that it does: what is left of it is of settings that nobody knows any more."""
+    """The message promises it; the checkpoint and metrics that are left have unknown settings."""
     folder = saved_heads(model, tmp_path)
     stopped_at(model, folder, examples, 4)
     (folder / "tuning.json").unlink()
@@ -403,15 +405,15 @@ def test_a_tuning_whose_file_was_removed_begins_anew(model, examples, tmp_path):
 def test_a_checkpoint_of_another_tuning_is_refused(model, examples, tmp_path):
     folder = saved_heads(model, tmp_path)
     stopped_at(model, folder, examples, 4)
-    there = (folder / TUNING_CHECKPOINT).read_bytes()
-    tuning.forget_tuning(folder)
+    checkpoint = (folder / TUNING_CHECKPOINT).read_bytes()
+    first_heads.forget_tuning(folder)
     stopped_at(model, folder, examples, 2, lr=0.05)
-    (folder / TUNING_CHECKPOINT).write_bytes(there)
+    (folder / TUNING_CHECKPOINT).write_bytes(checkpoint)
     with pytest.raises(HeadsMismatch, match="a checkpoint of other settings"):
         tune(model, folder, examples, msgspec.structs.replace(QUICK, lr=0.05))
 
 
-def test_lost_metrics_are_told_and_what_a_kill_leaves_is_removed(model, examples, tmp_path):
+def test_lost_metrics_are_reported_and_leftovers_of_a_kill_removed(model, examples, tmp_path):
     folder = saved_heads(model, tmp_path)
     stopped_at(model, folder, examples, 6)
     whole = (folder / TUNING_METRICS).read_bytes()

@@ -1,4 +1,4 @@
-"""LangChain on a locret_stream memory: threads that never end, in a fixed amount of memory.
+"""LangChain on a locret_stream memory: threads of any length, in a fixed amount of memory.
 
 Names resolve on first use. Neither importing the package nor making a model loads torch or transformers, unless the
 model is given a `policy` or a `key` to check.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_locret.chat_model import LocretChatModel
-    from langchain_locret.thread import LateWarning, RebuildWarning, StateLost, ToolsWarning
+    from langchain_locret.request import LateWarning, RebuildWarning, StateLost, ToolsWarning
 
 __all__ = ["LateWarning", "LocretChatModel", "RebuildWarning", "StateLost", "ToolsWarning"]
 
@@ -19,8 +19,8 @@ __all__ = ["LateWarning", "LocretChatModel", "RebuildWarning", "StateLost", "Too
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "chat_model" if name == "LocretChatModel" else "thread"
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    module = "chat_model" if name == "LocretChatModel" else "request"
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""Boundaries between messages: what a memory holds that rests at one, and which of them fit a list of messages."""
+"""Boundaries between messages: what a memory that rests at one holds, and which of them given messages go on from."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from langchain_locret.messages import Said, chain, digest
+from langchain_locret.messages import Message, chain, digest
 from locret_stream import LocretError
 from locret_stream.snapshot import check_name
 
-PREFIX = "langchain/"  # of the sessions in which threads are stored
-LEDGER = 512  # messages by which a trimmed history can be proven to be the end of what was absorbed
-RECEIPTS = 8  # answers of a trimmed history whose receipts are tried
+PREFIX = "langchain/"  # of the names of the sessions in which threads are stored
+LEDGER = 512  # messages of which a boundary has digests, to prove that a trimmed history is the end of what it holds
+MOST_ANSWERS = 8  # answers of a trimmed history whose receipts are tried
 
 
 class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a memory holds that ends between two messages; written beside its snapshot.
+    """What a memory that ends between two messages holds; it is the note of the memory's snapshot.
 
     Args:
-        key: chained digest of tools and messages. start: the one it begins with, before any message.
-        system: digest of the leading system messages, b"" without. ledger: digests of the other messages, 16 bytes
-            each, the last 512. tokens: accepted. role: of the last message.
-        lineage: names the chain of messages that it is of, by how that began. stream: it ends an absorbed stream.
-        owner: of a thread that was forked, the session of the thread whose keys it goes on with; "" for its own.
-        tools: whether it may have been told of tools.
+        key: [32], the chained digest of tools and messages.
+        start: [32], the key before the first message.
+        system: [16], the digest of the leading system messages; b"" without any.
+        ledger: digests of the other messages, 16 bytes each, the last 512.
+        tokens: the number that was accepted.
+        role: of the last message.
+        lineage: [16], identifies the chain of messages by its beginning.
+        stream: the last message is an absorbed stream.
+        owner: of a fork, the session of the thread whose keys it goes on with; "" for its own.
+        tools: whether the memory may have been told of tools.
     """
 
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -42,69 +46,71 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     owner: Annotated[str, Meta(max_length=256)] = ""
     tools: bool = True
 
-    def proves(self, start: bytes, said: Sequence[Said]) -> bool:
-        """Whether these messages are the end of what is held, its own system messages or none ahead of them, and what
-        is held began as they do: in the same thread, with the same tools.
+    def proves(self, start: bytes, said: Sequence[Message]) -> bool:
+        """Whether the memory ends with these messages, and began in the same thread, with the same tools and, unless
+        they have none, the same system messages.
 
-        A summary in place of older messages says nothing that is not held, and is passed over.
+        Summaries of older messages are passed over: the memory holds those messages themselves.
         """
         system, rest = split(said)
-        left = b"".join(one.digest for one in rest if not one.summary)
-        whose = start == self.start and (not system or heading(system) == self.system)
-        return whose and bool(left) and self.ledger.endswith(left)
+        ledger = b"".join(message.digest for message in rest if not message.summary)
+        same_start = start == self.start and (not system or heading(system) == self.system)
+        return same_start and bool(ledger) and self.ledger.endswith(ledger)
 
-    def holds(self, one: Said) -> bool:
-        """Whether a message is among the last 512 that are held."""
-        return any(self.ledger[at:at + 16] == one.digest for at in range(0, len(self.ledger), 16))
+    def holds(self, message: Message) -> bool:
+        """Whether a message is among the last 512 that the memory holds."""
+        return any(self.ledger[at:at + 16] == message.digest for at in range(0, len(self.ledger), 16))
 
 
 _NOTE = msgspec.msgpack.Decoder(Boundary)
 
 
 def from_note(note: bytes) -> Boundary | None:
-    """The boundary that a snapshot's note tells; notes are untrusted, and one that cannot be read is none."""
+    """The boundary in a snapshot's note; notes are untrusted, and None is returned for one that cannot be decoded."""
     try:
-        found = _NOTE.decode(note) if note else None
+        boundary = _NOTE.decode(note) if note else None
     except (msgspec.MsgspecError, RecursionError):
         return None
-    return found if found is not None and len(found.ledger) % 16 == 0 else None
+    return boundary if boundary is not None and len(boundary.ledger) % 16 == 0 else None
 
 
-def split(said: Sequence[Said]) -> tuple[Sequence[Said], Sequence[Said]]:
+def split(said: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
     """The leading system messages, and the others."""
-    count = next((at for at, one in enumerate(said) if one.role != "system"), len(said))
+    count = next((at for at, message in enumerate(said) if message.role != "system"), len(said))
     return said[:count], said[count:]
 
 
-def heading(system: Sequence[Said]) -> bytes:
-    return digest(*(one.digest for one in system))[:16] if system else b""
+def heading(system: Sequence[Message]) -> bytes:
+    """[16], the digest of leading system messages; b"" without any."""
+    return digest(*(message.digest for message in system))[:16] if system else b""
 
 
-def fitting(known: Mapping[bytes, Boundary], start: bytes, said: Sequence[Said]
+def fitting(reachable: Mapping[bytes, Boundary], start: bytes, said: Sequence[Message]
             ) -> list[tuple[int, Boundary, list[bytes]]]:
-    """Known boundaries of which these messages go on: (messages held, boundary, keys of all boundaries), deepest first.
+    """Boundaries that these messages go on from: (messages held, boundary, keys of all boundaries), deepest first.
 
-    Either of just these messages, or, by the receipt of an answer among them, or by an absorbed stream, of a longer
-    history whose end they provably are.
+    A boundary is of just these messages; or of a longer history that provably ends with the first of them, which the
+    receipt of an answer or an absorbed stream names.
 
     Args:
+        reachable: by key.
         start: key of the boundary before any message.
     """
     keys = chain(start, said)
-    found = [(count, known[keys[count]], keys) for count in range(1, len(said) + 1) if keys[count] in known]
+    matches = [(count, reachable[keys[count]], keys) for count in range(1, len(said) + 1) if keys[count] in reachable]
     streams: dict[bytes, list[bytes]] = {}
-    for key, boundary in known.items():
+    for key, boundary in reachable.items():
         if boundary.stream:
             streams.setdefault(boundary.ledger[-16:], []).append(key)
-    named = [(at, key) for at, one in enumerate(said)
-             for key in (streams.get(one.digest, ()) if one.stream else (one.receipt,))]
-    trimmed = [(at, key) for at, key in named if key != keys[at + 1] and key in known]
-    for at, key in trimmed[-RECEIPTS:]:
-        if known[key].proves(start, said[:at + 1]):
+    named = [(at, key) for at, message in enumerate(said)
+             for key in (streams.get(message.digest, ()) if message.stream else (message.state_key,))]
+    trimmed = [(at, key) for at, key in named if key != keys[at + 1] and key in reachable]
+    for at, key in trimmed[-MOST_ANSWERS:]:
+        if reachable[key].proves(start, said[:at + 1]):
             longer = [*keys[:at + 1], *chain(key, said[at + 1:])]
-            found += [(count, known[longer[count]], longer) for count in range(at + 1, len(said) + 1)
-                      if longer[count] in known]
-    return sorted(found, key=lambda one: -one[0])
+            matches += [(count, reachable[longer[count]], longer) for count in range(at + 1, len(said) + 1)
+                        if longer[count] in reachable]
+    return sorted(matches, key=lambda match: -match[0])
 
 
 OTHER_TOOLS = "the tools, or how the template is used, are others"
@@ -113,10 +119,10 @@ OTHER_MESSAGES = "older messages are others"
 NO_PLACE = "no snapshot is kept where these messages end"
 
 
-def what_differs(known: Iterable[Boundary], start: bytes, said: Sequence[Said]) -> str:
-    """Why none of these boundaries fits the messages: the first difference from the one that is nearest."""
+def what_differs(reachable: Iterable[Boundary], start: bytes, said: Sequence[Message]) -> str:
+    """Why the messages go on from none of these boundaries: the first difference from the nearest one."""
     system = heading(split(said)[0])
-    same = [boundary for boundary in known if boundary.start == start]
+    same = [boundary for boundary in reachable if boundary.start == start]
     if not same:
         return OTHER_TOOLS
     if not any(boundary.system == system for boundary in same):
@@ -125,7 +131,7 @@ def what_differs(known: Iterable[Boundary], start: bytes, said: Sequence[Said]) 
 
 
 def session_name(thread: str) -> str:
-    """The name under which a thread is stored: its own where that can be, else a digest; never another thread's."""
+    """The name of a thread's session: the thread's own if a session can have it, else a digest; never another's."""
     name = f"{PREFIX}{thread}"
     if not thread.startswith("sha256:"):
         try:

@@ -6,30 +6,94 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
+from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.runnables import RunnableConfig, ensure_config
+from langchain_core.utils.function_calling import convert_to_openai_tool
 
+from langchain_locret.messages import read
+from langchain_locret.request import Delivery, OnChange, OnMismatch, Request, Save
 from langchain_locret.runtimes import CLOSED
-from locret_stream import ConfigError, ContextClosed
+from locret_stream import ConfigError, ContextClosed, InputError, Sampling
 
-if TYPE_CHECKING:
-    from langchain_core.messages import AIMessageChunk
-
-    from langchain_locret.thread import Delivery, Request
+if TYPE_CHECKING:  # loads torch
     from langchain_locret.threads import Threads
 
 T = TypeVar("T")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+_OPTIONS = {*SAMPLING, "thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "stream_usage",
+            "strict", "focus", "append", "parallel_tool_calls"}
+
+
+class Defaults(Protocol):
+    """The model's settings for what a call leaves out; `SAMPLING` too."""
+
+    save: Save
+    on_change: OnChange
+    on_mismatch: OnMismatch
+    focus: str | None
+    timeout: float | None
+    max_tokens: int
+    stop: list[str] | None
+
+
+def request_of(defaults: Defaults, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any],
+               delivery: Delivery) -> Request:
+    """The request of one call, its options before the model's settings.
+
+    Raises:
+        InputError, ConfigError: messages or options that the model cannot be asked with.
+    """
+    if not messages:
+        raise InputError("there are no messages; expected at least one")
+    options = with_thread(None, options)
+    unknown = sorted(name for name in set(options) - _OPTIONS if not name.startswith(("ls_", "_")))
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(sorted(_OPTIONS))}")
+    tools = () if options.get("tool_choice") == "none" else tuple(
+        convert_to_openai_tool(tool) for tool in options.get("tools") or ())
+    choice, save = tool_choice_of(options.get("tool_choice"), tools), options.get("save", defaults.save)
+    if save not in get_args(Save):
+        raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
+    focus, append = options.get("focus", defaults.focus), options.get("append") or False
+    timeout_s = options.get("timeout", defaults.timeout)
+    check_timeout(timeout_s)
+    if append and options.get("thread_id") is None:
+        raise InputError("append=True without a thread_id; expected the thread that the messages go on from")
+    if append not in (True, False):
+        raise ConfigError(f"append is {append!r}; expected True or False")
+    return Request(said=read(messages), thread=options.get("thread_id"), tools=tools, choice=choice,
+                   sampling=sampling_of(defaults, {**options, "stop": stop or options.get("stop")}),
+                   save=save, on_change=defaults.on_change, on_mismatch=defaults.on_mismatch,
+                   timeout_s=timeout_s, focus=focus, append=append, delivery=delivery)
+
+
+def sampling_of(defaults: Defaults, options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Sampling` for one reply, the call's options before the model's settings. Raises ConfigError."""
+    sampling = {name: getattr(defaults, name) if options.get(name) is None else options[name] for name in SAMPLING}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    sampling["max_new_tokens"] = options.get("max_tokens") or defaults.max_tokens
+    stop = options.get("stop") or defaults.stop or ()
+    sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    Sampling(**sampling)
+    return sampling
+
+
+def check_timeout(seconds: Any) -> None:
+    """Raises ConfigError."""
+    if seconds is not None and (not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0):
+        raise ConfigError(f"timeout is {seconds!r}; expected seconds above 0")
 
 
 async def run_turn(threads: Threads, request: Request, emit: Callable[[AIMessageChunk], None]) -> None:
-    """`turns.turn`, which is imported where it runs: it loads torch."""
+    """`turns.turn`, imported where it is first used: it loads torch."""
     from langchain_locret.turns import turn
     await turn(threads, request, emit)
 
 
 def expect_ended(turn: Future[None]) -> None:
-    """Raises what the turn raised; ContextClosed if it was the model's closing that ended it."""
+    """Raises what the turn raised; ContextClosed if closing the model ended it."""
     try:
         turn.result()
     except CancelledError:
@@ -37,13 +101,13 @@ def expect_ended(turn: Future[None]) -> None:
 
 
 def expect_taken(delivery: Delivery) -> None:
-    """Take the end of an answer. Raises ContextClosed: the model was closed before."""
+    """Take the end of an answer. Raises ContextClosed if the model was closed before."""
     if not delivery.take():
         raise ContextClosed(CLOSED)
 
 
 def run_alone(work: Coroutine[Any, Any, T]) -> T:
-    """Run on an event loop of its own and wait; there may be another one in this thread. Ctrl-C cancels it."""
+    """Run on an event loop and OS thread of its own, as this thread may run a loop; wait. Ctrl-C cancels the work."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
@@ -61,27 +125,28 @@ def run_alone(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _stop_when_idle(loop: asyncio.AbstractEventLoop) -> None:
-    """Stop a loop once its tasks are done: one that was cancelled lets go of what it has first."""
-    left = asyncio.all_tasks(loop)
-    if not left:
+    """Stop a loop once its tasks are done, so that a cancelled one releases what it has first."""
+    tasks = asyncio.all_tasks(loop)
+    if not tasks:
         loop.stop()
-    for task in left:
+    for task in tasks:
         task.add_done_callback(lambda _: loop.call_soon(_stop_when_idle, loop))
 
 
 def with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The thread as an argument: a RunnableConfig does not reach `_stream`, but LangGraph's context variable does.
+    """The options with `thread_id` and `append` of the config: no RunnableConfig reaches `_stream`, but LangGraph's
+    context variable does.
 
-    None, said in so many words, is nobody: whoever calls from inside a thread is then taken out of it.
+    An explicit None means no thread, also for a call from inside a thread.
     """
-    known = ensure_config(config).get("configurable") or {}
-    if "append" in known:
-        kwargs = {"append": known["append"], **kwargs}
+    configurable = ensure_config(config).get("configurable") or {}
+    if "append" in configurable:
+        kwargs = {"append": configurable["append"], **kwargs}
     if "thread_id" in kwargs:
         return {**kwargs, "thread_id": None if kwargs["thread_id"] is None else str(kwargs["thread_id"])}
-    found = [known[name] for name in ("session_id", "thread_id") if name in known]
-    given = next((one for one in found if one is not None), None)
-    return {**kwargs, "thread_id": None if given is None else str(given)} if found else kwargs
+    ids = [configurable[name] for name in ("session_id", "thread_id") if name in configurable]
+    given = next((thread_id for thread_id in ids if thread_id is not None), None)
+    return {**kwargs, "thread_id": None if given is None else str(given)} if ids else kwargs
 
 
 def tool_choice_of(choice: Any, tools: Sequence[dict[str, Any]]) -> str:

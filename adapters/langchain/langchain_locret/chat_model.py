@@ -1,4 +1,4 @@
-"""LocretChatModel: LangChain's chat model over a memory that feeds only what is new."""
+"""LocretChatModel: LangChain's chat model over a memory to which only new messages are fed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import os
 import queue
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
@@ -23,51 +23,57 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 import locret_stream
-from langchain_locret.calls import expect_ended, expect_taken, run_turn, tool_choice_of, with_thread
+from langchain_locret.calls import (
+    SAMPLING,
+    check_timeout,
+    expect_ended,
+    expect_taken,
+    request_of,
+    run_turn,
+    sampling_of,
+    tool_choice_of,
+    with_thread,
+)
 from langchain_locret.json_mode import structured
-from langchain_locret.messages import RECEIPT, Said, read
+from langchain_locret.messages import RECEIPT, Message, read
 from langchain_locret.profile import check_heads, check_key, check_policy, may_show_tools
-from langchain_locret.runtimes import BOUNDARIES, Home, Settings, is_store
-from langchain_locret.thread import (
+from langchain_locret.request import (
     TOOLS_LEFT_OUT,
     Delivery,
     LateWarning,
     OnChange,
     OnMismatch,
     RebuildWarning,
-    Request,
     Save,
     ToolsWarning,
 )
+from langchain_locret.runtimes import BOUNDARIES, Settings, SharedRuntime, is_store
 from langchain_locret.thread_methods import ThreadMethods
 from langchain_locret.tool_prompt import ToolPrompt
-from locret_stream import ConfigError, InputError, Sampling, __version__
+from locret_stream import ConfigError, __version__
 
 if TYPE_CHECKING:  # loads torch
     from langchain_locret.threads import Threads
 
 _END = object()
 _taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
-_KNOWN = {"thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "temperature", "top_p", "top_k",
-          "min_p", "repetition_penalty", "seed", "stream_usage", "strict", "focus", "append", "parallel_tool_calls"}
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
                    "key", "boundaries")
 _WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning}
 _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
 class LocretChatModel(ThreadMethods, BaseChatModel):
-    """A local chat model whose memory of a thread never ends and never grows.
+    """A local chat model that remembers threads of any length in a fixed amount of memory.
 
         model = LocretChatModel(model="bundled", store="~/.local/share/locret")
         config = {"configurable": {"thread_id": "alice"}}
-        model.invoke([HumanMessage("the password of the session_folder is 4182 .")], config)
+        model.invoke([HumanMessage("the password of the vault is 4182 .")], config)
 
-    Give every call the whole history, as LangChain does: of the messages that memory already holds nothing is read
-    again. The memory used is always that of the messages given, or of a longer history whose end they provably are;
-    `response_metadata["locret"]` says which (`source`, `reused`, `fed`), and a history that cannot be reached raises
-    StateLost. Without a `thread_id` (or `session_id`) in the config nothing is stored.
+    Give every call the whole history, as LangChain does: messages that the memory already holds are not read again. The
+    memory used is always that of the messages given, or of a longer history that provably ends with them. The receipt,
+    `response_metadata["locret"]`, says which (`source`, `reused`, `fed`); an absorbed stream that cannot be reached
+    raises StateLost. Without a `thread_id` (or `session_id`) in the config nothing is stored.
 
     Model objects of the same settings share one runtime: its weights, its slots and its threads. Weights are loaded on
     first use; `close()` frees them.
@@ -76,26 +82,25 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         model: "bundled", a hub id, or a folder.
         heads, policy, budget, chunk_size, max_live, device, dtype, chat_template: of `locret_stream.Runtime`.
         store: where threads are kept: a folder, a URL that fsspec knows, or a `locret_stream.Store`. None: in a
-            temporary folder, encrypted where the `encryption` extra is installed, until the process ends.
-        key: 32 bytes as 64 hexadecimal digits, under which new threads are encrypted; of a store that is a folder or
-            URL. None: the environment variable LOCRET_KEY, if there is one.
-        boundaries: snapshots of a thread that stay; turns further back are read again when they are returned to.
-        on_change: "late": another system text, or other tools, of a conversation that goes on are read behind what
-            memory holds; "reread": all messages are read again, and what memory held beyond them is lost.
-        on_mismatch: what was stored under another model, policy or budget is read again: "reread" from the messages
-            given, "rebuild" from the thread's log of tokens, streams and trimmed messages included.
-        save: "turn": every turn is durable before its last chunk; "run": when `save_thread` says so.
-        focus: what memory will be asked about, told to it ahead of what it reads (`StreamingContext.focus`); "" ends
-            it, None leaves a thread's own. Also of one call: `bind(focus=...)`.
+            temporary folder, encrypted if the `encryption` extra is installed, until the process ends.
+        key: 32 bytes as 64 hexadecimal digits, under which new threads are encrypted, for a store that is a folder or
+            URL. None: the environment variable LOCRET_KEY, if it is set.
+        boundaries: snapshots that a thread keeps; a history that goes back further is read again.
+        on_change: "late": if the system text or the tools of a thread change, they are read as a late message, behind
+            what the memory holds. "reread": all messages are read again, and what the memory held beyond them is lost.
+        on_mismatch: a thread stored under another model, policy or budget is read again: "reread" from the messages
+            given, "rebuild" from its log of tokens, streams and trimmed messages included.
+        save: "turn": every turn is durable before its last chunk; "run": `save_thread` makes it durable.
+        focus: what the memory will be asked about, read ahead of the stream (`StreamingContext.focus`); "" ends a
+            focus, None leaves a thread's own. A call may have another one: `bind(focus=...)`.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
         timeout: seconds that a call may take, waiting for its turn included.
         template_options: variables of the chat template (`enable_thinking`, ...).
-        response_template: as of transformers' ResponseParser, where the tokenizer has none.
-        tool_prompt: "auto": where the chat template tells of no tools, a system text does, in a form that most models
-            know, and calls are read back from it. "template": only the template does; a ToolsWarning says where it does
-            not.
+        response_template: as of transformers' ResponseParser, for a tokenizer without one.
+        tool_prompt: "template": the chat template shows the tools; a ToolsWarning says if it cannot. "auto": if it
+            cannot, a system text does, in a form that most models know, and calls are parsed in that form.
     """
 
     model: str = Field(default="bundled", alias="model_name")
@@ -128,7 +133,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     template_options: dict[str, Any] | None = None
     response_template: dict[str, Any] | None = Field(default=None, repr=False)
     tool_prompt: ToolPrompt = "template"
-    home: Any = Field(default=None, exclude=True, repr=False)  # made here
+    shared: Any = Field(default=None, exclude=True, repr=False)  # the SharedRuntime of these settings; made here
 
     model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=(),
                               extra="forbid")
@@ -136,12 +141,17 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_what_is_for_servers(cls, values: Any) -> Any:
-        """LangChain's standard parameters of models behind a server mean nothing here; misspelt ones are refused."""
+        """LangChain's standard parameters for models behind a server mean nothing here; misspelt ones are refused."""
         return {name: value for name, value in values.items() if name not in _FOR_SERVERS} if isinstance(
             values, dict) else values
 
     @model_validator(mode="after")
-    def _set_locret_home(self) -> LocretChatModel:
+    def _checked(self) -> Self:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        """Check the settings, and share the runtime of these. Raises ConfigError, UnknownPolicy."""
         if self.runtime is not None and not isinstance(self.runtime, locret_stream.Runtime):
             raise ConfigError(f"runtime is a {type(self.runtime).__name__}; expected a locret_stream.Runtime")
         whole = "a Runtime" if self.runtime is not None else "a Store" if is_store(self.store) else ""
@@ -151,7 +161,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
                 raise ConfigError(f"{name} was given beside {whole}, which has its own; expected one of the two")
         store = self.store
         if isinstance(store, (str, Path)) and "://" not in str(store):
-            store = str(Path(store).expanduser().resolve())  # one place is one store, however it is written
+            store = str(Path(store).expanduser().resolve())  # one folder is one store, however its path is written
         key = None if self.key is None else self.key.get_secret_value()
         if key is None and isinstance(self.store, (str, Path)):
             key = os.environ.get("LOCRET_KEY") or None
@@ -160,8 +170,8 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         check_heads(self.model, self.heads, self.policy)
         if self.store is not None and not isinstance(self.store, (str, Path)) and not is_store(self.store):
             raise ConfigError(f"store is a {type(self.store).__name__}; expected a folder, a URL or a Store")
-        _check_timeout(self.timeout)
-        self._sampling({})
+        check_timeout(self.timeout)
+        sampling_of(self, {})
         options = {name: getattr(self, name) for name in
                    ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
         options["template"] = self.chat_template
@@ -170,10 +180,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
             store=store, key=key,
             boundaries=self.boundaries, runtime=self.runtime, replies=self.response_template,
             template_options=self.template_options, tool_prompt=self.tool_prompt)
-        if self.home is None or self.home.settings.identity() != settings.identity():
-            self.__dict__["home"] = Home.of(settings)
+        if self.shared is None or self.shared.settings.identity() != settings.identity():
+            self.__dict__["shared"] = SharedRuntime.of(settings)
         self._add_version("locret-stream", __version__)
-        return self
 
     def __getstate__(self) -> dict[Any, Any]:
         if self.runtime is not None or is_store(self.store):
@@ -181,13 +190,15 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
                               "model=..., store=<folder or URL>")
         return super().__getstate__()
 
-    def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> LocretChatModel:
-        """A copy with other settings, checked as new ones are; what they are settings of is shared where they agree."""
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other settings, which are checked; it shares the runtime if settings of the runtime agree."""
         copied = super().model_copy(update=update)
-        return copied._set_locret_home() if update else copied
+        if update:
+            copied._check()
+        return copied
 
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> LocretChatModel:
-        """A copy of the settings; what they are settings of is shared."""
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy of the settings; it shares the runtime."""
         return self.model_copy()
 
     # -- identity ---------------------------------------------------------------------------------------------
@@ -198,12 +209,12 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        names = ("model", "policy", "budget", "chunk_size", "max_tokens", *_SAMPLING, "stop", "template_options")
+        names = ("model", "policy", "budget", "chunk_size", "max_tokens", *SAMPLING, "stop", "template_options")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """It holds weights and memory: make it anew from its settings instead."""
+        """A model holds weights and memory: make another one of the same settings instead."""
         return False
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -212,27 +223,27 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
     def _resolve_model_profile(self) -> ModelProfile:
         tools = self.tool_prompt == "auto" or may_show_tools(self.model, self.chat_template, self.runtime)
-        # No max_input_tokens: middleware would trim or summarise what memory holds anyway.
+        # No max_input_tokens: middleware would trim or summarise messages that the memory holds anyway.
         return {"text_inputs": True, "text_outputs": True, "image_inputs": False, "audio_inputs": False,
                 "video_inputs": False, "pdf_inputs": False, "tool_calling": tools, "tool_choice": tools,
                 "structured_output": False, "temperature": True, "open_weights": True,
                 "max_output_tokens": self.max_tokens}
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of a text read as data: control tokens in it are spelled out."""
-        return self.home.runtime.codec.encode_text(text)
+        """Token ids of a text as data: control tokens in it are encoded as the characters that spell them."""
+        return self.shared.runtime.codec.encode_text(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage],
                                      tools: Sequence[dict[str, Any] | type | Callable | Any] | None = None) -> int:
-        """How many tokens the template and these messages make, the generation prompt left out. Messages that are no
-        conversation for the template (a part of one, as trimming counts it) are counted each behind a question."""
+        """The number of tokens of these messages in the chat template, without the generation prompt. Messages that the
+        template refuses as a conversation (a part of one, as trimming counts it) are counted each behind a question."""
         said, shown = read(messages), tuple(convert_to_openai_tool(tool) for tool in tools or ())
 
         def one_by_one(threads: Threads) -> int:
-            asked = Said("user", "?")
-            alone = threads.template.count([asked])
-            return sum(threads.template.count([one]) if one.role in ("user", "system") else
-                       threads.template.count([asked, one]) - alone for one in said)
+            question = Message("user", "?")
+            alone = threads.template.count([question])
+            return sum(threads.template.count([message]) if message.role in ("user", "system") else
+                       threads.template.count([question, message]) - alone for message in said)
 
         def count(threads: Threads) -> int:
             try:
@@ -242,7 +253,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
                     raise
                 return one_by_one(threads)
 
-        return self.home.life.call(lambda threads: asyncio.to_thread(count, threads))
+        return self.shared.loop.call(lambda threads: asyncio.to_thread(count, threads))
 
     # -- calling ----------------------------------------------------------------------------------------------
 
@@ -255,9 +266,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         before = _taken_by_caller.set(delivery)
         try:
             answer = await super().ainvoke(input, config, **with_thread(config, kwargs))
-            if delivery.turn is not None:  # None: out of a cache
+            if delivery.turn is not None:  # None: the answer came from LangChain's cache
                 expect_taken(delivery)
-                await delivery.over()
+                await delivery.wait_until_free()
             return answer
         finally:
             delivery.leave()
@@ -275,9 +286,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     def _stream(self, messages: list[BaseMessage], stop: list[str] | None = None,
                 run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
         delivery = Delivery()
-        request = self._request(messages, stop, kwargs, delivery)
+        request = request_of(self, messages, stop, kwargs, delivery)
         chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        delivery.turn = turn = self.home.life.submit(lambda threads: run_turn(threads, request, chunks.put))
+        delivery.turn = turn = self.shared.loop.submit(lambda threads: run_turn(threads, request, chunks.put))
         turn.add_done_callback(lambda _: chunks.put(_END))
         try:
             while (chunk := chunks.get()) is not _END:
@@ -298,14 +309,14 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         if outer is not None and (outer.caller is not self or outer.turn is not None):  # a call within that call
             outer = None
         delivery, loop = outer or Delivery(), asyncio.get_running_loop()
-        request = self._request(messages, stop, kwargs, delivery)
+        request = request_of(self, messages, stop, kwargs, delivery)
         chunks: asyncio.Queue[Any] = asyncio.Queue()
 
         def put(chunk: Any) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        delivery.turn = turn = self.home.life.submit(lambda threads: run_turn(threads, request, put))
+        delivery.turn = turn = self.shared.loop.submit(lambda threads: run_turn(threads, request, put))
         whole = False
         turn.add_done_callback(lambda _: put(_END))
         try:
@@ -317,13 +328,13 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
                     whole = True
                     if outer is None:
                         expect_taken(delivery)
-                        await delivery.over()
+                        await delivery.wait_until_free()
                     yield out
                     return
                 yield out
             expect_ended(turn)
         finally:
-            if not (outer and whole):  # else `ainvoke` takes it, or leaves
+            if not (outer and whole):  # else `ainvoke` takes the answer, or leaves the call
                 delivery.leave()
                 turn.cancel()
 
@@ -348,55 +359,22 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
             run_manager.on_llm_new_token(chunk.text, chunk=chunk)
         return chunk
 
-    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any],
-                 delivery: Delivery) -> Request:
-        """Raises InputError, ConfigError for what cannot be asked."""
-        if not messages:
-            raise InputError("there are no messages; expected at least one")
-        kwargs = with_thread(None, kwargs)
-        unknown = sorted(name for name in set(kwargs) - _KNOWN if not name.startswith(("ls_", "_")))
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; expected some of {', '.join(sorted(_KNOWN))}")
-        tools = () if kwargs.get("tool_choice") == "none" else tuple(
-            convert_to_openai_tool(tool) for tool in kwargs.get("tools") or ())
-        choice, save = tool_choice_of(kwargs.get("tool_choice"), tools), kwargs.get("save", self.save)
-        if save not in get_args(Save):
-            raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
-        focus, append = kwargs.get("focus", self.focus), kwargs.get("append") or False
-        timeout_s = kwargs.get("timeout", self.timeout)
-        _check_timeout(timeout_s)
-        if append and kwargs.get("thread_id") is None:
-            raise InputError("append=True without a thread_id; expected the thread that the messages go on from")
-        if append not in (True, False):
-            raise ConfigError(f"append is {append!r}; expected True or False")
-        return Request(said=read(messages), thread=kwargs.get("thread_id"), tools=tools, choice=choice,
-                       sampling=self._sampling({**kwargs, "stop": stop or kwargs.get("stop")}),
-                       save=save, on_change=self.on_change, on_mismatch=self.on_mismatch,
-                       timeout_s=timeout_s, focus=focus, append=append, delivery=delivery)
-
-    def _sampling(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Settings of one reply, those of the call before those of the model. Raises ConfigError."""
-        found = {name: getattr(self, name) if kwargs.get(name) is None else kwargs[name] for name in _SAMPLING}
-        found = {name: value for name, value in found.items() if value is not None}
-        found["max_new_tokens"] = kwargs.get("max_tokens") or self.max_tokens
-        stop = kwargs.get("stop") or self.stop or ()
-        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        Sampling(**found)
-        return found
-
     # -- tools ------------------------------------------------------------------------------------------------
 
     def bind_tools(self, tools: Sequence[dict[str, Any] | type | Callable | Any], *,
                    tool_choice: str | dict[str, Any] | bool | None = None,
                    **kwargs: Any) -> Runnable[LanguageModelInput, AIMessage]:
-        """The model with tools it may call.
+        """The model with tools that it may call.
 
         Args:
             tool_choice: a tool's name (the call is begun for the model), "any"/"required"/True for any tool, "auto" or
                 None for the model's choice, "none" to show it no tools.
+
+        Raises:
+            ConfigError: no tool of that name is given.
         """
         shown = [convert_to_openai_tool(tool) for tool in tools]
-        tool_choice_of(tool_choice, shown)  # raises
+        tool_choice_of(tool_choice, shown)
         if shown and self.profile is not None and not self.profile.get("tool_calling", True):
             warnings.warn(TOOLS_LEFT_OUT, ToolsWarning, stacklevel=2)
         if tool_choice is not None:
@@ -406,15 +384,15 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     def with_structured_output(self, schema: dict[str, Any] | type, *, include_raw: bool = False,
                                method: str = "function_calling", strict: bool | None = None,
                                **kwargs: Any) -> Runnable[LanguageModelInput, Any]:
-        """The model, replying with what a schema describes.
+        """The model, with replies that a schema describes.
 
         Args:
             schema: a pydantic class, a TypedDict, or a JSON schema with a title.
-            include_raw: give {"raw": the message, "parsed": ..., "parsing_error": None or the error}, and raise none.
-            method: "function_calling": a forced call of a tool. "json_mode", "json_schema": the schema stands in the
-                system text, and the reply is read as JSON. Nothing constrains what the model writes, `strict` neither.
+            include_raw: give {"raw": the message, "parsed": ..., "parsing_error": None or the error}; do not raise.
+            method: "function_calling": a forced tool call. "json_mode", "json_schema": the schema stands in the system
+                text, and the reply is parsed as JSON. Neither these nor `strict` constrain what the model writes.
 
-        Raises (when it is asked):
+        Raises (when the model is called):
             OutputParserException: the reply is not what the schema describes.
         """
         if method == "function_calling":
@@ -432,16 +410,10 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         self.close()
 
     def close(self) -> None:
-        """Save all threads and free weights and memory, for every model of these settings. Used again, it loads again.
+        """Save all threads and free weights and memory, for every model of these settings. Used again, they load again.
         """
-        self.home.close()
+        self.shared.close()
 
     async def aclose(self) -> None:
         """As `close`."""
-        await asyncio.to_thread(self.home.close)
-
-
-def _check_timeout(seconds: Any) -> None:
-    """Raises ConfigError."""
-    if seconds is not None and (not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0):
-        raise ConfigError(f"timeout is {seconds!r}; expected seconds above 0")
+        await asyncio.to_thread(self.shared.close)

@@ -1,4 +1,5 @@
-"""A thread that goes on as two: what is at hand of it becomes the new one's, the old is found again in the store."""
+"""A thread goes on as two: its open context becomes the new thread's; the old thread is looked up in the store again.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +15,51 @@ from locret_stream.context.cancelling import to_the_end
 
 
 async def fork(threads: Threads, name: str, new: str) -> None:
-    """Let a thread of a new name go on, alone, from where a thread was told something last. Failed or cancelled, there
-    is nothing of the new name.
+    """Let a thread of a new name go on, alone, from where a thread was told something last. If that fails or is
+    cancelled, nothing of the new name exists.
 
     Raises:
-        InputError: the one was told nothing, or the other something. ConfigError: there is no store. ContextBusy:
-            the new one is in use. SnapshotError: it cannot be brought back or saved; both are as they were.
+        InputError: the old thread was told nothing, or the new one something. ConfigError: there is no store.
+            ContextBusy: the new thread is in use. SnapshotError: the old one cannot be loaded or saved; both are as
+            they were.
     """
-    thread, twin = threads.named(name), threads.named(new)
+    thread, copy = threads.named(name), threads.named(new)
     if thread.session is None:
         raise ConfigError("threads without a store cannot be forked; expected LocretChatModel(store=...)")
-    if twin is thread:
+    if copy is thread:
         raise InputError(f"thread {name!r} was to be forked as itself; expected a new name")
-    async with threads.using(thread), threads.using(twin), thread.lock:
-        if twin.users > 1:  # not waited for: who has it may wait for this one
+    async with thread.in_use(), copy.in_use(), thread.lock:
+        if copy.users > 1:  # not waited for: a call that has it may wait for the old thread
             raise ContextBusy(f"thread {new!r} is in use; expected a thread that is new")
-        async with twin.lock, threads.gate:
+        async with copy.lock, threads.gate:
             try:
-                await to_the_end(_fork(threads, thread, twin, name, new))
-            except asyncio.CancelledError:  # it ran to its end all the same, and whoever called does not know of it
-                if twin.told:
-                    await to_the_end(_remove(threads, twin))
+                await to_the_end(_fork(threads, thread, copy, name, new))
+            except asyncio.CancelledError:  # the fork was made all the same, and the caller does not know of it
+                if copy.fed:
+                    await to_the_end(_remove(copy))
                 raise
 
 
-async def _fork(threads: Threads, thread: Thread, twin: Thread, name: str, new: str) -> None:
-    """Its context goes on as the new thread; the old one is found again in the store."""
+async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: str) -> None:
     try:
-        await threads.look_up(twin)
-        if twin.open or twin.stored:
+        await copy.look_up()
+        if copy.open or copy.stored:
             raise InputError(f"thread {new!r} holds something already; expected a thread that is new, or "
                              "`forget_thread` first")
-        await threads.look_up(thread)
-        await threads.keep(thread)
-        tip = tip_of(thread.stored or {}, thread.live)
+        await thread.look_up()
+        await thread.keep()
+        tip = tip_of(thread.snapshots, thread.live)
         if tip is None:
             raise InputError(f"thread {name!r} was told nothing, so there is nothing to fork")
-        await threads.go(thread, tip)
-        if not await threads.keep(thread):
+        await thread.move_to(tip)
+        if not await thread.keep():
             raise StoreError(f"thread {name!r} cannot be saved, so it cannot be forked; the log tells why")
-        ctx, owner = thread.ctx, thread.owner or thread.session
-        at = msgspec.structs.replace(tip, owner=owner)
-        ctx.note, ctx.keep, thread.ctx = msgspec.msgpack.encode(at), {}, None
-        try:
-            done = await ctx.save_as(twin.session)
-        except BaseException:
-            await ctx.aclose(save=False)
-            if ctx.name == twin.session:  # else the store had something of that name, which is not ours
-                await threads.delete(twin)
-            raise
-        twin.ctx, twin.at, twin.owner, twin.told = ctx, at, owner, True
-        twin.stored = {at.key: (done.generation, at)}
-        threads.choose(twin)
+        assert thread.session is not None
+        await copy.take_over(thread, msgspec.structs.replace(tip, owner=thread.owner or thread.session))
     finally:
         await threads.rest(thread)
 
 
-async def _remove(threads: Threads, twin: Thread) -> None:
-    await threads.let_go(twin)
-    await threads.delete(twin)
+async def _remove(copy: Thread) -> None:
+    await copy.reset()
+    await copy.delete_failed()

@@ -1,4 +1,4 @@
-"""An unbounded stream of text, taken into a thread as one message."""
+"""An unbounded stream of text becomes one message of a thread."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import HumanMessage
 
 from langchain_locret.matching import reach, reach_tip
-from langchain_locret.messages import Said, digest, read, stand_in
-from langchain_locret.thread import Request
+from langchain_locret.messages import Message, digest, read, stand_in
+from langchain_locret.request import Request, current_task
 from langchain_locret.threads import Threads
 from locret_stream import ConfigError, ContextClosed, EmptySource, InputError, InvalidText, SourceError, StaleOwner
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.sources import Puller
 
 if TYPE_CHECKING:
-    from langchain_locret.runtimes import Life
+    from langchain_locret.runtimes import RuntimeLoop
 
 _OUTRUN = ("another owner, such as another process, told the thread something while the stream was absorbed, so it "
            "cannot be kept; the thread is as the other one left it. Expected one at a time: absorb the stream again")
 _BLOCK = 1 << 16  # bytes of a file that are read at once
-_STREAM = Said("user", secrets.token_hex(16))  # a place in the rendering; nobody says this
+_STREAM = Message("user", secrets.token_hex(16))  # marks the stream's place in the rendering; nobody says this
 
 
-async def absorb(life: Life, source: Any, request: Request, label: str,
+async def absorb(loop: RuntimeLoop, source: Any, request: Request, label: str,
                  progress: Callable[[int], None] | None) -> HumanMessage:
-    """All of a source into a thread of that life; for the caller's event loop, on which the source is read.
+    """Read all of a source into a thread of that loop's runtime. This runs on the caller's event loop.
 
     Raises as `LocretChatModel.aingest`.
     """
@@ -43,57 +44,64 @@ async def absorb(life: Life, source: Any, request: Request, label: str,
             file = source.open("rb")
         except OSError as error:
             raise SourceError(f"{source} cannot be opened: {error}; expected a file of text") from error
-        with file:  # not by lines: a file may be one
-            return await absorb(life, iter(lambda: file.read(_BLOCK), b""), request, label, progress)
+        with file:  # in blocks, as a file may be one long line
+            return await absorb(loop, iter(lambda: file.read(_BLOCK), b""), request, label, progress)
     puller, decode, absorption = Puller(source), codecs.getincrementaldecoder("utf-8")(), Absorption(request, label)
     try:
-        await life.acall(absorption.begin)
+        await loop.acall(absorption.begin)
         while (piece := await puller.next()) is not None:
             if isinstance(piece, list):
                 raise InputError("the source gave token ids; expected text")
             text = _as_text(decode, piece) if isinstance(piece, bytes) else piece
             if text:
-                await life.acall(lambda _, text=text: absorption.push(text))
+                await loop.acall(partial(_push, absorption, text))
                 if progress is not None:
                     progress(absorption.characters)
         _as_text(decode, b"", final=True)
-        message = await life.acall(lambda _: absorption.finish())
+        message = await loop.acall(lambda _: absorption.finish())
         absorption.take()
     finally:
-        with contextlib.suppress(ContextClosed):  # then it was let go of already, or is while the model closes
+        with contextlib.suppress(ContextClosed):  # closing the model releases the thread, too
             try:
-                await to_the_end(life.acall(lambda _: absorption.abort()))
+                await to_the_end(loop.acall(lambda _: absorption.abort()))
             except asyncio.CancelledError:
                 if not absorption.taken:
                     raise
-                asyncio.current_task().uncancel()  # too late: the stream is in memory, and stays
+                current_task().uncancel()  # too late: the stream is in memory, and stays
     return message
 
 
-class Absorption:
-    """One stream on its way in: `begin`, `push` for each piece, `finish`, and `abort` in any case. The thread waits
-    meanwhile, other threads go on between the pieces.
+async def _push(absorption: Absorption, text: str, threads: Threads) -> None:
+    await absorption.push(text)
 
-    Attributes:
-        ended: it has nothing of the thread any more. taken: whoever called has the stand-in, so the stream stays.
-        characters: that memory has taken in.
+
+class Absorption:
+    """One stream that is being absorbed: `begin`, `push` for each piece, `finish`, `take`, and `abort` in any case.
+
+    Until `abort` it has its thread alone; other threads go on between the pieces.
 
     Args:
-        request: the messages the stream comes behind; of none it comes behind what the thread was told last.
+        request: the messages that the stream comes behind; without any it comes behind what the thread was told last.
+        label: of the stand-in.
+
+    Attributes:
+        ended: it has released the thread. taken: the caller has the stand-in, so the stream stays.
+        characters: that the memory has read.
     """
 
     def __init__(self, request: Request, label: str):
         self._request, self._label = request, label
         self._sha, self.characters = hashlib.sha256(), 0
-        self._alone = asyncio.Lock()  # `abort` comes after whatever runs
-        self._has = self.taken = self.ended = False
-        self._deciding = threading.Lock()  # of those two: `take` is called on the caller's thread
+        self._alone = asyncio.Lock()  # `abort` waits for whatever runs
+        self._has_thread = self.taken = self.ended = False
+        self._deciding = threading.Lock()  # guards `taken` and `ended`: `take` runs on the caller's OS thread
 
     async def begin(self, threads: Threads) -> None:
-        """Raises as a turn."""
+        """Lock the thread and feed what stands ahead of the stream. Raises as a turn."""
         async with self._alone:
-            self._expect_going()
+            self._expect_running()
             self._threads, request = threads, self._request
+            assert request.thread is not None
             self._thread = thread = threads.named(request.thread)
             thread.users += 1
             try:
@@ -101,42 +109,44 @@ class Absorption:
             except BaseException:
                 thread.users -= 1
                 raise
-            self._has = True
+            self._has_thread = True
             threads.absorbing.add(self)
             async with threads.gate:
-                threads.at_work(thread)
-                await threads.look_up(thread)
+                thread.keep_slot()
+                await thread.look_up()
                 self._request = replace(request, said=[*request.said, _STREAM])
-                found = None if request.said else await reach_tip(threads, thread, self._request)
-                if found is not None:
-                    self._request, self._after = found
+                tip = None if request.said else await reach_tip(threads, thread, self._request)
+                if tip is not None:
+                    self._request, self._reached = tip
                 else:
-                    self._after = await reach(threads, thread, self._request)
-                pieces = self._after.rendered.pieces(self._after.at, self._after.rendered.body)
+                    self._reached = await reach(threads, thread, self._request)
+                pieces = self._reached.rendered.pieces(self._reached.at, self._reached.rendered.body)
                 place = max((at for at, piece in enumerate(pieces) if piece.text.endswith(_STREAM.content)), default=-1)
                 if place < 0:
                     raise ConfigError("the chat template does not show a message ahead of its generation prompt; "
                                       "expected a template that does")
                 encode = threads.template.encode
-                ahead = replace(pieces[place], text=pieces[place].text.removesuffix(_STREAM.content))  # a system text
-                before = encode([*pieces[:place], ahead], start=self._after.base is None)
+                # Some templates write the system text and the first message as one.
+                ahead = replace(pieces[place], text=pieces[place].text.removesuffix(_STREAM.content))
+                before = encode([*pieces[:place], ahead], start=self._reached.base is None)
                 self._closing = encode(pieces[place + 1:], start=False)
-                await threads.take(thread, before, request.focus)
-                thread.ctx.disposable = thread.session is not None  # once another owner has saved, nothing can be kept
+                await thread.feed(before, request.focus)
+                # The runtime may close it for its slot once another owner has saved: nothing can be kept then.
+                thread.context.disposable = thread.session is not None
 
     async def push(self, text: str) -> None:
-        """Take in a piece; returns when memory has it.
+        """Feed a piece; returns when the memory has accepted it.
 
         Raises:
             InvalidText, BudgetExceeded, StoreError, StaleOwner, ContextClosed.
         """
         async with self._alone:
-            self._expect_going()
-            ctx = self._thread.ctx
-            # One that has its slot waits for no turn: that may be waiting for just this slot.
-            async with self._threads.gate if ctx.swapped_out else contextlib.nullcontext():
+            self._expect_running()
+            context = self._thread.context
+            # With a slot it waits for no turn: a turn at the gate may be waiting for just this slot.
+            async with self._threads.gate if context.swapped_out else contextlib.nullcontext():
                 try:
-                    await ctx.push(text)
+                    await context.push(text)
                 except ContextClosed as error:
                     if not self._threads.runtime.running:
                         raise
@@ -145,67 +155,67 @@ class Absorption:
             self.characters += len(text)
 
     async def finish(self) -> HumanMessage:
-        """The stand-in for all of it; what it stands for is durable, where the store can be written.
+        """The stand-in for the stream, which is durable now if the store can be written.
 
         Raises:
             EmptySource: there was no text. StaleOwner: another owner told the thread something. ContextClosed.
         """
         async with self._alone:
-            self._expect_going()
-            threads, thread = self._threads, self._thread
+            self._expect_running()
+            threads, thread, reached = self._threads, self._thread, self._reached
             if not self.characters:
                 raise EmptySource("the stream ended without any text; expected some")
             async with threads.gate:
                 if not thread.open and threads.runtime.running:
                     raise StaleOwner(_OUTRUN)
-                await thread.ctx.flush()
-                await thread.ctx.push(self._closing)
+                await thread.context.flush()
+                await thread.context.push(self._closing)
                 message = stand_in(self._label, self.characters, self._sha.hexdigest())
                 said = [*self._request.said[:-1], *read([message])]
-                keys = [*self._after.keys[:-1], digest(self._after.keys[-2], said[-1].digest)]
-                thread.at = threads.boundary(thread, replace(self._after, keys=keys), self._request, said)
-                await threads.keep(thread)
+                keys = [*reached.keys[:-1], digest(reached.keys[-2], said[-1].digest)]
+                thread.rest_at(replace(reached, keys=keys).boundary_behind(said, thread, self._request))
+                await thread.keep()
                 if thread.stale:
                     raise StaleOwner(_OUTRUN)
             return message
 
     def take(self) -> None:
-        """The caller has the stand-in: from here on the stream stays. On any thread.
+        """The caller has the stand-in: from here on the stream stays. May be called on any OS thread.
 
         Raises:
             ContextClosed: the model was closed before.
         """
         with self._deciding:
-            self._expect_going()
+            self._expect_running()
             self.taken = True
 
     async def abort(self) -> None:
-        """Let go of the thread: after `take` it rests at the end of the stream, else it is as it was before.
+        """Release the thread: after `take` it rests at the end of the stream, else it is as it was before.
 
-        To be called in any case, also where `begin` failed or was cancelled. Idempotent.
+        To be called in any case, also if `begin` failed or was cancelled. Idempotent.
         """
-        await to_the_end(self._let_go())
+        await to_the_end(self._release())
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         async with self._alone:
             with self._deciding:
                 self.ended = True
-            if not self._has:
+            if not self._has_thread:
                 return
-            self._has = False
+            self._has_thread = False
             self._threads.absorbing.discard(self)
             try:
                 async with self._threads.gate:
                     if self.taken:
                         await self._threads.rest(self._thread)
-                        self._threads.settle(self._thread)
+                        self._thread.settle()
                     else:
                         await self._threads.undo(self._thread)
             finally:
                 self._thread.lock.release()
                 self._thread.users -= 1
 
-    def _expect_going(self) -> None:
+    def _expect_running(self) -> None:
         if self.ended:
             raise ContextClosed("the model was closed while a stream was absorbed; the thread is as it was before. "
                                 "Expected the stream to end first")

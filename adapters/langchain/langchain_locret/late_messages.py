@@ -1,7 +1,7 @@
-"""A thread that goes on with another system text, or other tools: these go in late, behind what memory holds.
+"""A thread goes on with another system text, or other tools: these become a late message, behind what the memory holds.
 
-Memory cannot be told another beginning, and to read all of it again would lose what the messages do not hold any more:
-what was trimmed, and streams. So the new beginning is written behind the held messages, ahead of the new ones.
+A memory cannot be given another beginning, and reading all messages again would lose what they do not contain any more:
+trimmed messages, and streams. So the new beginning is written behind the messages held, ahead of the new ones.
 """
 
 from __future__ import annotations
@@ -11,72 +11,74 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from langchain_locret.boundaries import RECEIPTS, Boundary, heading, split
-from langchain_locret.messages import Said, digest
+from langchain_locret.boundaries import MOST_ANSWERS, Boundary, heading, split
+from langchain_locret.messages import Message, digest
 from langchain_locret.render import ChatTemplate, Rendered
 from langchain_locret.tool_prompt import NO_TOOLS, tool_text
 from locret_stream import ConfigError
 
 
 class Written(NamedTuple):
-    """How new messages are written: the rendering goes on at `at`; of the messages `shown` those from `first` on are
-    new."""
+    """How new messages are written: they are the characters of `rendered` from `at` on. Of the messages `shown`, those
+    from `first` on are new."""
 
     rendered: Rendered
     at: int
-    shown: list[Said]
+    shown: list[Message]
     first: int
 
 
-def goes_on_from(known: Mapping[bytes, Boundary], said: Sequence[Said]) -> list[tuple[int, Boundary]]:
+def goes_on_from(reachable: Mapping[bytes, Boundary], said: Sequence[Message]) -> list[tuple[int, Boundary]]:
     """Boundaries behind an answer or a stream that these messages provably go on from, whatever their system text and
     tools: (messages held, boundary), deepest first.
 
-    An answer's receipt names it; without one the messages must be all that is held, or end with a stream that it holds.
+    An answer's receipt names its boundary; without a receipt the messages must be all that the boundary holds, or end
+    with a stream that it holds.
     """
     system, _ = split(said)
-    first, found = len(system), []
-    ends = {boundary.ledger[-16:]: boundary for boundary in known.values()}
+    first, matches = len(system), list[tuple[int, Boundary]]()
+    ends = {boundary.ledger[-16:]: boundary for boundary in reachable.values()}
     for count in range(len(said), first, -1):
-        one = said[count - 1]
-        if one.role == "assistant" or one.stream:
-            boundary = known.get(one.receipt) or ends.get(one.digest)
-            left = b"".join(message.digest for message in said[first:count] if not message.summary)
-            if boundary is not None and boundary.ledger.endswith(left) and (
-                    one.receipt == boundary.key or boundary.stream or boundary.ledger == left):
-                found.append((count, boundary))
-                if len(found) == RECEIPTS:
+        last = said[count - 1]
+        if last.role == "assistant" or last.stream:
+            boundary = reachable.get(last.state_key) or ends.get(last.digest)
+            ledger = b"".join(message.digest for message in said[first:count] if not message.summary)
+            if boundary is not None and boundary.ledger.endswith(ledger) and (
+                    last.state_key == boundary.key or boundary.stream or boundary.ledger == ledger):
+                matches.append((count, boundary))
+                if len(matches) == MOST_ANSWERS:
                     break
-    return found
+    return matches
 
 
-def as_base(boundary: Boundary, start: bytes, said: Sequence[Said], *, tools: bool) -> Boundary:
-    """That boundary as the one that another system text and other tools go on from: the lineage of that agent."""
-    top = heading(split(said)[0]) or boundary.system  # trimmed away, it still is the one that is held
+def as_base(boundary: Boundary, start: bytes, said: Sequence[Message], *, tools: bool) -> Boundary:
+    """The boundary with another system text and other tools: the first one of that agent's lineage."""
+    top = heading(split(said)[0]) or boundary.system  # a system text that was trimmed is still held
     return msgspec.structs.replace(boundary, start=start, system=top, tools=tools,
                                    lineage=digest(b"late", start, top)[:16],
                                    key=digest(b"late", boundary.key, start, top))
 
 
-def what_is_new(boundary: Boundary, start: bytes, said: Sequence[Said], *, tools: bool) -> str:
-    """In words."""
+def what_is_new(boundary: Boundary, start: bytes, said: Sequence[Message], *, tools: bool) -> str:
+    """What the late message changes, in words."""
     system = "the system prompt" if heading(split(said)[0]) not in (b"", boundary.system) else ""
     other = "the tools" if tools or boundary.tools else "how the template is used"
     return " and ".join(filter(None, (system, other if boundary.start != start else "")))
 
 
-def write(template: ChatTemplate, said: Sequence[Said], count: int, tools: Sequence[dict[str, Any]], *,
+def write(template: ChatTemplate, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]], *,
           no_tools: bool) -> Written | None:
-    """The messages from `count` on, the new system text and tools ahead of them; None if the template has no place.
+    """The messages from `count` on, behind the new system text and tools; None if the template has no place for these.
 
-    Where a user speaks next, as the template begins a conversation; behind results of tools in words of our own.
+    If a user speaks next, the template writes them as it begins a conversation. Behind results of tools they are a
+    message of text.
 
     Args:
-        no_tools: there may have been some until now.
+        no_tools: the memory may have been told of tools, so that it must be told that there are none now.
     """
     system, new = split(said)[0], list(said[count:])
-    words = [one.content for one in system] + ([NO_TOOLS] if no_tools and not tools else [])
-    top = [Said("system", "\n\n".join(words))] if words else []
+    words = [message.content for message in system] + ([NO_TOOLS] if no_tools and not tools else [])
+    top = [Message("system", "\n\n".join(words))] if words else []
     if new and new[0].role == "user":
         shown = [*top, *new]
         try:
@@ -89,7 +91,7 @@ def write(template: ChatTemplate, said: Sequence[Said], count: int, tools: Seque
     behind = next((at for at in range(count, len(said)) if said[at].role != "tool"), len(said))
     text = "\n\n".join([*words, *([tool_text(tools)] if tools else [])])
     for role in ("system", "user") if text else ():
-        shown = [*said[:behind], Said(role, text), *said[behind:]]
+        shown = [*said[:behind], Message(role, text), *said[behind:]]
         try:
             rendered = template.render(shown, tools)
         except ConfigError:

@@ -1,100 +1,162 @@
-"""Where a turn begins: the deepest boundary of the messages given, by which a thread's context is brought there."""
+"""Where a turn begins: the deepest boundary that the given messages go on from. The thread's context is brought there.
+
+A turn feeds what follows that boundary; if there is none, it begins anew.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from langchain_locret import late_messages
-from langchain_locret.boundaries import OTHER_MESSAGES, OTHER_SYSTEM, OTHER_TOOLS, Boundary, fitting, what_differs
+from langchain_locret.boundaries import (
+    LEDGER,
+    OTHER_MESSAGES,
+    OTHER_SYSTEM,
+    OTHER_TOOLS,
+    Boundary,
+    fitting,
+    heading,
+    split,
+    what_differs,
+)
 from langchain_locret.boundary_pruning import tip_of
-from langchain_locret.messages import Said, chain
-from langchain_locret.thread import Reached, Request, Source, StateLost, Thread
+from langchain_locret.messages import Message, chain
+from langchain_locret.render import Rendered
+from langchain_locret.request import Request, StateLost
+from langchain_locret.thread import Source, Thread
 from langchain_locret.threads import Threads
 from locret_stream import ConfigError, SnapshotError, StaleOwner, StoreError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 UNUSABLE = "its snapshot cannot be used"
-_HELD = {"user": [Said("user", "before")],
-         "system": [Said("system", "before")],
-         "assistant": [Said("user", "before"), Said("assistant", "before")],
-         "tool": [Said("user", "before"), Said("assistant", "", calls=(("before", {"before": "before"}, "1"),)),
-                  Said("tool", "before", call_id="1", answers=0)]}
+_STAND_INS = {  # conversations that end with a message of each role
+    "user": [Message("user", "before")],
+    "system": [Message("system", "before")],
+    "assistant": [Message("user", "before"), Message("assistant", "before")],
+    "tool": [Message("user", "before"), Message("assistant", "", calls=(("before", {"before": "before"}, "1"),)),
+             Message("tool", "before", call_id="1", answers=0)]}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where a turn begins.
+
+    Attributes:
+        rendered: the messages `shown`.
+        count: how many of the request's messages the memory holds.
+        at: the character of the rendering from which on it is fed.
+        keys: of all boundaries, from before the first message to behind the last one.
+        base: the boundary that is gone on from; None for the beginning.
+        source, why: as the receipt says them.
+        shown: the messages that were rendered; those from `first` on are new.
+        late: what is read as a late message, in words; "" for nothing.
+        warning: what the caller ought to know; "" for nothing.
+    """
+
+    rendered: Rendered
+    count: int
+    at: int
+    keys: list[bytes]
+    base: Boundary | None
+    source: Source
+    why: str
+    shown: Sequence[Message]
+    first: int
+    late: str = ""
+    warning: str = ""
+
+    def boundary_behind(self, said: Sequence[Message], thread: Thread, request: Request) -> Boundary:
+        """The boundary where the thread's context rests now that it holds all of `said`: the request's messages, or
+        these and the answer."""
+        if self.base is None:
+            system, rest = split(said)
+            start, top, ledger, tools = self.keys[0], heading(system), b"", bool(request.tools)
+            lineage = self.keys[min(len(system) + 1, len(said))][:16]
+        else:
+            start, top, ledger, tools = self.base.start, self.base.system, self.base.ledger, self.base.tools
+            lineage, rest = self.base.lineage, said[self.count:]
+        ledger += b"".join(message.digest for message in rest)
+        return Boundary(self.keys[-1], start, top, ledger[-16 * LEDGER:], thread.context.memory.tokens, said[-1].role,
+                        lineage=lineage, stream=said[-1].stream, owner=thread.owner, tools=tools)
 
 
 async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:
-    """Bring the thread's context to the deepest boundary of these messages.
+    """Bring the thread's context to the deepest boundary that the request's messages go on from.
 
     Raises:
         StateLost: a stream that was absorbed cannot be reached. StoreError: the store cannot be read just now.
     """
-    return await _looking_again(threads, thread, lambda: _Search(threads, thread, request).run())
+    return await _looking_again(thread, lambda: _Search(threads, thread, request).run())
 
 
-async def _looking_again(threads: Threads, thread: Thread, search: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Search once more where another owner saved the thread in between. Raises StaleOwner: and once more."""
+async def _looking_again(thread: Thread, search: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The search's result; it runs a second time if another owner saved the thread in between. Raises StaleOwner if
+    that happens in the second one, too."""
     try:
         return await search()
     except StaleOwner:
-        await threads.look_up(thread)
+        await thread.look_up()
         return await search()
 
 
 async def reach_tip(threads: Threads, thread: Thread, request: Request) -> tuple[Request, Reached] | None:
-    """Bring the thread's context to where it was told something last, ahead of these messages; None if it never was.
+    """Bring the thread's context to where it was told something last, ahead of the request's messages; None if it was
+    told nothing yet.
 
-    Of what it holds only digests are known, so the template is shown stand-ins, in the request that comes back.
+    Only digests of the messages that it holds are known. The template is shown stand-ins for them, which the request
+    that comes back contains.
 
     Raises:
         SnapshotError: it cannot be brought there. ConfigError: the template has no fixed place there, or the tools are
-            others than the thread was told of.
+            not those that the thread was told of.
     """
     async def to_the_tip() -> tuple[Boundary, Source] | None:
-        tip = tip_of(thread.stored or {}, thread.live)
-        return tip and (tip, await threads.bring(thread, tip, rebuild=request.on_mismatch == "rebuild"))
+        tip = tip_of(thread.snapshots, thread.live)
+        return None if tip is None else (tip, await thread.reach(tip, rebuild=request.on_mismatch == "rebuild"))
 
-    found = await _looking_again(threads, thread, to_the_tip)
-    if found is None:
+    brought = await _looking_again(thread, to_the_tip)
+    if brought is None:
         return None
-    tip, source = found
-    await threads.keep(thread)  # no messages are given that could bring it back
-    start = threads.start(request, thread)
-    if request.append and tip.start != start:
+    tip, source = brought
+    await thread.keep()  # no messages are given by which it could be read again
+    if request.append and tip.start != threads.start(request, thread):
         raise ConfigError(f"thread {request.thread!r} was told of other tools, or how the template is used changed; "
                           "expected those tools, or the whole history and no append=True")
-    held = _HELD.get(tip.role, [])
-    request = replace(request, said=[*held, *request.said])
+    earlier = _STAND_INS.get(tip.role, [])
+    request = replace(request, said=[*earlier, *request.said])
     rendered = await asyncio.to_thread(threads.template.render, request.said, request.tools)
-    at = await asyncio.to_thread(threads.template.after, request.said, len(held), request.tools, rendered)
-    if at is None or not held:
+    at = await asyncio.to_thread(threads.template.after, request.said, len(earlier), request.tools, rendered)
+    if at is None or not earlier:
         raise ConfigError(f"the chat template has no fixed place for a message behind one of role {tip.role!r}; "
                           "expected the whole history")
-    keys = [*[b""] * len(held), *chain(tip.key, request.said[len(held):])]
-    return request, Reached(rendered, len(held), at, keys, tip, source, "", request.said, len(held))
+    keys = [*[b""] * len(earlier), *chain(tip.key, request.said[len(earlier):])]
+    return request, Reached(rendered, len(earlier), at, keys, tip, source, "", request.said, len(earlier))
 
 
 class _Search:
     def __init__(self, threads: Threads, thread: Thread, request: Request):
-        self._threads, self._thread, self._request = threads, thread, request
-        self._last = max((at + 1 for at, one in enumerate(request.said) if one.stream), default=0)
-        self._start, self._known, self._why = threads.start(request, thread), thread.known(), ""
+        self._template, self._thread, self._request = threads.template, thread, request
+        # The messages up to the last absorbed stream cannot be read again.
+        self._last = max((at + 1 for at, message in enumerate(request.said) if message.stream), default=0)
+        self._start, self._reachable, self._why = threads.start(request, thread), thread.reachable(), ""
 
     async def run(self) -> Reached:
-        found = await self._of_these_messages()
-        if found is None and self._request.on_change == "late":
-            found = await self._late()
-        return found if found is not None else await self._anew()
+        reached = await self._of_these_messages()
+        if reached is None and self._request.on_change == "late":
+            reached = await self._late()
+        return reached if reached is not None else await self._anew()
 
     async def _of_these_messages(self) -> Reached | None:
-        """At a boundary of just these messages, or of a longer history whose end they provably are."""
-        template, said, tools = self._threads.template, self._request.said, self._request.tools
+        """At a boundary of just these messages, or of a longer history that provably ends with them."""
+        template, said, tools = self._template, self._request.said, self._request.tools
         self._rendered = rendered = await asyncio.to_thread(template.render, said, tools)
         exact = set(await asyncio.to_thread(chain, self._start, said))
-        for count, boundary, keys in await asyncio.to_thread(fitting, self._known, self._start, said):
+        for count, boundary, keys in await asyncio.to_thread(fitting, self._reachable, self._start, said):
             if count < self._last:
                 break
             at = await asyncio.to_thread(template.after, said, count, tools, rendered)
@@ -104,60 +166,62 @@ class _Search:
             if (source := await self._bring(boundary)) is None:
                 continue
             if boundary.key not in exact:
-                await self._threads.keep(self._thread)  # messages alone could not bring it back
+                await self._thread.keep()  # reading the messages again could not restore it
             return Reached(rendered, count, at, keys, boundary, source, self._why, said, count)
         return None
 
     async def _late(self) -> Reached | None:
-        """Behind what they go on from, told of another system text or other tools."""
+        """Behind the boundary that the messages go on from, with another system text or other tools as a late message.
+        """
         said, tools = self._request.said, self._request.tools
-        for count, boundary in await asyncio.to_thread(late_messages.goes_on_from, self._known, said):
+        for count, boundary in await asyncio.to_thread(late_messages.goes_on_from, self._reachable, said):
             new = late_messages.what_is_new(boundary, self._start, said, tools=bool(tools))
             if count < self._last:
                 break
             if not new or boundary.key in self._thread.unusable:
                 continue
-            written = await asyncio.to_thread(late_messages.write, self._threads.template, said, count, tools,
+            written = await asyncio.to_thread(late_messages.write, self._template, said, count, tools,
                                               no_tools=boundary.tools and boundary.start != self._start)
             if written is None:
                 continue
             base = late_messages.as_base(boundary, self._start, said, tools=bool(tools))
             keys = [*[b""] * count, *chain(base.key, said[count:])]
-            if (again := await self._again(keys, count)) is not None:
-                return again
+            if (earlier := await self._late_before(keys, count)) is not None:
+                return earlier
             if (source := await self._bring(boundary)) is None:
                 continue
-            await self._threads.keep(self._thread)
+            await self._thread.keep()
             warning = (f"{new} of thread {self._request.thread!r} changed: what is new was read behind what its memory "
                        "holds, which stays. Expected what stays, with what changes in a message, or "
                        'on_change="reread"')
-            if base.lineage in {one.lineage for one in self._known.values()}:
-                warning = ""  # told before
+            if base.lineage in {other.lineage for other in self._reachable.values()}:
+                warning = ""  # it was given when the lineage began
             return Reached(written.rendered, count, written.at, keys, base, source, self._why, written.shown,
                            written.first, late=new, warning=warning)
         return None
 
-    async def _again(self, keys: list[bytes], count: int) -> Reached | None:
-        """Where these messages were asked before, late: behind what went in then."""
+    async def _late_before(self, keys: list[bytes], count: int) -> Reached | None:
+        """Where an earlier call with the same late message and these messages ended."""
         said, tools = self._request.said, self._request.tools
         for deeper in range(len(said), count, -1):
-            boundary = self._known.get(keys[deeper]) if keys[deeper] not in self._thread.unusable else None
-            at = None if boundary is None else await asyncio.to_thread(
-                self._threads.template.after, said, deeper, tools, self._rendered)
+            boundary = self._reachable.get(keys[deeper])
+            if boundary is None or boundary.key in self._thread.unusable:
+                continue
+            at = await asyncio.to_thread(self._template.after, said, deeper, tools, self._rendered)
             if at is not None and (source := await self._bring(boundary)) is not None:
-                await self._threads.keep(self._thread)
+                await self._thread.keep()
                 return Reached(self._rendered, deeper, at, keys, boundary, source, self._why, said, deeper)
         return None
 
     async def _bring(self, boundary: Boundary) -> Source | None:
-        """Bring the context there; None where its snapshot cannot be used.
+        """Bring the context to a boundary; None where its snapshot cannot be used.
 
         Raises:
-            StoreError: it cannot be read just now. To read the messages again instead would lose what it holds.
+            StoreError: the store cannot be read just now; reading the messages again would lose what it holds.
             StaleOwner: another owner saved the thread meanwhile.
         """
         try:
-            return await self._threads.bring(self._thread, boundary, rebuild=self._request.on_mismatch == "rebuild")
+            return await self._thread.reach(boundary, rebuild=self._request.on_mismatch == "rebuild")
         except (StoreError, StaleOwner):
             raise
         except SnapshotError as error:
@@ -167,24 +231,24 @@ class _Search:
 
     async def _anew(self) -> Reached:
         """From nothing: all messages are read."""
-        threads, thread, request, said = self._threads, self._thread, self._request, self._request.said
-        if self._known and not self._why:
-            self._why = what_differs(self._known.values(), self._start, said)
+        thread, request, said = self._thread, self._request, self._request.said
+        if self._reachable and not self._why:
+            self._why = what_differs(self._reachable.values(), self._start, said)
         if self._last:
             raise self._lost()
-        await threads.begin_anew(thread)
-        goes_on = any(one.role == "assistant" for one in said)
-        if self._known and self._why == OTHER_MESSAGES and not goes_on and not thread.hinted:
+        await thread.begin_anew()
+        goes_on = any(message.role == "assistant" for message in said)
+        if self._reachable and self._why == OTHER_MESSAGES and not goes_on and not thread.hinted:
             thread.hinted = True  # once: calls on the side look just like it
             _log.warning("thread %r holds %d messages, and the %d given do not go on from them, so they begin anew. "
                          "Give every call the whole history, answers included", request.thread,
-                         max(len(boundary.ledger) // 16 for boundary in self._known.values()), len(said))
+                         max(len(boundary.ledger) // 16 for boundary in self._reachable.values()), len(said))
         return Reached(self._rendered, 0, 0, chain(self._start, said), None,
-                       "rebuild" if goes_on and (self._known or thread.told) else "new", self._why, said, 0,
+                       "rebuild" if goes_on and (self._reachable or thread.fed) else "new", self._why, said, 0,
                        warning=self._what_it_costs() if goes_on else "")
 
     def _what_it_costs(self) -> str:
-        """A warning, where other tools, another system text, model or budget are why all is read again."""
+        """A warning, if all is read again because of other tools, another system text, model or budget."""
         unusable = self._why.startswith(UNUSABLE)
         if not unusable and self._why not in (OTHER_SYSTEM, OTHER_TOOLS):
             return ""
@@ -194,7 +258,7 @@ class _Search:
 
     def _lost(self) -> StateLost:
         said, name, why = self._request.said, self._request.thread, self._why
-        held = any(boundary.holds(said[self._last - 1]) for boundary in self._known.values())
+        held = any(boundary.holds(said[self._last - 1]) for boundary in self._reachable.values())
         return StateLost(
             f"message {self._last - 1} stands for an absorbed stream, and the memory of thread {name!r} "
             + (f"holds it, but not behind these messages: {why}. Expected the messages, system prompt and tools "

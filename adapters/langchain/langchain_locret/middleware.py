@@ -1,4 +1,4 @@
-"""LangGraph: one durable snapshot per agent run, facts of its Store as late messages, and memory that goes with its
+"""LangGraph: one durable snapshot per agent run, facts of its Store as messages, and memory that is deleted with its
 thread. Needs the `agents` extra."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, NotRequired, TypeVar
+from typing import Annotated, Any, NotRequired, Protocol, TypeVar
 
 from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse
 from langchain.agents.middleware.types import PrivateStateAttr
@@ -18,14 +18,20 @@ from langchain_locret.calls import with_thread
 from langchain_locret.chat_model import LocretChatModel
 from locret_stream import ConfigError
 
-S = TypeVar("S")
+
+class _Checkpointer(Protocol):
+    delete_thread: Callable[[str], None]
+    adelete_thread: Callable[[str], Awaitable[None]]
+
+
+S = TypeVar("S", bound=_Checkpointer)
 
 
 class LocretMiddleware(AgentMiddleware):
     """For `create_agent(..., middleware=[LocretMiddleware(model)])`: the thread is made durable once at the end of each
     run of the agent, not at every step of it.
 
-    A run that is cut short loses no messages: those are the checkpointer's. What memory had of the run is read again.
+    A run that is cut short loses no messages: the checkpointer has them, and they are read again.
     """
 
     def __init__(self, model: LocretChatModel):
@@ -35,7 +41,7 @@ class LocretMiddleware(AgentMiddleware):
         self.model = model
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
-        """Leaves the snapshot to the end of the run."""
+        """Call the model without a snapshot, which the end of the run makes."""
         return handler(self._later(request))
 
     async def awrap_model_call(self, request: ModelRequest,
@@ -44,36 +50,38 @@ class LocretMiddleware(AgentMiddleware):
         return await handler(self._later(request))
 
     def after_agent(self, state: AgentState, runtime: GraphRuntime) -> dict[str, Any] | None:
-        """Makes the thread durable."""
+        """Make the thread durable."""
         if (thread := _thread()) is not None:
             self.model.save_thread(thread)
+        return None
 
     async def aafter_agent(self, state: AgentState, runtime: GraphRuntime) -> dict[str, Any] | None:
         """As `after_agent`."""
         if (thread := _thread()) is not None:
             await self.model.asave_thread(thread)
+        return None
 
     def _later(self, request: ModelRequest) -> ModelRequest:
-        if not isinstance(request.model, LocretChatModel):  # a fallback, say
+        if not isinstance(request.model, LocretChatModel):  # a fallback model, for example
             return request
         return request.override(model_settings={**request.model_settings, "save": "run"})
 
 
 class FactsState(AgentState):
-    """What FactsMiddleware told the thread already: each fact's text, by its key in the Store."""
+    """The facts that the thread was told already: each one's text, by its namespace and key in the Store."""
 
     locret_facts: NotRequired[Annotated[dict[str, str], PrivateStateAttr]]
 
 
 class FactsMiddleware(AgentMiddleware[FactsState]):
-    """For `create_agent(..., middleware=[FactsMiddleware(("facts", "alice"))], store=store)`: facts of LangGraph's
-    Store are told in a message ahead of the question, each once, and again when they change or go.
+    """For `create_agent(..., middleware=[FactsMiddleware(("facts", "alice"))], store=store)`: a message ahead of the
+    question says each fact of LangGraph's Store once, and again when it changes or is deleted.
 
-    Rewritten into the system prompt they would be read anew, all of them, whenever one changes.
+    In the system prompt all facts would be read again whenever one changes.
 
     Args:
-        namespace: where they are in the Store, those in namespaces below it too; or what gives it for a run.
-        most: facts that are told of at most, in the Store's order.
+        namespace: of the facts in the Store, namespaces below it included; or a function that gives it for a run.
+        most: the number of facts at most, in the Store's order.
     """
 
     state_schema = FactsState
@@ -85,18 +93,18 @@ class FactsMiddleware(AgentMiddleware[FactsState]):
         self.namespace, self.most = namespace, most
 
     def before_agent(self, state: FactsState, runtime: GraphRuntime) -> dict[str, Any] | None:
-        """Tells what is new. Raises ConfigError: the agent has no store."""
+        """Add a message with the facts that are new. Raises ConfigError: the agent has no store."""
         store = _store(runtime)
         items = store.search(self._where(runtime), limit=self.most)
-        left = [store.get(*where) for where in _not_among(items, state)]
-        return _tell(state, [*items, *(item for item in left if item is not None)])
+        others = [store.get(*where) for where in _not_among(items, state)]
+        return _update(state, [*items, *(item for item in others if item is not None)])
 
     async def abefore_agent(self, state: FactsState, runtime: GraphRuntime) -> dict[str, Any] | None:
         """As `before_agent`."""
         store = _store(runtime)
         items = await store.asearch(self._where(runtime), limit=self.most)
-        left = [await store.aget(*where) for where in _not_among(items, state)]
-        return _tell(state, [*items, *(item for item in left if item is not None)])
+        others = [await store.aget(*where) for where in _not_among(items, state)]
+        return _update(state, [*items, *(item for item in others if item is not None)])
 
     def _where(self, runtime: GraphRuntime) -> tuple[str, ...]:
         return self.namespace(runtime) if callable(self.namespace) else self.namespace
@@ -113,21 +121,23 @@ def _name(item: Any) -> str:
 
 
 def _not_among(items: list[Any], state: FactsState) -> list[tuple[tuple[str, ...], str]]:
-    """Namespace and key of what was told and is not among the items: gone, or beyond the most that are searched."""
-    found = {_name(item) for item in items}
-    told = [json.loads(name) for name in state.get("locret_facts") or {} if name not in found]
-    return [(tuple(namespace), key) for *namespace, key in told]
+    """Namespace and key of the facts that the thread was told and that are not among the items: deleted, or beyond the
+    most that are searched."""
+    names = {_name(item) for item in items}
+    missing = [json.loads(name) for name in state.get("locret_facts") or {} if name not in names]
+    return [(tuple(namespace), key) for *namespace, key in missing]
 
 
-def _tell(state: FactsState, items: list[Any]) -> dict[str, Any] | None:
-    """A message with the facts that differ from what was told, ahead of the newest message of the user."""
-    told = state.get("locret_facts") or {}
+def _update(state: FactsState, items: list[Any]) -> dict[str, Any] | None:
+    """The state's update: a message with the facts that changed, ahead of the newest message of the user. None if none
+    did."""
+    before = state.get("locret_facts") or {}
     now = {_name(item): f"- {item.key}: {json.dumps(item.value, ensure_ascii=False, default=str)}" for item in items}
-    new = [text for key, text in now.items() if told.get(key) != text]
-    gone = [text for key, text in told.items() if key not in now]
-    if not new and not gone:
+    new = [text for key, text in now.items() if before.get(key) != text]
+    deleted = [text for key, text in before.items() if key not in now]
+    if not new and not deleted:
         return None
-    parts = [("Facts that hold from now on:", new), ("These hold no more:", gone)]
+    parts = [("Facts that hold from now on:", new), ("These hold no more:", deleted)]
     fact = HumanMessage("\n".join(line for title, lines in parts if lines for line in (title, *lines)))
     last = state["messages"][-1] if state["messages"] else None
     if not isinstance(last, HumanMessage):
@@ -141,7 +151,7 @@ def _thread() -> str | None:
 
 
 def forget_with(checkpointer: S, model: LocretChatModel) -> S:
-    """Let `delete_thread` and `adelete_thread` of this checkpointer forget the thread's memory too; returns it."""
+    """Let `delete_thread` and `adelete_thread` of this checkpointer delete the thread's memory, too; returns it."""
     delete, adelete = checkpointer.delete_thread, checkpointer.adelete_thread
 
     @functools.wraps(delete)

@@ -1,5 +1,5 @@
-"""What can be said of a model before it is loaded: whether its chat template tells of tools, whether it can score what
-stays, and whether policy and key are ones."""
+"""Checks before a model is loaded: whether its chat template shows tools, whether it has the heads that its policy
+needs, and whether policy and key are valid."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BUNDLED = Path(locret_stream.__file__).parent / "assets" / "bundled"
 
 
 def may_show_tools(model: str, chat_template: str, runtime: Any = None) -> bool:
-    """Whether the chat template knows tools, as far as that can be read off its text; True where it cannot be read yet:
-    of a model of the hub, say, or of a runtime that was not started.
-    """
+    """Whether the text of the chat template mentions tools; True if it cannot be read yet, as for a model of the hub or
+    a runtime that was not started."""
+    text: str | None
     if chat_template not in ("auto", "raw"):
         text = chat_template
     elif runtime is not None:
@@ -32,14 +32,14 @@ def _template_in(folder: Path) -> str | None:
     with suppress(OSError, ValueError, AttributeError):
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-        return None if found is None else str(found)
+        template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        return None if template is None else str(template)
     return None
 
 
 def check_heads(model: str, heads: Any, policy: str | None) -> None:
     """Raises:
-        ConfigError: a folder of a model that is to be scored with retaining heads, and none were given.
+        ConfigError: the model is a folder, the policy scores with retaining heads, and none were given.
     """
     if model != "bundled" and heads is None and policy in (None, "locret") and (
             Path(model).expanduser() / "config.json").is_file():
@@ -48,7 +48,7 @@ def check_heads(model: str, heads: Any, policy: str | None) -> None:
 
 
 def check_policy(policy: str | None) -> None:
-    """Raises UnknownPolicy, with the closest name."""
+    """Raises UnknownPolicy, which names the closest one."""
     if policy is not None:
         from locret_stream.policies import POLICIES, make_policy
         if policy not in POLICIES:
@@ -56,7 +56,7 @@ def check_policy(policy: str | None) -> None:
 
 
 def check_key(key: str | None) -> None:
-    """Raises ConfigError: it is none, or the `cryptography` package is not installed."""
+    """Raises ConfigError: the key is not valid, or the `cryptography` package is not installed."""
     if key is not None:
         from locret_stream.snapshot.encryption import user_key
         user_key(key)

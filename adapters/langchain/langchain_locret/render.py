@@ -1,9 +1,9 @@
-"""The chat template, rendered around probes: what it writes itself is control, what is said is data.
+"""The chat template, rendered around probes: the template's own text may hold control tokens, the messages' may not.
 
-Every text of a message, every string inside tool arguments, names and tool descriptions is replaced by a probe before
-the template runs; the rendering is cut at the probes. What lies between them is the template's own and is encoded with
-control tokens honoured; what the probes stand for is encoded as data. So nothing that anybody says can become control,
-however the template treats it, and no text can change what the template does.
+Before the template runs, a probe replaces each text of a message, each string inside tool arguments, each name and each
+tool description; the rendering is cut at the probes. The text between them is the template's own, in which control
+tokens count; the texts that the probes stand for are encoded as data. So no message can spell a control token, however
+the template treats it, and no text can change what the template does.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ from itertools import pairwise
 from typing import Any
 
 from langchain_locret import tool_prompt as words
-from langchain_locret.messages import Said
+from langchain_locret.messages import Message
 from locret_stream import ConfigError
 from locret_stream.text import ChatFrame, FrameState, TextCodec
 
-# The quotation mark tells whether the template wrote the text as it is or as JSON.
+# The quotation mark shows whether the template wrote the text as it is or as JSON.
 _PROBE = re.compile(r'(\ue000|\\ue000)(\d+)(\\?")(?:\ue001|\\ue001)')
-
-
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null", "function"}
 _SCHEMA = {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "anyOf",
            "allOf", "oneOf", "$ref", "$defs", "definitions", "default", "title", "format", "additionalProperties",
            "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "nullable", "const",
            "strict", "examples", "return"}
-_LEFT = re.compile(r"[\ue000\ue001]|\\ue00[01]")  # a part of a probe
-
-
+_PROBE_PART = re.compile(r"[\ue000\ue001]|\\ue00[01]")
 NO_CALLS = ("the chat template does not show tool calls behind its generation prompt, so that none can be begun for "
             "the model; expected tool_choice='auto', a chat template that shows them, or tool_prompt='auto', which "
             "tells of tools in a system text")
@@ -40,33 +36,34 @@ NO_CALLS = ("the chat template does not show tool calls behind its generation pr
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a rendering: the template's own (`data` False), or something said."""
+    """A part of a rendering: text of a message (`data` True), or the template's own."""
 
     text: str
     data: bool
 
 
 class _Probes:
-    """Numbers texts, and finds them again in what the template wrote. Equal texts of a schema get equal probes, so that
-    a template can look one up in a list of others."""
+    """Replaces texts by numbered probes, and finds these in a rendering."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._same: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
-        if not text:  # templates ask whether there is any
+        """A probe for a text; "" for an empty one, as templates ask whether a text is empty."""
+        if not text:
             return text
         self.texts.append(text)
         return f'\ue000{len(self.texts) - 1}"\ue001'
 
     def hide_same(self, text: str) -> str:
+        """As `hide`, with the same probe for equal texts: a template may look one up in a list of others."""
         if text not in self._same:
             self._same[text] = self.hide(text)
         return self._same[text]
 
     def hide_all(self, value: Any) -> Any:
-        """The same structure with every string inside it hidden, keys included."""
+        """The same structure with a probe for every string in it, keys included."""
         if isinstance(value, str):
             return self.hide(value)
         if isinstance(value, dict):
@@ -76,6 +73,7 @@ class _Probes:
         return value
 
     def pieces(self, rendered: str) -> list[Piece]:
+        """The rendering with the texts in place of their probes. Raises ConfigError if a probe was changed."""
         out, at = [], 0
         for match in _PROBE.finditer(rendered):
             if match.start() > at:
@@ -86,7 +84,7 @@ class _Probes:
             out.append(Piece(text, True))
             at = match.end()
         out += [Piece(rendered[at:], False)] if at < len(rendered) else []
-        if any(_LEFT.search(piece.text) for piece in out if not piece.data):
+        if any(_PROBE_PART.search(piece.text) for piece in out if not piece.data):
             raise ConfigError("the chat template changes what is said in a way that cannot be followed (it escapes it, "
                               "or takes a part of it); expected a template that writes it as it is, or as JSON")
         return out
@@ -94,12 +92,12 @@ class _Probes:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the template writes it, probes still in it.
+    """A conversation as the template writes it, with probes in place of texts.
 
     Attributes:
-        whole: with the generation prompt. body: how many characters of it come before the generation prompt.
-        begins, ends: for each message where its first probe begins and its last one ends, 0 if it has none.
-        left_out: messages whose text the template does not show.
+        whole: with the generation prompt. body: the number of characters of it ahead of the generation prompt.
+        begins, ends: the characters at which the first probe of each message begins and its last one ends, 0 without.
+        left_out: numbers of messages whose text the template does not show.
     """
 
     whole: str
@@ -110,10 +108,11 @@ class Rendered:
     probes: _Probes
 
     def pieces(self, start: int, end: int | None = None) -> list[Piece]:
+        """The pieces of `whole[start:end]`. Raises ConfigError."""
         return self.probes.pieces(self.whole[start:end])
 
     def without_first(self, count: int) -> Rendered:
-        """The same, counting messages behind the first `count`; less than 0: as if there were more ahead of them."""
+        """The same without the first `count` messages in the lists; below 0, with as many more ahead."""
         if count < 0:
             return replace(self, begins=(0,) * -count + self.begins, ends=(0,) * -count + self.ends,
                            left_out=tuple(number - count for number in self.left_out))
@@ -125,12 +124,16 @@ class ChatTemplate:
     """A tokenizer's chat template for whole conversations. Immutable.
 
     Args:
-        tokenizer: whose template it is. template: another one in its place, or None.
-        options: variables that the template knows (`enable_thinking`, ...).
-        tool_prompt: "auto": where the template tells of no tools, a system text of our own does.
+        tokenizer: whose template it is, unless `frames` has another one.
+        codec: encodes the pieces.
+        options: variables of the template (`enable_thinking`, ...).
+        tool_prompt: "auto": if the template shows no tools, a system text does (`tool_prompt.written_out`).
 
     Attributes:
-        tells_of_tools: whether a model is told of its tools at all. in_words: by a text of our own.
+        tells_of_tools: whether a model is told of its tools at all. in_words: whether a system text does it.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any, codec: TextCodec, frames: ChatFrame, *, options: dict[str, Any] | None = None,
@@ -141,41 +144,44 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self._close = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
-
-        own = self._knows_tools()
-        self.in_words = not own and tool_prompt == "auto"
-        self.tells_of_tools = own or self.in_words
+        shows_tools = self._shows_tools()
+        self.in_words = not shows_tools and tool_prompt == "auto"
+        self.tells_of_tools = shows_tools or self.in_words
 
     # -- rendering --------------------------------------------------------------------------------------------
 
-    def _knows_tools(self) -> bool:
+    def _shows_tools(self) -> bool:
+        """Whether the rendering changes with a tool; True for a template that refuses the try."""
         tool = {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {
             "type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}}}}
         asked = [{"role": "user", "content": "?"}]
         try:
             return self._write(asked, [tool], prompt=True) != self._write(asked, [], prompt=True)
-        except ConfigError:  # it asks for more than this: of tools nothing is known
+        except ConfigError:
             return True
 
-    def render(self, said: Sequence[Said], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
-        """Raises:
+    def render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
+        """The conversation as the template writes it.
+
+        Raises:
             ConfigError: the template refuses these messages, or does not show the calls in them.
         """
         if not self.in_words:
             return self._render(said, tools)
         texts = words.written_out(said, tools)
+        has_system = bool(texts) and texts[0].role == "system"
         try:
-            found = self._render(texts, ())
+            rendered = self._render(texts, ())
         except ConfigError:
-            found = None
-        if (found is None or 0 in found.left_out) and texts and texts[0].role == "system":  # no place for a system text
+            if not has_system:
+                raise
+            rendered = None
+        if rendered is None or (0 in rendered.left_out and has_system):  # no place for a system text
             texts = words.ahead_of_the_first(texts)
-            found = self._render(texts, ())
-        elif found is None:
-            found = self._render(texts, ())
-        return found.without_first(len(texts) - len(said))
+            rendered = self._render(texts, ())
+        return rendered.without_first(len(texts) - len(said))
 
-    def _render(self, said: Sequence[Said], tools: Sequence[dict[str, Any]]) -> Rendered:
+    def _render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Rendered:
         probes = _Probes()
         shown = [self._hide_tool(tool, probes) for tool in tools]
         messages, spans = [], []
@@ -185,29 +191,29 @@ class ChatTemplate:
             spans.append(range(first, len(probes.texts)))
         body = self._write(messages, shown, prompt=False)
         whole = self._write(messages, shown, prompt=True)
-        found = {int(match[2]): (match.start(), match.end()) for match in _PROBE.finditer(whole)}
-        begins = tuple(min((found[probe][0] for probe in span if probe in found), default=0) for span in spans)
-        ends = tuple(max((found[probe][1] for probe in span if probe in found), default=0) for span in spans)
+        places = {int(match[2]): (match.start(), match.end()) for match in _PROBE.finditer(whole)}
+        begins = tuple(min((places[probe][0] for probe in span if probe in places), default=0) for span in spans)
+        ends = tuple(max((places[probe][1] for probe in span if probe in places), default=0) for span in spans)
         for number, (message, span) in enumerate(zip(said, spans, strict=True)):
-            beside = bool(message.content) + bool(message.reasoning)  # come first; reasoning is often left out
-            if message.calls and any(probe not in found for probe in span[beside:]):
+            first_of_calls = bool(message.content) + bool(message.reasoning)  # templates often leave out reasoning
+            if message.calls and any(probe not in places for probe in span[first_of_calls:]):
                 raise ConfigError(f"the chat template leaves out a part of the calls of message {number}; expected a "
                                   "template that shows their names and arguments")
         left_out = tuple(number for number, (message, span) in enumerate(zip(said, spans, strict=True))
-                         if message.content and span.start not in found)
+                         if message.content and span.start not in places)
         return Rendered(whole, len(body) if whole.startswith(body) else 0, begins, ends, left_out, probes)
 
-    def count(self, said: Sequence[Said], tools: Sequence[dict[str, Any]] = ()) -> int:
-        """Tokens of a conversation, the generation prompt left out. Raises as `render`."""
+    def count(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
+        """The number of tokens of a conversation without the generation prompt. Raises as `render`."""
         rendered = self.render(said, tools)
         return len(self.encode(rendered.pieces(0, rendered.body or None), start=True))
 
-    def after(self, said: Sequence[Said], count: int, tools: Sequence[dict[str, Any]],
+    def after(self, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]],
               rendered: Rendered) -> int | None:
-        """Where in the rendering of the whole conversation what follows its first `count` messages begins.
+        """The character of the rendered conversation at which what follows its first `count` messages begins.
 
-        None if the template writes these differently once others follow, so that there is no such place. After an
-        answer, which memory holds as it was sampled, that is behind what closes it.
+        None if there is no such place, because the template writes these messages differently once others follow.
+        Behind an answer, which the memory holds as it was sampled, it is the end of what closes the answer.
         """
         if not count:
             return 0
@@ -216,7 +222,7 @@ class ChatTemplate:
         else:
             try:
                 before = self.render(said[:count], tools)
-            except ConfigError:  # not as a conversation of its own
+            except ConfigError:  # the template refuses them as a conversation
                 return None
             text = before.whole[:before.body]
             at = len(text) if before.body and rendered.whole.startswith(text) else None
@@ -226,17 +232,18 @@ class ChatTemplate:
         return at if shown else None
 
     def behind_start(self, rendered: Rendered) -> int:
-        """Where in a rendering that stands behind something else what follows the mark of a beginning begins."""
+        """The character behind the beginning-of-sequence token, for a rendering that continues another one."""
         mark = self._tokenizer.bos_token
         return len(mark) if mark and rendered.whole.startswith(mark) else 0
 
-    def _behind_answer(self, said: Sequence[Said], count: int, rendered: Rendered) -> int | None:
-        """Behind what closes an answer: as the template closes it where nothing follows, or as it closes replies."""
+    def _behind_answer(self, said: Sequence[Message], count: int, rendered: Rendered) -> int | None:
+        """The character behind what closes an answer: what the template writes if nothing follows the answer, or what
+        closes a reply."""
         end = rendered.ends[count - 1]
-        if not end:  # says nothing that could be found
+        if not end:  # an answer without text or calls
             return None
         try:
-            alone = self.render([Said("user", "?"), said[count - 1]])
+            alone = self.render([Message("user", "?"), said[count - 1]])
             closing = alone.whole[alone.ends[1]:alone.body] if alone.ends[1] else ""
         except ConfigError:
             closing = ""
@@ -256,7 +263,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template cannot show this conversation ({'..., ' if len(messages) > 4 else ''}"
                               f"{roles}): {error}") from error
 
-    def _message(self, message: Said, probes: _Probes) -> dict[str, Any]:
+    def _message(self, message: Message, probes: _Probes) -> dict[str, Any]:
         out: dict[str, Any] = {"role": message.role, "content": probes.hide(message.content)}
         if message.reasoning:
             out["reasoning_content"] = probes.hide(message.reasoning)
@@ -272,11 +279,11 @@ class ChatTemplate:
         return out
 
     def _hide_tool(self, value: Any, probes: _Probes, *, names: bool = False) -> Any:
-        """A tool's schema. Descriptions are data; so is every other text that could be, or complete, a control token:
-        templates compare the rest with words they know.
+        """A tool's schema with probes for descriptions, and for every other text that could be, or complete, a control
+        token. The rest stays as it is: templates compare it with words of JSON schema.
 
         Args:
-            names: the keys of this dict are the tool's own, not words of JSON schema.
+            names: the keys of this dict are names that the tool chose, not words of JSON schema.
         """
         def word(text: str) -> str:
             return text if self._harmless(text) else probes.hide_same(text)
@@ -284,14 +291,14 @@ class ChatTemplate:
         if isinstance(value, dict):
             out = {}
             for key, inner in value.items():
-                known = not names and key in _SCHEMA
-                if known and key == "description" and isinstance(inner, str):
+                of_schema = not names and key in _SCHEMA
+                if of_schema and key == "description" and isinstance(inner, str):
                     out[key] = probes.hide(inner)
-                elif known and key == "type" and isinstance(inner, str) and inner in _TYPES:
+                elif of_schema and key == "type" and isinstance(inner, str) and inner in _TYPES:
                     out[key] = inner
                 else:
-                    out[key if known else word(str(key))] = self._hide_tool(
-                        inner, probes, names=known and key in ("properties", "$defs", "definitions"))
+                    out[key if of_schema else word(str(key))] = self._hide_tool(
+                        inner, probes, names=of_schema and key in ("properties", "$defs", "definitions"))
             return out
         if isinstance(value, (list, tuple)):
             return [inner if isinstance(inner, str) and inner in _TYPES else self._hide_tool(inner, probes)
@@ -299,7 +306,7 @@ class ChatTemplate:
         return word(value) if isinstance(value, str) else value
 
     def _harmless(self, text: str) -> bool:
-        """Whether no control token lies in a text, around it, or across its edges."""
+        """Whether a text contains no control token, is no part of one, and cannot complete one at its edges."""
         if "\ue000" in text or "\ue001" in text:
             return False
         return not any(token in text or text in token or any(
@@ -307,7 +314,7 @@ class ChatTemplate:
             for token in self._control)
 
     def _short(self, call_id: str) -> str:
-        """An id that any template takes and that spells nothing: some ask for nine letters and digits."""
+        """An id of nine letters and digits, which some templates demand, and which spells no control token."""
         if re.fullmatch(r"[A-Za-z0-9]{9}", call_id) and self._harmless(call_id):
             return call_id
         number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest()[:7], "big")
@@ -326,21 +333,21 @@ class ChatTemplate:
     # -- tool calls -------------------------------------------------------------------------------------------
 
     def call_opening(self, tools: Sequence[dict[str, Any]], name: str = "") -> list[Piece]:
-        """What a call begins with, behind the generation prompt, as this template writes calls.
+        """The beginning of a call, behind the generation prompt, as this template writes calls.
 
         Args:
-            name: of the tool that is called: the opening goes on to the value of its first required argument, as far as
-                that is certain. "": of any tool, up to its name.
+            name: of the tool; the opening then ends at the value of its first required argument, as far as it is
+                certain. "": of any tool; the opening ends at the name.
 
         Raises:
             ConfigError: the template shows no tool calls.
         """
         if self.in_words:
             return self._opening_in_words(tools, name)
-        asked = Said("user", "?")
+        question, call = Message("user", "?"), Message("assistant", "", calls=(("name", {"key": "value"}, "call"),))
         try:
-            prompt = self.render([asked], tools)
-            called = self.render([asked, Said("assistant", "", calls=(("name", {"key": "value"}, "call"),))], tools)
+            prompt = self.render([question], tools)
+            called = self.render([question, call], tools)
         except ConfigError as error:
             raise ConfigError(NO_CALLS) from error
         at = [match for match in _PROBE.finditer(called.whole) if match.end() > called.ends[0]]
@@ -352,16 +359,15 @@ class ChatTemplate:
         if not name:
             return opening
         opening.append(Piece(name, True))
-        to_key, to_value = (called.whole[one.end():other.start()] for one, other in pairwise(at[:3]))
+        to_key, to_value = (called.whole[probe.end():after.start()] for probe, after in pairwise(at[:3]))
         if not to_key.endswith('{"') or not to_value.endswith('"'):
             return opening  # arguments are not written as JSON
         key, kind = _first_argument(tool_parameters(tools, name))
         if key is None:
-            none = not (tool_parameters(tools, name).get("properties"))
-            return [*opening, Piece(to_key[:-2] + ("{}" if none else ""), False)]
+            no_arguments = not tool_parameters(tools, name).get("properties")
+            return [*opening, Piece(to_key[:-2] + ("{}" if no_arguments else ""), False)]
         return [*opening, Piece(to_key, False), Piece(json.dumps(key, ensure_ascii=False)[1:-1], True),
                 Piece(to_value if kind == "string" else to_value[:-1], False)]
-
 
     def _opening_in_words(self, tools: Sequence[dict[str, Any]], name: str) -> list[Piece]:
         begun = words.opening(name)

@@ -1,11 +1,11 @@
-"""What a model writes, as LangChain's chunks: transformers' response parser tells content, reasoning and tool calls."""
+"""What a model writes, as LangChain's chunks; transformers' parser separates content, reasoning and tool calls."""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
@@ -24,53 +24,61 @@ _HERMES = {"open": OPEN, "close": CLOSE, "content": "json", "repeats": True,
 
 def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
                       chat_template: str | None = None, *, in_words: bool = False) -> dict[str, Any]:
-    """What tells the parts of a reply apart: the given one, the tokenizer's own, or what the chat template shows.
+    """The response template, which separates the parts of a reply: the given one, the tokenizer's own, or one that is
+    read off the chat template.
 
-    Without one there is content alone, `<think>` as reasoning and `<tool_call>` as JSON calls where the chat template
-    writes these.
+    The last has content; reasoning between `<think>` and `</think>`, and JSON calls between `<tool_call>` and
+    `</tool_call>`, if the chat template contains these marks.
 
     Args:
         prompt: the generation prompt, after which a reply begins.
-        chat_template: that is used in place of the tokenizer's, whose own response template then does not count.
+        chat_template: is used in place of the tokenizer's, whose response template then does not count.
         in_words: calls are written in the form of `tool_prompt`, whatever the template writes.
+
+    Raises:
+        ConfigError: transformers refuses the response template.
     """
-    found = given or (getattr(tokenizer, "response_template", None) if chat_template is None else None)
-    if found is None:
+    template = given or (getattr(tokenizer, "response_template", None) if chat_template is None else None)
+    if template is None:
         shown = str(chat_template or tokenizer.chat_template or "")
         fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
         if "<think>" in shown:
             fields["thinking"] = {"open": "<think>", "close": "</think>"}
         if "<tool_call>" in shown and "</tool_call>" in shown:
             fields[CALLS] = _HERMES
-        found = {"start_anchor": prompt, "fields": fields}
+        template = {"start_anchor": prompt, "fields": fields}
     if in_words:
-        found = {**found, "fields": {**found.get("fields", {}), CALLS: _HERMES}}
+        template = {**template, "fields": {**template.get("fields", {}), CALLS: _HERMES}}
     try:
-        ResponseParser(found, prefix=prompt)
+        ResponseParser(template, prefix=prompt)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"the response template cannot be used: {error}; expected one as transformers' "
                           "ResponseParser takes") from error
-    return found
+    return template
 
 
 def shows_special(template: dict[str, Any], special: list[str]) -> bool:
-    """Whether a reply can only be told apart with special tokens in its text."""
+    """Whether the marks that separate the parts of a reply contain special tokens, so that its text must show these."""
     anchors = json.dumps([template["fields"]], ensure_ascii=False)
     return any(token and json.dumps(token, ensure_ascii=False)[1:-1] in anchors for token in special)
 
 
 class Reply:
-    """One reply as it comes in; its chunks add up to the message.
+    """One reply while it is generated; its chunks add up to the message.
+
+    Args:
+        template: as `response_template` gives it. prefix: the generation prompt and what the prompt wrote of the reply.
+        tools: as OpenAI's function schemas.
 
     Attributes:
-        merged: the chunks so far as one.
+        merged: the chunks so far, added up.
     """
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]):
-        self._template, self._tools = template, tools
-        self._parser = ResponseParser(template, prefix=prefix, tools=tools)
-        self._region, self._raw = "", ""
-        self._content = self._held = ""
+        self._template, self._tools = template, list[dict[str, Any] | Callable[..., Any]](tools)
+        self._parser = ResponseParser(template, prefix=prefix, tools=self._tools)
+        self._region, self._raw = "", ""  # the field that is open, and its text
+        self._content = self._white = ""  # the content so far, and line ends behind it that may belong to a call
         self._calls, self._ids = 0, set[str]()
         self._shown, self._thought, self._called = "", "", list[ToolCallChunk]()  # since the last chunk
         self.merged = AIMessageChunk(content="")
@@ -78,7 +86,7 @@ class Reply:
 
     def feed(self, text: str) -> Iterator[AIMessageChunk]:
         """The chunk that this text completes: one, or none."""
-        for character in text:  # one by one: a region that cannot be read is then lost with nothing else
+        for character in text:  # one by one, so that nothing else is lost with a region that cannot be parsed
             if self._region:
                 self._raw += character
             try:
@@ -88,7 +96,7 @@ class Reply:
         yield from self._chunk()
 
     def finish(self) -> Iterator[AIMessageChunk]:
-        """What was held back; the reply ends here."""
+        """The chunk of what was buffered; the reply ends here."""
         try:
             self._handle(self._parser.finalize()[1])
             if self._region == CALLS:  # cut short inside a call
@@ -99,10 +107,12 @@ class Reply:
 
     @property
     def message(self) -> AIMessage:
-        return message_chunk_to_message(self.merged)
+        message = message_chunk_to_message(self.merged)
+        assert isinstance(message, AIMessage)
+        return message
 
     def _chunk(self) -> Iterator[AIMessageChunk]:
-        """What was completed since the last one, if anything was."""
+        """What was completed since the last chunk, if anything was."""
         if self._shown or self._thought or self._called:
             beside = {"reasoning_content": self._thought} if self._thought else {}
             chunk = AIMessageChunk(content=self._shown, additional_kwargs=beside, tool_call_chunks=self._called)
@@ -121,7 +131,7 @@ class Reply:
                 elif field in _REASONING:
                     self._thought += event["text"]
                 elif not self._raw:
-                    self._raw = event["text"]  # of the prompt: the opening of a call that was asked for
+                    self._raw = event["text"]  # from the prefix: the opening of a call that the caller demanded
             else:
                 self._region = ""
                 if field == CALLS:
@@ -129,17 +139,17 @@ class Reply:
                         self._call(value)
 
     def _show(self, text: str) -> None:
-        """Content without the white space around calls that belongs to neither."""
-        text = self._held + text
+        """Add content, without line ends at its beginning or ahead of a call."""
+        text = self._white + text
         if not self._content:
             text = text.lstrip("\n")
         shown = text.rstrip("\n")
-        self._held = text[len(shown):]
+        self._white = text[len(shown):]
         self._content += shown
         self._shown += shown
 
     def _call(self, value: Any) -> None:
-        """A tool call; one that is not a name with an object of arguments is invalid and says what was written."""
+        """Add a tool call. What is not a name with an object of arguments becomes an invalid call with its text."""
         function = value.get("function", value) if isinstance(value, dict) else {}
         name, arguments = (function.get("name"), function.get("arguments", function.get("parameters"))) if isinstance(
             function, dict) else (None, None)
@@ -151,35 +161,37 @@ class Reply:
         if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not _whole([name, arguments]):
             self._invalid(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
             return
-        own = function.get("id", value.get("id"))  # some templates show ids, and their models write them
-        self._add(name, json.dumps(arguments, ensure_ascii=False), own)
+        written_id = function.get("id", value.get("id"))  # some templates show ids, and their models write them
+        self._add(name, json.dumps(arguments, ensure_ascii=False), written_id)
 
     def _unreadable(self) -> None:
-        """The region that is open cannot be read; the parser begins anew behind it."""
+        """The region that is open cannot be parsed; a new parser begins behind it."""
         raw, self._region, self._raw = self._raw, "", ""
         self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
         self._invalid(raw)
 
     def _invalid(self, raw: str) -> None:
-        """What was written instead of a call, its opening included: LangChain would complete JSON that breaks off."""
+        """Add an invalid call with the text written, its opening included: LangChain would complete JSON that breaks
+        off."""
         field = self._template["fields"].get(CALLS, {})
-        opening, closing = ([one] if isinstance(one, str) else one for one in (field.get("open"), field.get("close")))
-        for one in closing or ():
-            raw = raw.removesuffix(one)
+        opening, closing = ([mark] if isinstance(mark, str) else mark
+                            for mark in (field.get("open"), field.get("close")))
+        for mark in closing or ():
+            raw = raw.removesuffix(mark)
         written = f"{opening[0] if opening else '<tool_call>'}{raw}"
-        # LangChain would try every beginning of a long text for JSON; a JSON string is told apart at once.
+        # LangChain would try every beginning of a long text as JSON; it recognises a JSON string at once.
         self._add(None, written if len(written) <= 1000 else json.dumps(written, ensure_ascii=False))
 
-    def _add(self, name: str | None, arguments: str, own: Any = None) -> None:
-        taken = isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own) and own not in self._ids
-        call_id = own if taken else f"call_{uuid.uuid4().hex[:24]}"
+    def _add(self, name: str | None, arguments: str, written_id: Any = None) -> None:
+        usable = isinstance(written_id, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", written_id)
+        call_id = written_id if usable and written_id not in self._ids else f"call_{uuid.uuid4().hex[:24]}"
         self._ids.add(call_id)
         self._called.append(tool_call_chunk(name=name, args=arguments, id=call_id, index=self._calls))
         self._calls += 1
 
 
 def _whole(value: Any) -> bool:
-    """Whether it can be written as text: JSON can spell half of a character."""
+    """Whether a value can be written as UTF-8: JSON can spell half of a surrogate pair."""
     try:
         return bool(json.dumps(value, ensure_ascii=False).encode())
     except UnicodeEncodeError:

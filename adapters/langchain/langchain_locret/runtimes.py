@@ -1,7 +1,7 @@
-"""Where models live: one runtime for all model objects of the same settings, on an event loop of its own.
+"""One runtime for all model objects of the same settings, on an event loop of its own.
 
-`bind`, `with_config`, `configurable_fields` and copies make new model objects all the time, so nothing that is loaded
-or remembered belongs to one. Weights are loaded when something is asked of them for the first time.
+`bind`, `with_config`, `configurable_fields` and copies make new model objects all the time, so a model object owns
+nothing that is loaded or remembered. Weights are loaded at the first call that needs them.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 import locret_stream
+from langchain_locret.request import current_task
 from langchain_locret.tool_prompt import ToolPrompt
 from locret_stream import ContextClosed
 
-if TYPE_CHECKING:  # what loads torch is imported where it is used first
+if TYPE_CHECKING:  # these load torch, and are imported where they are first used
     from langchain_locret.threads import Threads
     from locret_stream import Runtime
 
 T = TypeVar("T")
-BOUNDARIES = 32  # snapshots of a thread that stay: how far back time travel is cheap
-LEAST_BYTES = 256 << 20
+BOUNDARIES = 32  # snapshots that a thread keeps: how far back a history may go without being read again
+LEAST_BYTES = 256 << 20  # that a store may take at least
 CLOSED = "the model was closed meanwhile; the thread is as it was before. Expected calls to end before `close()`"
-_HOMES: weakref.WeakValueDictionary[Any, Home] = weakref.WeakValueDictionary()
-_LIVES: set[Life] = set()  # that are not over: at the end of the process they are waited for
-_LOCK = threading.RLock()  # a garbage collector may come to `retire` from anywhere
+_SHARED: weakref.WeakValueDictionary[Any, SharedRuntime] = weakref.WeakValueDictionary()  # by identity of settings
+_LOOPS: set[RuntimeLoop] = set()  # that have not ended: the end of the process waits for them
+_LOCK = threading.RLock()  # reentrant, as the garbage collector may call `retire` anywhere
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a runtime is made of: models of equal settings share one.
 
-    runtime: one that the user made; then only the template's settings matter beside it.
+    Args:
+        options: of `Runtime.from_pretrained`.
+        runtime: one that the user made; only the settings of the template matter beside it.
     """
 
     model: str
-    options: tuple[tuple[str, Any], ...] = ()  # of Runtime.from_pretrained
+    options: tuple[tuple[str, Any], ...] = ()
     store: Any = None
     key: str | None = None
     boundaries: int = BOUNDARIES
@@ -65,7 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_store(value: Any) -> bool:
-    """Whether it is a `locret_stream.Store`; torch is not loaded to tell that a folder is none."""
+    """Whether it is a `locret_stream.Store`; torch is not loaded to see that a folder is none."""
     return _is_object(value) and isinstance(value, locret_stream.Store)
 
 
@@ -73,34 +76,40 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, (str, int, float, Path, type(None)))
 
 
-class Life:
-    """A home from its first use until it is closed: an event loop on a thread, and what is opened there."""
+class RuntimeLoop:
+    """An event loop on an OS thread of its own, and the runtime and the threads that are opened on it, from first use
+    until it is closed.
+
+    Attributes:
+        threads, runtime: None until the weights are loaded, and after closing.
+        closing: it takes no more calls.
+    """
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.threads: Threads | None = None
         self.runtime: Runtime | None = None
         self.closing = False
-        self._loop, self._opening, self._over = asyncio.new_event_loop(), asyncio.Lock(), threading.Event()
+        self._loop, self._opening, self._ended = asyncio.new_event_loop(), asyncio.Lock(), threading.Event()
         self._running: set[asyncio.Task[Any]] = set()
         self._owned = False  # the runtime was started here
         self._folder: str | None = None  # of the temporary store
         self._failed: BaseException | None = None
         self._process = os.getpid()
         with _LOCK:
-            before = [life for life in _LIVES if life.closing and life.settings.identity() == settings.identity()]
-            _LIVES.add(self)
-        for life in before:  # its threads are not saved yet
-            life.wait()
+            before = [loop for loop in _LOOPS if loop.closing and loop.settings.identity() == settings.identity()]
+            _LOOPS.add(self)
+        for loop in before:  # its threads are not saved yet
+            loop.wait()
         threading.Thread(target=self._serve, name="locret-langchain", daemon=True).start()
 
     # -- running things ---------------------------------------------------------------------------------------
 
     def submit(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run on the loop; what is given is called there with the threads. Cancelling the future cancels it.
+        """Call `work` on the loop with the threads, and run what it returns. Cancelling the future cancels that.
 
         Raises:
-            ContextClosed: it is being closed, or this is a fork of its process.
+            ContextClosed: the loop is being closed, or this is a fork of its process.
         """
         _expect_own(self._process)
         with _LOCK:
@@ -109,7 +118,7 @@ class Life:
             return asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
 
     def call(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
-        """The same, waiting for it; Ctrl-C stops the work."""
+        """As `submit`, waiting for the result; Ctrl-C cancels the work."""
         future = self.submit(work)
         try:
             return future.result()
@@ -120,26 +129,28 @@ class Life:
             raise
 
     async def acall(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
-        """The same for async callers on any loop."""
+        """As `call`, for async callers on any event loop."""
         try:
             return await asyncio.wrap_future(self.submit(work))
         except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
+            if current_task().cancelling():
                 raise
             raise ContextClosed(CLOSED) from None
 
     async def _run(self, work: Callable[[Threads], Coroutine[Any, Any, T]]) -> T:
-        task = asyncio.current_task()
+        task = current_task()
         self._running.add(task)
         try:
             async with self._opening:
                 if self.threads is None:
-                    await self._load()
-            return await work(self.threads)
+                    self.threads = await self._load()
+                threads = self.threads
+            return await work(threads)
         finally:
             self._running.discard(task)
 
-    async def _load(self) -> None:
+    async def _load(self) -> Threads:
+        """The runtime, loaded and started unless the user did; its threads."""
         settings, runtime = self.settings, self.settings.runtime
         self._owned = runtime is None or not runtime.running
         if runtime is None:
@@ -154,8 +165,7 @@ class Life:
             template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options,
                                     tool_prompt=settings.tool_prompt)
             self.runtime = runtime
-            self.threads = Threads(runtime, template, settings.replies,
-                                   salt=[settings.template_options, template.in_words])
+            return Threads(runtime, template, settings.replies, salt=[settings.template_options, template.in_words])
         except BaseException:
             if self._owned:
                 await runtime.aclose()
@@ -163,11 +173,14 @@ class Life:
 
     def _make(self) -> Runtime:
         settings = self.settings
-        store, key = settings.store, settings.key
+        store = settings.store
+        key: bytes | str | None = settings.key
         if store is None:
             if self._folder is None:
                 self._folder = tempfile.mkdtemp(prefix="locret-")
-            store, key = self._folder, _own_key()  # nobody can read what a crash leaves behind
+            store = self._folder
+            if importlib.util.find_spec("cryptography"):  # so that nobody can read what a crash leaves behind
+                key = secrets.token_bytes(32)
         if not is_store(store):
             store = locret_stream.Store(store, key=key, keep_last=settings.boundaries)
         return locret_stream.Runtime.from_pretrained(settings.model, store=store, **dict(settings.options))
@@ -175,28 +188,30 @@ class Life:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End what runs as if cancelled, save what rests at a boundary, free everything. Idempotent.
+        """Cancel the calls that run, save the threads that rest at a boundary, free everything. Idempotent.
 
         Raises:
             ContextClosed: this is a fork of its process; nothing was touched.
+            Exception: closing failed.
         """
         _expect_own(self._process)
         self.retire()
         self.wait()
         if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
+            error, self._failed = self._failed, None
+            raise error
 
     def retire(self) -> None:
-        """The same without waiting: a garbage collector may call this anywhere, and in a fork of the process."""
+        """Begin to close, without waiting: the garbage collector may call this anywhere, also in a fork of the process.
+        """
         with _LOCK:
             if not self.closing and os.getpid() == self._process:
                 self.closing = True
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop)
 
     def wait(self) -> None:
-        """Until it is over."""
-        self._over.wait()
+        """Wait until it is closed."""
+        self._ended.wait()
 
     async def _close(self) -> None:
         try:
@@ -204,7 +219,7 @@ class Life:
                 task.cancel()
             if self._running:
                 await asyncio.wait(self._running)
-            if self.threads is not None:
+            if self.threads is not None and self.runtime is not None:
                 try:
                     await self.threads.close()
                 finally:
@@ -225,62 +240,64 @@ class Life:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
             with _LOCK:
-                _LIVES.discard(self)
-            self._over.set()
+                _LOOPS.discard(self)
+            self._ended.set()
 
 
-class Home:
-    """What models of equal settings share; `Home.of` gives the one for some settings."""
+class SharedRuntime:
+    """The runtime that models of equal settings share, loaded or not; `SharedRuntime.of` gives it. It closes when no
+    model is left that has it."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self._living = threading.RLock()
-        self._life: Life | None = None
+        self._guard = threading.RLock()  # of `_loop`
+        self._loop: RuntimeLoop | None = None
 
     @classmethod
-    def of(cls, settings: Settings) -> Home:
+    def of(cls, settings: Settings) -> SharedRuntime:
         with _LOCK:
-            home = _HOMES.get(settings.identity())
-            if home is None:
-                home = _HOMES[settings.identity()] = cls(settings)
-            return home
+            shared = _SHARED.get(settings.identity())
+            if shared is None:
+                shared = _SHARED[settings.identity()] = cls(settings)
+            return shared
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Home:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedRuntime:
         return self
 
     def __reduce__(self) -> Any:
-        return Home.of, (self.settings,)
+        return SharedRuntime.of, (self.settings,)
 
     @property
-    def life(self) -> Life:
-        """The running one, begun if there is none."""
-        with self._living:
-            if self._life is None or self._life.closing:
-                self._life = Life(self.settings)
-                weakref.finalize(self, self._life.retire).atexit = False  # `_end` waits for it
-            return self._life
+    def loop(self) -> RuntimeLoop:
+        """The loop that runs, started if there is none."""
+        with self._guard:
+            if self._loop is None or self._loop.closing:
+                self._loop = RuntimeLoop(self.settings)
+                weakref.finalize(self, self._loop.retire).atexit = False  # `_close_all` waits for it
+            return self._loop
 
     @property
     def runtime(self) -> Runtime:
         """The runtime, loaded."""
-        life = self.life
-        if life.threads is None:
-            life.call(_nothing)
-        return life.runtime
+        loop = self.loop
+        if loop.threads is None:
+            loop.call(load)
+        assert loop.runtime is not None
+        return loop.runtime
 
     @property
     def loaded(self) -> bool:
-        return self._life is not None and not self._life.closing and self._life.threads is not None
+        return self._loop is not None and not self._loop.closing and self._loop.threads is not None
 
     def close(self) -> None:
-        """End what runs as if cancelled, save what rests at a boundary, close the runtime if it was started here, free
-        the memory. It begins anew when it is used again. Idempotent."""
-        with self._living:
-            life, self._life = self._life, None
-            if life is not None:
-                life.retire()  # whoever begins another one sees that its threads are not saved yet
-        if life is not None:
-            life.close()
+        """Cancel the calls that run, save the threads that rest at a boundary, close the runtime if it was started
+        here, free the memory. Used again, it loads again. Idempotent."""
+        with self._guard:
+            loop, self._loop = self._loop, None
+            if loop is not None:
+                loop.retire()  # a loop that starts meanwhile then waits until this one's threads are saved
+        if loop is not None:
+            loop.close()
 
 
 def _expect_own(process: int) -> None:
@@ -290,32 +307,28 @@ def _expect_own(process: int) -> None:
         expect_own(process)
 
 
-async def _nothing(threads: Threads) -> None:
-    pass
+async def load(threads: Threads) -> None:
+    """Does nothing: to `call` it loads the runtime."""
 
 
-def _own_key() -> bytes | None:
-    return secrets.token_bytes(32) if importlib.util.find_spec("cryptography") else None
-
-
-def _end() -> None:
-    """At the end of the process: an engine thread must not be inside the model when the interpreter goes."""
+def _close_all() -> None:
+    """At the end of the process: an engine thread must not be inside the model when the interpreter ends."""
     with _LOCK:
-        lives = list(_LIVES)
-    for life in lives:
+        loops = list(_LOOPS)
+    for loop in loops:
         with contextlib.suppress(Exception):  # the process ends; what was acknowledged is durable
-            life.close()
+            loop.close()
 
 
 def _in_a_fork() -> None:
-    """Nothing lives there to be waited for at its end, and the lock may be held by a thread that is not there."""
+    """A fork of the process has no loop to wait for at its end, and no thread that would release the lock."""
     global _LOCK
     _LOCK = threading.RLock()
-    _LIVES.clear()
+    _LOOPS.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_a_fork)
 
 # Runs before the interpreter's thread pools stop, with which `atexit` would come too late to save anything.
-getattr(threading, "_register_atexit", atexit.register)(_end)
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

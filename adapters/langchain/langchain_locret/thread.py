@@ -1,33 +1,49 @@
-"""One thread, one call of the model, and where a turn of it begins: what `Threads` and its turns hand to each other."""
+"""The memory of one thread: how its context comes to a boundary, how boundaries become snapshots, how a turn is undone.
+
+A compressed memory cannot be cut back to an earlier message, so each message boundary that may be needed again is a
+snapshot of the thread's session, and bears the chained digest of the messages that it holds (`messages.chain`).
+Whatever happens to a turn, boundaries that existed before it exist after it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from langchain_locret.messages import Said
-from locret_stream import SnapshotError
+import msgspec
 
-if TYPE_CHECKING:  # these load torch
-    from langchain_locret.boundaries import Boundary
-    from langchain_locret.render import Rendered
-    from locret_stream.context import StreamingContext
+from langchain_locret.boundaries import Boundary, from_note
+from langchain_locret.boundary_pruning import kept
+from langchain_locret.request import Save
+from locret_stream import (
+    Runtime,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotNotFound,
+    StaleOwner,
+    Store,
+    StoreError,
+)
+from locret_stream.context import StreamingContext
+from locret_stream.context.cancelling import to_the_end
+from locret_stream.context.saving import storing
 
-Save = Literal["turn", "run"]
-OnChange = Literal["late", "reread"]
-OnMismatch = Literal["reread", "rebuild"]
+if TYPE_CHECKING:
+    from locret_stream.context.services import Services
+
+_log = logging.getLogger(__name__)
 Source = Literal["live", "snapshot", "log", "new", "rebuild"]
 
 
 class Before(NamedTuple):
-    """What a failed turn goes back to, beside the boundary: whether the thread was told anything, and the numbers of
-    snapshots that held its place in the store."""
+    """How a thread stood before a turn fed it anything: its `fed`, and the generations by which it was swapped out."""
 
-    told: bool
+    fed: bool
     swap_generations: frozenset[int]
 
 
@@ -35,179 +51,325 @@ class Before(NamedTuple):
 class Thread:
     """One thread's memory as this process has it.
 
+    Everything but `users` and `hinted` is changed only with the `lock` held, by the methods here, on one event loop.
+
     Attributes:
-        session: its name in the store; None for what is nobody's, or without a store: that leaves nothing behind.
-        at: the boundary where the open context rests; None while a turn moves it, or without a context.
-        stored: boundaries with a snapshot, by key; None: not looked up yet.
-        unusable: keys of stored boundaries whose snapshots could not be brought back in this turn; they stay stored,
-            as another turn, or a runtime of another budget, may bring them back.
+        runtime: in which its context is opened.
+        session: its name in the store; None for a conversation without a thread, or a runtime without a store: these
+            leave nothing behind.
+        ctx: its context; None or closed while it is not open.
+        boundary: where the open context rests; None while a turn moves it, or without a context.
+        stored: generation and boundary of each snapshot, by the boundary's key; None: not looked up yet.
+        unusable: keys of stored boundaries whose snapshots could not be loaded in this turn; they stay stored, as
+            another turn, or a runtime of another budget, may load them.
         stale: another owner saved the session meanwhile.
-        before: how it stood before this turn told it anything; None: it was told nothing yet. saved: numbers of the
-            snapshots made since then.
         owner: of a fork, the session of the thread whose keys it goes on with; "" for its own.
-        users: calls that have it or wait for it. told: it was told something since it is at hand. hinted: that every
-            call is to be given the whole history was said.
+        users: calls that use it or wait for it.
+        fed: tokens were fed to it since it is in this process.
+        hinted: the log already says that every call is to be given the whole history.
+        before: how it stood before this turn fed it anything; None: nothing was fed yet.
+        new_generations: of the snapshots made since then.
     """
 
+    runtime: Runtime
     session: str | None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     ctx: StreamingContext | None = None
-    at: Boundary | None = None
+    boundary: Boundary | None = None
     stored: dict[bytes, tuple[int, Boundary]] | None = None
     unusable: set[bytes] = field(default_factory=set)
     stale: bool = False
     owner: str = ""
     users: int = 0
-    told: bool = False
+    fed: bool = False
     hinted: bool = False
     before: Before | None = None
-    saved: list[int] = field(default_factory=list)
+    new_generations: list[int] = field(default_factory=list)
+
+    # -- what it has ------------------------------------------------------------------------------------------
 
     @property
     def open(self) -> bool:
         return self.ctx is not None and not self.ctx.closed
 
     @property
-    def live(self) -> Boundary | None:
-        return self.at if self.open else None
-
-    def known(self) -> dict[bytes, Boundary]:
-        """Boundaries that it can be brought to, by key."""
-        found = {key: boundary for key, (_, boundary) in (self.stored or {}).items() if key not in self.unusable}
-        if self.live is not None:
-            found[self.live.key] = self.live
-        return found
-
-
-class StateLost(SnapshotError):
-    """The messages name a stream that memory absorbed, and the memory that holds it is gone. The stream cannot be fed
-    again from the messages: absorb it anew, or take its stand-in out of the history."""
-
-
-class RebuildWarning(UserWarning):
-    """A thread was read again from the messages given: what memory held beyond them is lost."""
-
-
-class ToolsWarning(UserWarning):
-    """Tools were bound to a model whose chat template tells of none."""
-
-
-TOOLS_LEFT_OUT = ("the chat template tells the model of no tools, so it does not know of those that were bound; "
-                  "expected a chat template that does, or LocretChatModel(tool_prompt='auto'), which tells of them in "
-                  "a system text")
-
-
-class LateWarning(UserWarning):
-    """Another system text, or other tools, were read behind what a thread's memory holds."""
-
-
-class Delivery:
-    """Whether whoever called took the end of the answer. Until then the call may be left, and is undone.
-
-    `take` and `leave` may be called from any thread; the first of them counts.
-    """
-
-    PATIENCE_S = 5.0  # how long others who want the thread wait for one who does not take the end of an answer
-    LOOK_S = 0.1
-
-    def __init__(self, caller: object = None) -> None:
-        self.caller = caller  # the model whose `ainvoke` takes it, as it knows later than its stream
-        self._taken: Future[bool] = Future()
-        self.turn: Future[None] | None = None  # the call itself
-        self.offer: Callable[[], None] = lambda: None  # gives the end of the answer to whoever called
+    def context(self) -> StreamingContext:
+        """Its context; a turn has brought it to a boundary before."""
+        assert self.ctx is not None
+        return self.ctx
 
     @property
-    def taken(self) -> bool:
-        """Whether the call is over: what it told the thread stays."""
-        return self._taken.done() and self._taken.result()
+    def live(self) -> Boundary | None:
+        """The boundary where its open context rests."""
+        return self.boundary if self.open else None
 
-    def take(self) -> bool:
-        """Take it; False if the call was left, or the model closed, before."""
-        with suppress(InvalidStateError):
-            self._taken.set_result(True)
-        return self.taken
+    @property
+    def snapshots(self) -> dict[bytes, tuple[int, Boundary]]:
+        """`stored`, after `look_up`; {} for a thread that is not stored."""
+        return self.stored if self.stored is not None else {}
 
-    def leave(self) -> None:
-        """Leave the call, if the end of the answer was not taken before."""
-        with suppress(InvalidStateError):
-            self._taken.set_result(False)
+    @property
+    def _store(self) -> Store:
+        """The store; whoever has a session has one."""
+        assert self.runtime.store is not None
+        return self.runtime.store
 
-    async def over(self) -> None:
-        """Once it was taken: until the thread is free again. That takes a moment, and it is too late to cancel."""
-        while self.turn is not None and not self.turn.done():
-            try:
-                await asyncio.wait([asyncio.wrap_future(self.turn)])
-            except asyncio.CancelledError:
-                asyncio.current_task().uncancel()
+    def reachable(self) -> dict[bytes, Boundary]:
+        """Boundaries that it can be brought to, by key."""
+        boundaries = {key: boundary for key, (_, boundary) in self.snapshots.items() if key not in self.unusable}
+        if self.live is not None:
+            boundaries[self.live.key] = self.live
+        return boundaries
 
-    async def wait(self, wanted: Callable[[], bool]) -> None:
-        """Offer the end of the answer, and wait until it is taken: only for a while once others want the thread, as
-        they may be what the caller waits for.
+    @asynccontextmanager
+    async def in_use(self) -> AsyncIterator[None]:
+        """For the length of a block that uses the thread or waits for it, the thread stays in this process."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+
+    async def look_up(self) -> None:
+        """Read which boundaries are stored, unless that is certain; what another owner saved counts.
 
         Raises:
-            asyncio.CancelledError: the call was left, or this was cancelled, before it was taken.
+            StoreError: the session is encrypted under another key, or the store cannot be read.
         """
-        self.offer()
-        waited = 0.0
+        if not self.open:  # as its slot was needed
+            self._detach()
+        elif self.session is not None and await self.context.fenced():
+            await self.close()
+            self._detach()
+        self.unusable &= {self.live.key} if self.live is not None else set()  # others may be usable by now
+        if self.session is None or self.stored is not None:
+            return
+        rows, self.owner = [], ""
         try:
-            while not self._taken.done():
-                await asyncio.wait([asyncio.wrap_future(self._taken)], timeout=self.LOOK_S)
-                waited += self.LOOK_S * wanted()
-                if waited >= self.PATIENCE_S:
-                    self.take()
-        except asyncio.CancelledError:
-            self.leave()
-            if not self.taken:
+            rows = await storing(cast("Services", self.runtime), self._store.info, self.session)
+        except SnapshotNotFound:
+            pass
+        if rows and rows[-1].locked:
+            raise StoreError(rows[-1].problem)
+        self.stored = {}
+        for row in rows:
+            if (boundary := from_note(row.note)) is not None and boundary.tokens == row.tokens:
+                self.stored[boundary.key] = (row.generation, boundary)
+                self.owner = boundary.owner
+
+    # -- moving to a boundary ---------------------------------------------------------------------------------
+
+    async def begin_anew(self) -> None:
+        """Bring the context to the beginning, where nothing was fed yet. Raises SnapshotError."""
+        await self._move(0)
+        self.boundary = None
+
+    async def reach(self, boundary: Boundary, *, rebuild: bool) -> Source:
+        """Bring the context to a boundary.
+
+        Args:
+            rebuild: where the snapshot is damaged, or of another model, policy or budget, read the session's log again
+                as far as the boundary.
+
+        Raises:
+            SnapshotError: it cannot be brought there, and this turn does not try it again. The boundary stays stored,
+                unless its snapshot does not exist any more.
+        """
+        generation = self.snapshots[boundary.key][0] if boundary.key in self.snapshots else 0  # `move_to` may prune it
+        try:
+            return await self.move_to(boundary)
+        except SnapshotNotFound:
+            self.snapshots.pop(boundary.key, None)
+            raise
+        except StaleOwner:  # nothing is wrong with the snapshot: another owner saved meanwhile
+            raise
+        except SnapshotError as error:
+            self.unusable.add(boundary.key)
+            if not rebuild or not isinstance(error, (SnapshotMismatch, SnapshotCorrupt)):
                 raise
-            asyncio.current_task().uncancel()
-        if not self.taken:
-            raise asyncio.CancelledError
+        await self.close()
+        context = self.runtime.open(self.session, raw=True, at=generation, on_mismatch="rebuild")
+        await context.__aenter__()
+        self.ctx, self.boundary = context, None
+        self.prune()
+        if context.memory.tokens != boundary.tokens:
+            raise SnapshotCorrupt(f"snapshot {generation} of {self.session!r}: its log gives {context.memory.tokens} "
+                                  f"tokens; expected {boundary.tokens}")
+        self.rest_at(boundary)
+        await self.keep()
+        return "log"
 
+    async def move_to(self, boundary: Boundary) -> Source:
+        """Bring the context to a boundary: it stays there, or loads the boundary's snapshot. Raises SnapshotError."""
+        if self.live is not None and self.live.key == boundary.key:
+            return "live"
+        generation = self.snapshots[boundary.key][0]
+        await self._move(generation)
+        self.boundary = boundary
+        return "snapshot"
 
-@dataclass(frozen=True)
-class Request:
-    """One call of the model.
+    async def _move(self, generation: int) -> None:
+        """Put the context where the snapshot of that generation is; 0 is the beginning."""
+        await self.keep()
+        if self.open and self.session is not None and not self.stale:
+            boundary, self.boundary = self.boundary, None  # cancelled, the context may rest at either place
+            try:
+                await self.context.rewind(generation)
+            except Exception:
+                self.boundary = boundary
+                raise
+            return
+        await self.close()
+        self.stale = False
+        context = self.runtime.open(self.session, raw=True, at=None if self.session is None else generation)
+        await context.__aenter__()
+        self.ctx = context
+        if self.session is not None:
+            self.prune()
 
-    Attributes:
-        thread: whose memory it is, None for nobody's. choice: a tool's name, "any", or "" for the model's choice.
-        sampling: of `locret_stream.Sampling`. save: when boundaries become snapshots.
-        on_change: whether other tools or another system text go in late, or all messages are read again. on_mismatch:
-            whether a snapshot of another model or budget is read again from the messages, or from its log.
-        focus: what memory is told that it will be asked about; "" for nothing any more, None: that stays as it is.
-        append: the messages come behind whatever the thread was told last.
-        delivery: whether the answer was taken; None: it counts as taken.
-    """
+    # -- a turn -----------------------------------------------------------------------------------------------
 
-    said: list[Said]
-    thread: str | None = None
-    tools: tuple[dict[str, Any], ...] = ()
-    choice: str = ""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    save: Save = "turn"
-    on_change: OnChange = "late"
-    on_mismatch: OnMismatch = "reread"
-    timeout_s: float | None = None
-    focus: str | None = None
-    append: bool = False
-    delivery: Delivery | None = None
+    def keep_slot(self) -> None:
+        """Until the thread rests, its context is not closed to free the slot: a turn prepares for a while before it
+        feeds anything."""
+        if self.open:
+            self.context.disposable = False
 
+    async def feed(self, ids: list[int], focus: str | None = None) -> None:
+        """Feed token ids, under that focus unless it is None; from here on the thread rests at no boundary."""
+        context = self.context
+        self.before = self.before or Before(self.fed, context.swap_generations)
+        self.boundary, context.disposable, self.fed = None, False, True
+        if focus is not None:
+            await context.focus(focus)
+        if ids:
+            await context.push(ids)
 
-@dataclass(frozen=True)
-class Reached:
-    """Where a turn begins: `count` messages are held, the rendering goes on at `at`; keys of all boundaries.
+    def rest_at(self, boundary: Boundary) -> None:
+        """The context rests at that boundary now; its next snapshot says so."""
+        self.context.note, self.boundary = msgspec.msgpack.encode(boundary), boundary
 
-    base: as what it is gone on from, None for nothing. shown: the messages that were rendered; those from `first` on
-    are new. late: what went in late, in words. warning: what the caller ought to know.
-    """
+    def settle(self) -> None:
+        """What this turn fed stays."""
+        self.before = None
+        self.new_generations.clear()
+        if self.stored is not None:
+            self.prune()
 
-    rendered: Rendered
-    count: int
-    at: int
-    keys: list[bytes]
-    base: Boundary | None
-    source: Source
-    why: str
-    shown: Sequence[Said]
-    first: int
-    late: str = ""
-    warning: str = ""
+    async def undo(self) -> None:
+        """Remove what this turn fed from memory, snapshots and log. The context is closed, if anything was fed."""
+        if self.before is None:
+            return
+        await self.close()
+        before, self.before = self.before, None
+        new, self.new_generations = self.new_generations, []
+        self.boundary, self.fed = None, before.fed
+        if self.stored is not None:
+            self.stored = {key: row for key, row in self.stored.items() if row[0] not in new}
+        for generation in reversed(new):
+            await self.delete_failed(generation)
+
+    async def rest(self) -> None:
+        """After a turn: stay open at a boundary, or close without saving, so that the next turn begins at a snapshot.
+        """
+        if self.open and (self.boundary is None or self.stale):
+            await self.close()
+        if not self.open:  # others may save in the session from here on: its boundaries are looked up again
+            self._detach()
+            self.stale = False
+        else:
+            self.context.disposable = True
+
+    async def close(self) -> None:
+        """Close the context without saving. The generations by which a turn that may be undone was swapped out count as
+        new. Idempotent."""
+        if self.ctx is None:
+            return
+        if self.before is not None:
+            self.new_generations += sorted(self.ctx.swap_generations - self.before.swap_generations)
+        await self.ctx.aclose(save=False)
+
+    # -- saving and forgetting --------------------------------------------------------------------------------
+
+    async def save(self, when: Save) -> bool:
+        """After a turn's prompt or answer: `keep`, unless the end of the run does it; whether the turn is durable."""
+        return self.session is not None and when == "turn" and await self.keep()
+
+    async def keep(self) -> bool:
+        """Make the boundary where the thread rests a snapshot, unless it is one; whether it is one now.
+
+        A thread that cannot be saved costs reading it again later, which the log says; the open memory is right all the
+        same. A save that has begun runs to its end, cancelled or not.
+        """
+        return await to_the_end(self._keep())
+
+    async def _keep(self) -> bool:
+        boundary = self.live
+        if self.session is None or boundary is None or self.stale:
+            return False
+        assert self.stored is not None
+        if boundary.key in self.stored and boundary.key not in self.unusable:
+            return True
+        try:
+            snapshot = await self.context.snapshot()
+        except SnapshotError as error:
+            _log.warning("%r was not saved: %s", self.session, error)
+            self.stale = isinstance(error, StaleOwner)  # then its boundaries are to be looked up again
+            return False
+        self.stored[boundary.key] = (snapshot.generation, boundary)
+        self.unusable.discard(boundary.key)
+        if self.before is not None:  # a turn that may fail prunes nothing
+            self.new_generations.append(snapshot.generation)
+        else:
+            self.prune()
+        return True
+
+    def prune(self) -> None:
+        """Keep those boundaries that stay; the store deletes the snapshots of the others after its next save."""
+        assert self.stored is not None
+        stay = kept(self.stored, self._store.keep_last)
+        self.stored = stored = {key: self.stored[key] for key in stay}
+        if self.open:
+            self.context.keep = {stored[key][0]: pinned for key, pinned in stay.items()}
+
+    async def delete(self, generation: int | None = None) -> None:
+        """Delete a snapshot from the store, or, without a generation, all of the session's. Raises SnapshotError."""
+        assert self.session is not None
+        await asyncio.to_thread(self._store.delete, self.session, generation)  # may wait for others who save in it
+
+    async def delete_failed(self, generation: int | None = None) -> None:
+        """`delete` for what a failed turn or fork left; a failure of this, too, is logged."""
+        try:
+            await self.delete(generation)
+        except SnapshotNotFound:
+            pass
+        except SnapshotError as error:
+            _log.warning("%r: what failed left %s, which cannot be removed: %s", self.session,
+                         "snapshots" if generation is None else f"snapshot {generation}", error)
+
+    async def take_over(self, other: Thread, boundary: Boundary) -> None:
+        """Go on with the open context of another thread, saved as this thread's session at that boundary. The other
+        thread is then without a context, also if this fails. Raises SnapshotError."""
+        assert self.session is not None
+        context, other.ctx = other.context, None
+        context.note, context.keep = msgspec.msgpack.encode(boundary), {}
+        try:
+            snapshot = await context.save_as(self.session)
+        except BaseException:
+            await context.aclose(save=False)
+            if context.name == self.session:  # else the store had something of that name, which stays
+                await self.delete_failed()
+            raise
+        self.ctx, self.boundary, self.owner, self.fed = context, boundary, boundary.owner, True
+        self.stored = {boundary.key: (snapshot.generation, boundary)}
+        self.prune()
+
+    async def reset(self) -> None:
+        """Close the context without saving and forget what is known of the thread; its boundaries are looked up again.
+        """
+        await self.close()
+        self._detach()
+        self.owner, self.fed = "", False
+
+    def _detach(self) -> None:
+        self.ctx = self.boundary = self.stored = None

@@ -1,4 +1,4 @@
-"""Tools in words of our own, for chat templates that have none: a system text in a form that most models know."""
+"""Tools for chat templates that show none: a system text describes them, in a form that most models know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from langchain_locret.messages import Said
+from langchain_locret.messages import Message
 
 ToolPrompt = Literal["template", "auto"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -15,7 +15,7 @@ NO_TOOLS = "There are no tools now."
 
 
 def tool_text(tools: Sequence[dict[str, Any]]) -> str:
-    """What a model is told of its tools, and how it calls one."""
+    """The text that describes a model's tools, and how it calls one."""
     schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return ("You can call functions. Their signatures, as JSON schemas, are:\n<tools>\n" + schemas + "\n</tools>\n"
             f'To call one, write its name and arguments as JSON between these marks:\n{OPEN}\n'
@@ -23,18 +23,19 @@ def tool_text(tools: Sequence[dict[str, Any]]) -> str:
             "</tool_response>.")
 
 
-def written_out(said: Sequence[Said], tools: Sequence[dict[str, Any]]) -> list[Said]:
-    """The same messages for a template that knows no tools: these in the system text, calls and results as text."""
+def written_out(said: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The same messages for a template that knows no tools: the system text describes them, calls and results are text.
+    """
     out = [_plain(message) for message in said]
     if tools and out and out[0].role == "system":
         out[0] = replace(out[0], content=f"{out[0].content}\n\n{tool_text(tools)}")
     elif tools:
-        out.insert(0, Said("system", tool_text(tools)))
+        out.insert(0, Message("system", tool_text(tools)))
     return out
 
 
-def ahead_of_the_first(said: Sequence[Said]) -> list[Said]:
-    """The same without a system message: its text begins what the user says first."""
+def ahead_of_the_first(said: Sequence[Message]) -> list[Message]:
+    """The same without a system message: its text begins the user's first message."""
     at = next((at for at, message in enumerate(said) if message.role == "user"), None)
     if at is None:
         return list(said)
@@ -43,13 +44,13 @@ def ahead_of_the_first(said: Sequence[Said]) -> list[Said]:
 
 
 def opening(name: str) -> str:
-    """What a call begins with; "": of any tool, up to its name."""
+    """The beginning of a call of that tool, up to its arguments; "": of any tool, up to its name."""
     return f'{OPEN}\n{{"name": "' + (f'{json.dumps(name, ensure_ascii=False)[1:-1]}", "arguments": ' if name else "")
 
 
-def _plain(message: Said) -> Said:
+def _plain(message: Message) -> Message:
     if message.role == "tool":
-        return Said("user", f"<tool_response>\n{message.content}\n</tool_response>", name=message.name)
+        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>", name=message.name)
     if message.calls:
         calls = "\n".join(f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
                           for name, arguments, _ in message.calls)

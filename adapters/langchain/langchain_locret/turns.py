@@ -1,4 +1,5 @@
-"""One turn: what memory does not hold yet is fed, the model answers, and both become boundaries of the thread."""
+"""One turn: what the memory does not hold yet is fed, the model answers, and both ends become boundaries of the thread.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from functools import cached_property
 from typing import Any
 
 from langchain_core.messages import AIMessageChunk
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from langchain_locret.boundaries import Boundary
-from langchain_locret.matching import reach, reach_tip
+from langchain_locret.matching import Reached, reach, reach_tip
 from langchain_locret.messages import RECEIPT, digest, read
 from langchain_locret.replies import Reply, response_template, shows_special
-from langchain_locret.thread import TOOLS_LEFT_OUT, Reached, Request, Thread
+from langchain_locret.request import TOOLS_LEFT_OUT, Request
+from langchain_locret.thread import Thread
 from langchain_locret.threads import Threads
 from locret_stream import ConfigError, InputError
 from locret_stream.context import Generation
@@ -26,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 async def turn(threads: Threads, request: Request, emit: Emit) -> None:
-    """Answer: the chunks are given to `emit`, the last of them with usage and receipt. With a `delivery` it ends when
-    that last one was taken.
+    """Answer: `emit` is given the chunks, the last of them with usage and receipt. With a `delivery` the turn ends when
+    the caller has taken that last one.
 
     Cancelled, left or failing anywhere, the thread rests at a boundary that it had before, and nothing of the call
     stays.
@@ -36,17 +39,17 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
         StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.
     """
     try:
-        async with asyncio.timeout(request.timeout_s) as limit, threads.mine(request) as thread:
+        async with asyncio.timeout(request.timeout_s) as limit, threads.exclusive(request) as thread:
             if not request.append:
                 reached = await reach(threads, thread, request)
-            elif (found := await reach_tip(threads, thread, request)) is not None:
-                request, reached = found
+            elif (tip := await reach_tip(threads, thread, request)) is not None:
+                request, reached = tip
             else:
                 raise InputError(f"thread {request.thread!r} was told nothing yet, so there is nothing to append to; "
                                  "expected its first messages without append=True")
             last = await Turn(threads, thread, request, reached, emit).run()
             if not limit.expired():
-                limit.reschedule(None)  # the answer is there: how long it takes to be read is the caller's affair
+                limit.reschedule(None)  # the answer is whole: how long reading it takes is up to the caller
             if request.delivery is None:
                 emit(last)
             else:
@@ -63,30 +66,30 @@ class Turn:
 
     def __init__(self, threads: Threads, thread: Thread, request: Request, reached: Reached, emit: Emit):
         self._threads, self._thread, self._request, self._reached, self._emit = threads, thread, request, reached, emit
-        self._before = reached.base.tokens if reached.base else 0
+        self._before = reached.base.tokens if reached.base else 0  # tokens that the memory held
         self._sampled: list[int] = []
-        self._written = ""
-        self._last: list[int] = []  # ids of the reply as memory holds it: its end is enough
+        self._written = ""  # the text of the sampled tokens
+        self._last: list[int] = []  # the last ids of the reply as the memory holds it
 
     async def run(self) -> AIMessageChunk:
-        """Emits all chunks but the last, which comes back.
+        """Emit all chunks but the last, which is returned.
 
         Raises:
-            ConfigError: before anything is fed, where the template cannot show the messages or the call.
+            ConfigError: before anything is fed, if the template cannot show the messages or the call.
         """
         reached, left_out = self._reached, self._left_out()
         body = await self._encode(reached.at, reached.rendered.body)
         prompt = await self._encode(max(reached.at, reached.rendered.body), None)
         opening, forced = self._opening()
         if body:
-            await self._threads.take(self._thread, body, self._request.focus)
-            self._thread.at = self._threads.boundary(self._thread, reached, self._request, self._request.said)
-            await self._threads.save(self._thread, "turn" if self._request.sampling.get("stop") else self._request.save)
-        asked = self._thread.at
-        await self._threads.take(self._thread, prompt + opening, self._request.focus)
-        begun = self._thread.ctx.memory.tokens
+            await self._thread.feed(body, self._request.focus)
+            self._thread.rest_at(reached.boundary_behind(self._request.said, self._thread, self._request))
+            await self._thread.save("turn" if self._request.sampling.get("stop") else self._request.save)
+        question = self._thread.boundary
+        await self._thread.feed(prompt + opening, self._request.focus)
+        begun = self._thread.context.memory.tokens
         reply, ended = await self._decode(forced)
-        receipt = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
+        receipt: dict[str, Any] = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
         receipt |= {"appended": len(self._request.said) - reached.first} if self._request.append else {}
         receipt |= {"why": reached.why} if reached.why else {}
         receipt |= {"late": reached.late} if reached.late else {}
@@ -96,10 +99,11 @@ class Turn:
         warnings |= {"tools": TOOLS_LEFT_OUT} if tools_left_out else {}
         receipt |= {"warnings": warnings} if warnings else {}
         receipt |= {"left_out": left_out} if left_out else {}
-        usage = {"input_tokens": begun, "output_tokens": len(self._sampled),
-                 "total_tokens": begun + len(self._sampled), "input_token_details": {"cache_read": self._before}}
-        if ended == "stop":  # memory went on to the end of the stop string, the answer did not
-            await self._take_back(asked, prompt + opening)
+        usage = UsageMetadata(input_tokens=begun, output_tokens=len(self._sampled),
+                              total_tokens=begun + len(self._sampled),
+                              input_token_details=InputTokenDetails(cache_read=self._before))
+        if ended == "stop":  # the memory holds the stop string, or a part of it; the answer does not
+            await self._reread_answer(question, prompt + opening)
         receipt = await self._conclude(reply) | receipt
         called = bool(reply.merged.tool_call_chunks)
         return AIMessageChunk(
@@ -107,19 +111,19 @@ class Turn:
                 RECEIPT: receipt,
                 "finish_reason": "tool_calls" if called else "length" if ended == "length" else "stop"})
 
-    async def _decode(self, forced: str) -> tuple[Reply, str]:
-        """The reply, and why it ended.
+    async def _decode(self, forced: str) -> tuple[Reply, str | None]:
+        """The reply, and why generation ended.
 
         Args:
-            forced: what the prompt wrote of it already.
+            forced: the beginning of the reply that the prompt wrote.
         """
         threads, request, rendered = self._threads, self._request, self._reached.rendered
         shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
-        kinds = response_template(threads.runtime.tokenizer, threads.replies, shown,
-                                  threads.template.frames.template, in_words=threads.template.in_words)
-        reply = Reply(kinds, shown + forced, list(request.tools))
-        generation: Generation = self._thread.ctx.generate(
-            None, skip_special=not shows_special(kinds, self._special), **request.sampling)
+        template = response_template(threads.runtime.tokenizer, threads.replies, shown,
+                                     threads.template.frames.template, in_words=threads.template.in_words)
+        reply = Reply(template, shown + forced, list(request.tools))
+        generation: Generation = self._thread.context.generate(
+            None, skip_special=not shows_special(template, self._special), **request.sampling)
         async for token in generation:
             self._sampled.append(token.id)
             self._last = self._sampled[-16:]
@@ -133,52 +137,57 @@ class Turn:
             self._emit(chunk)
         return reply, generation.finish_reason
 
-    async def _take_back(self, asked: Boundary | None, prompt: list[int]) -> None:
-        """Memory as it was asked, and the answer as it was given; closed if there is no snapshot to go back to."""
-        threads, thread = self._threads, self._thread
-        if asked is None or asked.key not in (thread.stored or {}):
-            await thread.ctx.aclose(save=False)
+    async def _reread_answer(self, question: Boundary | None, prompt: list[int]) -> None:
+        """Go back to where the model was asked, and read the answer as it was given; without a snapshot of that
+        boundary, close the context."""
+        thread = self._thread
+        if question is None or question.key not in thread.snapshots:
+            await thread.close()
             return
-        await threads.go(thread, asked)
-        written = threads.template.codec.encode_text(self._written)
-        await threads.take(thread, prompt + written, self._request.focus)
+        await thread.move_to(question)
+        written = self._threads.template.codec.encode_text(self._written)
+        await thread.feed(prompt + written, self._request.focus)
         self._last = written[-16:]
 
     async def _conclude(self, reply: Reply) -> dict[str, Any]:
         """Close the reply and make it a boundary; the receipt's `state` and `saved`."""
-        threads, thread, reached = self._threads, self._thread, self._reached
+        thread, reached = self._thread, self._reached
         answer = read([reply.message])[0]
         key, saved = digest(reached.keys[-1], answer.digest), False
         if thread.open:
-            await thread.ctx.push(threads.runtime.frames.close_reply(FrameState(turn="assistant"), self._last)[0])
-            thread.at = threads.boundary(thread, replace(reached, keys=[*reached.keys, key]), self._request,
-                                         [*self._request.said, answer])
-            saved = await threads.save(thread, self._request.save)
+            frames = self._threads.runtime.frames
+            await thread.context.push(frames.close_reply(FrameState(turn="assistant"), self._last)[0])
+            thread.rest_at(replace(reached, keys=[*reached.keys, key]).boundary_behind(
+                [*self._request.said, answer], thread, self._request))
+            saved = await thread.save(self._request.save)
         return {"state": key.hex(), "saved": saved}
 
     def _left_out(self) -> list[int]:
-        """New messages whose text the template does not show: a system text, or what an answer says beside its calls.
+        """Numbers of new messages whose text the template does not show: a system text, or the text of an answer with
+        tool calls.
 
         Raises:
-            ConfigError: any other text.
+            ConfigError: it does not show any other text.
         """
-        found = [number for number in self._reached.rendered.left_out if number >= self._reached.first]
-        for number in found:
+        numbers = [number for number in self._reached.rendered.left_out if number >= self._reached.first]
+        for number in numbers:
             message = self._reached.shown[number]
             if message.role != "system" and not message.calls:
                 raise ConfigError(f"the chat template leaves out message {number} ({message.role}); expected a "
                                   "template that shows it, or a conversation without it")
-        if found:
-            _log.warning("%r: the chat template does not show the text of messages %s", self._request.thread, found)
-        return found
+        if numbers:
+            _log.warning("%r: the chat template does not show the text of messages %s", self._request.thread, numbers)
+        return numbers
 
     async def _encode(self, start: int, end: int | None) -> list[int]:
+        """Token ids of the rendering's characters start .. end-1."""
         pieces = self._reached.rendered.pieces(start, end)
         return await asyncio.wrap_future(self._threads.runtime.tokenizing.submit(
             self._threads.template.encode, pieces, start=start == 0 and self._reached.base is None))
 
     def _opening(self) -> tuple[list[int], str]:
-        """What begins a call that is asked for, as ids and as text. Raises ConfigError if the template cannot."""
+        """The beginning of a tool call that the caller demands, as ids and as text; empty without. Raises ConfigError:
+        the template shows no calls."""
         choice, template = self._request.choice, self._threads.template
         if not choice:
             return [], ""
@@ -187,5 +196,6 @@ class Turn:
 
     @cached_property
     def _special(self) -> list[str]:
+        """The special tokens, as text."""
         codec = self._threads.template.codec
         return [codec.decode([token], skip_special=False) for token in codec.special_ids]

@@ -1,14 +1,14 @@
 """∞Bench (InfiniteBench, arXiv:2402.13718): its records, its prompts (`infinitebench.json`) and its metrics. Knows no
 model.
 
-A record is {"id", "context", "input", "answer", "options"}; which task it is of only the file's name says. `answer` is
-a text, a number, or a list of them.
+A record is {"id", "context", "input", "answer", "options"}; only the name of the file says which task it is of.
+`answer` is a text, a number, or a list of them.
 
 The prompts are worded anew: what is asked and how the answer is to look is the benchmark's, so scores compare with each
 other, and with its tables only roughly. As there, three begin with what is asked for (`math_find`, `math_calc`,
 `code_run`), so that a memory knows it while it reads.
 
-Metrics are those of its `compute_scores.py`, by formula. Where they depart:
+Metrics are those of its `compute_scores.py`, by formula. Where they differ:
 
 - `first_number` compares numbers: "3.5" is wrong where 3 is expected, and "3.0" right (there both end the run).
 - `word` and the others take the first of several answers where there it is taken only for some tasks.
@@ -18,7 +18,7 @@ Metrics are those of its `compute_scores.py`, by formula. Where they depart:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -53,7 +53,7 @@ def document(record: Record, task: str) -> Document:
 
 
 def _fields(record: Record, task: str, facts: records.TaskFacts) -> dict[str, str]:
-    """What the prompts have places for."""
+    """The texts for the placeholders of the prompts."""
     fields = {"input": record.input}
     if facts.metric in OF_OPTIONS:
         if len(record.options) != len(LETTERS):
@@ -69,20 +69,20 @@ def _fields(record: Record, task: str, facts: records.TaskFacts) -> dict[str, st
 
 
 def _searched(pattern: str, text: str, what: str) -> str:
-    found = re.search(pattern, text)
-    if not found:
+    match = re.search(pattern, text)
+    if not match:
         raise ConfigError(f"found the input {text[:200]!r}, expected {what} in it")
-    return found[0]
+    return match[0]
 
 
 def _answers(record: Record, facts: records.TaskFacts) -> tuple[str, ...]:
-    """As texts; of a question with options (text, letter)."""
-    given = record.answer if isinstance(record.answer, list) else [record.answer]
-    if given and isinstance(given[0], list):  # the results of math_calc, in some files one list within another
-        given = given[0]
-    if not given:
+    """The references as texts; of a question with options (text, letter)."""
+    references: Sequence[object] = record.answer if isinstance(record.answer, list) else [record.answer]
+    if references and isinstance(references[0], list):  # the results of math_calc, in some files a list within a list
+        references = references[0]
+    if not references:
         raise ConfigError("`answer` is empty; expected one reference at least")
-    answers = tuple(map(str, given))
+    answers = tuple(map(str, references))
     if facts.metric == "named" and not all(map(str.strip, answers)):
         raise ConfigError("one of `answer` is empty, which any answer would hold; expected names")
     if facts.metric in OF_NUMBERS:
@@ -106,7 +106,7 @@ def first_integer(found: str, expected: str) -> float:
 
 
 def word(found: str, expected: str) -> float:
-    """1 if the expected word is among those found, quotes, braces and marks between sentences aside."""
+    """1 if the expected word is among those of the answer, quotes, braces and punctuation aside."""
     return float(expected in re.sub("[\n:\"'.,?!{}]", " ", found).split())
 
 
@@ -126,8 +126,8 @@ def first_number(found: str, expected: str) -> float:
 
 
 def leading_integers(found: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """The share of the expected integers before the first that is wrong or missing. What is found is read as runs of
-    digits, so that one below zero is never right."""
+    """The share of the expected integers before the first that is wrong or missing. The answer is read as runs of
+    digits, so that an integer below zero is never right."""
     right = 0
     for digits, expected in zip(re.findall("[0-9]+", found), answers, strict=False):
         if int(digits) != int(expected):
@@ -175,12 +175,12 @@ def culprit(found: str, answers: tuple[str, ...], classes: tuple[str, ...] = ())
 
 
 def _lone_letter(text: str, letters: str) -> str | None:
-    found = re.search(rf"\b[{letters}]\b(?!.*\b[{letters}]\b)", text)
-    return found and found[0]
+    match = re.search(rf"\b[{letters}]\b(?!.*\b[{letters}]\b)", text)
+    return match and match[0]
 
 
 def _said(text: str, openings: tuple[str, ...]) -> str | None:
-    """What stands one character behind the first of these that occurs at all."""
+    """The text from one character behind the first of these openings that occurs at all."""
     for opening in openings:
         at = text.find(opening)
         if at >= 0:
@@ -193,8 +193,8 @@ def qa_f1_zh(found: str, expected: str) -> float:
     return overlap.f1(overlap.chinese_bare(found), overlap.chinese_bare(expected))
 
 
-def _first(one: Callable[[str, str], float]) -> records.Metric:
-    return lambda found, answers, classes: one(found, answers[0])
+def _first(metric: Callable[[str, str], float]) -> records.Metric:
+    return lambda found, answers, classes: metric(found, answers[0])
 
 
 BENCHMARK = Benchmark(

@@ -1,13 +1,13 @@
 """L-Eval (arXiv:2307.11088): its records and its metrics. Knows no model.
 
 A record is {"instructions", "input", "outputs", "source", "evaluation"}: one text, and for each instruction the output
-that is expected. All of a record's questions are asked of the text read once. Which task it is of only the file's name
-says; "evaluation" is "exam", "f1", "rouge", or "human" or "LLM" for what has no metric here (`Question.metric` is "").
+that is expected. The text is read once for all of its questions. Only the name of the file says which task a record is
+of; "evaluation" is "exam", "f1", "rouge", or "human" or "LLM" for what has no metric here (`Question.metric` is "").
 
 The wording around a text is this project's own, to the same effect as L-Eval's. As there, an open question says how
 many words the reference has, where it is scored by what it has in common with that reference.
 
-Metrics are those of its `Evaluation` folder, by formula. Where they depart:
+Metrics are those of its `Evaluation` folder, by formula. Where they differ:
 
 - An empty answer to a question with options is worth 0 (there 0.25).
 - `rouge_l` is the F of ROUGE-L alone; L-Eval shows it beside ROUGE-1 and ROUGE-2.
@@ -30,7 +30,7 @@ LETTERS = "ABCD"
 OPEN = {"f1": "f1", "rouge": "rouge_l"}
 JUDGED = ("human", "llm")
 
-# task: (what is said before its text, metric), the task known by a part of the file's name
+# part of a task's name: (what is said before its text, metric)
 EXAMS = {
     "gsm": ("Here are worked problems. Solve the last one like them, and end with: The answer is, and the number.\n\n",
             "number"),
@@ -84,7 +84,7 @@ def _asked(instruction: str, output: str, metric: str) -> str:
 
 
 def exact(found: str, expected: str) -> float:
-    """1 if it is the expected answer, a quarter if it is some of several expected letters and no other.
+    """1 for the expected answer, a quarter for some of several expected letters and no other letter.
 
     Letters are compared with letters and numbers with numbers. Any other answer is right if the expected one occurs in
     the first line that has more than one character, case and spaces aside.
@@ -103,13 +103,13 @@ def exact(found: str, expected: str) -> float:
 
 
 def letter(found: str, expected: str) -> float:
-    """`exact`, of the first of the letters A to D that was found; one without any counts as A, as in L-Eval."""
+    """`exact`, of the first of the letters A to D in the answer; an answer without any counts as A, as in L-Eval."""
     return _of_letters(next((c for c in found if c in LETTERS), _letters(found)), found, expected)
 
 
 def letters(found: str, expected: str) -> float:
-    """`exact`, of the letters found: those it begins with if there are several, else those that stand before a space, a
-    full stop or a bracket, up to a next "Question"; none counts as A, as in L-Eval."""
+    """`exact`, of the letters of the answer: those it begins with if there are several, else those that stand before a
+    space, a full stop or a bracket, up to a next "Question"; an answer without any counts as A, as in L-Eval."""
     return _of_letters(_letters(found), found, expected)
 
 
@@ -119,16 +119,16 @@ def _of_letters(chosen: str, found: str, expected: str) -> float:
 
 
 def _letters(found: str) -> str:
-    lead = re.match(f"[{LETTERS}]*", found)[0]
+    rest = found.lstrip(LETTERS)
+    lead = found[:len(found) - len(rest)]
     if len(lead) < 2:
-        rest = found[len(lead):].split("Question")[0]
-        lead += "".join(re.findall(r"[A-Z](?=[\s.)])", rest))
+        lead += "".join(re.findall(r"[A-Z](?=[\s.)])", rest.split("Question")[0]))
     return "".join(c for c in LETTERS if c in lead) or "A"
 
 
 def number(found: str, expected: str) -> float:
-    """`exact`, of the number after "The answer is", or else of the last one of the first paragraph: its digits, up to a
-    full stop."""
+    """`exact`, of the digits, up to a full stop, of the number after "The answer is", or else of the last number of the
+    first paragraph."""
     return exact(_number(found), _number(expected))
 
 
@@ -140,8 +140,8 @@ def _number(text: str) -> str:
 
 
 def code(found: str, expected: str) -> float:
-    """`exact`, of the last words found, or the first ones after "the final output": as many as are expected and three
-    more. Commas, quotes, ".0" and the words around a result are left out of both."""
+    """`exact`, of the last words of the answer, or its first words after "the final output": as many as are expected
+    and three more. Commas, quotes, ".0" and the words around a result are left out of both."""
     text, take = _bare_code(found), len(expected.split()) + 3
     for phrase in ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed"):
         text = text.replace(phrase, "")

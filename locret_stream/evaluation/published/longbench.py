@@ -4,7 +4,7 @@ A record is {"input", "context", "answers", "dataset", "length", "language", "al
 are the same, their dataset's name may end in "_e". The prompts are worded anew: what is asked and how the answer is to
 look is the benchmark's, so scores compare with each other, and with its tables only roughly.
 
-Metrics are those of its `eval.py` and `metrics.py`, by formula. Where they depart:
+Metrics are those of its `eval.py` and `metrics.py`, by formula. Where they differ:
 
 - `qa_f1_zh` and `rouge_zh` cut Chinese into characters (letters and digits of ASCII that stand together are one token),
   where LongBench cuts it into words with jieba. Scores of Chinese tasks compare with each other, not with its tables.
@@ -35,12 +35,11 @@ class Record(msgspec.Struct, frozen=True):
     context: str
     answers: list[str]
     dataset: str
-    length: int | None = None
     all_classes: list[str] | None = None
     id: str | int = msgspec.field(default="", name="_id")
 
 
-def document(record: Record, task: str | None) -> Document:
+def document(record: Record, task: str) -> Document:
     """One record, one question."""
     task = task or record.dataset.removesuffix("_e")
     if task not in TABLE.tasks:
@@ -53,8 +52,7 @@ def document(record: Record, task: str | None) -> Document:
     if facts.metric in PARAGRAPH and not all(map(PARAGRAPH[facts.metric].search, record.answers)):
         raise ConfigError(f"found the answers {record.answers}, expected {PARAGRAPH[facts.metric].pattern!r} in each")
     question = Question(facts.after.format(input=record.input), tuple(record.answers), f"{NAME}/{facts.metric}",
-                        facts.max_new_tokens, tuple(record.all_classes or ()), facts.first_line, record.length,
-                        str(record.id))
+                        facts.max_new_tokens, tuple(record.all_classes or ()), facts.first_line, str(record.id))
     return Document(NAME, task, facts.before + record.context, (question,))
 
 
@@ -71,23 +69,24 @@ def rouge_zh(found: str, expected: str) -> float:
 
 
 def count(found: str, expected: str) -> float:
-    """Of all numbers that were found, the share that is the expected one."""
+    """The share of the expected number among all numbers of the answer."""
     numbers = re.findall(r"\d+", found)
     return numbers.count(expected) / len(numbers) if numbers else 0.0
 
 
 def retrieval(found: str, expected: str) -> float:
     """`count`, of the number of the paragraph."""
-    return count(found, PARAGRAPH["retrieval"].search(expected)[1])
+    return count(found, PARAGRAPH["retrieval"].findall(expected)[0])
 
 
 def retrieval_zh(found: str, expected: str) -> float:
     """`count`, of the number of the paragraph."""
-    return count(found, PARAGRAPH["retrieval_zh"].search(expected)[1])
+    return count(found, PARAGRAPH["retrieval_zh"].findall(expected)[0])
 
 
 def code_sim(found: str, expected: str) -> float:
-    """How alike the expected line is to the first one found that holds no backquote, "#" or "//"; in whole percents."""
+    """How alike the expected line is to the first line of the answer without a backquote, "#" or "//"; in whole
+    percents."""
     line = next((line for line in found.lstrip("\n").split("\n") if not re.search("`|#|//", line)), "")
     if line == expected:
         return 1.0
@@ -95,7 +94,8 @@ def code_sim(found: str, expected: str) -> float:
 
 
 def classification(found: str, answers: tuple[str, ...], classes: tuple[str, ...]) -> float:
-    """1 over the number of classes named, if the expected one is among them; those that are part of its name aside."""
+    """1 over the number of classes that the answer names, if the expected one is among them; classes whose name is part
+    of the expected one's do not count."""
     return max(_one_class(found, answer, classes) for answer in answers)
 
 
@@ -104,7 +104,7 @@ def _one_class(found: str, expected: str, classes: tuple[str, ...]) -> float:
     while at < len(named):
         if named[at] in expected and named[at] != expected:
             del named[at]
-        at += 1  # also past the one behind a name that was dropped, as LongBench's own loop does
+        at += 1  # also past the name behind one that was dropped, as LongBench's own loop does
     return 1 / len(named) if expected in named else 0.0
 
 

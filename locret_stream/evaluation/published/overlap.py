@@ -1,7 +1,7 @@
 """How much two texts have in common: F1 of words, and ROUGE-L in the two ways that the benchmarks compute it. Knows no
 benchmark.
 
-Everything takes what was found first and what was expected second, and gives a share in [0, 1].
+Every function takes the answer that was found first and the expected one second, and gives a share in [0, 1].
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def chinese_bare(text: str) -> str:
 
 
 def chinese_tokens(text: str) -> list[str]:
-    """One token a character; letters and digits of ASCII that stand together are one."""
+    """One token for each character; letters and digits of ASCII that stand together are one token."""
     return re.findall(r"[A-Za-z0-9]+|\S", text)
 
 
 def f1(found: Sequence[str], expected: Sequence[str]) -> float:
-    """Harmonic mean of the shares of either side that are on the other too; a token counts as often as on both."""
+    """Harmonic mean of precision and recall of the tokens; a token counts as often as it is on both sides."""
     common = sum((Counter(found) & Counter(expected)).values())
     return 2 * common / (len(found) + len(expected)) if common else 0.0
 
@@ -50,8 +50,8 @@ def qa_f1(found: str, expected: str) -> float:
 
 
 def rouge(found: str, expected: str) -> float:
-    """ROUGE-L as the package `rouge` 1.0.1 has it, which LongBench uses: sentences end at every full stop, and what
-    counts is the set of different words in a longest common subsequence of any two sentences.
+    """ROUGE-L as in the package `rouge` 1.0.1, which LongBench uses: sentences end at every full stop, and the set of
+    different words in a longest common subsequence of any two sentences counts.
 
     An empty side is 0. Texts of any length are compared; `rouge` runs out of stack on sentences of about a thousand
     words, for which LongBench then notes 0.
@@ -67,14 +67,14 @@ def rouge(found: str, expected: str) -> float:
 
 
 def rouge_l(found: str, expected: str) -> float:
-    """ROUGE-L as the package `rouge-score` 0.1.2 has it without stemming: F of the longest common subsequence."""
+    """ROUGE-L as in the package `rouge-score` 0.1.2 without stemming: F of the longest common subsequence."""
     theirs, ours = _rouge_tokens(found), _rouge_tokens(expected)
     return _f(len(_common(ours, theirs)), len(theirs), len(ours))
 
 
 def rouge_l_sum(found: str, expected: str) -> float:
-    """ROUGE-Lsum of `rouge-score` 0.1.2 without stemming: a sentence is a line, each expected one is compared with all
-    that were found, and no token counts more often than it is on either side."""
+    """ROUGE-Lsum as in `rouge-score` 0.1.2 without stemming: a sentence is a line, each expected line is compared with
+    all lines of the answer, and no token counts more often than it is on either side."""
     theirs, ours = ([_rouge_tokens(line) for line in text.split("\n") if line] for text in (found, expected))
     left = Counter(token for line in theirs for token in line)
     hits = 0
@@ -95,10 +95,11 @@ def _rouge_tokens(text: str) -> list[str]:
 
 
 def _common(expected: Sequence[str], found: Sequence[str], *, keep_expected: bool = False) -> list[int]:
-    """Which of `expected` make a longest common subsequence with `found`, ascending.
+    """The indices of `expected`, ascending, of a longest common subsequence with `found`.
 
-    There may be several. Read from the end, where both a token of `expected` and one of `found` could be passed over,
-    it is the expected one, or with `keep_expected` the found one: `rouge-score` does the former, `rouge` the latter.
+    There may be several subsequences. They are read from the end; where either a token of `expected` or one of `found`
+    could be skipped, the expected one is skipped (as in `rouge-score`), or with `keep_expected` the found one (as in
+    `rouge`).
     """
     lengths = [[0] * (len(found) + 1)]
     for token in expected:

@@ -1,10 +1,10 @@
 """RULER (arXiv:2404.06654): its records and its metrics. Knows no model.
 
-A record is {"index", "input", "outputs", "length"}, in later versions with "answer_prefix". `input` holds text and
+A record is {"index", "input", "outputs", "length"}, in later versions with "answer_prefix". `input` is text and
 question together, in a chat template if it was made with one. It is cut where the question begins: at the last
-occurrence of what the template of the task begins it with, else at its last line that is not blank. What is behind the
-cut, and then the answer prefix, is asked, so that nothing is lost. The instructions that qa repeats before its question
-are read with the text.
+occurrence of the words with which the template of the task begins its question, else at the last line that is not
+blank. The question is all behind the cut, and then the answer prefix, so that nothing is lost. The instructions that qa
+repeats before its question are read with the text.
 
 The metrics are those of its `eval/synthetic/constants.py`.
 """
@@ -36,18 +36,17 @@ class Record(msgspec.Struct, frozen=True):
     input: str
     outputs: list[str]
     index: int | str = ""
-    length: int | None = None
     answer_prefix: str = ""
 
 
 def family(task: str) -> str | None:
-    """niah_single_1 is of "niah", qa_2 of "qa"; None if it is of none."""
+    """The family of a task: of niah_single_1 "niah", of qa_2 "qa"; None for an unknown task."""
     return LONG.get(task) or next((name for name in FAMILIES if re.fullmatch(rf"{name}(_\w+)?", task)), None)
 
 
 def question_at(text: str, task: str) -> int:
-    """Where in a prompt its question begins. Raises ConfigError for one line without a known question."""
-    at = max(text.rfind(opening) for opening in FAMILIES[family(task)][1])
+    """Where in a prompt its question begins. Raises ConfigError for a prompt of one line without a known question."""
+    at = max(text.rfind(opening) for opening in FAMILIES[_known(task)][1])
     if at < 0:
         at = text.rstrip().rfind("\n") + 1
     if at <= 0:
@@ -56,14 +55,20 @@ def question_at(text: str, task: str) -> int:
     return at
 
 
+def _known(task: str) -> str:
+    name = family(task)
+    assert name is not None  # `published.load` refuses any other task
+    return name
+
+
 def document(record: Record, task: str) -> Document:
     """One record, one question."""
     if not record.outputs or not all(map(str.strip, record.outputs)):
         raise ConfigError("`outputs` is empty, or one of them, which any answer would hold; expected references")
-    kind, at = family(task), question_at(record.input, task)
+    kind, at = _known(task), question_at(record.input, task)
     metric = "string_match_part" if kind == "qa" else "string_match_all"
     question = Question(record.input[at:] + record.answer_prefix, tuple(record.outputs), f"{NAME}/{metric}",
-                        FAMILIES[kind][0], length=record.length, name=str(record.index))
+                        FAMILIES[kind][0], name=str(record.index))
     return Document(NAME, task, record.input[:at], (question,))
 
 
@@ -73,12 +78,12 @@ def _in(found: str, answers: tuple[str, ...]) -> list[bool]:
 
 
 def string_match_all(found: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """The share of the references that occur in what was found, case aside."""
+    """The share of the references that occur in the answer, case aside."""
     return sum(_in(found, answers)) / len(answers)
 
 
 def string_match_part(found: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """1 if any reference occurs in what was found, case aside."""
+    """1 if any reference occurs in the answer, case aside."""
     return float(any(_in(found, answers)))
 
 

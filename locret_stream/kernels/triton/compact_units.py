@@ -1,4 +1,4 @@
-"""Compaction of a slot: rows are gathered into scratch as integer words, so that no bit of any dtype can change."""
+"""Compaction of a slot: rows are gathered into scratch as integers, so that no bit of any dtype can change."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_TILE = 2048  # words that one program moves at a time
+_TILE = 2048  # integers that one program moves at a time
 
 
-def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
-    """`reference.compact_units`, NaN payloads included; without host synchronisation. Two launches a plane."""
+def compact_units(tensors: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
+    """`reference.compact_units`, NaN payloads included, by two launches for each tensor. The host waits for nothing."""
     heads, budget = keep.shape
-    for x in planes:
+    for x in tensors:
         rows = x.view(*x.shape[:2], x.shape[2:].numel())
         assert rows.stride(2) == 1 or rows.shape[2] == 1, "rows are contiguous"
         row_bytes = rows.shape[2] * x.element_size()
@@ -35,7 +35,7 @@ def compact_units(planes: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> No
 
 
 def _word(rows: Tensor, scratch: Tensor) -> int:
-    """Bytes of the widest integer that rows [H, N, D] are made of and aligned to, in the plane and in scratch."""
+    """Bytes of the widest integer that divides and aligns rows [H, N, D], in their tensor and in scratch."""
     size = rows.element_size()
     spans = (rows.data_ptr(), scratch.data_ptr(), *(n * size for n in (rows.shape[2], rows.stride(0), rows.stride(1))))
     return next(word for word in _WORDS if not any(span % word for span in spans))
@@ -44,7 +44,7 @@ def _word(rows: Tensor, scratch: Tensor) -> int:
 @triton.jit
 def _gather(rows, keep, out, budget, width, stride_h, stride_n, keep_stride_h, keep_stride_b, ROWS: tl.constexpr,
             COLUMNS: tl.constexpr):
-    """out[h, i] = rows[h, keep[h, i]]: a program moves ROWS rows of one head."""
+    """out[h, i] = rows[h, keep[h, i]]; each program moves ROWS rows of one head."""
     blocks = tl.cdiv(budget, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     row = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

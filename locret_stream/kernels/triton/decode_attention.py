@@ -1,6 +1,6 @@
-"""Queries of several contexts, each against its own slot: split-K attention (flash-decoding), RoPE on load.
+"""Attention of several contexts, each to its own slot: split-K (flash-decoding), with RoPE applied when keys are read.
 
-The grid depends on shapes alone and lengths are read on the device, so that a CUDA graph can hold the launch.
+The grid depends on shapes alone, and lengths are read on the device, so that a CUDA graph can contain the launch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _IN_FLIGHT = 100 << 10  # bytes of its shared memory for each of the two
 
 
 @triton.jit
-def _partial(q, keys, values, slots, lengths, cos, sin, sinks, out, lse, stride_q, stride_k, stride_v, stride_cos,
+def _partial(q, keys, values, slots, lengths, cos, sin, sink_logits, out, lse, stride_q, stride_k, stride_v, stride_cos,
              stride_sin, stride_out, T, H, scale, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-             SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr):
+             SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, ROPE: tl.constexpr, SPLIT: tl.constexpr,
+             DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+             BLOCK_HALF: tl.constexpr):
     """One split of one context's units, for a tile of the G * T rows of one KV head.
 
     SPLIT: normalized rows and their base-2 log-sum-exp into [A * H*G * T, splits, D] and [A * H*G * T, splits]; else
@@ -44,7 +45,7 @@ def _partial(q, keys, values, slots, lengths, cos, sin, sinks, out, lse, stride_
     slot = tl.load(slots + context).to(tl.int64)
     length = tl.load(lengths + context).to(tl.int32)
     ranks = length - T + rows % T
-    # The units that some query sees, in equal splits: those of a short context are as many, and shorter.
+    # The units that some query sees, in equal splits: a short context has as many splits as others, and shorter ones.
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - T - WINDOW + 1, 0)
@@ -72,10 +73,10 @@ def _partial(q, keys, values, slots, lengths, cos, sin, sinks, out, lse, stride_
 
     top = tl.zeros([BLOCK_M], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:  # counted once, by the first split
+    if SINK_LOGITS:  # the first split alone counts them
         counted = rows < tl.where(split == 0, G * T, 0)
-        sink = tl.load(sinks + query_heads, mask=counted, other=float("-inf")).to(tl.float32)
-        top = tl.maximum(top, sink * LOG2E)
+        sink_logit = tl.load(sink_logits + query_heads, mask=counted, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, sink_logit * LOG2E)
         total = tl.where(top == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(lo, hi, BLOCK_N):
@@ -114,7 +115,7 @@ def _partial(q, keys, values, slots, lengths, cos, sin, sinks, out, lse, stride_
 
     if SPLIT:
         at = ((context * H + head) * (G * T) + rows) * tl.num_programs(0) + split
-        # Rows that saw nothing stay unwritten; that their log-sum-exp is -inf keeps them from being read.
+        # Rows that saw nothing stay unwritten, and `_combine` does not read them, as their log-sum-exp is -inf.
         written = inside & (top > float("-inf"))
         tl.store(out + at[:, None] * D + dims[None, :], acc, mask=written[:, None] & (dims[None, :] < D))
         tl.store(lse + at, top, mask=inside)
@@ -127,7 +128,7 @@ def _partial(q, keys, values, slots, lengths, cos, sin, sinks, out, lse, stride_
 @triton.jit
 def _combine(partial, lse, out, stride_out, T, HEADS, SPLITS, D: tl.constexpr, BLOCK_D: tl.constexpr,
              BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):
-    """One row of the output: its splits, weighted by their sums."""
+    """One row of the output: the sum of its splits, weighted by their log-sum-exps."""
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, BLOCK_S)
     sums = tl.load(lse + row * SPLITS + every, mask=every < SPLITS, other=float("-inf"))
@@ -150,9 +151,9 @@ def _combine(partial, lse, out, stride_out, T, HEADS, SPLITS, D: tl.constexpr, B
 
 
 def _blocks(dtype: tl.dtype, dim: int, unit_bytes: int) -> dict[str, int]:
-    """Units of a block, warps and stages; `unit_bytes` of shared memory hold what is loaded of one unit.
+    """Units of a block, warps and stages, where one unit takes `unit_bytes` of shared memory.
 
-    Only a GPU run can say whether they are the fastest.
+    Whether they are the fastest has yet to be measured on a GPU.
     """
     most = 64
     if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers
@@ -164,8 +165,8 @@ def _blocks(dtype: tl.dtype, dim: int, unit_bytes: int) -> dict[str, int]:
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,
                      cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
-                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
-    """As `reference.decode_attention`."""
+                     softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
+    """`reference.decode_attention`."""
     contexts, query_heads, new, dim = q.shape
     heads, capacity = keys.shape[1:3]
     group = query_heads // heads
@@ -187,10 +188,10 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
         cos = sin = q  # not read
     _partial[splits, tiles, contexts](
         q, keys, values, slots.contiguous(), lengths.contiguous(), cos, sin,
-        q if sinks is None else sinks.contiguous(), partial, lse, q.stride(), keys.stride(), values.stride(),
-        cos.stride(), sin.stride(), out.stride(), new, heads, scale, G=group, D=dim, WINDOW=window or 0,
-        SOFTCAP=softcap or 0.0, SINKS=sinks is not None, ROPE=rope, SPLIT=splits > 1, DOT=dtype, BLOCK_M=rows,
-        BLOCK_D=wide, BLOCK_HALF=block_dim(dim // 2), enable_fp_fusion=True, **blocks)
+        q if sink_logits is None else sink_logits.contiguous(), partial, lse, q.stride(), keys.stride(),
+        values.stride(), cos.stride(), sin.stride(), out.stride(), new, heads, scale, G=group, D=dim,
+        WINDOW=window or 0, SOFTCAP=softcap or 0.0, SINK_LOGITS=sink_logits is not None, ROPE=rope, SPLIT=splits > 1,
+        DOT=dtype, BLOCK_M=rows, BLOCK_D=wide, BLOCK_HALF=block_dim(dim // 2), enable_fp_fusion=True, **blocks)
     if splits > 1:
         _combine[(contexts * query_heads * new,)](
             partial, lse, out, out.stride(), new, query_heads, splits, D=dim, BLOCK_D=wide,

@@ -1,6 +1,6 @@
-"""A chunk against its slot: a flash forward (FlashAttention-2, arXiv:2307.08691), logits in base 2, lse kept.
+"""Attention of a chunk to its slot, as in FlashAttention-2 (arXiv:2307.08691), with logits in base 2.
 
-Also home of what every attention kernel here shares: tile loads, logits, one step of the online softmax.
+The other attention kernels import from here what all of them share: tile loads, logits, a step of the online softmax.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 def dot_dtype(*operands: Tensor) -> tl.dtype:
-    """What the operands of tl.dot are cast to: their own dtype, or fp32 if they differ."""
+    """The dtype that operands of tl.dot are cast to: the one they share, or fp32 if they differ."""
     dtypes = {x.dtype for x in operands}
     interpreted_bf16 = triton.knobs.runtime.interpret and torch.bfloat16 in dtypes  # its tl.dot reads bf16 as integers
     same = len(dtypes) == 1 and not interpreted_bf16
@@ -23,13 +23,13 @@ def dot_dtype(*operands: Tensor) -> tl.dtype:
 
 
 def block_dim(dim: int) -> int:
-    """Features of a tile: tl.dot takes powers of two, 16 and up."""
+    """Features of a tile: tl.dot takes powers of two from 16 on."""
     return max(16, triton.next_power_of_2(dim))
 
 
 @triton.jit
 def load_tile(x, rows, dims, stride_row, stride_dim, count, dim, ROWS_MASKED: tl.constexpr, DIMS_MASKED: tl.constexpr):
-    """x[rows, dims]; zeros from row `count` and feature `dim` on, where those are masked."""
+    """x[rows, dims]; from row `count` and feature `dim` on zeros, where rows and features are masked."""
     at = x + rows[:, None] * stride_row + dims[None, :] * stride_dim
     if ROWS_MASKED:
         if DIMS_MASKED:
@@ -45,9 +45,9 @@ def load_tile(x, rows, dims, stride_row, stride_dim, count, dim, ROWS_MASKED: tl
 
 @triton.jit
 def base2_logits(products, scale, SOFTCAP: tl.constexpr):
-    """Logits times log2(e), of the dot products of queries and keys; SOFTCAP 0: none."""
+    """Logits times log2(e), from the dot products of queries and keys; SOFTCAP 0: no softcap."""
     if SOFTCAP > 0:
-        # tanh by way of exp2; from 64 on it is 1 in fp32, and exp2 must not overflow.
+        # tanh is computed from exp2; from 64 on it is 1 in fp32, and exp2 must not overflow.
         doubled = tl.minimum(products * (scale * (2.0 / SOFTCAP * LOG2E)), 64.0)
         logits = (1.0 - 2.0 / (1.0 + tl.exp2(doubled))) * (SOFTCAP * LOG2E)
     else:
@@ -57,9 +57,9 @@ def base2_logits(products, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(acc, top, total, logits, v, DOT: tl.constexpr):
-    """Units with base-2 `logits` [M, N] and values v [N, D] join the running output, maximum and sum of M rows."""
+    """Adds units with base-2 `logits` [M, N] and values v [N, D] to the running output, maximum and sum of M rows."""
     new_top = tl.maximum(top, tl.max(logits, 1))
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet: weights 0, not NaN
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that saw nothing yet has weights 0, not NaN
     weights = tl.exp2(logits - safe[:, None])
     kept = tl.exp2(top - safe)
     total = total * kept + tl.sum(weights, 1)
@@ -78,7 +78,7 @@ def finish(acc, top, total):
 def _units(acc, top, total, q, k, v, stride_k, stride_v, ranks, lo, hi, scale, D: tl.constexpr, WINDOW: tl.constexpr,
            SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
            MASKED: tl.constexpr):
-    """Units lo .. hi - 1 join the softmax of a tile of rows; without MASKED, whole blocks that every row sees."""
+    """Adds units lo .. hi - 1 to the softmax of a tile of rows; without MASKED, whole blocks that every row sees."""
     units = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k += lo.to(tl.int64) * stride_k[1]
@@ -101,8 +101,8 @@ def _units(acc, top, total, q, k, v, stride_k, stride_v, ranks, lo, hi, scale, D
 
 
 @triton.jit
-def _prefill(q, k, v, sinks, out, lse, stride_q, stride_k, stride_v, stride_out, T, N, scale, G: tl.constexpr,
-             D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
+def _prefill(q, k, v, sink_logits, out, lse, stride_q, stride_k, stride_v, stride_out, T, N, scale, G: tl.constexpr,
+             D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, DOT: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_M
@@ -115,15 +115,15 @@ def _prefill(q, k, v, sinks, out, lse, stride_q, stride_k, stride_v, stride_out,
     v += head // G * stride_v[0]
     tile = load_tile(q + head * stride_q[0] + start.to(tl.int64) * stride_q[1], rows, dims, stride_q[1], stride_q[2],
                      T - start, D, True, D < BLOCK_D)
-    if SINKS:
-        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+    if SINK_LOGITS:
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink_logits + head).to(tl.float32) * LOG2E
         total = tl.zeros([BLOCK_M], tl.float32) + 1.0
     else:
         top = tl.zeros([BLOCK_M], tl.float32) - float("inf")
         total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Blocks begin .. whole straddle the window's edge, whole .. diagonal are seen by every row, the rest straddle the
-    # diagonal.
+    # Blocks begin .. whole straddle the edge of the window, every row sees blocks whole .. diagonal, and the others
+    # straddle the diagonal.
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     whole = first * 0
     if WINDOW > 0:
@@ -144,7 +144,7 @@ def _prefill(q, k, v, sinks, out, lse, stride_q, stride_k, stride_v, stride_out,
 
 
 def _blocks(dtype: tl.dtype, dim: int, rows: int, heads: int) -> dict[str, int]:
-    """Block shapes, warps and stages. Only a GPU run can say whether they are the fastest."""
+    """Block shapes, warps and stages. Whether they are the fastest has yet to be measured on a GPU."""
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers
         values = (16, 16, 4, 2) if dim > 128 else (16, 32, 4, 2) if rows <= 16 else (32, 32, 8, 2)
@@ -158,15 +158,15 @@ def _blocks(dtype: tl.dtype, dim: int, rows: int, heads: int) -> dict[str, int]:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
-                      softcap: float | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `reference.prefill_attention`; the memory of the output is [T, H*G, D]."""
+                      softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`reference.prefill_attention`; in memory the output is [T, H*G, D]."""
     heads, new, dim = q.shape
     out = q.new_empty(new, heads, dim).transpose(0, 1)
     lse = q.new_empty(heads, new, dtype=torch.float32)
     dtype, wide = dot_dtype(q, k, v), block_dim(dim)
     blocks = _blocks(dtype, wide, new, heads)
     _prefill[heads, triton.cdiv(new, blocks["BLOCK_M"])](
-        q, k, v, q if sinks is None else sinks.contiguous(), out, lse, q.stride(), k.stride(), v.stride(),
+        q, k, v, q if sink_logits is None else sink_logits.contiguous(), out, lse, q.stride(), k.stride(), v.stride(),
         out.stride(), new, k.shape[1], scale, G=heads // k.shape[0], D=dim, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
-        SINKS=sinks is not None, DOT=dtype, BLOCK_D=wide, enable_fp_fusion=True, **blocks)
+        SINK_LOGITS=sink_logits is not None, DOT=dtype, BLOCK_D=wide, enable_fp_fusion=True, **blocks)
     return out, lse

@@ -1,4 +1,4 @@
-"""Attention that each unit receives, summed over rows; a program owns its columns, so that nothing needs atomics."""
+"""Attention that each unit receives, summed over rows; each program owns its columns, so that none needs atomics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from locret_stream.kernels.triton.prefill_attention import LN2, LOG2E, base2_log
 
 
 @triton.jit
-def _row_lse(q, k, ranks, sinks, lse, stride_q, stride_k, R, N, scale, G: tl.constexpr, D: tl.constexpr,
-             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr,
+def _row_lse(q, k, ranks, sink_logits, lse, stride_q, stride_k, R, N, scale, G: tl.constexpr, D: tl.constexpr,
+             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, DOT: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Log-sum-exp of a block of rows of one query head, sinks included."""
+    """Log-sum-exp of a block of rows of one query head, sink logits included."""
     head = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
@@ -22,15 +22,15 @@ def _row_lse(q, k, ranks, sinks, lse, stride_q, stride_k, R, N, scale, G: tl.con
     units = tl.arange(0, BLOCK_N)
     inside = start + rows < R
     rank = tl.load(ranks + start + rows, mask=inside, other=-1).to(tl.int32)
-    # What the block's rows see lies in lo .. hi - 1.
+    # The block's rows see no unit outside lo .. hi - 1.
     hi = tl.minimum(tl.max(rank, 0) + 1, N)
     lo = hi * 0
     if WINDOW > 0:
         lo = tl.maximum(tl.min(tl.where(inside, rank, N), 0) - WINDOW + 1, 0)
     tile = load_tile(q + head * stride_q[0] + start.to(tl.int64) * stride_q[1], rows, dims, stride_q[1], stride_q[2],
                      R - start, D, True, D < BLOCK_D).to(DOT)
-    if SINKS:
-        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+    if SINK_LOGITS:
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink_logits + head).to(tl.float32) * LOG2E
         total = tl.zeros([BLOCK_M], tl.float32) + 1.0
     else:
         top = tl.zeros([BLOCK_M], tl.float32) - float("inf")
@@ -57,12 +57,12 @@ def _row_lse(q, k, ranks, sinks, lse, stride_q, stride_k, R, N, scale, G: tl.con
 def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale, G: tl.constexpr, D: tl.constexpr,
              WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ABOVE: tl.constexpr, DOT: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Sums over all rows and the G heads, for a block of columns of one KV head; ABOVE: of what exceeds the mean."""
+    """Sums over all rows and G heads, for a block of columns of one KV head; ABOVE: counts weights over the mean."""
     start = tl.program_id(0) * BLOCK_N
     head = tl.program_id(1).to(tl.int64)
     units = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    # Only rows first .. last - 1 see anything here: exact for ranks in order, never too few for others.
+    # No row outside first .. last - 1 sees these columns. Where ranks are not in order, some inside do not either.
     first = start * 0 + R
     last = start * 0
     for r in range(0, R, BLOCK_R):
@@ -84,7 +84,7 @@ def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale
         row = (first + at % span).to(tl.int64)
         rank = tl.load(ranks + row, mask=inside, other=-1).to(tl.int32)
         total = tl.load(lse + query_head * stride_lse[0] + row * stride_lse[1], mask=inside, other=0.0) * LOG2E
-        total = tl.where(total == float("-inf"), float("inf"), total)  # a row that sees nothing: weights 0, not NaN
+        total = tl.where(total == float("-inf"), float("inf"), total)  # a row that sees nothing has weights 0, not NaN
         queries = (q + query_head * stride_q[0] + row * stride_q[1])[:, None] + dims[None, :] * stride_q[2]
         tile = tl.load(queries, mask=inside[:, None] & (dims[None, :] < D), other=0.0).to(DOT)
         logits = base2_logits(tl.dot(keys, tl.trans(tile), input_precision="ieee"), scale, SOFTCAP)
@@ -103,7 +103,7 @@ def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale
 
 
 def _blocks(dtype: tl.dtype, dim: int) -> dict[str, int]:
-    """Block shapes, warps and stages. Only a GPU run can say whether they are the fastest."""
+    """Block shapes, warps and stages. Whether they are the fastest has yet to be measured on a GPU."""
     if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers
         size = 32 if dim <= 128 else 16
         return {"BLOCK_M": size, "BLOCK_N": size, "num_warps": 4, "num_stages": 2}
@@ -112,8 +112,8 @@ def _blocks(dtype: tl.dtype, dim: int) -> dict[str, int]:
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
                       above_mean: bool = False, window: int | None = None, softcap: float | None = None,
-                      sinks: Tensor | None = None) -> Tensor:
-    """As `reference.reduced_attention`."""
+                      sink_logits: Tensor | None = None) -> Tensor:
+    """`reference.reduced_attention`."""
     query_heads, rows, dim = q.shape
     heads, count, _ = k.shape
     dtype, wide = dot_dtype(q, k), block_dim(dim)
@@ -124,8 +124,8 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
     if lse is None:
         lse = q.new_empty(query_heads, rows, dtype=torch.float32)
         _row_lse[query_heads, triton.cdiv(rows, blocks["BLOCK_M"])](
-            q, k, ranks, q if sinks is None else sinks.contiguous(), lse, q.stride(), k.stride(), rows, count, scale,
-            SINKS=sinks is not None, **shared)
+            q, k, ranks, q if sink_logits is None else sink_logits.contiguous(), lse, q.stride(), k.stride(), rows,
+            count, scale, SINK_LOGITS=sink_logits is not None, **shared)
     sums = q.new_empty(heads, count, dtype=torch.float32)
     _columns[triton.cdiv(count, blocks["BLOCK_N"]), heads](
         q, k, ranks, lse, sums, q.stride(), k.stride(), lse.stride(), rows, count, scale,

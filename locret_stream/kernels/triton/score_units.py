@@ -1,8 +1,9 @@
-"""The retaining head without the concatenation of q, k and v: as three products of cuBLAS, or as one of Triton.
+"""The retaining head without the concatenation of q, k and v.
 
-`VARIANT` says which. "cublas": three accumulating products in the weights' dtype, then activation and projection in
-one kernel; the hidden layer is rounded three times where the reference rounds it once. "fused": everything in one
-kernel that accumulates in fp32 and rounds only what it projects. Both are deterministic: no atomics.
+`VARIANT` chooses one of two ways. "cublas": three accumulating products in the dtype of the weights, then activation
+and projection in one kernel; the hidden layer is rounded three times where the reference rounds it once. "fused": all
+in one kernel, which accumulates in fp32 and rounds only the operand of the projection. Both are deterministic, as they
+use no atomics.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from locret_stream.kernels.reference import project
+from locret_stream.kernels.torch_ops import hidden_layer
 
-VARIANT = "cublas"  # which is faster is for a GPU to say; not with fp32 weights, whose products use no tensor cores
+VARIANT = "cublas"  # the faster one has yet to be measured on a GPU, with 16-bit weights: fp32 uses no tensor cores
 
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
 _MODULES = {  # by name: kernels import no model code
@@ -31,33 +33,23 @@ _MODULES = {  # by name: kernels import no model code
 
 def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],
                 bias1: Tensor | None = None, bias2: Tensor | None = None) -> Tensor:
-    """`reference.score_units`. An activation that the kernels do not have runs in torch between torch's products."""
+    """`reference.score_units`. With an activation that the kernels do not have, all of it runs in torch."""
     name = _name(act)
     if VARIANT == "fused" and name is not None:
         return _score_fused(q, k, v, fc1, fc2, name, bias1, bias2)
-    hidden = _hidden(q, k, v, fc1, bias1)
+    hidden = hidden_layer(q, k, v, fc1, bias1)
     if name is None:
         return project(act(hidden), fc2, bias2)
     return _project(hidden, fc2, name, bias2)
 
 
 def _name(act: Callable[[Tensor], Tensor]) -> str | None:
-    """What the kernels call an activation, None for one that they do not have."""
+    """The name of an activation in the kernels, None for one that they do not have."""
     if type(act) is nn.GELU:
         return "gelu_tanh" if act.approximate == "tanh" else "gelu"
     if isinstance(act, nn.Module):
         return _MODULES.get(f"{type(act).__module__}.{type(act).__qualname__}")
     return next((name for function, name in _FUNCTIONS.items() if act is function), None)
-
-
-def _hidden(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, bias1: Tensor | None) -> Tensor:
-    """[T, W] of the weights' dtype, before the activation."""
-    parts = [t.transpose(0, 1).flatten(1).to(fc1.dtype) for t in (q, k, v)]
-    weights = fc1.split([part.shape[1] for part in parts], dim=1)
-    hidden = F.linear(parts[0], weights[0], bias1)
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        hidden.addmm_(part, weight.t())
-    return hidden
 
 
 def _project(hidden: Tensor, fc2: Tensor, name: str, bias2: Tensor | None) -> Tensor:
@@ -89,7 +81,7 @@ def _score_fused(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, name
 
 
 def _flat(x: Tensor) -> tuple[Tensor, int, int, int, int, int]:
-    """x [H, T, D] with H, D and its strides; as one head of H*D features where it lies in memory like that."""
+    """x [H, T, D], then H, D and the strides; as one head of H*D features where the memory allows it."""
     heads, _, dim = x.shape
     if x.stride(0) == dim * x.stride(2):
         return x, 1, heads * dim, 0, x.stride(1), x.stride(2)
@@ -97,13 +89,14 @@ def _flat(x: Tensor) -> tuple[Tensor, int, int, int, int, int]:
 
 
 def _tile(size: int, most: int | None = None) -> int:
-    """Tile for a dimension: a power of two, and not below the 16 of tl.dot."""
+    """Tile of a dimension: a power of two, at least the 16 that tl.dot takes."""
     tile = max(16, triton.next_power_of_2(size))
     return tile if most is None else min(most, tile)
 
 
 def _widen() -> bool:
-    """Triton's interpreter multiplies the bits of bf16 as integers. In fp32, as there, every product is the same."""
+    """Whether operands are cast to fp32, which leaves every product as it is: Triton's interpreter takes the bits of
+    bf16 for integers."""
     return triton.knobs.runtime.interpret
 
 
@@ -157,7 +150,7 @@ def _activate_project(hidden, fc2, bias2, out, tokens, width, heads, fc2_stride_
 @triton.jit
 def _accumulate(acc, x, heads, dim, stride_h, stride_t, stride_d, weight, row, column, tokens, width, stride_w,
                 stride_f, DEPTH: tl.constexpr, WIDEN: tl.constexpr):
-    """acc + x [heads, tokens, dim] times the features of `weight` that belong to it, head by head."""
+    """acc + x [heads, tokens, dim] times the features of `weight` that belong to x, head by head."""
     for _ in range(heads):
         for start in range(0, dim, DEPTH):
             feature = (start + tl.arange(0, DEPTH)).to(tl.int64)
@@ -176,9 +169,9 @@ def _score(q, q_heads, q_dim, q_stride_h, q_stride_t, q_stride_d, k, k_heads, k_
            v, v_heads, v_dim, v_stride_h, v_stride_t, v_stride_d, fc1, fc2, bias1, bias2, partial, tokens, width, heads,
            stride_w, stride_f, fc2_stride_h, fc2_stride_w, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
            DEPTH: tl.constexpr, HEADS: tl.constexpr, ACT: tl.constexpr, WIDEN: tl.constexpr):
-    """partial[w, h, t]: what block w of the hidden layer adds to the scores of TOKENS tokens."""
+    """partial[w, h, t]: the part of the scores of TOKENS tokens that comes from block w of the hidden layer."""
     blocks = tl.cdiv(width, WIDTH)
-    block = tl.program_id(0) % blocks  # programs that run side by side share their tokens
+    block = tl.program_id(0) % blocks  # neighbouring programs read the same tokens
     row = ((tl.program_id(0) // blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (block * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
     head = tl.arange(0, HEADS)

@@ -1,4 +1,4 @@
-"""Selection of a budget by radix search: scores become ordered integers, a program per head finds the threshold."""
+"""Selection of a budget by radix search: scores become ordered integers, whose threshold one program per head finds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096  # 8 keys a thread at 16 warps, three counters each: 90 registers; its speed is for a GPU to confirm
+_BLOCK = 4096  # at 16 warps: 8 keys per thread, with three counters each, in 90 registers; yet to be measured on a GPU
 
 
 def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int = 0) -> Tensor:
-    """`reference.select_units`, bit for bit; without host synchronisation."""
+    """`reference.select_units`, bit for bit. The host waits for nothing."""
     heads, count = scores.shape
     if count <= budget:
         return torch.arange(count, device=scores.device).expand(heads, count)
@@ -28,9 +28,9 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
 
 @triton.jit(do_not_specialize=["blocks", "sinks", "stabilizers"])
 def _order(scores, keys, count, blocks, sinks, stabilizers, stride_h, stride_n, BLOCK: tl.constexpr):
-    """Scores -> int32 that order as `order_keys` does by score, those of protected units above all.
+    """Scores -> int32 keys in the order of `order_keys`, but for equal scores; keys of protected units are the highest.
 
-    In integers throughout: whether a device flushes subnormals cannot matter.
+    All steps are in integers, so that it does not matter whether a device flushes subnormals.
     """
     head = (tl.program_id(0) // blocks).to(tl.int64)
     rank = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -45,14 +45,15 @@ def _order(scores, keys, count, blocks, sinks, stabilizers, stride_h, stride_n, 
 
 @triton.jit(do_not_specialize=["budget"])
 def _select(keys, out, count, budget, BLOCK: tl.constexpr):
-    """Ranks, ascending, of the `budget` highest keys of a head, the newest of equals."""
+    """Ranks, ascending, of the `budget` highest keys of a head; of equal keys the newest stay."""
     head = tl.program_id(0).to(tl.int64)
     keys += head * count
     out += head * budget
     lane = tl.arange(0, BLOCK)
 
-    # The highest threshold that at least `budget` keys reach, two bits at a time from the top: three counters a lane
-    # and no histogram, whose digits would meet in shared memory. In 64 bits, as sums of its bits overflow 32.
+    # The highest threshold that at least `budget` keys reach, two bits at a time from the top. Three counters per lane
+    # take the place of a histogram, whose digits would collide in shared memory. The threshold has 64 bits, as its sums
+    # overflow 32.
     threshold = tl.full((), -0x80000000, tl.int64)
     reached = tl.full((), 0, tl.int32) + count
     for level in range(16):
@@ -74,7 +75,7 @@ def _select(keys, out, count, budget, BLOCK: tl.constexpr):
         elif reach_low >= budget:
             threshold, reached = low, reach_low
 
-    # All above the threshold stay, and of those on it all but the oldest `excess`.
+    # All keys above the threshold stay, and of those equal to it all but the oldest `excess`.
     excess = reached - budget
     greater_seen = tl.full((), 0, tl.int32)
     equal_seen = tl.full((), 0, tl.int32)

@@ -33,7 +33,7 @@ def main() -> None:
         save(branch, toy.feed(tokens, branch))
     expected["alice"] = plain(toy.record())
     fork = branch.fork("alice/fork", toy.seen)
-    other = toy.twin(9)
+    other = toy.diverged(9)
     save(fork, other.feed(17, fork))
     expected["alice/fork"] = plain(other.record())
     sealed = local_store(FOLDER / "sealed", key=KEY)

@@ -2,8 +2,8 @@
 
     python -m tests.snapshot.hostile.make_hostile
 
-They are committed so that a later reader meets the very bytes that an earlier one refused; `test_format` holds what the
-refusal of each says.
+They are committed so that a later reader meets the very bytes that an earlier one refused; `test_hostile_headers`
+checks what the refusal of each says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE = {"start": 0, "end": 1}
 
 def body(kind: type, **lies: Any) -> bytes:
     """The sound container of a kind with fields of its body changed."""
-    return rebuilt(kind, lambda found, _: found.update(lies))
+    return rebuilt(kind, lambda body, _: body.update(lies))
 
 
 def section(kind: type, name: str, **lies: torch.Tensor | None) -> bytes:

@@ -1,0 +1,65 @@
+"""The arithmetic of budgets: whole units divided over layers, and the most units that fit. Knows numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+PYRAMID_BETA = 20
+
+
+def divide(total: int, shares: Sequence[float], *, most: int | None = None, least: Sequence[int] = ()) -> list[int]:
+    """Whole numbers in proportion to `shares` [L], by largest remainder, so that their sum is exactly `total`.
+
+    Args:
+        most: an upper bound of every number; the others get what is cut off, in their proportions.
+        least: lower bounds [L]; the others give what is added, in their proportions. Bounds that no numbers of that
+            sum can keep have no effect.
+    """
+    weight = sum(shares)
+    exact = [total * share / weight for share in shares]
+    if most is not None and max(_rounded(exact, total)) > most:
+        exact = _within(exact, [most] * len(exact), 1)
+    if least:
+        exact = _within(exact, least, -1)
+    return _rounded(exact, total)
+
+
+def pyramid(units: int, protected: int, layers: int) -> tuple[float, ...]:
+    """Units that fall linearly from the first layer to the last, with the mean `units` (PyramidKV, arXiv:2406.02069,
+    section 4.2): of the mean beside what is protected the last layer gets 1 / beta, and the first the rest of twice it.
+    """
+    free = max(0, units - protected)
+    least = free / PYRAMID_BETA
+    step = 2 * (free - least) / (layers - 1)
+    return tuple(protected + 2 * free - least - step * layer for layer in range(layers))
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits, 0 if none does, provided that all below a fitting one fit, too."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _rounded(exact: list[float], total: int) -> list[int]:
+    units = [math.floor(x + 1e-9) for x in exact]  # a whole number may have lost its last bit
+    by_remainder = sorted(range(len(exact)), key=lambda i: (units[i] - exact[i], i))
+    for i in by_remainder[: total - sum(units)]:
+        units[i] += 1
+    return units
+
+
+def _within(exact: list[float], bounds: Sequence[int], sign: int) -> list[float]:
+    """Numbers of the same sum, none of which is beyond its bound: above it for sign 1, below it for sign -1."""
+    if sign * (sum(exact) - sum(bounds)) > 0.5:  # both are whole numbers, but for rounding
+        return exact
+    fixed: set[int] = set()
+    while beyond := {i for i, units in enumerate(exact) if sign * units > sign * bounds[i] and i not in fixed}:
+        fixed |= beyond
+        rest = sum(exact) - sum(bounds[i] for i in fixed)
+        weight = sum(units for i, units in enumerate(exact) if i not in fixed)
+        exact = [bounds[i] if i in fixed else units * rest / weight for i, units in enumerate(exact)]
+    return exact

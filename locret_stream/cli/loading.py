@@ -1,0 +1,71 @@
+"""Runtimes and models for the verbs. torch is imported inside, once a verb needs it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from locret_stream.cli.options import RuntimeOptions
+from locret_stream.cli.output import err
+from locret_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from locret_stream.runtime import Runtime
+
+DIGITS = 1_000  # the most of a budget; Python converts no number of more than 4,300
+
+
+def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
+    """A running runtime for one context, to be closed with `aclosing`. Where an option is None, the runtime's own
+    default holds.
+
+    Call it outside of an event loop: Ctrl-C then interrupts imports and loading at once.
+
+    Args:
+        more: further options of `Runtime.from_pretrained`.
+    """
+    _before_loading(options.model)
+    from locret_stream.runtime import Runtime
+
+    given = {**msgspec.structs.asdict(options), **more}
+    budget = options.budget
+    if budget is not None and budget.strip().isdecimal():
+        if len(budget) > DIGITS:
+            raise ConfigError(f"budget is a number of {len(budget):,} digits; expected units per KV head, or a size "
+                              "such as '512MiB'")
+        given["budget"] = int(budget)
+    runtime = Runtime.from_pretrained(max_live=1, **{name: value for name, value in given.items() if value is not None})
+    runtime.start()
+    return runtime
+
+
+def beside(runtime: Runtime, policy: str) -> Runtime:
+    """A second running runtime on a thread of its own (`Runtime.beside`, started). The two share the cores."""
+    import torch
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    second = runtime.beside(policy, own_thread=True)
+    second.start()
+    return second
+
+
+def load(model: str, **options: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer alone; `options` are "device" and "dtype"."""
+    _before_loading(model)
+    from locret_stream.runtime import Runtime
+
+    return Runtime.from_pretrained(model, policy="random", **options).load()
+
+
+def _before_loading(model: str) -> None:
+    """Silence what others print while they load, and say where a hub is asked."""
+    for name in ("torchao", "torch.utils._pytree"):  # both log wherever torchao is installed
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if model != "bundled" and not Path(model).exists() and model.count("/") < 2:
+        err.print(f"{model} is no folder here: asking the Hugging Face hub.", soft_wrap=True)

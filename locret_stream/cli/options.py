@@ -1,0 +1,68 @@
+"""The options that several verbs have, alone and in groups. A group is a frozen Struct whose fields are options;
+`grouped` makes a verb take groups as parameters, while Typer sees one option for every field."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+import typer
+
+Model = Annotated[str, typer.Option(help=(
+    'A folder of a causal language model or of an adapter, a GGUF file, a hub id, or "bundled".'))]
+Heads = Annotated[Path | None, typer.Option(help="Folder of retaining heads, where the model brings none.")]
+Policy = Annotated[str, typer.Option(help="Eviction method: which units stay.")]
+Units = Annotated[str | None, typer.Option(show_default="768 for the bundled model, else 6000", help=(
+    "Units kept per KV head (mean over the layers), or a size such as 512MiB."))]
+Chunk = Annotated[int | None, typer.Option(min=1, show_default="256 for the bundled model, else 1024", help=(
+    "Tokens read between two evictions."))]
+Device = Annotated[str | None, typer.Option(show_default="cuda where there is one", help=(
+    'Where to run; "auto" spreads a model over all devices.'))]
+Dtype = Annotated[str, typer.Option(help="Data type of the weights, such as bfloat16.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
+
+DEFAULT_STORE = "~/.local/share/locret"
+StoreUrl = Annotated[str, typer.Option("--store", envvar="LOCRET_STORE", help=(
+    "Where sessions are kept: a folder, or a URL such as s3://bucket/memories."))]
+Key = Annotated[str | None, typer.Option(envvar="LOCRET_KEY", help=(
+    "64 hexadecimal digits under which sessions are encrypted; better given by the variable."))]
+
+
+class RuntimeOptions(msgspec.Struct, frozen=True):
+    """The model, and the memory that it runs with."""
+
+    model: Model = "bundled"
+    heads: Heads = None
+    policy: Policy = "locret"
+    budget: Units = None
+    chunk_size: Chunk = None
+    device: Device = None
+    dtype: Dtype = "auto"
+
+
+def grouped(verb: Callable[..., None]) -> Callable[..., None]:
+    """The same verb with one parameter for every field of a group, at the place of the group."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, msgspec.Struct)}
+    parameters = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        if name in groups:
+            fields = get_type_hints(groups[name], include_extras=True)
+            parameters += [inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                                             annotation=fields[field.name])
+                           for field in msgspec.structs.fields(groups[name])]
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @functools.wraps(verb)
+    def flat(**values: Any) -> None:
+        given = {name: group(**{field: values.pop(field) for field in group.__struct_fields__})
+                 for name, group in groups.items()}
+        verb(**values, **given)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Typer's `inspect` reads it
+    return flat

@@ -1,0 +1,50 @@
+"""What the verbs print: the two consoles, JSON on stdout, and numbers in words. Knows no model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from statistics import fmean
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from locret_stream.context import Memory
+
+# Nothing printed is markup: file names, questions and answers are data.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def writes_everything(stream: IO[str]) -> bool:
+    """Whether the encoding of `stream` has every Unicode character."""
+    try:
+        "\U0010fffd".encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one object on one line of stdout."""
+    print(json.dumps(value, ensure_ascii=not writes_everything(sys.stdout)), flush=True)
+
+
+def in_bytes(count: float) -> str:
+    """A size as people read it: 6.1 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def describe(memory: Memory) -> str:
+    """The state of a context in one sentence."""
+    among = f", a focus of {memory.focus:,} tokens among them," if memory.focus else ""
+    among += f" and the newest {memory.pending:,} tokens" if memory.pending else ""
+    buffered = f"; {memory.buffered:,} more buffered" if memory.buffered else ""
+    return (f"{memory.tokens:,} tokens read, {fmean(memory.units):,.0f} units per KV head (mean over layers){among} "
+            f"kept in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}"
+            f"{buffered}")

@@ -1,0 +1,63 @@
+"""How Ctrl-C and other signals end a verb: a summary on stderr, and the exit status of the signal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from locret_stream.cli.errors import INTERRUPTED, STOPPED
+from locret_stream.cli.output import describe
+
+if TYPE_CHECKING:
+    from locret_stream.context import Memory
+
+
+class Summary:
+    """What a verb has done so far, in words; printed when a signal ends the verb."""
+
+    def __init__(self, text: str = "nothing was fed yet") -> None:
+        self._text = text
+        self._memory: Callable[[], Memory] | None = None
+
+    @contextmanager
+    def watching(self, memory: Callable[[], Memory]) -> Iterator[None]:
+        """Summarise the memory that the callable returns: inside as it is now, afterwards as it was at the end."""
+        self._memory = memory
+        try:
+            yield
+        finally:
+            self._text, self._memory = describe(memory()), None
+
+    def __str__(self) -> str:
+        return describe(self._memory()) if self._memory else self._text
+
+
+@contextmanager
+def interruptible(summary: Summary) -> Iterator[None]:
+    """Ctrl-C inside prints the summary and ends the verb with status 130; so do the signals of `STOPPED`, each with its
+    own status. Slow imports belong inside."""
+    status = INTERRUPTED
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal status
+        status = STOPPED[signal.Signals(number).name]
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind a shell's `&`; asyncio handles no SIGINT then
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    numbers = [getattr(signal, name) for name in STOPPED if hasattr(signal, name)]
+    before = {number: signal.signal(number, stop) for number in numbers
+              if signal.getsignal(number) is not signal.SIG_IGN}  # nohup ignores SIGHUP, which then stays ignored
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(OSError):  # the terminal may be closed
+            print(f"\n{'Interrupted' if status == INTERRUPTED else 'Terminated'}: {summary}.", file=sys.stderr)
+        raise SystemExit(status) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

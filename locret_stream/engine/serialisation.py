@@ -1,0 +1,178 @@
+"""A context as named tensors and back: exports, what a snapshot takes, and what may be loaded.
+
+The tensors are the units of every layer l, those of the focus left out, as they follow from its ids (`l.keys`,
+`l.values` [H, n, D], `l.scores` [P, H, n], `l.positions` [H, n]); `seen`, `pending`, `history`, `focus`, `next_focus`
+(the position at which it was given, then its ids), `last_hidden`, `peaks`, and the state of the policy as `policy.*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from locret_stream.engine.focus import Units, expect_focus
+from locret_stream.engine.layout import Layout
+from locret_stream.engine.state import EngineState
+from locret_stream.errors import ConfigError, SnapshotCorrupt
+from locret_stream.snapshot import LayerUnits, Moment
+
+
+def export(layout: Layout, state: EngineState) -> dict[str, Tensor]:
+    """All tensors of a context but `peaks`, as copies."""
+    return {**state.store.export(layout.fronts(state.focus)), **_small_tensors(state)}
+
+
+def moment(layout: Layout, state: EngineState, position: int, stored: Mapping[str, Tensor] | None) -> Moment:
+    """All tensors of a context after the first `position` accepted tokens but K and V; see `Engine.moment`."""
+    assert state.seen <= position <= state.position and state.swapped_out == (stored is not None)
+    tensors = _small_tensors(state, position - state.seen)
+    if stored is None:
+        store, fronts = state.store, layout.fronts(state.focus)
+        scores = [store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)]
+        positions = [store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)]
+    else:
+        expect_units_of(state, stored)
+        scores = [stored[f"{layer}.scores"] for layer in range(layout.shape.layers)]
+        positions = [stored[f"{layer}.positions"] for layer in range(layout.shape.layers)]
+    tensors |= {f"{layer}.scores": tensor for layer, tensor in enumerate(scores)}
+    tensors["peaks"] = torch.tensor(state.peaks)
+    return Moment(seen=state.seen, tokens=position, counts=tuple(units.shape[1] for units in positions),
+                  positions=positions, state={name: tensor.cpu() for name, tensor in tensors.items()})
+
+
+def units_between(state: EngineState, layer: int, start: int, end: int,
+                  stored: Mapping[str, Tensor] | None) -> LayerUnits:
+    """Committed units of one layer at positions start .. end-1; see `Engine.units_between`."""
+    if stored is not None:
+        return LayerUnits.between(start, end, *(stored[f"{layer}.{name}"] for name in ("positions", "keys", "values")))
+    store, count = state.store, state.store.counts[layer]
+    return LayerUnits.between(start, end, store.positions(layer), store.keys(layer, count)[0],
+                              store.values(layer, count)[0])
+
+
+def load(layout: Layout, state: EngineState, tensors: Mapping[str, Tensor],
+         focus_units: Callable[[Sequence[int]], Units], last_device: torch.device) -> None:
+    """Load `tensors` into an empty context; see `Engine.load`.
+
+    Args:
+        focus_units: computes the units of a focus from its ids. last_device: where the model's hidden states come out.
+    """
+    expect_loadable(layout, tensors, state)
+    state.focus, state.next_focus = _focus_in(tensors)
+    state.had_focus = "focus" in tensors
+    if state.next_focus is not None:
+        state.next_focus_at = int(tensors["next_focus"][0])
+    for ids in (state.focus, state.next_focus or []):
+        try:
+            expect_focus(layout, ids)
+        except ConfigError as error:
+            raise SnapshotCorrupt(str(error)) from error
+    state.store.load(tensors, layout.rotate_keys, focus_units(state.focus))
+    state.seen = int(tensors["seen"])
+    state.pending = tensors["pending"].tolist()
+    state.committed_ids.extend(tensors["history"].tolist())
+    state.peaks = tensors["peaks"].tolist() if "peaks" in tensors else list(state.store.counts)
+    if "last_hidden" in tensors:
+        state.last_hidden = tensors["last_hidden"].to(last_device, copy=True)
+    state.policy_state = {name: tensors[f"policy.{name}"].to(tensor.device, copy=True)
+                          for name, tensor in state.policy_state.items()}
+
+
+def expect_units_of(state: EngineState, stored: Mapping[str, Tensor]) -> None:
+    """Raises:
+        SnapshotCorrupt: stored units of another position or focus than those of a swapped-out state.
+    """
+    seen, focus = int(stored["seen"]), _focus_in(stored)[0]
+    if seen != state.seen or focus != state.focus:
+        raise SnapshotCorrupt(f"found units of position {seen} and focus {focus}; expected {state.seen} and "
+                              f"{state.focus}")
+
+
+def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: EngineState) -> None:
+    """Refuse tensors that are not a context of this layout, before any is used; they may come from anywhere.
+
+    Args:
+        fresh: an empty context, whose policy state and history say what is expected of these.
+
+    Raises:
+        SnapshotCorrupt: names the first tensor that is not as expected.
+    """
+    shape, planes = layout.shape, layout.policy.planes
+    seen = tensors.get("seen")
+    if seen is None or seen.dtype != torch.int64 or seen.dim() or int(seen) < 0 or int(seen) % layout.chunk_size:
+        raise SnapshotCorrupt(f"'seen' is {seen}; expected a multiple of the chunk size {layout.chunk_size}")
+    count = int(seen)
+    heads, dim, dtype = shape.kv_heads, shape.head_dim, layout.dtype
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"seen": (torch.int64, ())}
+    units_of: dict[tuple[int, int | None], int] = {}  # layers of equal budget and window have equally many units
+    for layer, kind in enumerate(zip(layout.budgets, shape.sliding, strict=True)):
+        units = units_of.setdefault(kind, _expected_units(tensors.get(f"{layer}.keys"), count, *kind, tensors, layout))
+        expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
+        expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
+        expected[f"{layer}.positions"] = (torch.int64, (heads, units))
+    if count:
+        expected["last_hidden"] = (dtype, (1, 1, shape.hidden))
+    if "peaks" in tensors:
+        expected["peaks"] = (torch.int64, (shape.layers,))
+    expected |= {f"policy.{name}": (t.dtype, tuple(t.shape)) for name, t in fresh.policy_state.items()}
+    for name in ("pending", "history", *(name for name in ("focus", "next_focus") if name in tensors)):
+        expected[name] = (torch.int64, (len(tensors[name]),) if name in tensors and tensors[name].dim() else (0,))
+    for name in sorted(tensors.keys() | expected.keys()):
+        found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None
+        if found != expected.get(name):
+            raise SnapshotCorrupt(f"tensor {name!r} is {found or 'missing'}; expected {expected.get(name, 'none')}")
+    next_focus = tensors.get("next_focus")
+    if next_focus is not None and not (
+            len(next_focus) and count < int(next_focus[0]) <= count + len(tensors["pending"])):
+        raise SnapshotCorrupt(f"'next_focus' was given at {next_focus[:1].tolist()}; expected a place of the pending "
+                              "ids")
+    for name, most in (("pending", 64 * layout.chunk_size), ("history", fresh.committed_ids.maxlen or 0),
+                       ("focus", max(layout.budgets)), ("next_focus", max(layout.budgets))):
+        ids = tensors.get(name, torch.zeros(0, dtype=torch.int64))[name == "next_focus":]
+        if len(ids) > most or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab):
+            raise SnapshotCorrupt(f"{name!r} holds {len(ids)} ids; expected at most {most}, each below {shape.vocab}")
+    for layer in range(shape.layers):
+        positions = tensors[f"{layer}.positions"]
+        if positions.shape[1] and (int(positions.min()) < 0 or int(positions.max()) >= count
+                                   or bool((positions.diff(dim=-1) <= 0).any())):
+            raise SnapshotCorrupt(f"positions of layer {layer} do not ascend inside 0 to {count}")
+    if "peaks" in tensors and not all(
+            0 <= peak <= budget + layout.chunk_size
+            for peak, budget in zip(tensors["peaks"].tolist(), layout.budgets, strict=True)):
+        raise SnapshotCorrupt("'peaks' are not numbers of units that a layer can hold")
+
+
+def _expected_units(keys: Tensor | None, seen: int, budget: int, window: int | None, tensors: Mapping[str, Tensor],
+                    layout: Layout) -> int:
+    """How many units a layer of that budget and window must have: as many as fit. In a context that had a focus they
+    may be fewer, where the focus before was longer, but never so few that `expect_focus` would have refused it."""
+    focus = tensors.get("focus")
+    if focus is None or window:
+        return min(seen, budget)
+    protected = layout.config.budget.sinks + layout.config.budget.stabilizers
+    most = min(seen, max(0, budget - focus.numel()))
+    count = keys.shape[1] if keys is not None and keys.dim() == 3 else most
+    return count if min(seen, protected + 1) <= count <= most else most
+
+
+def _focus_in(tensors: Mapping[str, Tensor]) -> tuple[list[int], list[int] | None]:
+    """The ids of the focus and of the next one, of tensors that `expect_loadable` accepts."""
+    return (tensors["focus"].tolist() if "focus" in tensors else [],
+            tensors["next_focus"].tolist()[1:] if "next_focus" in tensors else None)
+
+
+def _small_tensors(state: EngineState, pending: int | None = None) -> dict[str, Tensor]:
+    """All tensors but units and peaks, as copies; of the pending ids the first `pending`, None for all."""
+    with state.lock:
+        tensors = {"seen": torch.tensor(state.seen),
+                   "pending": torch.tensor(state.pending[:pending], dtype=torch.int64),
+                   "history": torch.tensor(list(state.committed_ids), dtype=torch.int64)}
+        if state.had_focus:
+            tensors["focus"] = torch.tensor(state.focus, dtype=torch.int64)
+        if state.next_focus is not None:
+            tensors["next_focus"] = torch.tensor([state.next_focus_at, *state.next_focus])
+    if state.last_hidden is not None:
+        tensors["last_hidden"] = state.last_hidden.clone()
+    return tensors | {f"policy.{name}": tensor.clone() for name, tensor in state.policy_state.items()}

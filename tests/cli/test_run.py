@@ -1,0 +1,62 @@
+"""`locret-stream run` and `inspect`: answers from files and stdin, chat, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from tests.cli.command import invoke
+from tests.processes import run_python
+
+
+def test_run_answers_from_files_and_stdin(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("The door code of falcon is 48213.")
+    code, out, err = invoke("run", note, "-", "--ask", "What?", "--ask", "And?", "--json", "--max-new-tokens", 4,
+                            *small, text="More of it, from a pipe.\n")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [a["question"] for a in found["answers"]] == ["What?", "And?"]
+    assert found["tokens_fed"] == len("The door code of falcon is 48213.\nMore of it, from a pipe.\n")
+    assert "memory:" in err
+
+
+def test_run_reads_stdin_when_nothing_is_named(small: list[str]):
+    code, out, err = invoke("run", "--ask", "What?", "--max-new-tokens", 4, "--json", *small, text="abc\n")
+    assert code == 0, err
+    assert json.loads(out)["tokens_fed"] == 4
+    code, _, err = invoke("run", "--ask", "What?", "--max-new-tokens", 4, "--focus", "What?", *small, text="abc\n")
+    assert code == 0 and "a focus of 5 tokens" in err
+
+
+def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("Hello.\n")
+    code, _, err = invoke("run", note, "--max-new-tokens", 4, *small, text="Who?\n\nWhy?")
+    assert code == 0, err
+    read = int(re.search(r"At the end: ([\d,]+) tokens", err)[1].replace(",", ""))
+    assert read > len("Hello.\nWho?Why?")
+
+
+def test_inspect_prints_the_formula(small: list[str]):
+    code, out, err = invoke("inspect", "--json", *small)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["budgets"] == [96, 96] and found["bytes_resident"] == found["formula_bytes"]
+    code, out, err = invoke("inspect", *small)
+    assert code == 0 and "bytes" in out, err
+
+
+def test_output_in_an_encoding_that_lacks_characters(small: list[str], tmp_path: Path):
+    """What it lacks is written out; JSON stays JSON."""
+    note = tmp_path / "note.txt"
+    note.write_text("Zwölf 🦉.\n", encoding="utf-8")
+    latin, ascii_only = ({**os.environ, "PYTHONIOENCODING": name, "PYTHONUTF8": "1"} for name in ("latin-1", "ascii"))
+    done = run_python("-m", "locret_stream", "inspect", *small, env=latin, encoding="latin-1")
+    assert done.returncode == 0 and "slots · \\u03a3 H" in done.stdout, done.stderr
+    done = run_python("-m", "locret_stream", "run", note, "--ask", "Zwölf 🦉?", "--json", "--max-new-tokens", 4, *small,
+                      env=ascii_only)
+    assert done.returncode == 0 and done.stdout.isascii(), done.stderr
+    assert json.loads(done.stdout)["answers"][0]["question"] == "Zwölf 🦉?"

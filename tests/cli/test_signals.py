@@ -1,0 +1,136 @@
+"""Ctrl-C and other signals, and texts that come through pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from locret_stream.cli.text_input import Reader, file_text
+from locret_stream.errors import InvalidText
+from tests.cli.command import start, wait_for
+from tests.processes import PIPE, run_python, start_python
+
+
+def test_ctrl_c_while_a_stream_is_read_ends_with_a_summary(small: list[str]):
+    process = start("run", "-", "--ask", "What?", *small, stdin=PIPE)
+    try:
+        wait_for(process, "reading stdin")
+        process.stdin.write("All work and no play.\n" * 2000)
+        process.stdin.flush()
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert re.search(r"Interrupted: [\d,]+ tokens read, .* kept", err) and out == "" and "Traceback" not in err, err
+
+
+def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("Hello.\n")
+    for args, word in ((["demo", "--tokens", 2_000_000], "decoys"), (["run", note], "Ask away")):
+        process = start(*args, *small, stdin=PIPE)
+        try:
+            wait_for(process, word)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130 and "Interrupted: " in err and "Traceback" not in err, err
+
+
+def test_the_reader_waits_for_a_pipe_without_a_thread():
+    async def both() -> list[str | None]:
+        read, write = os.pipe()
+        reader = Reader("pipe", os.fdopen(read, "rb"))
+        os.write(write, "eins\nzwö".encode()[:-1])  # ends inside of a character
+        lines = [await reader.line()]
+        async with asyncio.timeout(30):
+            waiting = asyncio.create_task(reader.line())
+            await asyncio.sleep(0)
+            os.write(write, "ö".encode()[1:] + b"lf\r\nrest")
+            lines.append(await waiting)
+            os.close(write)
+            lines += [await reader.line(), await reader.line()]
+        reader._file.close()
+        return lines
+
+    assert asyncio.run(both()) == ["eins", "zwölf", "rest", None]
+
+
+def test_files_are_read_in_pieces_that_join_and_end_in_a_newline(tmp_path: Path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(("ä€🦉" * 30_000).encode())
+    assert "".join(file_text(path)) == "ä€🦉" * 30_000 + "\n"
+    path.write_bytes(b"")
+    assert "".join(file_text(path)) == ""
+    path.write_bytes("ä".encode()[:1])
+    with pytest.raises(InvalidText, match="byte 0"):
+        list(file_text(path))
+
+
+def test_a_named_pipe_is_read_as_it_comes(small: list[str], tmp_path: Path):
+    pipe, after = tmp_path / "pipe", tmp_path / "after.txt"
+    os.mkfifo(pipe)
+    after.write_text("More.\n")
+    process = start("run", pipe, after, "--ask", "What?", "--max-new-tokens", 2, "--json", *small)
+    start_python("-c", f"open({str(pipe)!r}, 'w').write('All work and no play.' * 9)")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out)["tokens_fed"] == 21 * 9 + len("\nMore.\n")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_signals_end_the_wait_for_a_named_pipe(small: list[str], tmp_path: Path, begun: bool):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = start("run", pipe, "--ask", "What?", *small)
+    try:
+        wait_for(process, "reading ")
+        if begun:
+            writer = pipe.open("w")  # waits for the reader
+            writer.write("All work and no play.\n")
+            writer.flush()
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        if begun:
+            writer.close()
+    finally:
+        process.kill()
+    assert process.returncode == 143 and "Terminated: " in err and "Traceback" not in err, err
+
+
+LEFT_BEHIND = """
+import sys, threading, time
+import torch
+import locret_stream.cli as cli
+def app(**_):
+    def spin():
+        x = torch.rand(300, 300)
+        while True:
+            x = x @ x
+            x = x / x.norm()
+    for _ in range(3):
+        threading.Thread(target=spin, daemon=True).start()
+    time.sleep(0.3)
+    print("said")
+    raise SystemExit(143)
+cli.app = app
+from locret_stream.__main__ import main
+main()
+"""
+
+
+def test_a_signal_while_a_model_loads_ends_with_its_own_status():
+    """The thread that loads is inside torch, and would abort the process when the interpreter goes."""
+    done = run_python("-c", LEFT_BEHIND, timeout_s=120)
+    assert (done.returncode, done.stdout) == (143, "said\n") and "terminate called" not in done.stderr

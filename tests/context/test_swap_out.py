@@ -1,0 +1,280 @@
+"""More contexts than slots: idle ones are swapped out, and swapped in as they were."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from locret_stream import NoSlot, Runtime, SnapshotError, Store, StreamingContext
+from tests.context.support import (
+    CHUNK,
+    TEXT,
+    Counted,
+    cut_at_every_await,
+    expect_free,
+    expect_same,
+    ids_of,
+    replies,
+    settled,
+    snap,
+    tiny,
+)
+from tests.context.test_snapshots import damage
+
+NAMES = [f"context {n}" for n in range(5)]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["feed", "push", "reply", "ask", "look", "fork"]),
+                                st.integers(1, 3 * CHUNK)), min_size=5, max_size=25))
+def test_five_contexts_in_two_slots_are_each_as_if_alone(tmp_path_factory, steps: list):
+    """In any order of use, units, frames and replies are those of contexts that kept their slots."""
+    folder = tmp_path_factory.mktemp("store")
+
+    async def main() -> None:
+        async with tiny(store=folder, max_live=2) as few, tiny(max_live=6) as many, AsyncExitStack() as stack:
+            pairs = [(await stack.enter_async_context(few.open(name)), await stack.enter_async_context(many.open(name)))
+                     for name in NAMES]
+            for number, step, size in steps:
+                said = []
+                for context in pairs[number]:
+                    if step == "feed":
+                        await context.feed(TEXT[size:size * 5])
+                    elif step == "push":
+                        await context.push("x" * size)
+                    elif step == "reply":
+                        said.append(await replies(context, size))
+                    elif step == "ask":
+                        said.append(await context.ask("?", max_new_tokens=3))
+                    elif step == "fork":
+                        async with context.fork() as copy:
+                            said.append(await replies(copy, 3))
+                    else:
+                        said.append((context.memory.tokens, context.memory.units, context.memory.pending))
+                assert not said or said[0] == said[1]
+                assert sum(context.memory.bytes_resident > 0 for context, _ in pairs) <= 2
+            for context, alone in pairs:
+                expect_same(settled(await snap(context)), settled(await snap(alone)))
+
+    asyncio.run(main())
+    assert not [checked.problem for checked in Store(folder).verify() if checked.problem]
+
+
+async def test_a_context_at_work_keeps_its_slot(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.1) as runtime, runtime.open("a") as ctx:
+        feed = ctx.feed(Counted([TEXT]))
+        await anext(feed)
+        with pytest.raises(NoSlot, match="live slot of 1"):
+            await runtime.open("b").__aenter__()
+        assert ctx.memory.bytes_resident > 0
+        await feed.aclose()
+        async with ctx.turn():
+            await ctx.feed(TEXT)
+            with pytest.raises(NoSlot):
+                await runtime.open("b").__aenter__()
+        async with runtime.open("b"):
+            assert ctx.memory.bytes_resident == 0
+
+
+async def test_a_context_without_a_store_or_a_name_keeps_its_slot(tmp_path: Path):
+    for options, name in (({}, "a"), ({"store": tmp_path}, None)):
+        async with tiny(max_live=1, slot_timeout_s=0.1, **options) as runtime, runtime.open(name) as ctx:
+            await ctx.feed(TEXT)
+            with pytest.raises(NoSlot):
+                await runtime.open("b").__aenter__()
+
+
+@pytest.mark.parametrize("use", ["feed", "ask", "generate", "snapshot"])
+async def test_the_context_that_was_idle_longest_is_swapped_out_first(tmp_path: Path, use: str):
+    """In whatever order they were opened and used. A question is a use, and so is a feed."""
+    async def used(context: StreamingContext) -> None:
+        if use == "feed":
+            await context.feed(TEXT)
+        elif use == "ask":
+            await context.ask("?", max_new_tokens=1)
+        elif use == "generate":
+            await replies(context, 2)
+        else:
+            await context.snapshot()
+
+    async with tiny(store=tmp_path, max_live=3) as runtime:
+        for round, order in enumerate(permutations(range(3))):
+            async with AsyncExitStack() as stack:
+                three = [await stack.enter_async_context(runtime.open(f"{round}{n}")) for n in range(3)]
+                for context in three:
+                    await context.feed(TEXT)
+                for number in order:
+                    await used(three[number])
+                for count in range(3):
+                    late = await stack.enter_async_context(runtime.open(f"{round} late {count}"))
+                    await late.feed(TEXT)
+                    waiting = {context.name for context in three if not context.memory.bytes_resident}
+                    assert waiting == {f"{round}{n}" for n in order[:count + 1]}
+
+
+async def test_a_disposable_context_is_closed_only_while_it_is_idle():
+    """It was idle when it was chosen to make room, and is used by the time it would be closed."""
+    async with tiny(max_live=1) as runtime, runtime.open() as ctx:
+        ctx.disposable = True
+        feed = ctx.feed(ids_of(1, 5))
+        await anext(feed)
+        for midway in (False, True):
+            assert not await ctx.swap_out(midway=midway)
+        await feed.aclose()
+        assert not ctx.closed and await ctx.swap_out() and ctx.closed
+
+
+async def test_a_failed_swap_in_says_why_and_gives_its_slot_back(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1, autosave=False) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(TEXT * 2)
+            async with runtime.open("b"):
+                damage(tmp_path, "pages")
+            with pytest.raises(SnapshotError, match="damaged"):
+                await ctx.feed(TEXT)
+            expect_free(runtime)
+            async with runtime.open("c") as other:
+                await other.feed(TEXT)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+async def test_nothing_is_broken_when_a_swap_is_cancelled(tmp_path: Path, twice: bool):
+    async with tiny(store=tmp_path, max_live=1) as runtime, tiny() as other, other.open() as plain:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(TEXT)
+            await plain.feed(TEXT)
+            expected = await snap(plain)
+
+            async def run(guard) -> None:
+                async def out_and_in() -> None:
+                    async with runtime.open("b"):
+                        pass
+                    await ctx.receipts()
+
+                await guard(out_and_in())
+                expect_same(settled(await snap(ctx)), settled(expected))
+                expect_free(runtime, taken=1)
+
+            assert await cut_at_every_await(run, twice=twice) > 5
+
+
+async def test_snapshots_of_swap_outs_displace_none_that_the_user_made(tmp_path: Path):
+    """Every cancelled opening had the other context saved, to take its slot."""
+    async with tiny(store=Store(tmp_path, keep_last=4), max_live=1) as runtime, runtime.open("a", raw=True) as ctx:
+        asked = []
+        for number in range(3):
+            await ctx.push(ids_of(number, 10))
+            asked.append((await ctx.snapshot()).generation)
+        for _ in range(5):
+            await ctx.push([7])
+            opening = asyncio.create_task(runtime.open("b").__aenter__())
+            while not ctx._session.is_frozen:  # noqa: ASYNC110 (no event says it)
+                await asyncio.sleep(0)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+        await ctx.push([7])
+        last = await ctx.snapshot()
+        assert [snapshot.generation for snapshot in runtime.store.info("a")] == [*asked, last.generation]
+
+
+async def test_a_broken_context_keeps_no_other_from_opening(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=2, autosave=False) as runtime:
+        async with runtime.open("a") as broken, runtime.open("b") as idle:
+            await broken.feed(TEXT)
+            broken._session.state.broken = True  # as after a commit that failed while it moved units
+            await idle.feed(TEXT)
+            broken._session.used_at = 0.0  # it was idle longest
+            async with runtime.open("c") as third:
+                await third.feed(TEXT)
+                assert idle._session.swapped_out and not broken._session.swapped_out
+
+
+# -- sessions that are swapped out ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def one_swapped_out(folder: Path) -> AsyncIterator[tuple[Runtime, StreamingContext, StreamingContext]]:
+    """Two contexts on one slot; the first is swapped out, after a snapshot with number 1."""
+    async with tiny(store=folder, max_live=1) as runtime, runtime.open("a") as swapped:
+        await swapped.feed(TEXT)
+        await swapped.snapshot()
+        async with runtime.open("b") as other:
+            await other.feed(TEXT[::-1])
+            assert swapped._session.swapped_out and not other._session.swapped_out
+            yield runtime, swapped, other
+
+
+async def test_closing_a_swapped_out_context_saves_what_it_accepted_since(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(TEXT)
+            async with runtime.open("b"):
+                await ctx.push("one more line\n")  # it needs no slot while it completes no chunk
+                tokens = ctx.memory.tokens
+        async with runtime.open("a") as ctx:
+            assert ctx.memory.tokens == tokens
+
+
+async def test_a_swapped_out_context_is_rewound_in_another_slot(tmp_path: Path):
+    async with tiny() as plain, plain.open() as alone:
+        await alone.feed(TEXT)
+        expected = await snap(alone)
+    async with one_swapped_out(tmp_path) as (_, swapped, other):
+        before = await snap(other)
+        assert other._session.swapped_out is False
+        await swapped.rewind(1)
+        expect_same(settled(await snap(swapped)), settled(expected))
+        expect_same(await snap(other), before)
+
+
+async def test_undoing_a_turn_of_a_swapped_out_context_changes_no_other(tmp_path: Path):
+    async with one_swapped_out(tmp_path) as (_, swapped, other):
+        before, tokens = await snap(other), swapped.memory.tokens
+        assert swapped._session.swapped_out
+        with pytest.raises(KeyError):
+            async with swapped.turn():
+                raise KeyError
+        assert swapped.memory.tokens == tokens
+        expect_same(await snap(other), before)
+        await swapped.feed(TEXT)
+        assert (await swapped.snapshot()).tokens == swapped.memory.tokens
+    async with tiny(store=tmp_path) as runtime, runtime.open("a") as again, tiny() as plain, plain.open() as alone:
+        await alone.feed(TEXT)
+        await alone.feed(TEXT)
+        expect_same(settled(await snap(again)), settled(await snap(alone)))
+
+
+async def test_a_context_is_swapped_in_from_the_snapshot_it_was_opened_from(tmp_path: Path):
+    """Its number is not the highest that was ever used: that one was deleted."""
+    async with tiny(store=tmp_path, max_live=1) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(TEXT)
+            await ctx.snapshot()
+            await ctx.feed(TEXT)
+        runtime.store.delete("a", 2)
+        async with runtime.open("a") as ctx:
+            before = settled(await snap(ctx))
+            async with runtime.open("b"):
+                assert ctx._session.swapped_out
+            expect_same(settled(await snap(ctx)), before)
+            await ctx.feed(TEXT)
+
+
+async def test_a_swapped_out_context_can_be_saved_under_a_new_name(tmp_path: Path):
+    async with one_swapped_out(tmp_path) as (runtime, swapped, _):
+        tokens = swapped.memory.tokens
+        saved = await swapped.save_as("a, too")
+        assert (saved.name, saved.tokens) == ("a, too", tokens)
+        await swapped.feed(TEXT)
+    async with tiny(store=tmp_path) as runtime, runtime.open("a, too") as again, tiny() as plain, plain.open() as alone:
+        await alone.feed(TEXT)
+        await alone.feed(TEXT)
+        expect_same(settled(await snap(again)), settled(await snap(alone)))
