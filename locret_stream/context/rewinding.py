@@ -10,7 +10,7 @@ from locret_stream.context.opening import Opening
 from locret_stream.context.saving import store_of, storing
 from locret_stream.context.session import Session
 from locret_stream.context.session_state import REWOUND
-from locret_stream.errors import ConfigError
+from locret_stream.errors import ConfigError, ContextBusy
 from locret_stream.snapshot import Branch, Restored, Snapshot
 
 
@@ -34,9 +34,14 @@ async def snapshot_of(session: Session, name: str, number: int) -> AsyncIterator
 
     Raises:
         SnapshotNotFound, SnapshotCorrupt, SnapshotMismatch, StoreError. StaleOwner: another owner saved meanwhile.
+        ContextBusy: the session was saved under another name meanwhile.
     """
-    services, old = session.services, session.stored_branch
+    services = session.services
     async with session.frozen_in_slot():  # nor is it saved: the new branch knows the newest snapshot
+        old = session.stored_branch
+        if old.name != name:
+            raise ContextBusy(f"rewind() was called while save_as({old.name!r}) ran, and {number} is the number of a "
+                              f"snapshot of {name!r}; expected the number of a snapshot of {old.name!r}")
         branch = await storing(services, store_of(services).branch, name)
         branch.session_folder.needs = old.session_folder.needs  # manifests never change, and reading them takes long
         try:

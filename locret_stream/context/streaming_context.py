@@ -388,7 +388,7 @@ class StreamingContext:
         Raises:
             SnapshotNotFound, SnapshotCorrupt, SnapshotMismatch, StoreError, ConfigError: memory is as it was.
             StaleOwner: another owner saved this session meanwhile.
-            ContextBusy: a feed, a generation or a turn is running.
+            ContextBusy: a feed, a generation or a turn is running, or `save_as` was.
         """
         session = self._stored_session("rewind")
         number = rewinding.generation_of(generation, self.name)

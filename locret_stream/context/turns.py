@@ -50,7 +50,7 @@ class Turn:
     async def keep_copy(self) -> None:
         """Make that copy. Called before the first commit: until then the engine itself can take everything back."""
         async with self._copying:
-            if self._backup is None:
+            if self._backup is None and self.session.turn is self:
                 await self._copy()
 
     async def _copy(self) -> None:
@@ -76,12 +76,12 @@ class Turn:
         past = self.session.back_at(self._mark, self._backup, self)
         assert past.state.seen == self._mark.seen
         self._replace(past)
+        if self._backup is not None:  # its slot is this context's now, and the other one is spare
+            self._backup = self.session.state
         await to_the_end(self._settle(past, settled))
 
     async def _settle(self, past: Session, settled: Future[None]) -> None:
         """Wait for the steps that ran for the block, then let the engine forget what they left."""
-        if self._backup is not None:  # its slot is this context's now, and the other one is spare
-            self._backup = self.session.state
 
         def take_back() -> None:
             past.services.engine.truncate(past.state, self._mark.pending)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from locret_stream import ContextBusy, ContextClosed, StaleOwner, Store
+from locret_stream import ConfigError, ContextBusy, ContextClosed, StaleOwner, Store
 from locret_stream.context import restoring
 from tests.context.support import (
     CHUNK,
@@ -210,3 +211,42 @@ async def test_a_cancelled_save_as_runs_to_its_end(tmp_path: Path):
         await ctx.rewind(1)
         assert ids_in(ctx) == ids_of(1, 20) + ids_of(2, 20)
         assert {stored.name: stored.tokens for stored in runtime.store.list()} == {"new": 41, "old": first.tokens}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8])
+async def test_a_rewind_beside_save_as_is_of_one_name(tmp_path: Path, steps: int):
+    """The number is that of a snapshot of the name which the context had when rewind was called."""
+    async with tiny(store=Store(tmp_path, keep_last=5)) as runtime:
+        async with runtime.open("old", raw=True) as ctx:
+            await ctx.push(ids_of(1, 2 * CHUNK))
+            first = await ctx.snapshot()
+            await ctx.push(ids_of(2, 2 * CHUNK))
+            await ctx.snapshot()
+            moving = asyncio.create_task(ctx.save_as("new"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            with suppress(ContextBusy, ConfigError):  # it is moving, or has moved
+                await ctx.rewind(first)
+            with suppress(ContextClosed):
+                await moving
+            assert ctx._session.stored_branch.name == ctx.name
+            assert ids_in(ctx) == ids_of(1, 2 * CHUNK) + (ids_of(2, 2 * CHUNK) if ctx.name == "new" else [])
+        expect_free(runtime)
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_a_turn_that_ends_while_closing_undoes_it_frees_its_own_slot(tmp_path: Path, steps: int):
+    """Undoing goes on in the slot of the copy; the end of the block gives back the other one, once."""
+    async with tiny(store=tmp_path) as runtime:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, CHUNK + 2))
+            with suppress(ContextClosed):
+                async with ctx.turn():
+                    await ctx.push(ids_of(2, 2 * CHUNK))
+                    closing = asyncio.create_task(ctx.aclose())
+                    for _ in range(steps):
+                        await asyncio.sleep(0)
+            await closing
+        expect_free(runtime)
+        async with runtime.open("a", raw=True) as ctx:
+            assert ids_in(ctx)[:CHUNK + 2] == ids_of(1, CHUNK + 2)
