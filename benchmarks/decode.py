@@ -53,6 +53,8 @@ from timing import (
     tiny_llama,
 )
 
+from locret_stream.named_models import NAMED_MODELS
+
 READ = 6  # chunks that a context of the bundled model reads first; more than its budget
 
 
@@ -184,8 +186,7 @@ def one_stream(options: argparse.Namespace) -> None:
 
 
 def many_contexts(options: argparse.Namespace) -> None:
-    from locret_stream.runtime.core import BUNDLED_CHUNK
-    if pending(options.contexts - 1) + WARM_UP + options.decode >= BUNDLED_CHUNK:
+    if pending(options.contexts - 1) + WARM_UP + options.decode >= NAMED_MODELS["bundled"].chunk_size:
         sys.exit(f"{options.contexts} contexts with {options.decode} tokens each: some would be committed while the "
                  "clock runs; expected fewer --contexts or --decode")
     settings = settings_of(options, "", contexts=options.contexts)

@@ -6,6 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 
 PYRAMID_BETA = 20
+MOST_USUAL = 6000, 1024  # budget and chunk size that Locret was measured with (arXiv:2410.01805, section 4)
+
+
+def usual_memory(window: int) -> tuple[int, int]:
+    """(budget in units per KV head, chunk size in tokens) where none are given: a quarter and a sixteenth of the
+    window, so that eviction begins long before it ends, but no more than Locret's."""
+    return max(1, min(MOST_USUAL[0], window // 4)), max(1, min(MOST_USUAL[1], window // 16))
 
 
 def divide(total: int, shares: Sequence[float], *, most: int | None = None, least: Sequence[int] = ()) -> list[int]:

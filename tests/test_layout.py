@@ -23,6 +23,7 @@ ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_loc
 TABLE = (
     ("__main__",),
     ("langchain_locret", "locret_serve", "cli"),
+    ("making",),
     ("training", "evaluation"),
     ("shorthand",),
     ("runtime",),
@@ -33,6 +34,7 @@ TABLE = (
     ("policies", "snapshot"),
     ("heads", "cache"),
     ("kernels",),
+    ("named_models",),
     ("config", "files"),
     ("budgets",),
     ("errors", "version"),

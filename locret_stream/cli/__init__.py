@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from locret_stream.cli import demo, eval, inspect, run, snapshots, train_heads
+from locret_stream.cli import demo, eval, inspect, make_data, run, snapshots, train_heads
 from locret_stream.cli.errors import OneLineGroup
 from locret_stream.version import __version__
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("demo", help=demo.HELP)(demo.demo)
 app.command("run", help=run.HELP)(run.run)
+app.command("make-data", help=make_data.HELP)(make_data.make_data)
 app.command("train-heads", help=train_heads.HELP)(train_heads.train_heads)
 app.add_typer(snapshots.app, name="snapshots")
 app.command("eval", help=eval.HELP)(eval.evaluate)

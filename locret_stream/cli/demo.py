@@ -24,7 +24,7 @@ from rich.text import Text
 from locret_stream.cli.demo_stream import GivenFact, blocks, count, cut_lines, read_facts
 from locret_stream.cli.display import Board
 from locret_stream.cli.loading import beside, make_runtime
-from locret_stream.cli.options import Heads, Json, Model, Policy, RuntimeOptions
+from locret_stream.cli.options import USUAL_BUDGET, Chunk, Heads, Json, Model, Policy, RuntimeOptions
 from locret_stream.cli.output import in_bytes, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable, file_text
@@ -86,8 +86,9 @@ class Restored:
 def demo(
     tokens: Annotated[int | None, typer.Option(min=1_000, show_default="400000, or all of --stream",
                                                help="Tokens to stream.")] = None,
-    budget: Annotated[int, typer.Option(min=1, help="Units kept per KV head: the mean over the layers.")] = 768,
-    chunk_size: Annotated[int, typer.Option(min=1, help="Tokens read between two evictions.")] = 256,
+    budget: Annotated[int | None, typer.Option(min=1, show_default=USUAL_BUDGET, help=(
+        "Units kept per KV head: the mean over the layers."))] = None,
+    chunk_size: Chunk = None,
     seed: Annotated[int, typer.Option(help="Chooses the facts, their places and the order of the text.")] = 0,
     facts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
         'JSONL of your own facts: {"fact", "question", "answer"}.'))] = None,
@@ -109,10 +110,12 @@ def demo(
                              "expected a file: save its text in one")
     summary = Summary()
     names = [policy, "sinks + recent"] if compare else [policy]
-    options = RuntimeOptions(model=model, heads=heads, policy=policy, budget=str(budget), chunk_size=chunk_size)
+    options = RuntimeOptions(model=model, heads=heads, policy=policy, budget=None if budget is None else str(budget),
+                             chunk_size=chunk_size)
 
     with interruptible(summary), tempfile.TemporaryDirectory(prefix="locret-demo-") as folder:
         runtimes = [make_runtime(options, **({"store": folder, "autosave": False} if restart else {}))]
+        units, chunk = runtimes[0].engine.config.budget.units, runtimes[0].engine.chunk_size
         if compare:
             runtimes.append(beside(runtimes[0], "streaming_llm"))
 
@@ -126,12 +129,13 @@ def demo(
                 stack.enter_context(summary.watching(lambda: contexts[0].memory))
                 expect_room(runtimes[0], [fact.sentence for fact in planted.facts])
                 title = (f"{len(planted.facts)} facts and {DECOYS} decoys in {planted.size:,} tokens; "
-                         f"budget {budget:,} + chunk {chunk_size} units per KV head")
+                         f"budget {units:,} + chunk {chunk} units per KV head")
                 with Board(title, names, planted.size) as board:
                     asked = await feed_all(planted, given or planted.facts, contexts, board)
                     await ask(asked, contexts)
                 restored = await ask_again(asked, contexts[0], folder, options) if restart else None
-                report(asked, board, budget, chunk_size, restored, whole=given is None, as_json=as_json)
+                report(asked, board, units, chunk, restored, whole=given is None and model == "bundled",
+                       as_json=as_json)
 
         asyncio.run(show())
 

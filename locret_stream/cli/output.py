@@ -11,6 +11,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from locret_stream.context import Memory
+    from locret_stream.runtime import Runtime
 
 # Nothing printed is markup: file names, questions and answers are data.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -38,6 +39,15 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:,.1f} GiB"
+
+
+def describe_runtime(runtime: Runtime) -> str:
+    """What a runtime runs with, in one line."""
+    engine = runtime.engine
+    dtype = str(runtime.attachment.dtype).removeprefix("torch.")
+    return (f"{dtype} on {runtime.attachment.device}, policy {engine.policy.name}, budget "
+            f"{fmean(engine.budgets):,.0f} + chunk {engine.chunk_size:,} units per KV head in "
+            f"{in_bytes(engine.pool.slot_bytes)}")
 
 
 def describe(memory: Memory) -> str:

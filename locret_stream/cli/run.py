@@ -18,7 +18,7 @@ import typer
 from locret_stream.cli.display import Board, Row
 from locret_stream.cli.loading import make_runtime
 from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped
-from locret_stream.cli.output import describe, err, print_json
+from locret_stream.cli.output import describe, describe_runtime, err, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import Reader, check_readable, path_text, stdin_is_terminal
 from locret_stream.config import Sampling
@@ -129,6 +129,8 @@ def run(
     summary = Summary()
     with interruptible(summary):
         runtime = make_runtime(options, **({} if session is None else {"store": stored.store, "key": stored.key}))
+
+        err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
 
         async def talk() -> None:
             async with aclosing(runtime), runtime.open(

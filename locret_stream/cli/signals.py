@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Summary:
     """What a verb has done so far, in words; printed when a signal ends the verb."""
 
-    def __init__(self, text: str = "nothing was fed yet") -> None:
+    def __init__(self, text: object = "nothing was fed yet") -> None:
         self._text = text
         self._memory: Callable[[], Memory] | None = None
 
@@ -33,7 +33,7 @@ class Summary:
             self._text, self._memory = describe(memory()), None
 
     def __str__(self) -> str:
-        return describe(self._memory()) if self._memory else self._text
+        return describe(self._memory()) if self._memory else str(self._text)
 
 
 @contextmanager

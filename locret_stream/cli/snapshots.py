@@ -73,11 +73,12 @@ def info(name: Name, store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: 
 @app.command("show", help="The text that a session's memory keeps, and how much of it; needs the tokenizer.")
 def show(name: Name, generation: Annotated[int | None, typer.Option(help="Number of the snapshot.")] = None,
          model: Model = "bundled", store: StoreUrl = DEFAULT_STORE, key: Key = None, as_json: Json = False) -> None:
-    from locret_stream.runtime.loading import BUNDLED, load_tokenizer
+    from locret_stream.named_models import model_path
+    from locret_stream.runtime.loading import load_tokenizer
     from locret_stream.snapshot.transcript import read_transcript
     from locret_stream.text import TextCodec
 
-    codec = TextCodec(load_tokenizer(BUNDLED if model == "bundled" else model))
+    codec = TextCodec(load_tokenizer(model_path(model)))
     transcript = read_transcript(open_store(store, key), name, generation, tokenizer=codec.fingerprint)
     passages = transcript.kept(lambda ids: codec.decode(ids, skip_special=False))
     if as_json:

@@ -10,11 +10,12 @@ import msgspec
 import typer
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import Json, Model, grouped
+from locret_stream.cli.options import USUAL_BUDGET, USUAL_CHUNK, Json, Model, grouped
 from locret_stream.cli.output import err, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable, file_text
 from locret_stream.errors import ConfigError
+from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,19 +113,20 @@ class AllocationOptions(msgspec.Struct, frozen=True):
     """Whether and for what the budget is divided among the layers, see `AllocationConfig`."""
 
     allocate: Annotated[bool, typer.Option("--allocate", help="Also divide the budget among the layers.")] = False
-    allocate_units: Annotated[int | None, typer.Option(show_default="768 for the bundled model, else 6000", help=(
+    allocate_units: Annotated[int | None, typer.Option(show_default=USUAL_BUDGET, help=(
         "Units per KV head (mean over the layers) to divide."))] = None
-    allocate_chunk: Annotated[int | None, typer.Option(show_default="256 for the bundled model, else 1024", help=(
+    allocate_chunk: Annotated[int | None, typer.Option(show_default=USUAL_CHUNK, help=(
         "Tokens read between two evictions."))] = None
     allocate_examples: Annotated[int | None, typer.Option(show_default="32", help=(
         "The most held-out examples to measure on."))] = None
 
-    def config(self, model: str) -> AllocationConfig:
-        """The division to make, and the budget to tune for unless another is given."""
-        from locret_stream.runtime.core import BUNDLED_BUDGET, BUNDLED_CHUNK, DEFAULT_BUDGET, DEFAULT_CHUNK
+    def config(self, model: str, window: int) -> AllocationConfig:
+        """The division to make, and the budget to tune for unless another is given; `window` is the model's."""
+        from locret_stream.budgets import usual_memory
         from locret_stream.training import AllocationConfig
 
-        units, chunk = (BUNDLED_BUDGET, BUNDLED_CHUNK) if model == "bundled" else (DEFAULT_BUDGET, DEFAULT_CHUNK)
+        named = named_model(model)
+        units, chunk = (named.budget, named.chunk_size) if named else usual_memory(window)
         return AllocationConfig(units=units if self.allocate_units is None else self.allocate_units,
                                 chunk_size=chunk if self.allocate_chunk is None else self.allocate_chunk,
                                 examples=32 if self.allocate_examples is None else self.allocate_examples)
@@ -180,10 +182,11 @@ def train_heads(
                             + (f", without {restarts}," if restarts else "") + " goes on from there")):
         from locret_stream import models, training
 
-        config, division = heads.config(), allocation.config(model)
-        tune_config = tuning.config(config, division)
+        config = heads.config()
         loaded, tokenizer = load(model)
         attachment = models.attach(loaded)
+        division = allocation.config(model, attachment.shape.window)
+        tune_config = tuning.config(config, division)
         examples = training.load_examples(data, tokenizer)  # here alone: a pipe can be read only once
         measured = allocation.allocate or tune_config
         held_out = training.held_out_examples(attachment, examples, config) if measured else []

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from locret_stream.budgets import usual_memory
 from locret_stream.config import Budget
 from locret_stream.errors import ConfigError
+from locret_stream.named_models import named_model
 
 if TYPE_CHECKING:
     from locret_stream.evaluation.documents import FileTask
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-BUNDLED = "bundled"
+MOST_WINDOW = 1 << 20
 MARKERS = "markers"  # stands for all tasks in marker form
 POLICIES = ("locret", "streaming_llm", "random", "oracle", "full")
 
@@ -31,7 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `locret-stream eval` that say what is run; an empty tuple stands for the default.
 
     Args:
-        model: "bundled" brings its own retaining heads, budget and chunk size.
+        model: one with a name ("bundled", "smollm2") brings its own retaining heads, budget and chunk size.
         heads: "[POLICY=]FOLDER"; the policy is locret where none is named.
         policies: by default `POLICIES`, without "full" for the bundled model, which never learnt to hold everything.
         tasks: names of `suite.TASKS`, or "markers"; by default "sentences", and none where there are files.
@@ -44,7 +46,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         text: the file whose lines the facts lie in; None for the sources of Python's standard library.
     """
 
-    model: str = BUNDLED
+    model: str = "bundled"
     heads: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
@@ -61,27 +63,30 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     focus: bool = False
     text: Path | None = None
 
-    def axes(self) -> Axes:
-        """What is crossed, each value once and in the order given. Raises ConfigError: a value that cannot be."""
-        from locret_stream.evaluation import plan, suite
-        from locret_stream.runtime import core
+    def axes(self, window: int = MOST_WINDOW) -> Axes:
+        """What is crossed, each value once and in the order given. Raises ConfigError: a value that cannot be.
 
-        bundled = self.model == BUNDLED
+        Args:
+            window: of the model, from which budget and chunk size follow where none are given.
+        """
+        from locret_stream.evaluation import plan, suite
+
+        named = named_model(self.model)
         tasks = [name for asked in self.tasks or (() if self.files else ("sentences",))
                  for name in (suite.MARKER_TASKS if asked == MARKERS else (asked,))]
         for name in tasks:
             suite.task_named(name)  # raises ConfigError
         folders = head_folders(self.heads)
-        if bundled:
-            folders.setdefault("locret", [str(core.BUNDLED)])
-        policies = _once(self.policies or [name for name in POLICIES if not (bundled and name == "full")])
+        if named:
+            folders.setdefault("locret", [str(named.heads)])
+        policies = _once(self.policies or [name for name in POLICIES if not (named and named.bounded
+                                                                             and name == "full")])
         for name in policies:
             plan.with_heads(name)  # raises UnknownPolicy
         for name in sorted(set(folders) - {*policies, "locret"}):  # those of locret may be given for their shares alone
             raise ConfigError(f"--heads {name}={folders[name][0]}: policy {name!r} is not run; expected --policy "
                               f"{name} with them")
-        usual_budget, usual_chunk = ((core.BUNDLED_BUDGET, core.BUNDLED_CHUNK) if bundled else
-                                     (core.DEFAULT_BUDGET, core.DEFAULT_CHUNK))
+        usual_budget, usual_chunk = (named.budget, named.chunk_size) if named else usual_memory(window)
         return plan.Axes(
             tasks=_once(tasks), policies=policies, budgets=_once(self.budgets or (usual_budget,)),
             lengths=_once(self.lengths), allocations=_once(map(allocation_of, self.allocations)),

@@ -51,10 +51,15 @@ ORACLES = {kind.name: kind for kind in (Oracle, PerHeadOracle)}
 
 
 class Bench:
-    """A model, its tokenizer, a text, and files of documents, with which cells are run."""
+    """A model, its tokenizer, a text, and files of documents, with which cells are run.
 
-    def __init__(self, model: Any, tokenizer: Any, text: Text = suite.STDLIB, documents: Iterable[FileTask] = ()):
-        self.model, self.tokenizer, self.text = model, tokenizer, text
+    Args:
+        acknowledge: as of `Runtime`, for all tasks but files, which are asked as published: in the turn of their text.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, text: Text = suite.STDLIB, documents: Iterable[FileTask] = (), *,
+                 acknowledge: str | None = None):
+        self.model, self.tokenizer, self.text, self.acknowledge = model, tokenizer, text, acknowledge
         self._documents = {(task.name, task.path): task for task in documents}
         self._origins: dict[str, Origin] = {}
         self._rooms: dict[tuple[str, str, int, bool], int] = {}
@@ -65,10 +70,9 @@ class Bench:
         """The origin that all cells of this bench share: without heads, file and knobs."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         definition = backend.to_str() if backend is not None else str(sorted(self.tokenizer.get_vocab().items()))
-        frame = ChatFrame(TextCodec(self.tokenizer, vocab=self.shape[0].vocab), self.tokenizer)
         return Origin(weights=digest_tensors(named_weights(self.model)), tokenizer=digest_text(definition), heads="",
                       text=self.text.name, tasks=suite.VERSION, architecture=digest_text(self._attached[4]),
-                      template=digest_text(frame.literals))
+                      template=digest_text(self._frame(self.acknowledge).literals))
 
     @property
     def shape(self) -> tuple[ModelShape, str, str, str]:
@@ -97,7 +101,8 @@ class Bench:
         if cell.policy not in ORACLES:
             origin = msgspec.structs.replace(origin, knobs=canonical(all_knobs(cell.policy, cell.knobs)))
         if isinstance(task, FileTask):
-            return msgspec.structs.replace(origin, text="", file=task.digest)
+            return msgspec.structs.replace(origin, text="", file=task.digest,
+                                           template=digest_text(self._frame(None).literals))
         return origin
 
     def origin(self, heads: str) -> Origin:
@@ -155,6 +160,7 @@ class Bench:
         runtime = Runtime(self.model, self.tokenizer, policy=oracle or cell.policy,
                           knobs=None if oracle else cell.knobs, heads=cell.heads or None,
                           budget=self.budget(cell), chunk_size=cell.chunk_size, max_live=1,
+                          acknowledge=None if isinstance(task, FileTask) else self.acknowledge,
                           scratch=max(1, min(AT_ONCE, task.asked)))
         async with runtime:
             recorder = None
@@ -214,8 +220,8 @@ class Bench:
         if key in self._rooms:
             return self._rooms[key]
         task, items = self.task(cell), self.items(cell, seed)
-        count = self._as_read[0] if cell.file else self.count_tokens
-        room = 0 if task.raw else self._as_read[1]
+        count = (lambda text: len(self._codec.encode_text(text))) if cell.file else self.count_tokens
+        room = 0 if task.raw else self._around(None if cell.file else self.acknowledge)
         room += sum(count(item.text) for item in items if item.answer is None)
         asked = [(count(item.text), item.answer_tokens) for item in items if item.answer is not None]
         room += max(map(sum, asked), default=suite.ANSWER_TOKENS) + (asked[0][0] if cell.focus else 0)
@@ -224,15 +230,18 @@ class Bench:
         return room
 
     @functools.cached_property
-    def _as_read(self) -> tuple[Callable[[str], int], int]:
-        """A function that counts tokens as a runtime reads a text, and how many tokens its chat frame puts around a
-        text with a question."""
-        codec = TextCodec(self.tokenizer, vocab=self.shape[0].vocab)
-        frame = ChatFrame(codec, self.tokenizer)
+    def _codec(self) -> TextCodec:
+        return TextCodec(self.tokenizer, vocab=self.shape[0].vocab)
+
+    def _frame(self, acknowledge: str | None) -> ChatFrame:
+        return ChatFrame(self._codec, self.tokenizer, acknowledge=acknowledge)
+
+    def _around(self, acknowledge: str | None) -> int:
+        """How many tokens the chat frame puts around a text with a question."""
+        frame = self._frame(acknowledge)
         begun, state = frame.begin()
-        around = len(begun) + sum(len(step(state.with_content())[0]) for step in (
+        return len(begun) + sum(len(step(state.with_content())[0]) for step in (
             frame.question_separator, frame.close_user_and_prompt))
-        return lambda text: len(codec.encode_text(text)), around
 
     def count_tokens(self, text: str) -> int:
         """As a runtime counts them, without a chat frame."""

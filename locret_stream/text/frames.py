@@ -53,6 +53,8 @@ class ChatFrame:
         codec: of the tokenizer that has the template.
         template: "auto" (the tokenizer's, or raw if it has none), "raw" (no ids at all), or a Jinja template.
         eos: the model's end markers (`generation_config.eos_token_id`).
+        acknowledge: the reply that closes a user turn with content before a question, which then has a turn of its own;
+            None: the question follows in the same turn, behind a blank line.
 
     Raises:
         ConfigError: not a template, or one whose literals cannot be separated from contents.
@@ -65,19 +67,20 @@ class ChatFrame:
     """
 
     def __init__(self, codec: TextCodec, tokenizer: Any, *, template: str = "auto",
-                 eos: int | Iterable[int] | None = None):
+                 eos: int | Iterable[int] | None = None, acknowledge: str | None = None):
         self._codec, self._tokenizer = codec, tokenizer
         ends = {eos} if isinstance(eos, int) else set(eos or ())
         self.raw = template == "raw" or (template == "auto" and not tokenizer.chat_template)
         self.system_style: Literal["turn", "merged", "raw"] = "raw"
         self.template: str | None = None
-        self._begin = self._open = self._prompt = self._close = self._separator = tuple[int, ...]()
+        self._begin = self._open = self._prompt = self._close = tuple[int, ...]()
+        self._separator = self._before_question = tuple[int, ...]()
         self._system: tuple[tuple[int, ...], ...] = ()  # the literals before and after a system text
         if not self.raw:
             if template != "auto" and "{{" not in template and "{%" not in template:
                 raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")
             self.template = None if template == "auto" else template
-            self._derive()
+            self._derive(acknowledge)
         if self._close and self._close[0] in codec.added_ids:
             ends.add(self._close[0])
         if codec.eos_id is not None:
@@ -88,7 +91,7 @@ class ChatFrame:
     def literals(self) -> str:
         """All literals and the ids that end a reply, which identify a frame."""
         return repr((self.raw, self.system_style, self._begin, self._system, self._open, self._prompt, self._close,
-                     self._separator, sorted(self.eos_ids)))
+                     self._before_question, sorted(self.eos_ids)))
 
     def begin(self, system: str | None = None, *, trusted: bool = False) -> tuple[list[int], FrameState]:
         """The beginning of a sequence, the system text as data, and the start of the first user turn.
@@ -121,9 +124,10 @@ class ChatFrame:
         return list(self._open), FrameState(turn="user", first=False)
 
     def question_separator(self, state: FrameState) -> tuple[list[int], FrameState]:
-        """The ids before a question in an open user turn: a blank line if the turn has content, else none."""
+        """The ids before a question in an open user turn: if the turn has content the acknowledgement, which closes the
+        turn and opens another one, or a blank line; else none."""
         assert state.turn == "user", f"no user turn is open: {state}"
-        return list(self._separator) if state.has_content else [], state
+        return list(self._before_question) if state.has_content else [], state
 
     def close_user_and_prompt(self, state: FrameState) -> tuple[list[int], FrameState]:
         """The end of the user turn and the generation prompt."""
@@ -144,7 +148,7 @@ class ChatFrame:
             sampled = next(ends, 0)
         return list(self._close[sampled:]), FrameState(first=False)
 
-    def _derive(self) -> None:
+    def _derive(self, acknowledge: str | None) -> None:
         """Take the literals from the template."""
         turns = ("user", "assistant") * 2 + ("user",)
         talk = self._literals(turns, prompt=True)
@@ -164,6 +168,8 @@ class ChatFrame:
         shared = next((n for n, (a, b) in enumerate(zip(after, last, strict=False)) if a != b),
                       min(len(after), len(last)))
         self._close, self._open = after[:shared], after[shared:]
+        self._before_question = self._separator if acknowledge is None else (
+            *self._prompt, *self._codec.encode_text(acknowledge), *self._close, *self._open)
 
         self.system_style = "merged"
         try:

@@ -7,6 +7,8 @@ A line is one JSON object, in one of three forms; other keys are ignored:
     {"conversations": [{"from": "human" | "gpt" | "system", "value": "..."}, ...]}          (ShareGPT)
     {"messages": [{"role": "user" | "assistant" | "system", "content": "..."}, ...]}
 
+A message may have "weight": 0 (as in OpenAI's format): a reply that is part of the conversation and makes no labels.
+
 Knows tokenizers and templates; knows neither the model nor the labels.
 """
 
@@ -19,7 +21,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jinja2
 import msgspec
@@ -33,7 +35,7 @@ FORMATS = ('{"prompt", "answer"}, {"conversations": [{"from": "human" | "gpt" | 
            '{"messages": [{"role": "user" | "assistant" | "system", "content"}]}')
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
           "system": "system"}
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,6 +109,7 @@ class _ShareGPT(msgspec.Struct):
 class _Turn(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
     content: str
+    weight: Literal[0, 1] = 1
 
 
 class _Messages(msgspec.Struct):
@@ -119,6 +122,7 @@ def parse_line(line: bytes, where: str) -> list[Message]:
     Raises:
         InputError: naming `where`, what was found and what was expected.
     """
+    weightless: set[int] = set()
     try:
         decoded = msgspec.json.decode(line)
         if not isinstance(decoded, dict):
@@ -127,7 +131,9 @@ def parse_line(line: bytes, where: str) -> list[Message]:
             said = msgspec.convert(decoded, _ShareGPT).conversations
             turns = [(_ROLES.get(turn.speaker), turn.value, turn.speaker) for turn in said]
         elif "messages" in decoded:
-            turns = [(turn.role, turn.content, turn.role) for turn in msgspec.convert(decoded, _Messages).messages]
+            converted = msgspec.convert(decoded, _Messages).messages
+            turns = [(turn.role, turn.content, turn.role) for turn in converted]
+            weightless = {number for number, turn in enumerate(converted) if turn.weight == 0}
         elif "prompt" in decoded or "answer" in decoded:
             pair = msgspec.convert(decoded, _Pair)
             turns = [("user", pair.prompt, "prompt"), ("assistant", pair.answer, "answer")]
@@ -143,7 +149,7 @@ def parse_line(line: bytes, where: str) -> list[Message]:
             raise InputError(f"{where}: turn {number} is from {name!r}; expected one of {', '.join(_ROLES)}")
         if not content.strip():
             raise InputError(f"{where}: the text of turn {number} ({name}) is empty; expected some")
-        messages.append({"role": role, "content": content})
+        messages.append({"role": role, "content": content} | ({"weight": 0} if number in weightless else {}))
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if len(messages) < 2:
@@ -201,8 +207,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise InputError(f"{where}: the chat template refuses this conversation: {error}") from error
     texts = _locate(text, re.split(f"{nonce}(\\d+)w", with_marks), messages, where)
-    spans = [span for index, *span in texts if messages[index]["role"] == "assistant"]
-    if spans[-1][1] == len(text):
+    replies = {index: span for index, *span in texts if messages[index]["role"] == "assistant"}
+    spans = [span for index, span in replies.items() if messages[index].get("weight") != 0]
+    if replies[max(replies)][1] == len(text):
         if not tokenizer.eos_token:
             raise InputError(f"{where}: the chat template puts nothing behind the last reply and the tokenizer has no "
                              "EOS; expected a token that ends a reply")

@@ -23,7 +23,8 @@ def mistake(*args: object, text: str | None = None) -> str:
     code, out, err = invoke(*args, text=text)
     assert (code, out) == (2, ""), (code, out, err)
     *before, line = err.splitlines()
-    known = ("reading ", "training heads ", "tuning heads ", "dividing the budget ", "Session ")
+    known = ("model ", "reading ", "making conversations", "training heads ", "tuning heads ", "dividing the budget ",
+             "Session ")
     assert all(progress.startswith(known) for progress in before), err
     assert line.startswith("locret-stream: "), err
     return line

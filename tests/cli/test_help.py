@@ -13,7 +13,7 @@ def test_without_arguments_it_says_where_to_start():
     assert code == 0 and "locret-stream demo" in out
 
 
-@pytest.mark.parametrize("verb", ["demo", "run", "snapshots", "train-heads", "eval", "inspect"])
+@pytest.mark.parametrize("verb", ["demo", "run", "snapshots", "make-data", "train-heads", "eval", "inspect"])
 def test_help_teaches_with_examples(verb: str):
     code, out, _ = invoke(verb, "--help")
     assert code == 0 and "Examples:" in out and f"locret-stream {verb}" in out and "--json" in out

@@ -22,7 +22,7 @@ def test_mistakes_are_one_line_and_two(small: list[str], tiny: Path, tmp_path: P
     assert "the focus has" in mistake("run", note, *ask, *small, "--focus", "which one? " * 500)
     assert "keydiff" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydif", "--budget", 96,
                                 "--chunk-size", 32)
-    assert "positions" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydiff")
+    assert "positions" in mistake("run", note, *ask, "--model", tiny, "--policy", "keydiff", "--budget", 6000)
     assert "heads" in mistake("run", note, *ask, "--model", tiny, "--policy", "locret", "--budget", 96,
                               "--chunk-size", 32)
     assert "no-such-model" in mistake("run", note, *ask, "--model", tmp_path / "no-such-model", "--policy", "keydiff")

@@ -60,7 +60,7 @@ def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
              "--held-out", 0.4]
     units = ["--allocate-units", 16, "--allocate-chunk", 16]
     assert "expected --allocate" in mistake(*train, *units)
-    assert "6000 units + chunk_size 1024: the model knows 512" in mistake(*train, "--allocate")
+    assert "6000 units + chunk_size 32: the model knows 512" in mistake(*train, "--allocate", "--allocate-units", 6000)
     assert "of 1 held-out examples" in mistake(*train, *units, "--allocate", "--held-out", 0.01)
     assert not heads.exists(), "told before anything is trained"
     log = tmp_path / "service.log"
@@ -88,7 +88,7 @@ def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
              "--held-out", 0.4]
     units = ["--tune-units", 16, "--tune-chunk", 16]
     assert "expected --tune STEPS" in mistake(*train, *units)
-    assert "tune: 6000 units + chunk_size 1024: the model knows 512" in mistake(*train, "--tune", 2)
+    assert "tune: 6000 units + chunk_size 32: the model knows 512" in mistake(*train, "--tune", 2, "--tune-units", 6000)
     code, out, err = invoke(*train, *units, "--tune", 2, "--json")
     assert code == 0, err
     found = json.loads(out)

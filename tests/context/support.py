@@ -57,6 +57,7 @@ def unstarted(**options: Any) -> Runtime:
     options.setdefault("policy", "h2o")  # stateful, so that the order of commits would show
     options.setdefault("chunk_size", CHUNK)
     options.setdefault("slot_timeout_s", SLOT_S)
+    options.setdefault("acknowledge", None)  # `test_acknowledge` has the other way
     return Runtime(on, reads, **options)
 
 

@@ -107,7 +107,7 @@ async def test_the_room_of_a_document_is_what_a_runtime_takes_for_it(tmp_path: P
     task = file_task(str(write(tmp_path, "tpo.jsonl", record)), raw)
     context, question = items(task, 0)
     room = Bench(model(), tokenizer(), PROSE, [task]).room(cell(task), 0)
-    async with (Runtime(model(), tokenizer(), policy="full", budget=900, chunk_size=32) as runtime,
+    async with (Runtime(model(), tokenizer(), policy="full", budget=900, chunk_size=32, acknowledge=None) as runtime,
                 runtime.open(raw=True if raw else None) as ctx):
         await ctx.feed(context.text)
         fed, frame = ctx.memory.tokens, runtime.frames

@@ -9,10 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import locret_stream
 from locret_stream import ConfigError
-
-_BUNDLED = Path(locret_stream.__file__).parent / "assets" / "bundled"
+from locret_stream.named_models import named_model
 
 
 def may_show_tools(model: str, chat_template: str, runtime: Any = None) -> bool:
@@ -24,7 +22,8 @@ def may_show_tools(model: str, chat_template: str, runtime: Any = None) -> bool:
     elif runtime is not None:
         text = runtime.tokenizer.chat_template or "" if getattr(runtime, "running", False) else None
     else:
-        text = _template_in(_BUNDLED if model == "bundled" else Path(model).expanduser())
+        named = named_model(model)
+        text = _template_in(Path(model).expanduser()) if named is None else "tools" if named.tools else ""
     return text is None or re.search(r"\btools\b", str(text)) is not None
 
 
@@ -41,7 +40,7 @@ def check_heads(model: str, heads: Any, policy: str | None) -> None:
     """Raises:
         ConfigError: the model is a folder, the policy scores with retaining heads, and none were given.
     """
-    if model != "bundled" and heads is None and policy in (None, "locret") and (
+    if named_model(model) is None and heads is None and policy in (None, "locret") and (
             Path(model).expanduser() / "config.json").is_file():
         raise ConfigError(f"{model} was given without heads=, which the policy 'locret' scores with; expected "
                           'policy="keydiff", which needs none, or heads=<folder> made by `locret-stream train-heads`')

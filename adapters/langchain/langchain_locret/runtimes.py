@@ -183,7 +183,8 @@ class RuntimeLoop:
                 key = secrets.token_bytes(32)
         if not is_store(store):
             store = locret_stream.Store(store, key=key, keep_last=settings.boundaries)
-        return locret_stream.Runtime.from_pretrained(settings.model, store=store, **dict(settings.options))
+        options = {"acknowledge": None, **dict(settings.options)}  # messages have turns of their own
+        return locret_stream.Runtime.from_pretrained(settings.model, store=store, **options)
 
     # -- the end ----------------------------------------------------------------------------------------------
 

