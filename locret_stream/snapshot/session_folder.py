@@ -30,7 +30,6 @@ from locret_stream.snapshot import encryption
 from locret_stream.snapshot.files import Files
 from locret_stream.snapshot.format import PREAMBLE, Buffer, LogPart, LogRef, Manifest, Page, PageRef, Place, unpack
 from locret_stream.snapshot.names import delete_record, hashed, readable_record, write_record
-from locret_stream.snapshot.session_key import SessionKey
 
 MANIFEST_LIMIT = 1 << 30  # bytes that a manifest may have
 _log = logging.getLogger(__name__)
@@ -46,12 +45,12 @@ class SessionFolder:
     Attributes:
         key: whether and how the session is encrypted.
         locked: whether the caller's lock excludes all other saves and collections in this folder.
-        needs: what manifests name, by their path and first bytes: a cache of `snapshot.collecting`.
+        needs: what manifests name, by their path and first bytes: a cache of `snapshot.removing`.
     """
 
     def __init__(self, files: Files, folder: str, key: bytes | None):
         self.files, self.folder = files, folder
-        self.key = SessionKey(files, folder, key, lambda: self.has_snapshots)
+        self.key = encryption.SessionKey(files, folder, key, lambda: self.has_snapshots)
         self.locked = False
         self.needs: dict[tuple[str, bytes], frozenset[str]] = {}
 
