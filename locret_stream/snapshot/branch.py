@@ -109,7 +109,6 @@ class Branch:
 
         Args:
             identity: what the snapshot must have been made with; None leaves that unchecked.
-            geometry: of its pages.
             capacity: the most units that each layer may hold; more are refused before anything is allocated.
 
         Raises:
@@ -255,22 +254,15 @@ class Branch:
         return generations
 
     def expect_same_session(self, generations: Sequence[int]) -> None:
-        """Refuse an owner of a session that was forgotten and begun anew: its generations count from 1 again, so that
-        `expect_newest` may let this owner pass.
-
-        Raises:
-            StaleOwner. StoreError: as `expect_newest`.
-        """
+        """Raises StaleOwner if the session was forgotten and begun anew: its generations count from 1 again, so that
+        `expect_newest` may let this owner pass."""
         if self.head in generations and self.newest and self.digest(self.head) not in (self.newest, None):
             raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, and begun anew by another. "
                              "Nothing was written; expected one owner: save under a new name, or open it again")
 
     def digest(self, number: int) -> str | None:
-        """The digest of a snapshot; None if it is damaged, locked or missing, which proves nothing.
-
-        Raises:
-            StoreError: the store cannot be read now.
-        """
+        """The digest of a snapshot; None if it is damaged, locked or missing, which proves nothing. Raises StoreError
+        if the store cannot be read now."""
         try:
             return self.session_folder.read_manifest(self.name, number)[2]
         except SnapshotError as error:
@@ -287,11 +279,7 @@ class Branch:
 
     def note(self, position: int, ids: Sequence[int]) -> None:
         """Write ids that are about to be committed from `position` on into the spool. They replace what the spool has
-        from there on: the same ids after a step that failed, or other ids after an undone turn.
-
-        Raises:
-            StoreError: the spool cannot be written.
-        """
+        from there on: the same ids after a step that failed, or other ids after an undone turn."""
         if self.spool is not None:
             with self.keeping_log():
                 self.spool.append(ids, position)
@@ -351,11 +339,7 @@ def log_of_owners(session_folder: SessionFolder, *, all_of_them: bool) -> set[st
 
 
 def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:
-    """Refuse a manifest whose numbers contradict each other or `capacity`, before anything is allocated by them.
-
-    Raises:
-        SnapshotCorrupt: they do.
-    """
+    """Raises SnapshotCorrupt if numbers contradict each other or `capacity`, before anything is allocated by them."""
     if set(sections) != {"state", "masks"}:
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected state and masks")
     if len(manifest.counts) != len(capacity) or any(

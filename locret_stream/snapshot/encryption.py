@@ -61,15 +61,13 @@ def new_data_key() -> bytes:
 
 
 def wrap(data_key: bytes, key: bytes, folder: str) -> bytes:
-    """The data key as it is stored in a session's folder, and can be unwrapped only there."""
+    """The data key as it is stored in a session's folder; `unwrap` opens it only there."""
     nonce = os.urandom(12)
     return nonce + _cipher().AESGCM(key).encrypt(nonce, data_key, folder.encode())
 
 
 def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
-    """The data key of the session in a folder.
-
-    Raises:
+    """Raises:
         MissingKey: `key` is another one, or the file is damaged.
     """
     cipher = _cipher()
@@ -81,13 +79,9 @@ def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
 
 
 class SessionKey:
-    """Whether and how a session is encrypted. Several threads may ask at a time.
+    """Whether and how the session in a folder is encrypted. Several threads may ask at a time.
 
-    What it read from the folder stays valid until `refresh`.
-
-    Args:
-        folder: of the session. user_key: the store's key, None for a store without one.
-        has_snapshots: says whether the session has any snapshot.
+    What it read from the folder stays valid until `refresh`. `user_key` is the store's key, None for a store without.
     """
 
     def __init__(self, files: Files, folder: str, user_key: bytes | None, has_snapshots: Callable[[], bool]):

@@ -254,13 +254,8 @@ class LocalFiles:
         return os.path.join(self.root, path)
 
     def _checked(self, path: str) -> str:
-        """The absolute path of a file, none of whose folders below the root is a link.
-
-        Raises:
-            SnapshotCorrupt: one of them is.
-        """
-        whole = self._path(path)
-        at = self.root
+        """The absolute path of a file. Raises SnapshotCorrupt if a folder between the root and it is a link."""
+        whole, at = self._path(path), self.root
         for part in path.split("/")[:-1]:
             at = os.path.join(at, part)
             if os.path.islink(at):

@@ -49,11 +49,7 @@ class Spool:
         self._scrambler = Scrambler() if self._hidden else None
 
     def append(self, ids: Iterable[int], at: int | None = None) -> None:
-        """Write ids from position `at` on (None: from `end` on). They replace all ids from there on.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write ids from position `at` on (None: from `end` on). They replace all ids from there on."""
         at = self.end if at is None else at
         assert self.start <= at <= self.end, "the log has a gap"
         data = np.fromiter(ids, dtype="<i4").tobytes()
@@ -154,14 +150,7 @@ def write_part(body: LogPart, part: Part) -> list[Buffer]:
 
 
 def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> Part:
-    """The content of a verified part.
-
-    Args:
-        what: how to call the part in messages.
-
-    Raises:
-        SnapshotCorrupt: it is not what its header says.
-    """
+    """The content of a verified part. Raises SnapshotCorrupt if it is not what its header says."""
     if set(sections) != {"ids"} or body.end < body.start or bool(body.start) != bool(body.before):
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}, ids {body.start} to {body.end} behind part "
                               f"{body.before or 'none'}; expected section ids, a part before others than 0")
@@ -177,11 +166,7 @@ def read_part(body: LogPart, sections: dict[str, memoryview], what: str) -> Part
 
 
 def _focuses(numbers: list[int], start: int, end: int, what: str) -> Iterator[Refocus]:
-    """The events that `write_part` spelled as numbers.
-
-    Raises:
-        SnapshotCorrupt: they are not events of positions start .. end, ascending.
-    """
+    """The events that `write_part` spelled as numbers. Raises SnapshotCorrupt unless they ascend from start to end."""
     at, before = 0, start
     while at < len(numbers):
         position, count = (numbers[at:at + 2] + [-1])[:2]

@@ -74,14 +74,7 @@ def read_log(session_folder: SessionFolder, name: str, refs: Sequence[LogRef]
 
 def read_stored_log(session_folder: SessionFolder, name: str, identity: Identity, generation: int | None = None
                     ) -> StoredLog:
-    """The log up to a snapshot of a branch, the newest unless a generation is given.
-
-    Args:
-        identity: whose tokenizer the ids must belong to.
-
-    Raises:
-        SnapshotCorrupt: there is no whole log. SnapshotMismatch: its ids are of another tokenizer. StoreError.
-    """
+    """The log of a branch; as `Branch.read_stored_log`."""
     session_folder.key.refresh()
     generations, highest = session_folder.generations(name)
     if not generations:
@@ -122,11 +115,7 @@ def _log_of_manifest(session_folder: SessionFolder, manifest: Manifest, sections
 
 
 def pending_ids(state: Mapping[str, Tensor], what: str) -> np.ndarray:
-    """The pending ids [n] in a snapshot's state, which follow the log.
-
-    Raises:
-        SnapshotCorrupt: there are none, or numbers that cannot be token ids.
-    """
+    """The pending ids [n] in a snapshot's state, which follow the log. Raises SnapshotCorrupt if they cannot be ids."""
     ids = state.get("pending")
     if ids is None or ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1 or (
             len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31):

@@ -37,11 +37,7 @@ def hashed(name: str) -> str:
 
 
 def check_name(name: object) -> str:
-    """A name for a session: any text of 1 to 256 characters.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Raises ConfigError unless it is a name for a session: any text of 1 to 256 characters."""
     if not isinstance(name, str) or not 1 <= len(name) <= 256:
         raise ConfigError(f"session name {name!r}; expected a text of 1 to 256 characters")
     try:
@@ -123,15 +119,13 @@ def delete_record(files: Files, name_hash: str) -> None:
     files.delete(f"n-{name_hash}")
 
 
-def sweep_records(files: Files, name_hashes: Container[str], unfinished: Mapping[str, str] | None = None) -> list[str]:
+def sweep_records(files: Files, name_hashes: Container[str], unfinished: Mapping[str, str]) -> list[str]:
     """Delete the temporary files that saves left of the records of these names when they died; returns their paths.
 
-    Only a caller whose lock excludes saves of these names may call this.
-
-    Args:
-        unfinished: what `files.unfinished("")` gave, if the caller has it already.
+    Only a caller whose lock excludes saves of these names may call this. `unfinished` is what `files.unfinished("")`
+    gave.
     """
-    paths = [path for path, target in (files.unfinished("") if unfinished is None else unfinished).items()
+    paths = [path for path, target in unfinished.items()
              if (match := RECORD.fullmatch(target)) and match[1] in name_hashes]
     for path in paths:
         files.delete(path)

@@ -176,14 +176,8 @@ def write_page(start: int, end: int, layers: Sequence[LayerUnits]) -> tuple[list
 
 def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geometry: Geometry,
               what: str) -> tuple[PageIndex, dict[str, Tensor]]:
-    """The index of a verified page and its K and V, `l.keys` and `l.values` [N_l, D].
-
-    Args:
-        what: how to call the page in messages.
-
-    Raises:
-        SnapshotCorrupt: it has another geometry, or is not the page that `ref` describes.
-    """
+    """The index of a verified page and its K and V, `l.keys` and `l.values` [N_l, D]. Raises SnapshotCorrupt if it has
+    another geometry, or is not the page that `ref` describes."""
     if (body.start, body.end) != (ref.start, ref.end) or set(sections) != {"index", "units"}:
         raise SnapshotCorrupt(f"{what}: positions {body.start} to {body.end}, sections {sorted(sections)}; expected "
                               f"{ref.start} to {ref.end}, index and units")
@@ -209,11 +203,7 @@ def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geom
 
 
 def pack_masks(masks: Sequence[np.ndarray | None]) -> dict[str, Tensor]:
-    """The "masks" section of a manifest: a tensor for every page with dead units.
-
-    Args:
-        masks: for every page which units are live, bool [units], or None for all.
-    """
+    """The "masks" section of a manifest: a tensor for every page with dead units. `masks` as of `unpack_masks`."""
     return {str(number): torch.from_numpy(np.packbits(mask)) for number, mask in enumerate(masks)
             if mask is not None and not mask.all()}
 

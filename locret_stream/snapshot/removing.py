@@ -48,11 +48,8 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def exclusive(session_folder: SessionFolder, *, wait: bool = True) -> Iterator[None]:
-    """Exclude saves and other collections in the session for the length of the block, where the place has locks.
-
-    Raises:
-        Busy: `wait` is false, and one is running.
-    """
+    """Exclude saves and other collections in the session for the length of the block, where the place has locks. Raises
+    Busy if one is running and `wait` is false."""
     with session_folder.files.lock(session_folder.folder, shared=False, wait=wait) as locked:
         session_folder.locked = locked
         try:
@@ -62,9 +59,9 @@ def exclusive(session_folder: SessionFolder, *, wait: bool = True) -> Iterator[N
 
 
 def delete_snapshots(session_folder: SessionFolder, name: str, generations: Sequence[int], highest: int) -> None:
-    """Delete the manifests of a branch with these generations; `highest` is the highest one ever used.
+    """Delete the manifests of a branch with these generations.
 
-    Before the manifest of the highest generation is deleted, an empty file `.gone` says that this generation was used.
+    Before the manifest of the highest generation ever used is deleted, an empty file `.gone` says that it was used.
     Without it, a crash right after the deletion would make the generation look free: a stale owner could save under it,
     and the record of the name would report a lost snapshot. After a crash between the two steps both files exist: the
     snapshot is still listed, and can be deleted again.
@@ -142,7 +139,7 @@ def named_files(session_folder: SessionFolder) -> set[str]:
 
 
 def files_named_by(session_folder: SessionFolder, path: str) -> frozenset[str]:
-    """Paths inside the session of the pages and log parts that one manifest names. Raises as `manifest_at`."""
+    """As `named_files`, of one manifest. Raises as `manifest_at`."""
     manifest = session_folder.manifest_at(path)[0]
     return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
                       *(f"log/{ref.name}" for ref in manifest.log or ())])
@@ -185,7 +182,8 @@ def forget(files: Files, name: str) -> list[str]:
         aliases = [other for other in files.folders("")
                    if FOLDER.fullmatch(other) and _readable_alias(files, other) == folder]
         for other in aliases:
-            _delete_alias(files, other)
+            files.delete(f"{other}/branch")
+            files.remove_empty_folder(other)
         files.remove_folder(folder)
         if not session_folder.locked:  # a save that ended meanwhile may have written its record again
             _delete_records(session_folder)
@@ -212,7 +210,7 @@ def _delete_records(session_folder: SessionFolder) -> list[str]:
         if other == name_hash or (other in branches if record is None else record.folder == session_folder.folder):
             delete_record(files, other)
             deleted.add(other)
-    sweep_records(files, branches | deleted)
+    sweep_records(files, branches | deleted, files.unfinished(""))
     return [f"n-{other}" for other in sorted(deleted)]
 
 
@@ -223,15 +221,11 @@ def _readable_alias(files: Files, folder: str) -> str | None:
     return None
 
 
-def _delete_alias(files: Files, folder: str) -> None:
-    files.delete(f"{folder}/branch")
-    files.remove_empty_folder(folder)
-
-
 def free_name(files: Files, folder: str, target: str) -> None:
     """Make the name of a fork without snapshots free: delete its alias in `folder`, and its record if that says that
     the snapshots lie in `target`."""
-    _delete_alias(files, folder)
+    files.delete(f"{folder}/branch")
+    files.remove_empty_folder(folder)
     if (record := readable_record(files, folder[2:])) is not None and record.folder == target:
         delete_record(files, folder[2:])
 
@@ -264,11 +258,7 @@ def remove_dead_alias(files: Files, folder: str, grace_s: float) -> list[str]:
 
 
 def rewrite_aliases(session_folder: SessionFolder) -> None:
-    """Write the aliases of forks with readable snapshots here that are missing or damaged.
-
-    Raises:
-        SnapshotTooNew: an alias was written in a later format. StoreError.
-    """
+    """Write the aliases of forks with readable snapshots here that are missing or damaged. Raises SnapshotTooNew."""
     files = session_folder.files
     for branch in session_folder.branches():
         folder, target = f"s-{branch}", None

@@ -109,14 +109,8 @@ class Save:
         self._stack.close()
 
     def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
-        """Write one of the ranges of `plan.write` on a thread. The caller waits while `WRITERS` are being written.
-
-        Args:
-            layers: for every layer the units at positions start .. end-1.
-
-        Raises:
-            StoreError: a range before this one could not be written.
-        """
+        """Write one of the ranges of `plan.write` on a thread; `layers`: the units there. The caller waits while
+        `WRITERS` are being written. Raises StoreError if a range before this one could not be written."""
         parts, index = write_page(start, end, layers)
         self.branch.session_folder.key.for_writing()  # makes the key here, rather than on two threads at once
         self._wait(but=WRITERS - 1)

@@ -91,11 +91,7 @@ class SessionFolder:
         return encryption.decrypt(data, key, f"{self.folder}/{path}") if key else data
 
     def write(self, path: str, parts: Sequence[Buffer], *, exclusive: bool = False) -> None:
-        """Write a container, encrypted if the session is; it is durable on return.
-
-        Raises:
-            Exists, StoreError.
-        """
+        """Write a container, encrypted if the session is, as `Files.write` does."""
         key = self.key.for_writing()
         whole = f"{self.folder}/{path}"
         self.files.write(whole, encryption.encrypt(parts, key, whole) if key else parts, exclusive=exclusive)
@@ -177,11 +173,7 @@ class SessionFolder:
                 for generation in self.generations_of(branch)[0]]
 
     def read_manifest(self, branch: str, generation: int) -> tuple[Manifest, dict[str, memoryview], str]:
-        """The verified manifest of this branch and generation: its body, its sections, the digest of its header.
-
-        Raises:
-            SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
-        """
+        """The verified manifest of this branch and generation. Returns and raises as `read`."""
         what = f"snapshot {generation} of {branch!r}"
         try:
             body, sections, header_digest = self.read(self.manifest_path(branch, generation), Manifest, MANIFEST_LIMIT,
@@ -193,11 +185,7 @@ class SessionFolder:
         return body, sections, header_digest
 
     def manifest_at(self, path: str) -> tuple[Manifest, int]:
-        """The verified manifest at a path, and its size in bytes.
-
-        Raises:
-            SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
-        """
+        """The verified manifest at a path, and its size in bytes. Raises as `read`."""
         what = f"{self.folder}/{path}"
         try:
             data = self._container(path, MANIFEST_LIMIT)
@@ -222,11 +210,8 @@ class SessionFolder:
                                   f"{body.session!r}: it was moved")
 
     def record_save(self, branch: str, generation: int, locked: bool) -> None:
-        """Write the record of a branch's name after a save. The snapshot is durable even if that fails.
-
-        Args:
-            locked: whether a lock kept others from forgetting the session meanwhile.
-        """
+        """Write the record of a branch's name after a save. The snapshot is durable even if that fails. `locked`: a
+        lock kept others from forgetting the session meanwhile."""
         title = "" if self.key.will_encrypt else branch
         place = Place(name=hashed(branch), folder=self.folder, newest=generation, title=title)
         try:
@@ -237,11 +222,7 @@ class SessionFolder:
             _log.warning("%r was saved; should this snapshot get lost, that would go unnoticed: %s", branch, error)
 
     def session_name(self) -> str:
-        """The name of the session that this folder belongs to, from its manifests.
-
-        Raises:
-            SnapshotCorrupt: none of them can be read.
-        """
+        """The name of the session, from its manifests. Raises SnapshotCorrupt if none of them can be read."""
         for path, _ in self.manifests():
             with suppress(SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
                 return self.manifest_at(path)[0].session
