@@ -81,11 +81,9 @@ class UnitStore:
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """Copy another slot of the same pool: its committed units and the first `tail` units written behind them."""
         for buffers, count in zip(self.pool.layers, other.counts, strict=True):
-            count += tail
             for tensor in buffers.tensors:
-                cut = (Ellipsis, slice(count), slice(None)) if tensor.dim() == 4 and tensor is not buffers.scores \
-                    else (Ellipsis, slice(count))
-                tensor[self.slot][cut].copy_(tensor[other.slot][cut])
+                axis = -1 if tensor is buffers.scores or tensor is buffers.positions else -2
+                tensor[self.slot].narrow(axis, 0, count + tail).copy_(tensor[other.slot].narrow(axis, 0, count + tail))
         self.counts = list(other.counts)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, rotate: Rotate) -> None:

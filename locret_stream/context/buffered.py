@@ -60,11 +60,7 @@ class BufferedText:
             raise
 
     def push_ids(self, ids: list[int]) -> None:
-        """Add token ids; the text before them ends there.
-
-        Raises:
-            InvalidText: as `cut`. The ids were taken.
-        """
+        """Add token ids; the text before them ends there. They are taken also where `cut` raises InvalidText."""
         try:
             self.cut()
         finally:

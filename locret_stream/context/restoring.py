@@ -25,18 +25,14 @@ from locret_stream.text.segmenter import SegmenterState
 
 if TYPE_CHECKING:
     from locret_stream.context.services import Services
-    from locret_stream.snapshot.log_reader import StoredLog
+    from locret_stream.snapshot.log import StoredLog
 
 _SEGMENTS, _NO_SEGMENTS = msgspec.msgpack.Decoder(list[Segment]), msgspec.msgpack.encode([])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """The options of `Runtime.open`, which says what each of them does.
-
-    Args:
-        stored: whether the context is a session of the store.
-    """
+    """The options of `Runtime.open`, which says what each of them does; and whether the session is `stored`."""
 
     stored: bool = False
     system: str | None = None
@@ -72,11 +68,7 @@ async def open_session(services: Services, name: str, opening: Opening, slot: in
 
 
 def _check_begun_so(session: Session, name: str, opening: Opening) -> None:
-    """Refuse another system text, or another kind of frame, than the session was begun with.
-
-    Raises:
-        ConfigError.
-    """
+    """Raises ConfigError for another system text, or another kind of frame, than the session was begun with."""
     if opening.system is not None and digest_text(opening.system) != session.system:
         raise ConfigError(f"session {name!r} was begun with {'another' if session.system else 'no'} system text, which "
                           "is in its memory; expected the same one or none, or a new name")
@@ -115,11 +107,7 @@ async def begin(services: Services, branch: Branch | None, slot: int, system: st
 
 
 def focus_ids(services: Services, text: str | None) -> list[int]:
-    """Token ids of a focus: [] for None and for nothing but spaces.
-
-    Raises:
-        InputError: not text.
-    """
+    """Token ids of a focus: [] for None and for nothing but spaces. Raises InputError if it is not text."""
     if text is not None and not isinstance(text, str):
         raise InputError(f"the focus is a {type(text).__name__}; expected text, or None for none")
     return services.codec.encode_text(text) if text is not None and text.strip() else []
@@ -158,11 +146,7 @@ async def fork(origin: Session, slot: int, name: str | None) -> Session:
 
 
 async def move(session: Session, name: str) -> None:
-    """Let a stored session go on under a new name, where nothing is saved yet.
-
-    Raises:
-        ConfigError: the store has something of that name. ContextBusy: a `turn()` is open.
-    """
+    """Let a stored session go on under a new name, where nothing is saved yet. Raises as `StreamingContext.save_as`."""
     async with session.frozen():
         expect_no_turn(session, "save_as")
         old = session.stored_branch
@@ -172,11 +156,7 @@ async def move(session: Session, name: str) -> None:
 
 
 async def restore(services: Services, branch: Branch, slot: int, generation: int | None = None) -> Session:
-    """The session of a snapshot in a slot of its own.
-
-    Raises:
-        SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the slot is as it was.
-    """
+    """The session of a snapshot in a slot of its own. Raises as `Branch.load`; the slot is as it was then."""
     restored = await storing(services, lambda: branch.load(services.identity, services.geometry,
                                                            services.engine.budgets, generation))
     return await revive(services, branch, restored, slot)
@@ -210,14 +190,8 @@ async def revive(services: Services, branch: Branch, restored: Restored, slot: i
 
 
 def _unfinished(services: Services, frame: Frame, packed: np.ndarray, what: str) -> tuple[FrameState, BufferedText]:
-    """The open frame, and the text that was buffered in it.
-
-    Args:
-        packed: segments and ids [bytes] u8, as `BufferedText.packed` gives them.
-
-    Raises:
-        SnapshotCorrupt: no session can have them.
-    """
+    """The open frame, and the text that was buffered in it, as `BufferedText.packed` gives it, [bytes] u8. Raises
+    SnapshotCorrupt if no session can have them."""
     try:
         segments = [services.codec.validate_ids(segment) if isinstance(segment, list) else segment
                     for segment in _SEGMENTS.decode(packed.tobytes() or _NO_SEGMENTS)]
@@ -231,12 +205,8 @@ def _unfinished(services: Services, frame: Frame, packed: np.ndarray, what: str)
 
 async def _rebuild(services: Services, branch: Branch, slot: int, why: SnapshotCorrupt | SnapshotMismatch,
                    generation: int | None) -> Session:
-    """The session that the stored log, up to that snapshot, gives when it is fed again: for another model, policy,
-    budget or grid.
-
-    Raises:
-        SnapshotMismatch, SnapshotCorrupt: `why`, where there is no sound log, or its ids are of another tokenizer.
-    """
+    """The session that the stored log, up to that snapshot, gives when it is fed again. Raises `why` where there is no
+    sound log, or its ids are of another tokenizer."""
     try:
         log = await storing(services, lambda: branch.read_stored_log(services.identity, generation))
         return await feed_log(services, log, slot, branch, rebuilt=str(why))
@@ -286,11 +256,8 @@ def _extended(error: SnapshotCorrupt | SnapshotMismatch, more: str) -> SnapshotC
 
 
 def generation_of(snapshot: object, name: str) -> int:
-    """The number of a snapshot of session `name`, given as such or as the snapshot itself; 0 is the beginning.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The number of a snapshot of session `name`, given as such or as the snapshot itself; 0 is the beginning. Raises
+    ConfigError if it is neither."""
     number = snapshot.generation if isinstance(snapshot, Snapshot) and snapshot.name == name else snapshot
     if not isinstance(number, int) or isinstance(number, bool):
         raise ConfigError(f"rewind() was given {number!r}; expected the number of a snapshot of {name!r}, or what "

@@ -14,11 +14,7 @@ _EXPECTED = "expected text (str), UTF-8 bytes, token ids (list[int]), or an iter
 
 
 def as_piece(value: object) -> Piece:
-    """One item of a source as a piece; a single int is one token id.
-
-    Raises:
-        InputError: any other type.
-    """
+    """One item of a source as a piece; a single int is one token id. Raises InputError for any other type."""
     if isinstance(value, (str, bytes)):
         return value
     if isinstance(value, (bytearray, memoryview)):

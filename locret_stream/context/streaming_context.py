@@ -61,25 +61,18 @@ class StreamingContext:
             raise ContextBusy(f"context {self.name!r} is open already; expected one `async with` per context")
         self._services.check_open()
         slots = self._services.slots
-        slots.adopt(self)
-        try:
+        with contextlib.ExitStack() as undoing:
+            slots.adopt(self)
+            undoing.callback(slots.drop, self)
             slot = await slots.acquire(scratch=False)
-            try:
-                if self._origin is None:
-                    session, self.resumed = await restoring.open_session(self._services, self.name, self._opening, slot)
-                else:
-                    session = await restoring.fork(self._origin._live, slot, self.name if self.stored else None)
-                try:
-                    self._services.check_open()  # a runtime that began to close meanwhile does not close this context
-                except BaseException:
-                    session.close_branch()
-                    raise
-            except BaseException:
-                slots.release(slot, scratch=False)
-                raise
-        except BaseException:
-            slots.drop(self)
-            raise
+            undoing.callback(slots.release, slot, scratch=False)
+            if self._origin is None:
+                session, self.resumed = await restoring.open_session(self._services, self.name, self._opening, slot)
+            else:
+                session = await restoring.fork(self._origin._live, slot, self.name if self.stored else None)
+            undoing.callback(session.close_branch)
+            self._services.check_open()  # a runtime that began to close meanwhile does not close this context
+            undoing.pop_all()
         self._session, self._loop, self.rebuilt = session, asyncio.get_running_loop(), session.rebuilt
         session.own(self._keep)
         return self
@@ -118,9 +111,8 @@ class StreamingContext:
         session.end(CLOSED)
         self._services.slots.drop(self)
         try:
-            await to_the_end(asyncio.wrap_future(session.barrier()))  # until every step of it is done
-        except ContextClosed:
-            pass
+            with contextlib.suppress(ContextClosed):
+                await to_the_end(asyncio.wrap_future(session.barrier()))  # until every step of it is done
         finally:
             try:
                 await to_the_end(session.until_free())  # a running save reads what closing deletes

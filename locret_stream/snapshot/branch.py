@@ -21,8 +21,7 @@ from locret_stream.snapshot.claims import is_taken
 from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
-from locret_stream.snapshot.log import Refocus, Spool
-from locret_stream.snapshot.log_reader import StoredLog, read_stored_log
+from locret_stream.snapshot.log import Refocus, Spool, StoredLog, read_stored_log
 from locret_stream.snapshot.pages import Assembly, Geometry, PageIndex, read_page, unpack_masks
 from locret_stream.snapshot.session_folder import SessionFolder
 
@@ -103,12 +102,12 @@ class Branch:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def load(self, identity: Identity | None, geometry: Geometry, capacity: Sequence[int],
+    def load(self, identity: Identity, geometry: Geometry, capacity: Sequence[int],
              generation: int | None = None) -> Restored:
         """Read the newest snapshot, or that of a generation; the next save of this owner builds on it.
 
         Args:
-            identity: what the snapshot must have been made with; None leaves that unchecked.
+            identity: what the snapshot must have been made with.
             capacity: the most units that each layer may hold; more are refused before anything is allocated.
 
         Raises:
@@ -174,12 +173,11 @@ class Branch:
         raise StaleOwner(f"snapshot {number} of {name!r}, to which this context was swapped out, does not exist any "
                          "more, or another one has its number; expected nobody to delete it while the context is open")
 
-    def _read(self, name: str, number: int, identity: Identity | None, geometry: Geometry,
+    def _read(self, name: str, number: int, identity: Identity, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
         manifest, sections, digest = self.session_folder.read_manifest(name, number)
         what = f"snapshot {number} of {name!r}"
-        if identity is not None:
-            expect_same(manifest.identity, identity, what)
+        expect_same(manifest.identity, identity, what)
         check_manifest(manifest, sections, capacity, what)
         assembly = Assembly(manifest.counts, geometry, what)
         masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)

@@ -37,11 +37,8 @@ class MissingKey(StoreError):
 
 
 def user_key(key: bytes | str | None) -> bytes | None:
-    """The key that a user gave: 32 bytes, or 64 hexadecimal digits.
-
-    Raises:
-        ConfigError: something else, or the `cryptography` package is not installed.
-    """
+    """The key that a user gave: 32 bytes, or 64 hexadecimal digits. Raises ConfigError for anything else, and where the
+    `cryptography` package is not installed."""
     if key is None:
         return None
     try:
@@ -67,9 +64,7 @@ def wrap(data_key: bytes, key: bytes, folder: str) -> bytes:
 
 
 def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
-    """Raises:
-        MissingKey: `key` is another one, or the file is damaged.
-    """
+    """The data key again. Raises MissingKey if `key` is another one, or the file is damaged."""
     cipher = _cipher()
     try:
         return cipher.AESGCM(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), folder.encode())
@@ -115,25 +110,16 @@ class SessionKey:
             self._data_key, self._plain = None, False
 
     def for_reading(self) -> bytes | None:
-        """The data key; None in a session without one.
-
-        Raises:
-            StoreError: the session is encrypted, and the store has no key or another one.
-        """
+        """The data key; None in a session without one. Raises MissingKey."""
         return self._get(make=False)
 
     def for_writing(self) -> bytes | None:
-        """The data key, durable and made if there is none yet; None in a store without a key.
-
-        Raises:
-            StoreError: as `for_reading`, or the store has a key and the session was stored without one.
-        """
+        """The data key, durable and made if there is none yet; None in a store without a key. Raises MissingKey, and as
+        `expect_no_plaintext`."""
         return self._get(make=True)
 
     def expect_no_plaintext(self) -> None:
-        """Raises:
-            StoreError: the store has a key, and the session was stored without encryption.
-        """
+        """Raises StoreError if the store has a key, and the session was stored without encryption."""
         if self.user_key is not None and self._has_snapshots() and not self.encrypted:
             raise StoreError("this session was stored without encryption and the store was given a key; expected no "
                              "key, or a new session")
@@ -242,11 +228,7 @@ def _file_key(data_key: bytes, salt: bytes, where: str) -> bytes:
 
 
 def _cipher() -> SimpleNamespace:
-    """What this module uses of the `cryptography` package, which is an optional requirement.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """What this module uses of the `cryptography` package, an optional requirement. Raises ConfigError without it."""
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher

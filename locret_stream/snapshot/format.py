@@ -207,9 +207,6 @@ def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[Buf
 
     The buffers share the memory of the tensors, which must not change until they are written.
 
-    Args:
-        sections: for each its tensors by name.
-
     Raises:
         SnapshotError: `unpack` or `tensors` would refuse it, for values outside their limits or tensors of other
             dtypes.
@@ -327,11 +324,8 @@ _ENTRIES = msgspec.json.Decoder(dict[Annotated[str, Meta(max_length=256)], _Tens
 
 
 def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
-    """The tensors of a verified section, as views of its bytes if these are writable, else as copies.
-
-    Raises:
-        SnapshotCorrupt: it is no safetensors file of the dtypes above without gaps and overlaps.
-    """
+    """The tensors of a verified section, as views of its bytes if these are writable, else as copies. Raises
+    SnapshotCorrupt unless it is a safetensors file of the dtypes above, without gaps and overlaps."""
     entries, at = _entries(section, len(section), what)
     data = section[at:]
     return {name: _view(data[slice(*entry.data_offsets)], DTYPES[entry.dtype]).view(entry.shape)

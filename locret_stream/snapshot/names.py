@@ -53,11 +53,8 @@ def folder_of(name: str) -> str:
 
 
 def read_alias(files: Files, folder: str) -> str | None:
-    """The session folder that the alias in a folder names; None if there is no alias.
-
-    Raises:
-        SnapshotCorrupt: the alias is damaged, or names no session folder but this one. SnapshotTooNew, StoreError.
-    """
+    """The session folder that the alias in a folder names; None if there is no alias. Raises SnapshotTooNew, and
+    SnapshotCorrupt: it is damaged, or names no session folder but this one."""
     path = f"{folder}/branch"
     try:
         data = files.read(path, _LIMIT)
@@ -87,11 +84,7 @@ def write_alias(files: Files, folder: str, target: str, *, exclusive: bool = Fal
 
 
 def read_record(files: Files, name_hash: str) -> Place | None:
-    """The record of a name; None if there is none.
-
-    Raises:
-        SnapshotCorrupt: it is damaged, or belongs to another name. SnapshotTooNew, StoreError.
-    """
+    """The record of a name; None if there is none. Raises SnapshotCorrupt: it is damaged, or of another name."""
     path = f"n-{name_hash}"
     try:
         place = unpack(files.read(path, _LIMIT), Place, path)[0]

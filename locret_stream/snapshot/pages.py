@@ -209,12 +209,8 @@ def pack_masks(masks: Sequence[np.ndarray | None]) -> dict[str, Tensor]:
 
 
 def unpack_masks(section: Mapping[str, Tensor], refs: Sequence[PageRef], what: str) -> list[np.ndarray | None]:
-    """For every page of the manifest which units are live, bool [units], None for all.
-
-    Raises:
-        SnapshotCorrupt: a mask belongs to no page, has another size or bits behind its end, or has another number of
-            live units than the manifest says.
-    """
+    """For every page of the manifest which units are live, bool [units], None for all. Raises SnapshotCorrupt for a
+    mask of no page, of another size, with bits behind its end, or of another number of live units than stated."""
     strange = sorted(set(section) - {str(number) for number in range(len(refs))})
     if strange:
         raise SnapshotCorrupt(f"{what}: a mask of page {strange[0]!r}, which is not there")
@@ -261,11 +257,7 @@ class Assembly:
                 self._bytes[f"{layer}.{part}"] = np.empty((heads, count, dim * geometry.dtype.itemsize), np.uint8)
 
     def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:
-        """Add the next page, in the order of positions, as `read_page` gave it.
-
-        Args:
-            mask: which of its units are live, bool [units], None for all.
-        """
+        """Add the next page, in the order of positions, as `read_page` gave it, with its mask from `unpack_masks`."""
         if page.ref.start < self.end:
             raise SnapshotCorrupt(f"{self.what}: a page from position {page.ref.start} on; expected {self.end} or more")
         self.end, first = page.ref.end, 0

@@ -79,7 +79,7 @@ def collect(session_folder: SessionFolder, grace_s: float, *, after_a_save: bool
 
     Args:
         grace_s: without a lock, younger files stay.
-        after_a_save: also keep the log parts of owners in this process that went back to an older snapshot.
+        after_a_save: as `all_of_them` of `log_of_owners`.
 
     Raises:
         SnapshotCorrupt, SnapshotTooNew: a manifest cannot be read; nothing was deleted.
@@ -118,9 +118,6 @@ def named_files(session_folder: SessionFolder) -> set[str]:
 
     A manifest is read once and then recognised by its first bytes. Its path does not identify it: where no lock
     excludes collectors, a save that fails gives its generation back, and another manifest gets its path.
-
-    Raises:
-        SnapshotCorrupt, SnapshotTooNew: a manifest cannot be read.
     """
     needs = {}
     for path, _ in session_folder.manifests():
