@@ -87,12 +87,8 @@ class UnitStore:
         self.counts = list(other.counts)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, rotate: Rotate) -> None:
-        """Write units at the first ranks of a layer, and behind them those of its units that are kept.
-
-        Args:
-            units: K before RoPE and V, [1, H, q, D] each; None for no units.
-            keep: [H, n], ascending ranks of the units that are kept.
-        """
+        """Write units (K before RoPE and V, [1, H, q, D] each; None for none) at the first ranks of a layer, and behind
+        them those of its units that are kept: those of the ascending ranks `keep` [H, n]."""
         buffers, slot = self.pool.layers[layer], self.slot
         new = 0 if units is None else units[0].shape[2]
         total = new + keep.shape[1]

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import torch
 
-from locret_stream.context.buffered import BufferedText, Segment
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.saving import expect_no_turn, fingerprint, store_of, stored_units, storing
 from locret_stream.context.session import Session
 from locret_stream.context.session_state import REWOUND
+from locret_stream.context.sources import BufferedText, Segment
 from locret_stream.errors import ConfigError, ContextBusy, InputError, SnapshotCorrupt, SnapshotMismatch
 from locret_stream.snapshot import Branch, Frame, Restored, Snapshot
 from locret_stream.snapshot.identity import digest_text

@@ -1,4 +1,4 @@
-"""A session that takes steps: text on its way into the engine, and the steps that commit it. `context.buffered` states
+"""A session that takes steps: text on its way into the engine, and the steps that commit it. `context.sources` states
 the places that a stream goes through, `context.swapping` where the slot comes from."""
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from locret_stream.context import saving, swapping
-from locret_stream.context.buffered import Segment
 from locret_stream.context.session_state import SessionState
-from locret_stream.context.sources import Piece
+from locret_stream.context.sources import Piece, Segment
 from locret_stream.engine import NextToken
 
 if TYPE_CHECKING:

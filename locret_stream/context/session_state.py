@@ -30,8 +30,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
-from locret_stream.context.buffered import BufferedText
 from locret_stream.context.gate import Gate
+from locret_stream.context.sources import BufferedText
 from locret_stream.engine import EngineState
 from locret_stream.errors import ContextBusy, ContextClosed
 from locret_stream.text import FrameState

@@ -116,11 +116,8 @@ class Engine:
                                   store.values(layer, count)[0])
 
     def load(self, tensors: Mapping[str, Tensor], slot: int) -> EngineState:
-        """A context from the tensors of `export` or of a snapshot, of an engine with the same model and config.
-
-        Raises:
-            SnapshotCorrupt: not such tensors, by name; nothing was written into the slot.
-        """
+        """A context from the tensors of `export` or of a snapshot, of an engine with the same model and config. Raises
+        SnapshotCorrupt for other tensors, by name; nothing was written into the slot then."""
         state = self.open(slot)
         serialisation.load(self.layout, state, tensors, self._focus_units, self.attachment.last_device)
         return state
@@ -163,11 +160,8 @@ class Engine:
                 f"smallest layer has space for {self.capacity}; expected a larger budget or an evicting policy")
 
     def accept(self, state: EngineState, ids: Iterable[int]) -> None:
-        """Append ids to the pending ones. Runs nothing: the caller calls `commit` as long as `ready` is true.
-
-        Raises:
-            BudgetExceeded: a policy that never evicts has no space for all of them; none was accepted.
-        """
+        """Append ids to the pending ones, all or none: raises as `expect_room`. Runs nothing: the caller calls
+        `commit` as long as `ready` is true."""
         self._check(state)
         ids = list(ids)
         self.expect_room(state, len(ids))

@@ -298,7 +298,8 @@ class Branch:
         if is_taken(self.session_folder, name):
             raise ConfigError(f"fork {name!r}: the store has a session of that name; expected a new one, or `delete` "
                               "that first")
-        fork = Branch(self.session_folder.copy(), self.session, name, log=self.keeps_log)
+        own = self.session_folder
+        fork = Branch(SessionFolder(own.files, own.folder, own.key.user_key), self.session, name, log=self.keeps_log)
         fork.parent, fork.base = self.parent, self.base
         fork.head = self.session_folder.generations(name)[1]
         fork.pages = tuple(page for page in self.pages if page.ref.end <= seen)
@@ -332,8 +333,9 @@ def log_of_owners(session_folder: SessionFolder, *, all_of_them: bool) -> set[st
         branches = [*_branches]
     owners = [branch for branch in branches if branch.spool is not None and branch.base is not None
               and (all_of_them or branch.base[0] != branch.name)]
-    return {f"log/{ref.name}" for branch in owners if branch.session_folder.same_as(session_folder)
-            for ref in branch.log}
+    place = session_folder.files.url, session_folder.folder
+    return {f"log/{ref.name}" for branch in owners for ref in branch.log
+            if (branch.session_folder.files.url, branch.session_folder.folder) == place}
 
 
 def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:

@@ -207,11 +207,7 @@ class StoredLog:
 
     def pieces(self) -> Iterator[tuple[np.ndarray, tuple[Refocus, ...]]]:
         """All ids, part by part, the pending ones last; with each part the focuses that were given from its first id to
-        behind its last one. A part is read when it is asked for.
-
-        Raises:
-            SnapshotCorrupt, StoreError: a part was changed or removed meanwhile.
-        """
+        behind its last one. A part is read when it is asked for. Raises as `read_log`."""
         yield from read_log(self.session_folder, self.name, self.refs)
         yield self.pending, self.focuses
 

@@ -54,14 +54,6 @@ class SessionFolder:
         self.locked = False
         self.needs: dict[tuple[str, bytes], frozenset[str]] = {}
 
-    def copy(self) -> SessionFolder:
-        """The same folder for another owner."""
-        return SessionFolder(self.files, self.folder, self.key.user_key)
-
-    def same_as(self, other: SessionFolder) -> bool:
-        """Whether both are the same folder of the same store."""
-        return (self.files.url, self.folder) == (other.files.url, other.folder)
-
     @property
     def has_snapshots(self) -> bool:
         """Whether the folder holds any snapshot; missing ones do not count."""
