@@ -258,8 +258,8 @@ class SessionState:
     # -- what was accepted ------------------------------------------------------------------------------------
 
     def accept(self, ids: list[int], frame: FrameState | None = None) -> None:
-        """Take ids over as pending, and with them the frame in which they leave the conversation: both, or neither, for
-        BudgetExceeded and ContextClosed."""
+        """Take ids over as pending, all or none, and with them the frame in which they leave the conversation. Raises
+        BudgetExceeded, ContextClosed: ids and frame are as they were."""
         self.check_open()
         self.services.engine.accept(self.state, ids)
         if ids:

@@ -46,7 +46,7 @@ async def make_resident(session: SessionState) -> None:
 
 async def swap_out(session: SessionState, *, midway: bool = False) -> bool:
     """Save a session and release its slot; `midway`: also between two steps of an operation. False: it was used
-    meanwhile, and keeps its slot. So it does where it cannot be saved: StaleOwner, StoreError."""
+    meanwhile, and keeps its slot. Raises StaleOwner, StoreError: it could not be saved, and keeps its slot."""
     def may() -> bool:
         return session.between_steps and (midway or session.busy is None)
 

@@ -37,7 +37,7 @@ def hashed(name: str) -> str:
 
 
 def check_name(name: object) -> str:
-    """Raises ConfigError unless it is a name for a session: any text of 1 to 256 characters."""
+    """The name, if it is one for a session: any text of 1 to 256 characters. Else raises ConfigError."""
     if not isinstance(name, str) or not 1 <= len(name) <= 256:
         raise ConfigError(f"session name {name!r}; expected a text of 1 to 256 characters")
     try:
@@ -84,7 +84,7 @@ def write_alias(files: Files, folder: str, target: str, *, exclusive: bool = Fal
 
 
 def read_record(files: Files, name_hash: str) -> Place | None:
-    """The record of a name; None if there is none. Raises SnapshotCorrupt: it is damaged, or of another name."""
+    """The record of a name; None if there is none. Raises SnapshotTooNew, and SnapshotCorrupt: damaged, or moved."""
     path = f"n-{name_hash}"
     try:
         place = unpack(files.read(path, _LIMIT), Place, path)[0]

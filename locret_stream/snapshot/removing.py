@@ -136,7 +136,7 @@ def named_files(session_folder: SessionFolder) -> set[str]:
 
 
 def files_named_by(session_folder: SessionFolder, path: str) -> frozenset[str]:
-    """As `named_files`, of one manifest. Raises as `manifest_at`."""
+    """As `named_files`, for one manifest. Raises as `manifest_at`."""
     manifest = session_folder.manifest_at(path)[0]
     return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
                       *(f"log/{ref.name}" for ref in manifest.log or ())])
