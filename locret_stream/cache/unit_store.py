@@ -81,20 +81,14 @@ class UnitStore:
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """Copy another slot of the same pool: its committed units and the first `tail` units written behind them."""
         for buffers, count in zip(self.pool.layers, other.counts, strict=True):
-            count += tail
             for tensor in buffers.tensors:
-                cut = (Ellipsis, slice(count), slice(None)) if tensor.dim() == 4 and tensor is not buffers.scores \
-                    else (Ellipsis, slice(count))
-                tensor[self.slot][cut].copy_(tensor[other.slot][cut])
+                axis = -1 if tensor is buffers.scores or tensor is buffers.positions else -2
+                tensor[self.slot].narrow(axis, 0, count + tail).copy_(tensor[other.slot].narrow(axis, 0, count + tail))
         self.counts = list(other.counts)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, rotate: Rotate) -> None:
-        """Write units at the first ranks of a layer, and behind them those of its units that are kept.
-
-        Args:
-            units: K before RoPE and V, [1, H, q, D] each; None for no units.
-            keep: [H, n], ascending ranks of the units that are kept.
-        """
+        """Write units (K before RoPE and V, [1, H, q, D] each; None for none) at the first ranks of a layer, and behind
+        them those of its units that are kept: those of the ascending ranks `keep` [H, n]."""
         buffers, slot = self.pool.layers[layer], self.slot
         new = 0 if units is None else units[0].shape[2]
         total = new + keep.shape[1]

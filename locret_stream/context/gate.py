@@ -28,7 +28,6 @@ class Gate:
 
     @contextlib.contextmanager
     def closed_for(self) -> Iterator[None]:
-        """Keep it closed for the length of a block."""
         self.close()
         try:
             yield

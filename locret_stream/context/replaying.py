@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,16 +42,13 @@ async def replay(services: Services, name: str) -> Replay:
     """
     slot = await services.slots.acquire(scratch=False)
     try:
-        branch = await saving.storing(services, saving.store_of(services).branch, name)
-        try:
+        with contextlib.closing(await saving.storing(services, saving.store_of(services).branch, name)) as branch:
             session = await restoring.restore(services, branch, slot)
             stored, tokens = await _tensors(session), session.state.position
             assert branch.base is not None  # it was restored
             generation = branch.base[1]  # its owner may have saved again meanwhile
             log = await saving.storing(services, lambda: branch.read_stored_log(services.identity, generation))
             fed = await _tensors(await restoring.feed_log(services, log, slot))
-        finally:
-            branch.close()
     finally:
         services.slots.release(slot, scratch=False)
     return Replay(name=name, tokens=tokens, differs=tuple(

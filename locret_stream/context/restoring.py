@@ -1,29 +1,79 @@
-"""Sessions begun, restored from the store, rebuilt from their log, forked, and moved to another name."""
+"""Sessions begun, restored from the store, rebuilt from their log, forked, moved to another name, and rewound."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 import torch
 
-from locret_stream.context.buffered import BufferedText, Segment
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.context.saving import expect_no_turn, fingerprint, stored_units, storing
+from locret_stream.context.saving import expect_no_turn, fingerprint, store_of, stored_units, storing
 from locret_stream.context.session import Session
-from locret_stream.errors import ConfigError, InputError, SnapshotCorrupt, SnapshotMismatch
-from locret_stream.snapshot import Branch, Frame, Restored
+from locret_stream.context.session_state import REWOUND
+from locret_stream.context.sources import BufferedText, Segment
+from locret_stream.errors import ConfigError, ContextBusy, InputError, SnapshotCorrupt, SnapshotMismatch
+from locret_stream.snapshot import Branch, Frame, Restored, Snapshot
 from locret_stream.snapshot.identity import digest_text
 from locret_stream.text import FrameState
 from locret_stream.text.segmenter import SegmenterState
 
 if TYPE_CHECKING:
     from locret_stream.context.services import Services
-    from locret_stream.snapshot.log_reader import StoredLog
+    from locret_stream.snapshot.log import StoredLog
 
 _SEGMENTS, _NO_SEGMENTS = msgspec.msgpack.Decoder(list[Segment]), msgspec.msgpack.encode([])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """The options of `Runtime.open`, which says what each of them does; and whether the session is `stored`."""
+
+    stored: bool = False
+    system: str | None = None
+    raw: bool | None = None
+    trusted: bool = False
+    on_mismatch: Literal["raise", "rebuild"] = "raise"
+    at: int | None = None
+    focus: str | None = None
+
+
+async def open_session(services: Services, name: str, opening: Opening, slot: int) -> tuple[Session, bool]:
+    """The session in that slot, and whether it goes on from a stored one.
+
+    Raises:
+        SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, SnapshotNotFound, StoreError, ConfigError: nothing is open.
+    """
+    branch = None
+    if opening.stored:
+        store = store_of(services)
+        branch = await storing(services, store.branch, name)
+        if opening.at != 0 and (opening.at or await storing(services, store.has, name)):
+            try:
+                session = await resume(services, branch, slot, opening.at, rebuild=opening.on_mismatch == "rebuild")
+                _check_begun_so(session, name, opening)
+                if opening.focus is not None:
+                    await session.focus(focus_ids(services, opening.focus))
+            except BaseException:
+                branch.close()
+                raise
+            return session, True
+    return await begin(services, branch, slot, opening.system, raw=opening.raw, trusted=opening.trusted,
+                       focus=opening.focus), False
+
+
+def _check_begun_so(session: Session, name: str, opening: Opening) -> None:
+    """Raises ConfigError for another system text, or another kind of frame, than the session was begun with."""
+    if opening.system is not None and digest_text(opening.system) != session.system:
+        raise ConfigError(f"session {name!r} was begun with {'another' if session.system else 'no'} system text, which "
+                          "is in its memory; expected the same one or none, or a new name")
+    if opening.raw is not None and opening.raw != session.raw:
+        raise ConfigError(f"session {name!r} was begun with raw={session.raw}; expected the same, or a new name")
 
 
 async def begin(services: Services, branch: Branch | None, slot: int, system: str | None, *, raw: bool | None,
@@ -57,11 +107,7 @@ async def begin(services: Services, branch: Branch | None, slot: int, system: st
 
 
 def focus_ids(services: Services, text: str | None) -> list[int]:
-    """Token ids of a focus: [] for None and for nothing but spaces.
-
-    Raises:
-        InputError: not text.
-    """
+    """Token ids of a focus: [] for None and for nothing but spaces. Raises InputError if it is not text."""
     if text is not None and not isinstance(text, str):
         raise InputError(f"the focus is a {type(text).__name__}; expected text, or None for none")
     return services.codec.encode_text(text) if text is not None and text.strip() else []
@@ -100,11 +146,7 @@ async def fork(origin: Session, slot: int, name: str | None) -> Session:
 
 
 async def move(session: Session, name: str) -> None:
-    """Let a stored session go on under a new name, where nothing is saved yet.
-
-    Raises:
-        ConfigError: the store has something of that name. ContextBusy: a `turn()` is open.
-    """
+    """Let a stored session go on under a new name, where nothing is saved yet. Raises as `StreamingContext.save_as`."""
     async with session.frozen():
         expect_no_turn(session, "save_as")
         old = session.stored_branch
@@ -114,11 +156,7 @@ async def move(session: Session, name: str) -> None:
 
 
 async def restore(services: Services, branch: Branch, slot: int, generation: int | None = None) -> Session:
-    """The session of a snapshot in a slot of its own.
-
-    Raises:
-        SnapshotNotFound, SnapshotMismatch, SnapshotCorrupt, SnapshotTooNew, StoreError: the slot is as it was.
-    """
+    """The session of a snapshot in a slot of its own. Raises as `Branch.load`; the slot is as it was then."""
     restored = await storing(services, lambda: branch.load(services.identity, services.geometry,
                                                            services.engine.budgets, generation))
     return await revive(services, branch, restored, slot)
@@ -152,14 +190,8 @@ async def revive(services: Services, branch: Branch, restored: Restored, slot: i
 
 
 def _unfinished(services: Services, frame: Frame, packed: np.ndarray, what: str) -> tuple[FrameState, BufferedText]:
-    """The open frame, and the text that was buffered in it.
-
-    Args:
-        packed: segments and ids [bytes] u8, as `BufferedText.packed` gives them.
-
-    Raises:
-        SnapshotCorrupt: no session can have them.
-    """
+    """The open frame, and the text that was buffered in it, as `BufferedText.packed` gives it, [bytes] u8. Raises
+    SnapshotCorrupt if no session can have them."""
     try:
         segments = [services.codec.validate_ids(segment) if isinstance(segment, list) else segment
                     for segment in _SEGMENTS.decode(packed.tobytes() or _NO_SEGMENTS)]
@@ -173,12 +205,8 @@ def _unfinished(services: Services, frame: Frame, packed: np.ndarray, what: str)
 
 async def _rebuild(services: Services, branch: Branch, slot: int, why: SnapshotCorrupt | SnapshotMismatch,
                    generation: int | None) -> Session:
-    """The session that the stored log, up to that snapshot, gives when it is fed again: for another model, policy,
-    budget or grid.
-
-    Raises:
-        SnapshotMismatch, SnapshotCorrupt: `why`, where there is no sound log, or its ids are of another tokenizer.
-    """
+    """The session that the stored log, up to that snapshot, gives when it is fed again. Raises `why` where there is no
+    sound log, or its ids are of another tokenizer."""
     try:
         log = await storing(services, lambda: branch.read_stored_log(services.identity, generation))
         return await feed_log(services, log, slot, branch, rebuilt=str(why))
@@ -225,3 +253,56 @@ def _extended(error: SnapshotCorrupt | SnapshotMismatch, more: str) -> SnapshotC
     if isinstance(error, SnapshotMismatch):
         return type(error)(f"{error}; {more}", field=error.field, found=error.found, expected=error.expected)
     return type(error)(f"{error}; {more}")
+
+
+def generation_of(snapshot: object, name: str) -> int:
+    """The number of a snapshot of session `name`, given as such or as the snapshot itself; 0 is the beginning. Raises
+    ConfigError if it is neither."""
+    number = snapshot.generation if isinstance(snapshot, Snapshot) and snapshot.name == name else snapshot
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ConfigError(f"rewind() was given {number!r}; expected the number of a snapshot of {name!r}, or what "
+                          "snapshot() returned")
+    return number
+
+
+@contextlib.asynccontextmanager
+async def snapshot_of(session: Session, name: str, number: int) -> AsyncIterator[tuple[Branch, Restored | None]]:
+    """For the length of a block, in which the session is frozen in its slot: a branch to go on in, and the verified
+    snapshot of that number, None for 0. The block closes the branch unless it ends the session.
+
+    Raises:
+        SnapshotNotFound, SnapshotCorrupt, SnapshotMismatch, StoreError. StaleOwner: another owner saved meanwhile.
+        ContextBusy: the session was saved under another name meanwhile.
+    """
+    services = session.services
+    async with session.frozen_in_slot():  # nor is it saved: the new branch knows the newest snapshot
+        old = session.stored_branch
+        if old.name != name:
+            raise ContextBusy(f"rewind() was called while save_as({old.name!r}) ran, and {number} is the number of a "
+                              f"snapshot of {name!r}; expected the number of a snapshot of {old.name!r}")
+        branch = await storing(services, store_of(services).branch, name)
+        branch.session_folder.needs = old.session_folder.needs  # manifests never change, and reading them takes long
+        try:
+            await storing(services, old.expect_newest)
+            yield branch, None if number == 0 else await storing(services, lambda: branch.load(
+                services.identity, services.geometry, services.engine.budgets, number))
+        finally:
+            if session.closed != REWOUND:
+                branch.close()
+
+
+async def overwrite(session: Session, branch: Branch, restored: Restored | None, opening: Opening) -> Session:
+    """The restored session, None for one from nothing, in the slot of this one, which ends once nothing can fail any
+    more. Forks, questions and receipts that come meanwhile are refused: they would read a mixture."""
+    slot = session.state.store.slot
+    async with session.overwritten():
+        if restored is None:
+            past = await begin(session.services, branch, slot, opening.system if session.system else None,
+                               raw=session.raw, trusted=session.trusted, focus=opening.focus, over=session)
+        else:
+            past = await revive(session.services, branch, restored, slot)
+        session.check_open()  # it may have been closed while this one was read
+        session.end(REWOUND)
+    session.close_branch()
+    past.succeed(session)
+    return past

@@ -61,8 +61,8 @@ async def save(session: SessionState) -> Snapshot:
     store.
 
     Raises:
-        ContextBusy: a `turn()` is open, which may still be undone. SnapshotCorrupt: the session is swapped out, and
-            its units are damaged in the store. StaleOwner, StoreError. Nothing was acknowledged; the session is intact.
+        ContextBusy: a `turn()` is open. SnapshotCorrupt: the session is swapped out, and its units are damaged in the
+            store. StaleOwner, StoreError. Nothing was acknowledged; the session is intact.
     """
     return await to_the_end(_save(session))
 
@@ -100,11 +100,7 @@ async def _save(session: SessionState) -> Snapshot:
 
 
 def expect_no_turn(session: SessionState, what: str) -> None:
-    """Called inside `frozen`: a turn may have begun while that waited.
-
-    Raises:
-        ContextBusy.
-    """
+    """Raises ContextBusy inside a turn. Called inside `frozen`: a turn may have begun while that waited."""
     if session.turn is not None:
         raise ContextBusy(f"{what}() was called inside a turn(), which may still be undone; expected it after the turn")
 
@@ -145,11 +141,8 @@ def buffered_of(session: SessionState) -> Tensor:
 
 
 async def stored_units(session: SessionState) -> dict[str, Tensor]:
-    """The units of a session that is swapped out, from the store; call it inside `frozen`.
-
-    Raises:
-        StaleOwner, SnapshotCorrupt, StoreError: they cannot be read.
-    """
+    """The units of a session that is swapped out, from the store; call it inside `frozen`. Raises as
+    `Branch.load_swapped_out`."""
     services = session.services
     restored = await storing(services, lambda: session.stored_branch.load_swapped_out(
         services.identity, services.geometry, services.engine.budgets))

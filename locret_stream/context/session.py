@@ -1,4 +1,4 @@
-"""A session that takes steps: text on its way into the engine, and the steps that commit it. `context.buffered` states
+"""A session that takes steps: text on its way into the engine, and the steps that commit it. `context.sources` states
 the places that a stream goes through, `context.swapping` where the slot comes from."""
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from locret_stream.context import saving, swapping
-from locret_stream.context.buffered import Segment
 from locret_stream.context.session_state import SessionState
-from locret_stream.context.sources import Piece
+from locret_stream.context.sources import Piece, Segment
 from locret_stream.engine import NextToken
 
 if TYPE_CHECKING:
@@ -27,13 +26,8 @@ class Session(SessionState):
     # -- steps on the engine's thread, in the slot ------------------------------------------------------------
 
     async def step(self, work: Callable[[], T]) -> T:
-        """Run one bounded step on the engine's thread, once the session is in a slot.
-
-        Cancelling takes a queued step back; a running one is waited for, so that the engine rests between two steps.
-
-        Raises:
-            NoSlot: none came free; nothing was done.
-        """
+        """Run one bounded step on the engine's thread, once the session is in a slot; cancelled as `submitted`. Raises
+        NoSlot if none came free; nothing was done then."""
         await self.resident()
         return await self.submitted(lambda: self.services.worker.submit(id(self.state), work))
 
@@ -120,11 +114,7 @@ class Session(SessionState):
 
     @contextlib.asynccontextmanager
     async def frozen_in_slot(self) -> AsyncIterator[None]:
-        """`frozen`, in a slot: it is waited for first, and kept for the length of the block.
-
-        Raises:
-            NoSlot, ContextClosed.
-        """
+        """`frozen`, in a slot: it is waited for first, and kept for the length of the block. Raises NoSlot."""
         await self.until_free()
         while self.swapped_out:
             await self.resident()
@@ -133,11 +123,8 @@ class Session(SessionState):
             yield
 
     async def take(self, ids: list[int], paced: bool = False) -> None:
-        """Accept all ids, committing chunk by chunk. Cancelled midway, those accepted so far stay.
-
-        Raises:
-            BudgetExceeded: there is no room for all of them; none was taken.
-        """
+        """Accept all ids, committing chunk by chunk. Cancelled midway, those accepted so far stay. Raises
+        BudgetExceeded if there is no room for all of them; none was taken then."""
         start = 0
         self.services.engine.expect_room(self.state, len(ids))
         await self.commit(paced)
@@ -163,12 +150,7 @@ class Session(SessionState):
         return await asyncio.get_running_loop().run_in_executor(self.services.tokenizing, run)
 
     def buffer(self, piece: Piece) -> None:
-        """Buffer a pulled piece.
-
-        Raises:
-            InvalidTokens: nothing of the piece was taken.
-            InvalidText: as `BufferedText.push_text` and `push_ids`.
-        """
+        """Buffer a pulled piece. Raises InvalidTokens: nothing of it was taken; InvalidText as `BufferedText`."""
         self.check_open()
         if isinstance(piece, list):
             self.buffered.push_ids(self.services.codec.validate_ids(piece))
@@ -237,7 +219,7 @@ class Session(SessionState):
 
         Needs no slot of this session: one that is swapped out is copied from the store.
         """
-        if self.swapped_out or self.being_undone:
+        if self.swapped_out or self._undoing.is_closed:
             async with self.frozen():
                 return await self.copy(slot, await saving.stored_units(self) if self.swapped_out else None)
         return await self.copy(slot, None)

@@ -30,8 +30,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
-from locret_stream.context.buffered import BufferedText
 from locret_stream.context.gate import Gate
+from locret_stream.context.sources import BufferedText
 from locret_stream.engine import EngineState
 from locret_stream.errors import ContextBusy, ContextClosed
 from locret_stream.text import FrameState
@@ -52,20 +52,14 @@ UNDONE = "this was undone together with the turn it began in; expected a new cal
 
 
 class OpenTurn(Protocol):
-    """What a session and its context know of a turn that is open (`turns.Turn`)."""
+    """What a session and its context know of a turn that is open; `turns.Turn` says what each of these is."""
 
     @property
-    def holds_scratch(self) -> bool:
-        """Whether it has a scratch slot, for the copy it would go back to."""
-        ...
+    def holds_scratch(self) -> bool: ...
 
-    async def keep_copy(self) -> None:
-        """Make that copy. Called before the first commit inside the turn."""
-        ...
+    async def keep_copy(self) -> None: ...
 
-    async def undo(self) -> None:
-        """Take back everything since the turn began, in another session that takes the place of this one."""
-        ...
+    async def undo(self) -> None: ...
 
 
 class SessionState:
@@ -168,11 +162,6 @@ class SessionState:
         """Whether a task is inside `frozen`, or a turn is being undone."""
         return self._freeze.is_closed or self._undoing.is_closed
 
-    @property
-    def being_undone(self) -> bool:
-        """Whether a turn is being undone."""
-        return self._undoing.is_closed
-
     async def until_free(self) -> None:
         """Wait while the session is frozen."""
         while self.is_frozen:
@@ -180,13 +169,8 @@ class SessionState:
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[None]:
-        """A block in which no other task commits, undoes, saves or swaps the session.
-
-        Nobody waits for a slot inside it (see `context.swapping`).
-
-        Raises:
-            ContextClosed: the session ended while this call waited.
-        """
+        """A block in which no other task commits, undoes, saves or swaps the session. Nobody waits for a slot inside it
+        (see `context.swapping`). Raises ContextClosed if the session ended while this call waited."""
         await self.until_free()
         self.check_open()  # it may have ended, or been replaced by another session, meanwhile
         try:
@@ -234,7 +218,7 @@ class SessionState:
 
     async def submitted(self, submit: Callable[[], Future[T]]) -> T:
         """Queue a step that needs no slot, or for which the session is known to have one. Cancelling takes a queued
-        step back; a running one is waited for.
+        step back; a running one is waited for, so that the engine rests between two steps.
 
         A step that comes while a rewind overwrites the slot waits, and raises ContextClosed when the rewind is done.
         """
@@ -274,11 +258,8 @@ class SessionState:
     # -- what was accepted ------------------------------------------------------------------------------------
 
     def accept(self, ids: list[int], frame: FrameState | None = None) -> None:
-        """Take ids over as pending, all or none, and with them the frame in which they leave the conversation.
-
-        Raises:
-            BudgetExceeded, ContextClosed: ids and frame are as they were.
-        """
+        """Take ids over as pending, all or none, and with them the frame in which they leave the conversation. Raises
+        BudgetExceeded, ContextClosed: ids and frame are as they were."""
         self.check_open()
         self.services.engine.accept(self.state, ids)
         if ids:
@@ -376,11 +357,8 @@ class SessionState:
     # -- copies -----------------------------------------------------------------------------------------------
 
     async def copy(self, slot: int, stored: dict[str, Tensor] | None) -> Self:
-        """A copy in another slot. The caller is inside `frozen`, or knows that the session is in its slot.
-
-        Args:
-            stored: the units of a session that is swapped out (`saving.stored_units`), else None.
-        """
+        """A copy in another slot. The caller is inside `frozen`, or knows that the session is in its slot; of one
+        that is swapped out it gives the `stored` units (`saving.stored_units`)."""
         engine, state, worker = self.services.engine, self.state, self.services.worker
         frame, position, next_focus = self.frame, state.position, (state.next_focus, state.next_focus_at)
         buffered = self.buffered.copy(left_by_break=self.busy is not None)
@@ -398,11 +376,7 @@ class SessionState:
 
     @contextlib.contextmanager
     def answering_on(self, copy: SessionState) -> Iterator[None]:
-        """A block in which a scratch copy answers. The copy ends with the block, or before with this session.
-
-        Raises:
-            ContextClosed: this session has ended.
-        """
+        """A block in which a scratch copy answers. The copy ends with the block, or before with this session."""
         self.check_open()  # closed meanwhile, it could not end a copy that it did not know yet
         self._copies.add(copy)
         try:

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any
 
 from locret_stream.config import Sampling
-from locret_stream.context import restoring, rewinding, saving, swapping
+from locret_stream.context import restoring, saving, swapping
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.context.opening import Opening, open_session
+from locret_stream.context.restoring import Opening
 from locret_stream.context.services import Services
 from locret_stream.context.session import Session
 from locret_stream.context.session_state import CLOSED
@@ -61,25 +61,18 @@ class StreamingContext:
             raise ContextBusy(f"context {self.name!r} is open already; expected one `async with` per context")
         self._services.check_open()
         slots = self._services.slots
-        slots.adopt(self)
-        try:
+        with contextlib.ExitStack() as undoing:
+            slots.adopt(self)
+            undoing.callback(slots.drop, self)
             slot = await slots.acquire(scratch=False)
-            try:
-                if self._origin is None:
-                    session, self.resumed = await open_session(self._services, self.name, self._opening, slot)
-                else:
-                    session = await restoring.fork(self._origin._live, slot, self.name if self.stored else None)
-                try:
-                    self._services.check_open()  # a runtime that began to close meanwhile does not close this context
-                except BaseException:
-                    session.close_branch()
-                    raise
-            except BaseException:
-                slots.release(slot, scratch=False)
-                raise
-        except BaseException:
-            slots.drop(self)
-            raise
+            undoing.callback(slots.release, slot, scratch=False)
+            if self._origin is None:
+                session, self.resumed = await restoring.open_session(self._services, self.name, self._opening, slot)
+            else:
+                session = await restoring.fork(self._origin._live, slot, self.name if self.stored else None)
+            undoing.callback(session.close_branch)
+            self._services.check_open()  # a runtime that began to close meanwhile does not close this context
+            undoing.pop_all()
         self._session, self._loop, self.rebuilt = session, asyncio.get_running_loop(), session.rebuilt
         session.own(self._keep)
         return self
@@ -118,9 +111,8 @@ class StreamingContext:
         session.end(CLOSED)
         self._services.slots.drop(self)
         try:
-            await to_the_end(asyncio.wrap_future(session.barrier()))  # until every step of it is done
-        except ContextClosed:
-            pass
+            with contextlib.suppress(ContextClosed):
+                await to_the_end(asyncio.wrap_future(session.barrier()))  # until every step of it is done
         finally:
             try:
                 await to_the_end(session.until_free())  # a running save reads what closing deletes
@@ -391,7 +383,7 @@ class StreamingContext:
             ContextBusy: a feed, a generation or a turn is running, or `save_as` was.
         """
         session = self._stored_session("rewind")
-        number = rewinding.generation_of(generation, self.name)
+        number = restoring.generation_of(generation, self.name)
         if number == 0 and session.system and digest_text(self._opening.system or "") != session.system:
             raise ConfigError(f"{self.name!r} was begun with a system text, which is not known here; expected "
                               "open(name, system=...) before rewind(0), or a new session")
@@ -399,11 +391,11 @@ class StreamingContext:
             raise ContextBusy(f"rewind() was called while {session.busy or 'a turn'} is running in this context; "
                               "expected it to be finished first")
         with self._claimed("rewind"):
-            async with rewinding.snapshot_of(session, self.name, number) as (branch, restored):
+            async with restoring.snapshot_of(session, self.name, number) as (branch, restored):
                 await to_the_end(self._replace(session, branch, restored))
 
     async def _replace(self, session: Session, branch: Branch, restored: Restored | None) -> None:
-        self._session = past = await rewinding.overwrite(session, branch, restored, self._opening)
+        self._session = past = await restoring.overwrite(session, branch, restored, self._opening)
         past.own(self._keep)
 
     @property

@@ -129,11 +129,8 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
             if not ids and not await self._refill():
                 self._end(left=False)
                 raise StopAsyncIteration
-            token, self._draining = ids[0], len(ids)
-            try:
-                await session.drain(paced=True, most=1)
-            finally:
-                self._tokens, self._draining = self.report.tokens, 0
+            token = ids[0]
+            await self._accept(most=1)
             return Token(token, self._detokenizer.push(token), session.state.position - 1)
         except BaseException:
             self._end()
@@ -167,16 +164,19 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
         self._awaited = True
         try:
             while self._session.buffered.ids or await self._refill():
-                self._draining = len(self._session.buffered.ids)
-                try:
-                    await self._session.drain(paced=True)
-                finally:
-                    self._tokens, self._draining = self.report.tokens, 0
+                await self._accept()
             self._end(left=False)
             return self.report
         finally:
             self._awaited = False
             self._end()
+
+    async def _accept(self, most: int | None = None) -> None:
+        self._draining = len(self._session.buffered.ids)
+        try:
+            await self._session.drain(paced=True, most=most)
+        finally:
+            self._tokens, self._draining = self.report.tokens, 0
 
     def _begin(self) -> None:
         if self._state == "new":

@@ -30,12 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 async def make_resident(session: SessionState) -> None:
-    """Have the session in a slot: the one it has, unless it had its turn and others wait for one.
-
-    Raises:
-        NoSlot: none came free. StaleOwner, SnapshotCorrupt, StoreError: its snapshot cannot be read; it stays swapped
-            out.
-    """
+    """Have the session in a slot: the one it has, unless it had its turn and others wait for one. Raises NoSlot, and
+    where its snapshot cannot be read as `saving.stored_units`; it stays swapped out then."""
     if session.between_steps and session.branch is not None:
         with session.services.slots.yield_slot(session.came_at) as wanted:
             if wanted:
@@ -49,14 +45,8 @@ async def make_resident(session: SessionState) -> None:
 
 
 async def swap_out(session: SessionState, *, midway: bool = False) -> bool:
-    """Save a session and release its slot. False: it was used meanwhile, and keeps its slot.
-
-    Args:
-        midway: also between two steps of an operation.
-
-    Raises:
-        StaleOwner, StoreError: it could not be saved, and keeps its slot.
-    """
+    """Save a session and release its slot; `midway`: also between two steps of an operation. False: it was used
+    meanwhile, and keeps its slot. Raises StaleOwner, StoreError: it could not be saved, and keeps its slot."""
     def may() -> bool:
         return session.between_steps and (midway or session.busy is None)
 

@@ -49,23 +49,21 @@ class Turn:
 
     async def keep_copy(self) -> None:
         """Make that copy. Called before the first commit: until then the engine itself can take everything back."""
-        async with self._copying:
-            if self._backup is None and self.session.turn is self:
-                await self._copy()
-
-    async def _copy(self) -> None:
         session, slots = self.session, self.session.services.slots
-        await session.resident()  # and it stays in its slot: a session with an open turn is not swapped out
-        slot = await slots.acquire(scratch=True)
-        try:
-            copy = await session.fork(slot)
-        except BaseException:
-            slots.release(slot, scratch=True)
-            raise
-        if session.turn is self:
-            self._backup = copy.state
-        else:  # the block ended meanwhile, in another task
-            slots.release(slot, scratch=True)
+        async with self._copying:
+            if self._backup is not None or session.turn is not self:
+                return
+            await session.resident()  # and it stays in its slot: a session with an open turn is not swapped out
+            slot = await slots.acquire(scratch=True)
+            try:
+                copy = await session.fork(slot)
+            except BaseException:
+                slots.release(slot, scratch=True)
+                raise
+            if session.turn is self:
+                self._backup = copy.state
+            else:  # the block ended meanwhile, in another task
+                slots.release(slot, scratch=True)
 
     async def undo(self) -> None:
         """Go back to where the block began. Runs to its end even when it is cancelled. Nothing happens if the session

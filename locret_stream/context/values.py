@@ -44,10 +44,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 def sampling_of(base: Sampling | None, options: dict[str, Any]) -> Sampling:
     """The settings of one generation: `base` with `options`, which are fields of Sampling; `stop` may be one string.
-
-    Raises:
-        ConfigError: no such option, or no such value.
-    """
+    Raises ConfigError for no such option, and for no such value."""
     if base is not None and not isinstance(base, Sampling):
         raise ConfigError(f"sampling is a {type(base).__name__}; expected a Sampling, or its fields as options")
     stop = options.get("stop", ())

@@ -45,7 +45,8 @@ class Engine:
         layout: all that is fixed; shape, budgets, chunk_size and capacity are attributes of the engine, too.
 
     Raises:
-        ConfigError, WindowExceeded: before anything is allocated.
+        ConfigError: settings that cannot work together. WindowExceeded: they do not fit the model's window. Nothing was
+            allocated.
     """
 
     def __init__(self, attachment: Attachment, config: StreamConfig, policy: Policy, slots: int, *,
@@ -99,12 +100,7 @@ class Engine:
 
     def moment(self, state: EngineState, position: int, stored: Mapping[str, Tensor] | None = None) -> Moment:
         """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU.
-
-        `stored` as for `fork`: saving a swapped-out state again needs no slot.
-
-        Raises:
-            SnapshotCorrupt: not tensors of this state.
-        """
+        `stored` as for `fork`: saving a swapped-out state again needs no slot."""
         self._check(state)
         return serialisation.moment(self.layout, state, position, stored)
 
@@ -112,14 +108,16 @@ class Engine:
                       stored: Mapping[str, Tensor] | None = None) -> LayerUnits:
         """Committed units of one layer at positions start .. end-1; on the CPU. `stored` as for `fork`."""
         self._check(state)
-        return serialisation.units_between(state, layer, start, end, stored)
+        if stored is not None:
+            return LayerUnits.between(start, end,
+                                      *(stored[f"{layer}.{name}"] for name in ("positions", "keys", "values")))
+        store, count = state.store, state.store.counts[layer]
+        return LayerUnits.between(start, end, store.positions(layer), store.keys(layer, count)[0],
+                                  store.values(layer, count)[0])
 
     def load(self, tensors: Mapping[str, Tensor], slot: int) -> EngineState:
-        """A context from the tensors of `export` or of a snapshot, of an engine with the same model and config.
-
-        Raises:
-            SnapshotCorrupt: not such tensors, by name; nothing was written into the slot.
-        """
+        """A context from the tensors of `export` or of a snapshot, of an engine with the same model and config. Raises
+        SnapshotCorrupt for other tensors, by name; nothing was written into the slot then."""
         state = self.open(slot)
         serialisation.load(self.layout, state, tensors, self._focus_units, self.attachment.last_device)
         return state
@@ -133,20 +131,16 @@ class Engine:
         return state.store.slot
 
     def swap_in(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> None:
-        """Load the units of a swapped-out state into a slot, from its own snapshot.
-
-        Raises:
-            SnapshotCorrupt: not tensors of this state; nothing changed.
-        """
-        store = self._store_of(state, tensors, slot)
-        state.store, state.swapped_out = store, False
+        """Load the units of a swapped-out state into a slot, from its own snapshot. Raises as `fork`."""
+        state.store = self._store_of(state, tensors, slot)
+        state.swapped_out = False
 
     def _store_of(self, state: EngineState, tensors: Mapping[str, Tensor], slot: int) -> UnitStore:
         """The units of a swapped-out state in a slot, from its own snapshot."""
         serialisation.expect_loadable(self.layout, tensors, self.open(slot))
         serialisation.expect_units_of(state, tensors)
         store = UnitStore(self.pool, slot)
-        store.load(tensors, self.layout.rotate_keys, self._focus_units(state.focus))
+        store.load(tensors, self.layout.tables.rotate, self._focus_units(state.focus))
         return store
 
     # -- tokens -----------------------------------------------------------------------------------------------
@@ -166,11 +160,8 @@ class Engine:
                 f"smallest layer has space for {self.capacity}; expected a larger budget or an evicting policy")
 
     def accept(self, state: EngineState, ids: Iterable[int]) -> None:
-        """Append ids to the pending ones. Runs nothing: the caller calls `commit` as long as `ready` is true.
-
-        Raises:
-            BudgetExceeded: a policy that never evicts has no space for all of them; none was accepted.
-        """
+        """Append ids to the pending ones, all or none: raises as `expect_room`. Runs nothing: the caller calls
+        `commit` as long as `ready` is true."""
         self._check(state)
         ids = list(ids)
         self.expect_room(state, len(ids))
@@ -202,7 +193,7 @@ class Engine:
         keeps = [self._keep(layer, total, len(state.focus)) for layer, total in enumerate(scores)]
         with state.broken_by_failure():
             for layer, total in enumerate(scores):
-                state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.layout.rotate_keys)
+                state.store.commit(layer, state.seen, len(ids), total, keeps[layer], self.layout.tables.rotate)
             if focus_units is not None:
                 assert state.next_focus is not None, "focus_units are its units"
                 put_in_front(self.layout, state, state.next_focus, focus_units)
@@ -333,12 +324,12 @@ class Engine:
         def step(call: LayerCall) -> Attended:
             layer, start = call.layer, store.counts[call.layer] + offset
             total = start + new
-            store.write(layer, start, call.k, call.v, self.layout.rotate_keys)
+            store.write(layer, start, call.k, call.v, self.layout.tables.rotate)
             state.peaks[layer] = max(state.peaks[layer], total)
             q = self.layout.tables.rotate(layer, call.q, start)
             k, v = store.rotated(layer, total), store.values(layer, total)
             if self.layout.on_load[layer]:
-                k = self.layout.rotate_keys(layer, k, 0)
+                k = self.layout.tables.rotate(layer, k, 0)
             attended, lse = self.attention.attend(call, q, k, v)
             if scorer is not None:
                 scorer.see(call, q, k, lse)

@@ -28,9 +28,7 @@ Units = list[tuple[Tensor, Tensor] | None]
 
 
 def expect_focus(layout: Layout, ids: Sequence[int]) -> None:
-    """Raises:
-        ConfigError: a focus of so many tokens has no space in the budget, or no layer would have units of it.
-    """
+    """Raises ConfigError if such a focus has no space in the budget, or no layer would have units of it."""
     if not ids:
         return
     full = [units for units, window in zip(layout.budgets, layout.shape.sliding, strict=True) if not window]
@@ -80,6 +78,6 @@ def put_in_front(layout: Layout, state: EngineState, ids: Sequence[int], units: 
         if count > space:
             sinks, stabilizers = layout.protection_of(layer, new)
             keep = select_units(store.scores(layer)[0, :, old:], space, sinks - new, stabilizers) + old
-        store.put_in_front(layer, of_layer, keep, layout.rotate_keys)
+        store.put_in_front(layer, of_layer, keep, layout.tables.rotate)
         state.peaks[layer] = max(state.peaks[layer], store.counts[layer])
     state.focus, state.next_focus, state.had_focus = list(ids), None, True

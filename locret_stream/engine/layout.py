@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from locret_stream.config import ModelShape, StreamConfig, check_window
 from locret_stream.errors import ConfigError
@@ -40,11 +39,7 @@ class Layout:
     @classmethod
     def of(cls, attachment: Attachment, config: StreamConfig, policy: Policy,
            shares: tuple[float, ...] | None) -> Layout:
-        """The layout of a model's memory; `shares` of the total budget come with the retaining heads.
-
-        Raises:
-            ConfigError: settings that cannot work together. WindowExceeded: they do not fit the model's window.
-        """
+        """The layout of a model's memory; `shares` of the total budget come with the heads. Raises as `Engine`."""
         shape = attachment.shape
         budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
         check_window(budgets, config.chunk_size, shape)
@@ -90,7 +85,3 @@ class Layout:
     def fronts(self, focus: Sequence[int]) -> list[int]:
         """How many units the ids of a focus have in every layer: none where the layer has a sliding window."""
         return [0 if window else len(focus) for window in self.shape.sliding]
-
-    def rotate_keys(self, layer: int, keys: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        """Keys [1, H, T, D] with the RoPE of ranks start .. start+T-1."""
-        return self.tables.rotate(layer, keys, start, out)

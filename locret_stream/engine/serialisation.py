@@ -16,7 +16,8 @@ from locret_stream.engine.focus import Units, expect_focus
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.errors import ConfigError, SnapshotCorrupt
-from locret_stream.snapshot import LayerUnits, Moment
+from locret_stream.snapshot import Moment
+from locret_stream.snapshot.format import expect
 
 
 def export(layout: Layout, state: EngineState) -> dict[str, Tensor]:
@@ -42,23 +43,10 @@ def moment(layout: Layout, state: EngineState, position: int, stored: Mapping[st
                   positions=positions, state={name: tensor.cpu() for name, tensor in tensors.items()})
 
 
-def units_between(state: EngineState, layer: int, start: int, end: int,
-                  stored: Mapping[str, Tensor] | None) -> LayerUnits:
-    """Committed units of one layer at positions start .. end-1; see `Engine.units_between`."""
-    if stored is not None:
-        return LayerUnits.between(start, end, *(stored[f"{layer}.{name}"] for name in ("positions", "keys", "values")))
-    store, count = state.store, state.store.counts[layer]
-    return LayerUnits.between(start, end, store.positions(layer), store.keys(layer, count)[0],
-                              store.values(layer, count)[0])
-
-
 def load(layout: Layout, state: EngineState, tensors: Mapping[str, Tensor],
          focus_units: Callable[[Sequence[int]], Units], last_device: torch.device) -> None:
-    """Load `tensors` into an empty context; see `Engine.load`.
-
-    Args:
-        focus_units: computes the units of a focus from its ids. last_device: where the model's hidden states come out.
-    """
+    """Load `tensors` into an empty context; see `Engine.load`. `focus_units` computes the units of a focus from its
+    ids; `last_device` is where the model's hidden states come out."""
     expect_loadable(layout, tensors, state)
     state.focus, state.next_focus = _focus_in(tensors)
     state.had_focus = "focus" in tensors
@@ -69,7 +57,7 @@ def load(layout: Layout, state: EngineState, tensors: Mapping[str, Tensor],
             expect_focus(layout, ids)
         except ConfigError as error:
             raise SnapshotCorrupt(str(error)) from error
-    state.store.load(tensors, layout.rotate_keys, focus_units(state.focus))
+    state.store.load(tensors, layout.tables.rotate, focus_units(state.focus))
     state.seen = int(tensors["seen"])
     state.pending = tensors["pending"].tolist()
     state.committed_ids.extend(tensors["history"].tolist())
@@ -81,9 +69,7 @@ def load(layout: Layout, state: EngineState, tensors: Mapping[str, Tensor],
 
 
 def expect_units_of(state: EngineState, stored: Mapping[str, Tensor]) -> None:
-    """Raises:
-        SnapshotCorrupt: stored units of another position or focus than those of a swapped-out state.
-    """
+    """Raises SnapshotCorrupt for stored units of another position or focus than those of a swapped-out state."""
     seen, focus = int(stored["seen"]), _focus_in(stored)[0]
     if seen != state.seen or focus != state.focus:
         raise SnapshotCorrupt(f"found units of position {seen} and focus {focus}; expected {state.seen} and "
@@ -91,13 +77,8 @@ def expect_units_of(state: EngineState, stored: Mapping[str, Tensor]) -> None:
 
 
 def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: EngineState) -> None:
-    """Refuse tensors that are not a context of this layout, before any is used; they may come from anywhere.
-
-    Args:
-        fresh: an empty context, whose policy state and history say what is expected of these.
-
-    Raises:
-        SnapshotCorrupt: names the first tensor that is not as expected.
+    """Raises SnapshotCorrupt, which names the first tensor that is not as of a context of this layout, before any is
+    used; they may come from anywhere. The policy state and history of `fresh`, an empty context, say what is expected.
     """
     shape, planes = layout.shape, layout.policy.planes
     seen = tensors.get("seen")
@@ -119,10 +100,7 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
     expected |= {f"policy.{name}": (t.dtype, tuple(t.shape)) for name, t in fresh.policy_state.items()}
     for name in ("pending", "history", *(name for name in ("focus", "next_focus") if name in tensors)):
         expected[name] = (torch.int64, (len(tensors[name]),) if name in tensors and tensors[name].dim() else (0,))
-    for name in sorted(tensors.keys() | expected.keys()):
-        found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None
-        if found != expected.get(name):
-            raise SnapshotCorrupt(f"tensor {name!r} is {found or 'missing'}; expected {expected.get(name, 'none')}")
+    expect(tensors, expected, "its state")
     next_focus = tensors.get("next_focus")
     if next_focus is not None and not (
             len(next_focus) and count < int(next_focus[0]) <= count + len(tensors["pending"])):

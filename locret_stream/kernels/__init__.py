@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.errors import ConfigError
-from locret_stream.kernels import torch_ops
+from locret_stream.kernels import reference, torch_ops
 from locret_stream.kernels.reference import order_keys, rotate_halves, slot_units
 
 __all__ = ["compact_units", "decode_attention", "order_keys", "prefill_attention", "reduced_attention",
@@ -68,6 +68,6 @@ def _dispatched(operation: Callable[..., Any]) -> Callable[..., Any]:
 compact_units = _dispatched(torch_ops.compact_units)
 decode_attention = _dispatched(torch_ops.decode_attention)
 prefill_attention = _dispatched(torch_ops.prefill_attention)
-reduced_attention = _dispatched(torch_ops.reduced_attention)
+reduced_attention = _dispatched(reference.reduced_attention)
 score_units = _dispatched(torch_ops.score_units)
 select_units = _dispatched(torch_ops.select_units)

@@ -189,8 +189,8 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
 
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
-                      above_mean: bool = False, window: int | None = None, softcap: float | None = None,
-                      sink_logits: Tensor | None = None) -> Tensor:
+                      above_mean: bool = False, softcap: float | None = None, sink_logits: Tensor | None = None
+                      ) -> Tensor:
     """Attention that each unit receives from some rows: softmax(q_r k^T * scale), summed over the rows and the G heads.
 
     The rows are computed in blocks, so that an R x N matrix of all heads never exists (NaCl, arXiv:2408.03675,
@@ -202,7 +202,7 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
         lse: [H*G, R] fp32, as `attention` returns it; None: computed here.
         above_mean: count the rows that give a unit more than 1 / (units they see), in place of summing what they give
             (Scissorhands, arXiv:2305.17118, Algorithm 2).
-        window, softcap, sink_logits: as for `attention`.
+        softcap, sink_logits: as for `attention`.
 
     Returns:
         [H, N] fp32.
@@ -212,7 +212,7 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
     rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
-        logits = masked_logits(q[:, part], k, scale, ranks[part], window=window, softcap=softcap)
+        logits = masked_logits(q[:, part], k, scale, ranks[part], window=None, softcap=softcap)
         total = log_sum(logits, sink_logits) if lse is None else lse[:, part].reshape(heads, -1, logits.shape[2])
         weights = (logits - total[..., None]).exp()
         if above_mean:

@@ -1,6 +1,6 @@
 """The operations in torch, made fast: for CPUs, and for CUDA without Triton. Knows tensors only.
 
-An operation that is fast enough as `reference` has it runs from there.
+`reduced_attention`, which is fast enough as `reference` has it, runs from there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from locret_stream.kernels import reference
-from locret_stream.kernels.reference import reduced_attention, slot_units
-
-__all__ = ["compact_units", "decode_attention", "prefill_attention", "reduced_attention", "score_units",
-           "select_units"]
+from locret_stream.kernels.reference import slot_units
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention

@@ -21,7 +21,7 @@ from locret_stream.budgets import usual_memory
 from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.context.opening import Opening
+from locret_stream.context.restoring import Opening
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads

@@ -21,8 +21,7 @@ from locret_stream.snapshot.claims import is_taken
 from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
-from locret_stream.snapshot.log import Refocus, Spool
-from locret_stream.snapshot.log_reader import StoredLog, read_stored_log
+from locret_stream.snapshot.log import Refocus, Spool, StoredLog, read_stored_log
 from locret_stream.snapshot.pages import Assembly, Geometry, PageIndex, read_page, unpack_masks
 from locret_stream.snapshot.session_folder import SessionFolder
 
@@ -103,13 +102,12 @@ class Branch:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def load(self, identity: Identity | None, geometry: Geometry, capacity: Sequence[int],
+    def load(self, identity: Identity, geometry: Geometry, capacity: Sequence[int],
              generation: int | None = None) -> Restored:
         """Read the newest snapshot, or that of a generation; the next save of this owner builds on it.
 
         Args:
-            identity: what the snapshot must have been made with; None leaves that unchecked.
-            geometry: of its pages.
+            identity: what the snapshot must have been made with.
             capacity: the most units that each layer may hold; more are refused before anything is allocated.
 
         Raises:
@@ -175,12 +173,11 @@ class Branch:
         raise StaleOwner(f"snapshot {number} of {name!r}, to which this context was swapped out, does not exist any "
                          "more, or another one has its number; expected nobody to delete it while the context is open")
 
-    def _read(self, name: str, number: int, identity: Identity | None, geometry: Geometry,
+    def _read(self, name: str, number: int, identity: Identity, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
         manifest, sections, digest = self.session_folder.read_manifest(name, number)
         what = f"snapshot {number} of {name!r}"
-        if identity is not None:
-            expect_same(manifest.identity, identity, what)
+        expect_same(manifest.identity, identity, what)
         check_manifest(manifest, sections, capacity, what)
         assembly = Assembly(manifest.counts, geometry, what)
         masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)
@@ -255,22 +252,15 @@ class Branch:
         return generations
 
     def expect_same_session(self, generations: Sequence[int]) -> None:
-        """Refuse an owner of a session that was forgotten and begun anew: its generations count from 1 again, so that
-        `expect_newest` may let this owner pass.
-
-        Raises:
-            StaleOwner. StoreError: as `expect_newest`.
-        """
+        """Raises StaleOwner if the session was forgotten and begun anew: its generations count from 1 again, so that
+        `expect_newest` may let this owner pass."""
         if self.head in generations and self.newest and self.digest(self.head) not in (self.newest, None):
             raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, and begun anew by another. "
                              "Nothing was written; expected one owner: save under a new name, or open it again")
 
     def digest(self, number: int) -> str | None:
-        """The digest of a snapshot; None if it is damaged, locked or missing, which proves nothing.
-
-        Raises:
-            StoreError: the store cannot be read now.
-        """
+        """The digest of a snapshot; None if it is damaged, locked or missing, which proves nothing. Raises StoreError
+        if the store cannot be read now."""
         try:
             return self.session_folder.read_manifest(self.name, number)[2]
         except SnapshotError as error:
@@ -287,11 +277,7 @@ class Branch:
 
     def note(self, position: int, ids: Sequence[int]) -> None:
         """Write ids that are about to be committed from `position` on into the spool. They replace what the spool has
-        from there on: the same ids after a step that failed, or other ids after an undone turn.
-
-        Raises:
-            StoreError: the spool cannot be written.
-        """
+        from there on: the same ids after a step that failed, or other ids after an undone turn."""
         if self.spool is not None:
             with self.keeping_log():
                 self.spool.append(ids, position)
@@ -312,7 +298,8 @@ class Branch:
         if is_taken(self.session_folder, name):
             raise ConfigError(f"fork {name!r}: the store has a session of that name; expected a new one, or `delete` "
                               "that first")
-        fork = Branch(self.session_folder.copy(), self.session, name, log=self.keeps_log)
+        own = self.session_folder
+        fork = Branch(SessionFolder(own.files, own.folder, own.key.user_key), self.session, name, log=self.keeps_log)
         fork.parent, fork.base = self.parent, self.base
         fork.head = self.session_folder.generations(name)[1]
         fork.pages = tuple(page for page in self.pages if page.ref.end <= seen)
@@ -346,16 +333,13 @@ def log_of_owners(session_folder: SessionFolder, *, all_of_them: bool) -> set[st
         branches = [*_branches]
     owners = [branch for branch in branches if branch.spool is not None and branch.base is not None
               and (all_of_them or branch.base[0] != branch.name)]
-    return {f"log/{ref.name}" for branch in owners if branch.session_folder.same_as(session_folder)
-            for ref in branch.log}
+    place = session_folder.files.url, session_folder.folder
+    return {f"log/{ref.name}" for branch in owners for ref in branch.log
+            if (branch.session_folder.files.url, branch.session_folder.folder) == place}
 
 
 def check_manifest(manifest: Manifest, sections: Mapping[str, memoryview], capacity: Sequence[int], what: str) -> None:
-    """Refuse a manifest whose numbers contradict each other or `capacity`, before anything is allocated by them.
-
-    Raises:
-        SnapshotCorrupt: they do.
-    """
+    """Raises SnapshotCorrupt if numbers contradict each other or `capacity`, before anything is allocated by them."""
     if set(sections) != {"state", "masks"}:
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected state and masks")
     if len(manifest.counts) != len(capacity) or any(

@@ -13,11 +13,7 @@ from locret_stream.snapshot.session_folder import SessionFolder
 
 
 def locate(files: Files, name: str, key: bytes | None) -> SessionFolder:
-    """The folder of the session that a name belongs to, as the session itself or as a fork of it.
-
-    Raises:
-        SnapshotCorrupt: as `fork_target`.
-    """
+    """The folder of the session that a name belongs to, as the session itself or as a fork. Raises as `fork_target`."""
     folder = folder_of(name)
     return SessionFolder(files, fork_target(files, folder) or folder, key)
 
@@ -98,11 +94,7 @@ def claim(session_folder: SessionFolder, branch: str) -> None:
 
 
 def expect_claim(session_folder: SessionFolder, branch: str) -> None:
-    """After a save: the name still belongs to this branch.
-
-    Raises:
-        StaleOwner: it belongs to another session or fork by now.
-    """
+    """After a save: raises StaleOwner if the name belongs to another session or fork by now."""
     folder = folder_of(branch)
     expected = None if folder == session_folder.folder else session_folder.folder
     if read_alias(session_folder.files, folder) != expected:

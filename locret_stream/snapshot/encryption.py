@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 
 from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotTooNew, StoreError
+from locret_stream.snapshot.files import Exists, Files
 from locret_stream.snapshot.format import Buffer
 
 MAGIC = b"\x89LOCSEA\n"
@@ -35,11 +37,8 @@ class MissingKey(StoreError):
 
 
 def user_key(key: bytes | str | None) -> bytes | None:
-    """The key that a user gave: 32 bytes, or 64 hexadecimal digits.
-
-    Raises:
-        ConfigError: something else, or the `cryptography` package is not installed.
-    """
+    """The key that a user gave: 32 bytes, or 64 hexadecimal digits. Raises ConfigError for anything else, and where the
+    `cryptography` package is not installed."""
     if key is None:
         return None
     try:
@@ -59,23 +58,99 @@ def new_data_key() -> bytes:
 
 
 def wrap(data_key: bytes, key: bytes, folder: str) -> bytes:
-    """The data key as it is stored in a session's folder, and can be unwrapped only there."""
+    """The data key as it is stored in a session's folder; `unwrap` opens it only there."""
     nonce = os.urandom(12)
     return nonce + _cipher().AESGCM(key).encrypt(nonce, data_key, folder.encode())
 
 
 def unwrap(wrapped: bytes, key: bytes, folder: str) -> bytes:
-    """The data key of the session in a folder.
-
-    Raises:
-        MissingKey: `key` is another one, or the file is damaged.
-    """
+    """The data key again. Raises MissingKey if `key` is another one, or the file is damaged."""
     cipher = _cipher()
     try:
         return cipher.AESGCM(key).decrypt(bytes(wrapped[:12]), bytes(wrapped[12:]), folder.encode())
     except (cipher.InvalidTag, ValueError):
         raise MissingKey(f"{folder} is encrypted, and its key does not open with the one given; expected the one it "
                          "was made with") from None
+
+
+class SessionKey:
+    """Whether and how the session in a folder is encrypted. Several threads may ask at a time.
+
+    What it read from the folder stays valid until `refresh`. `user_key` is the store's key, None for a store without.
+    """
+
+    def __init__(self, files: Files, folder: str, user_key: bytes | None, has_snapshots: Callable[[], bool]):
+        self._files, self._folder = files, folder
+        self.user_key, self._has_snapshots = user_key, has_snapshots
+        self._data_key: bytes | None = None
+        self._wrapped = self._durable = b""  # the stored form of the data key, and the last one that is surely durable
+        self._plain = False  # whether the session is surely stored without encryption
+        self._lock = threading.RLock()
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the session has a data key."""
+        return not self._plain and (self._data_key is not None or "key" in self._files.sizes(self._folder))
+
+    @property
+    def will_encrypt(self) -> bool:
+        """Whether the next save of the session is encrypted."""
+        return self.encrypted or (self.user_key is not None and not self._has_snapshots())
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the folder still has the key that was used here, or still has none."""
+        if "key" not in self._files.sizes(self._folder):
+            return self._data_key is None
+        return bytes(self._files.read(f"{self._folder}/key", 1024)) == self._wrapped
+
+    def refresh(self) -> None:
+        """Forget what was read: the session may have been forgotten and begun anew, with another key or none."""
+        with self._lock:
+            self._data_key, self._plain = None, False
+
+    def for_reading(self) -> bytes | None:
+        """The data key; None in a session without one. Raises MissingKey."""
+        return self._get(make=False)
+
+    def for_writing(self) -> bytes | None:
+        """The data key, durable and made if there is none yet; None in a store without a key. Raises MissingKey, and as
+        `expect_no_plaintext`."""
+        return self._get(make=True)
+
+    def expect_no_plaintext(self) -> None:
+        """Raises StoreError if the store has a key, and the session was stored without encryption."""
+        if self.user_key is not None and self._has_snapshots() and not self.encrypted:
+            raise StoreError("this session was stored without encryption and the store was given a key; expected no "
+                             "key, or a new session")
+
+    def _get(self, make: bool) -> bytes | None:
+        with self._lock:
+            if self._data_key is None:
+                self._find(make)
+            if make and self._data_key is not None and self._wrapped != self._durable:
+                self._files.sync_folder(self._folder)  # the process that wrote the key may have died before its sync
+                self._durable = self._wrapped
+            return self._data_key
+
+    def _find(self, make: bool) -> None:
+        if self.encrypted:
+            if self.user_key is None:
+                raise MissingKey(f"{self._folder} is encrypted; expected the store's key (`key=...`, or LOCRET_KEY)")
+            wrapped = bytes(self._files.read(f"{self._folder}/key", 1024))
+            self._data_key, self._wrapped = unwrap(wrapped, self.user_key, self._folder), wrapped
+        elif self.user_key is not None and make:
+            self.expect_no_plaintext()
+            data_key = new_data_key()
+            wrapped = wrap(data_key, self.user_key, self._folder)
+            try:
+                self._files.write(f"{self._folder}/key", [wrapped], exclusive=True)
+            except Exists:  # another process began the same session at this moment
+                self._find(make)
+            else:
+                self._data_key, self._wrapped, self._durable = data_key, wrapped, wrapped
+        else:
+            self._plain = make or self._has_snapshots()
 
 
 def encrypted_size(size: int) -> int:
@@ -153,11 +228,7 @@ def _file_key(data_key: bytes, salt: bytes, where: str) -> bytes:
 
 
 def _cipher() -> SimpleNamespace:
-    """What this module uses of the `cryptography` package, which is an optional requirement.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """What this module uses of the `cryptography` package, an optional requirement. Raises ConfigError without it."""
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher

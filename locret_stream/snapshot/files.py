@@ -87,11 +87,6 @@ class Files(Protocol):
         ...
 
     def lock(self, folder: str, *, shared: bool, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
-        """Lock a folder for the length of a block, against other threads and processes.
-
-        The block gets whether the place has locks at all.
-
-        Raises:
-            Busy: `wait` is false, and another owner has the lock.
-        """
+        """Lock a folder for the length of a block, against other threads and processes. The block gets whether the
+        place has locks at all. Raises Busy if another owner has the lock and `wait` is false."""
         ...

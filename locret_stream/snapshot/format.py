@@ -191,9 +191,7 @@ class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 KINDS: dict[int, type[Struct]] = {1: Manifest, 2: Page, 3: LogPart, 4: Place}
 _NUMBERS = {kind: number for number, kind in KINDS.items()}
 _DECODERS: dict[type[Struct], msgspec.msgpack.Decoder[Any]] = {
-    Manifest: msgspec.msgpack.Decoder(_Header[Manifest]), Page: msgspec.msgpack.Decoder(_Header[Page]),
-    LogPart: msgspec.msgpack.Decoder(_Header[LogPart]), Place: msgspec.msgpack.Decoder(_Header[Place]),
-}
+    kind: msgspec.msgpack.Decoder(_Header[kind]) for kind in KINDS.values()}  # type: ignore[valid-type]
 
 
 def digest(*parts: Buffer) -> str:
@@ -208,9 +206,6 @@ def pack(body: Struct, sections: Mapping[str, Mapping[str, Tensor]]) -> list[Buf
     """A container as buffers to be written one after another; the first one has preamble and header.
 
     The buffers share the memory of the tensors, which must not change until they are written.
-
-    Args:
-        sections: for each its tensors by name.
 
     Raises:
         SnapshotError: `unpack` or `tensors` would refuse it, for values outside their limits or tensors of other
@@ -329,11 +324,8 @@ _ENTRIES = msgspec.json.Decoder(dict[Annotated[str, Meta(max_length=256)], _Tens
 
 
 def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
-    """The tensors of a verified section, as views of its bytes if these are writable, else as copies.
-
-    Raises:
-        SnapshotCorrupt: it is no safetensors file of the dtypes above without gaps and overlaps.
-    """
+    """The tensors of a verified section, as views of its bytes if these are writable, else as copies. Raises
+    SnapshotCorrupt unless it is a safetensors file of the dtypes above, without gaps and overlaps."""
     entries, at = _entries(section, len(section), what)
     data = section[at:]
     return {name: _view(data[slice(*entry.data_offsets)], DTYPES[entry.dtype]).view(entry.shape)
@@ -341,11 +333,8 @@ def tensors(section: memoryview, what: str) -> dict[str, Tensor]:
 
 
 def _entries(section: memoryview, size: int, what: str) -> tuple[list[tuple[str, _TensorEntry]], int]:
-    """The names and entries of a section in the order of their bytes, and the offset of these bytes.
-
-    Args:
-        section: at least its safetensors header. size: of the whole section.
-    """
+    """The names and entries of a section in the order of their bytes, and the offset of these bytes. `section` has at
+    least the safetensors header of its `size` bytes."""
     if len(section) < 8:
         raise SnapshotCorrupt(f"{what}: a section of {len(section)} bytes; expected a safetensors file")
     length = int.from_bytes(section[:8], "little")
@@ -394,11 +383,7 @@ def _expect_zeros(gap: memoryview, what: str) -> None:
 
 
 def expect(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], what: str) -> None:
-    """Refuse tensors that do not have exactly these names, dtypes and shapes.
-
-    Raises:
-        SnapshotCorrupt: it names the first that differs.
-    """
+    """Raises SnapshotCorrupt, which names the first tensor that differs from these names, dtypes and shapes."""
     for name in sorted(tensors.keys() | shapes.keys()):
         found = (tensors[name].dtype, tuple(tensors[name].shape)) if name in tensors else None
         if found != shapes.get(name):

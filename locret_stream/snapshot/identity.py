@@ -46,14 +46,8 @@ class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def expect_same(found: Identity, expected: Identity, what: str) -> None:
-    """Refuse a snapshot that was made with something else.
-
-    Args:
-        found: the identity that the snapshot says. expected: that of the runtime. what: the snapshot, for the message.
-
-    Raises:
-        SnapshotMismatch: it names the first field that differs, with both values.
-    """
+    """Raises SnapshotMismatch, which names the first field that differs: in `found` of the snapshot `what`, and in
+    `expected` of the runtime."""
     for field in Identity.__struct_fields__:
         wanted, stored = getattr(expected, field), getattr(found, field)
         if wanted != stored:

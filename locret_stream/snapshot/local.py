@@ -25,32 +25,21 @@ NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, something below a
 class Posix:
     """The system calls that change a disk, one method each, so that a test can record them and let them fail."""
 
+    write = staticmethod(os.write)
+    fsync = staticmethod(os.fsync)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.rename)
+    unlink = staticmethod(os.unlink)
+    rmdir = staticmethod(os.rmdir)
+
     def mkdir(self, path: str) -> None:
         os.mkdir(path, 0o700)
 
     def create(self, path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
-    def write(self, handle: int, data: bytes | memoryview) -> int:
-        return os.write(handle, data)
-
-    def fsync(self, handle: int) -> None:
-        os.fsync(handle)
-
-    def close(self, handle: int) -> None:
-        os.close(handle)
-
     def link(self, source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
-
-    def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
-
-    def rmdir(self, path: str) -> None:
-        os.rmdir(path)
 
     def sync_folder(self, path: str) -> None:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -265,13 +254,8 @@ class LocalFiles:
         return os.path.join(self.root, path)
 
     def _checked(self, path: str) -> str:
-        """The absolute path of a file, none of whose folders below the root is a link.
-
-        Raises:
-            SnapshotCorrupt: one of them is.
-        """
-        whole = self._path(path)
-        at = self.root
+        """The absolute path of a file. Raises SnapshotCorrupt if a folder between the root and it is a link."""
+        whole, at = self._path(path), self.root
         for part in path.split("/")[:-1]:
             at = os.path.join(at, part)
             if os.path.islink(at):

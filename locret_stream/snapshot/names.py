@@ -37,11 +37,7 @@ def hashed(name: str) -> str:
 
 
 def check_name(name: object) -> str:
-    """A name for a session: any text of 1 to 256 characters.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """The name, if it is one for a session: any text of 1 to 256 characters. Else raises ConfigError."""
     if not isinstance(name, str) or not 1 <= len(name) <= 256:
         raise ConfigError(f"session name {name!r}; expected a text of 1 to 256 characters")
     try:
@@ -57,11 +53,8 @@ def folder_of(name: str) -> str:
 
 
 def read_alias(files: Files, folder: str) -> str | None:
-    """The session folder that the alias in a folder names; None if there is no alias.
-
-    Raises:
-        SnapshotCorrupt: the alias is damaged, or names no session folder but this one. SnapshotTooNew, StoreError.
-    """
+    """The session folder that the alias in a folder names; None if there is no alias. Raises SnapshotTooNew, and
+    SnapshotCorrupt: it is damaged, or names no session folder but this one."""
     path = f"{folder}/branch"
     try:
         data = files.read(path, _LIMIT)
@@ -91,11 +84,7 @@ def write_alias(files: Files, folder: str, target: str, *, exclusive: bool = Fal
 
 
 def read_record(files: Files, name_hash: str) -> Place | None:
-    """The record of a name; None if there is none.
-
-    Raises:
-        SnapshotCorrupt: it is damaged, or belongs to another name. SnapshotTooNew, StoreError.
-    """
+    """The record of a name; None if there is none. Raises SnapshotTooNew, and SnapshotCorrupt: damaged, or moved."""
     path = f"n-{name_hash}"
     try:
         place = unpack(files.read(path, _LIMIT), Place, path)[0]
@@ -123,15 +112,13 @@ def delete_record(files: Files, name_hash: str) -> None:
     files.delete(f"n-{name_hash}")
 
 
-def sweep_records(files: Files, name_hashes: Container[str], unfinished: Mapping[str, str] | None = None) -> list[str]:
+def sweep_records(files: Files, name_hashes: Container[str], unfinished: Mapping[str, str]) -> list[str]:
     """Delete the temporary files that saves left of the records of these names when they died; returns their paths.
 
-    Only a caller whose lock excludes saves of these names may call this.
-
-    Args:
-        unfinished: what `files.unfinished("")` gave, if the caller has it already.
+    Only a caller whose lock excludes saves of these names may call this. `unfinished` is what `files.unfinished("")`
+    gave.
     """
-    paths = [path for path, target in (files.unfinished("") if unfinished is None else unfinished).items()
+    paths = [path for path, target in unfinished.items()
              if (match := RECORD.fullmatch(target)) and match[1] in name_hashes]
     for path in paths:
         files.delete(path)

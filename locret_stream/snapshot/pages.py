@@ -176,14 +176,8 @@ def write_page(start: int, end: int, layers: Sequence[LayerUnits]) -> tuple[list
 
 def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geometry: Geometry,
               what: str) -> tuple[PageIndex, dict[str, Tensor]]:
-    """The index of a verified page and its K and V, `l.keys` and `l.values` [N_l, D].
-
-    Args:
-        what: how to call the page in messages.
-
-    Raises:
-        SnapshotCorrupt: it has another geometry, or is not the page that `ref` describes.
-    """
+    """The index of a verified page and its K and V, `l.keys` and `l.values` [N_l, D]. Raises SnapshotCorrupt if it has
+    another geometry, or is not the page that `ref` describes."""
     if (body.start, body.end) != (ref.start, ref.end) or set(sections) != {"index", "units"}:
         raise SnapshotCorrupt(f"{what}: positions {body.start} to {body.end}, sections {sorted(sections)}; expected "
                               f"{ref.start} to {ref.end}, index and units")
@@ -209,22 +203,14 @@ def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geom
 
 
 def pack_masks(masks: Sequence[np.ndarray | None]) -> dict[str, Tensor]:
-    """The "masks" section of a manifest: a tensor for every page with dead units.
-
-    Args:
-        masks: for every page which units are live, bool [units], or None for all.
-    """
+    """The "masks" section of a manifest: a tensor for every page with dead units. `masks` as of `unpack_masks`."""
     return {str(number): torch.from_numpy(np.packbits(mask)) for number, mask in enumerate(masks)
             if mask is not None and not mask.all()}
 
 
 def unpack_masks(section: Mapping[str, Tensor], refs: Sequence[PageRef], what: str) -> list[np.ndarray | None]:
-    """For every page of the manifest which units are live, bool [units], None for all.
-
-    Raises:
-        SnapshotCorrupt: a mask belongs to no page, has another size or bits behind its end, or has another number of
-            live units than the manifest says.
-    """
+    """For every page of the manifest which units are live, bool [units], None for all. Raises SnapshotCorrupt for a
+    mask of no page, of another size, with bits behind its end, or of another number of live units than stated."""
     strange = sorted(set(section) - {str(number) for number in range(len(refs))})
     if strange:
         raise SnapshotCorrupt(f"{what}: a mask of page {strange[0]!r}, which is not there")
@@ -271,11 +257,7 @@ class Assembly:
                 self._bytes[f"{layer}.{part}"] = np.empty((heads, count, dim * geometry.dtype.itemsize), np.uint8)
 
     def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:
-        """Add the next page, in the order of positions, as `read_page` gave it.
-
-        Args:
-            mask: which of its units are live, bool [units], None for all.
-        """
+        """Add the next page, in the order of positions, as `read_page` gave it, with its mask from `unpack_masks`."""
         if page.ref.start < self.end:
             raise SnapshotCorrupt(f"{self.what}: a page from position {page.ref.start} on; expected {self.end} or more")
         self.end, first = page.ref.end, 0

@@ -109,14 +109,8 @@ class Save:
         self._stack.close()
 
     def page(self, start: int, end: int, layers: Sequence[LayerUnits]) -> None:
-        """Write one of the ranges of `plan.write` on a thread. The caller waits while `WRITERS` are being written.
-
-        Args:
-            layers: for every layer the units at positions start .. end-1.
-
-        Raises:
-            StoreError: a range before this one could not be written.
-        """
+        """Write one of the ranges of `plan.write` on a thread; `layers`: the units there. The caller waits while
+        `WRITERS` are being written. Raises StoreError if a range before this one could not be written."""
         parts, index = write_page(start, end, layers)
         self.branch.session_folder.key.for_writing()  # makes the key here, rather than on two threads at once
         self._wait(but=WRITERS - 1)
@@ -134,11 +128,8 @@ class Save:
             self._new.append(index)
 
     def finish(self, library: str, log_end: int) -> Snapshot:
-        """Write a log part and the manifest. On return the snapshot is durable, and the newest of its branch.
-
-        Args:
-            library: the version of this library. log_end: the committed position up to which the log is stored.
-        """
+        """Write a log part, with the ids up to the committed position `log_end`, and the manifest. On return the
+        snapshot is durable, and the newest of its branch."""
         branch, moment = self.branch, self.moment
         self._wait()
         pages: list[tuple[PageIndex, np.ndarray | None]] = [(index, np.concatenate(masks))
@@ -197,11 +188,8 @@ class Save:
         session_folder.record_save(branch.name, manifest.generation, self._locked)
 
     def _expect_undisturbed(self, manifest: Manifest) -> None:
-        """Without a lock: nobody else saved, deleted, collected or forgot during this save.
-
-        Raises:
-            StaleOwner: another owner saved. StoreError: files of this snapshot were deleted.
-        """
+        """Without a lock: raises StaleOwner if another owner saved during this save, and StoreError if files of this
+        snapshot were deleted."""
         branch, session_folder = self.branch, self.branch.session_folder
         if session_folder.generations(branch.name)[1] != manifest.generation or session_folder.was_deleted(
                 hashed(branch.name), manifest.generation):

@@ -30,7 +30,6 @@ from locret_stream.snapshot import encryption
 from locret_stream.snapshot.files import Files
 from locret_stream.snapshot.format import PREAMBLE, Buffer, LogPart, LogRef, Manifest, Page, PageRef, Place, unpack
 from locret_stream.snapshot.names import delete_record, hashed, readable_record, write_record
-from locret_stream.snapshot.session_key import SessionKey
 
 MANIFEST_LIMIT = 1 << 30  # bytes that a manifest may have
 _log = logging.getLogger(__name__)
@@ -46,22 +45,14 @@ class SessionFolder:
     Attributes:
         key: whether and how the session is encrypted.
         locked: whether the caller's lock excludes all other saves and collections in this folder.
-        needs: what manifests name, by their path and first bytes: a cache of `snapshot.collecting`.
+        needs: what manifests name, by their path and first bytes: a cache of `snapshot.removing`.
     """
 
     def __init__(self, files: Files, folder: str, key: bytes | None):
         self.files, self.folder = files, folder
-        self.key = SessionKey(files, folder, key, lambda: self.has_snapshots)
+        self.key = encryption.SessionKey(files, folder, key, lambda: self.has_snapshots)
         self.locked = False
         self.needs: dict[tuple[str, bytes], frozenset[str]] = {}
-
-    def copy(self) -> SessionFolder:
-        """The same folder for another owner."""
-        return SessionFolder(self.files, self.folder, self.key.user_key)
-
-    def same_as(self, other: SessionFolder) -> bool:
-        """Whether both are the same folder of the same store."""
-        return (self.files.url, self.folder) == (other.files.url, other.folder)
 
     @property
     def has_snapshots(self) -> bool:
@@ -92,11 +83,7 @@ class SessionFolder:
         return encryption.decrypt(data, key, f"{self.folder}/{path}") if key else data
 
     def write(self, path: str, parts: Sequence[Buffer], *, exclusive: bool = False) -> None:
-        """Write a container, encrypted if the session is; it is durable on return.
-
-        Raises:
-            Exists, StoreError.
-        """
+        """Write a container, encrypted if the session is, as `Files.write` does."""
         key = self.key.for_writing()
         whole = f"{self.folder}/{path}"
         self.files.write(whole, encryption.encrypt(parts, key, whole) if key else parts, exclusive=exclusive)
@@ -178,11 +165,7 @@ class SessionFolder:
                 for generation in self.generations_of(branch)[0]]
 
     def read_manifest(self, branch: str, generation: int) -> tuple[Manifest, dict[str, memoryview], str]:
-        """The verified manifest of this branch and generation: its body, its sections, the digest of its header.
-
-        Raises:
-            SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
-        """
+        """The verified manifest of this branch and generation. Returns and raises as `read`."""
         what = f"snapshot {generation} of {branch!r}"
         try:
             body, sections, header_digest = self.read(self.manifest_path(branch, generation), Manifest, MANIFEST_LIMIT,
@@ -194,11 +177,7 @@ class SessionFolder:
         return body, sections, header_digest
 
     def manifest_at(self, path: str) -> tuple[Manifest, int]:
-        """The verified manifest at a path, and its size in bytes.
-
-        Raises:
-            SnapshotNotFound, SnapshotCorrupt, SnapshotTooNew, StoreError.
-        """
+        """The verified manifest at a path, and its size in bytes. Raises as `read`."""
         what = f"{self.folder}/{path}"
         try:
             data = self._container(path, MANIFEST_LIMIT)
@@ -223,11 +202,8 @@ class SessionFolder:
                                   f"{body.session!r}: it was moved")
 
     def record_save(self, branch: str, generation: int, locked: bool) -> None:
-        """Write the record of a branch's name after a save. The snapshot is durable even if that fails.
-
-        Args:
-            locked: whether a lock kept others from forgetting the session meanwhile.
-        """
+        """Write the record of a branch's name after a save. The snapshot is durable even if that fails. `locked`: a
+        lock kept others from forgetting the session meanwhile."""
         title = "" if self.key.will_encrypt else branch
         place = Place(name=hashed(branch), folder=self.folder, newest=generation, title=title)
         try:
@@ -238,11 +214,7 @@ class SessionFolder:
             _log.warning("%r was saved; should this snapshot get lost, that would go unnoticed: %s", branch, error)
 
     def session_name(self) -> str:
-        """The name of the session that this folder belongs to, from its manifests.
-
-        Raises:
-            SnapshotCorrupt: none of them can be read.
-        """
+        """The name of the session, from its manifests. Raises SnapshotCorrupt if none of them can be read."""
         for path, _ in self.manifests():
             with suppress(SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
                 return self.manifest_at(path)[0].session

@@ -15,15 +15,15 @@ from locret_stream.errors import (
     SnapshotTooNew,
     StoreError,
 )
-from locret_stream.snapshot import collecting, forgetting
+from locret_stream.snapshot import removing
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.claims import locate
-from locret_stream.snapshot.collecting import GRACE_S, Collected
 from locret_stream.snapshot.encryption import MissingKey, user_key
 from locret_stream.snapshot.files import Busy, Files
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.names import FOLDER, folder_of, sweep_records
 from locret_stream.snapshot.remote import RemoteFiles
+from locret_stream.snapshot.removing import GRACE_S, Collected
 from locret_stream.snapshot.session_folder import SessionFolder
 from locret_stream.snapshot.verifying import Verified, lost_snapshots, name_of, unlisted_path, verify
 
@@ -59,7 +59,7 @@ class Store:
 
     def branch(self, name: str) -> Branch:
         """The branch of that name for a new owner: one that is stored, or the beginning of a new session."""
-        forgetting.remove_dead_alias(self.files, folder_of(name), GRACE_S)
+        removing.remove_dead_alias(self.files, folder_of(name), GRACE_S)
         session_folder = locate(self.files, name, self._key)
         branch = Branch(session_folder, name, name, log=self._log)
         generations, branch.head = session_folder.generations(name)
@@ -188,17 +188,17 @@ class Store:
             SnapshotNotFound: there is none. StoreError: not everything could be deleted.
         """
         session_folder, _ = self._stored(name)
-        with collecting.exclusive(session_folder):
+        with removing.exclusive(session_folder):
             session_folder.key.for_reading()  # whoever has no key of an encrypted session deletes nothing of it
             generations, highest = session_folder.generations(name)
             chosen = generations if generation is None else [number for number in generations if number == generation]
             if not chosen:
                 raise SnapshotNotFound(f"{name!r} has no snapshot {generation}; expected one of {generations}")
-            collecting.delete_snapshots(session_folder, name, chosen, highest)
+            removing.delete_snapshots(session_folder, name, chosen, highest)
             if len(chosen) == len(generations) and session_folder.folder != folder_of(name):
-                forgetting.free_name(self.files, folder_of(name), session_folder.folder)
+                removing.free_name(self.files, folder_of(name), session_folder.folder)
             with suppress(SnapshotCorrupt, SnapshotTooNew):  # of another snapshot, which `gc` reports
-                collecting.collect(session_folder, GRACE_S)
+                removing.collect(session_folder, GRACE_S)
         return chosen
 
     def forget(self, name: str) -> List[str]:
@@ -211,7 +211,7 @@ class Store:
             SnapshotNotFound: there is nothing of that name. ConfigError: it is a fork: forget its session, or `delete`
                 the fork. StoreError: something could not be removed; what could be removed before it was.
         """
-        return forgetting.forget(self.files, name)
+        return removing.forget(self.files, name)
 
     def prune(self, branch: Branch, swap_generations: frozenset[int] = frozenset(),
               keep: Mapping[int, bool] | None = None) -> frozenset[int]:
@@ -233,16 +233,16 @@ class Store:
         """
         session_folder, keep = branch.session_folder, keep or {}
         try:
-            with collecting.exclusive(session_folder, wait=False):
+            with removing.exclusive(session_folder, wait=False):
                 generations, highest = session_folder.generations(branch.name)
                 swapped = [number for number in generations if number in swap_generations and number != highest]
                 asked_for = [number for number in generations if number not in swapped]
                 surplus = [number for number in asked_for[:-self.keep_last] if number not in keep]
-                collecting.delete_snapshots(session_folder, branch.name, [*swapped, *surplus], highest)
+                removing.delete_snapshots(session_folder, branch.name, [*swapped, *surplus], highest)
                 spare = [number for number in asked_for[:-1] if number not in surplus and not keep.get(number)]
-                while self.max_bytes is not None and spare and collecting.stored_bytes(session_folder) > self.max_bytes:
-                    collecting.delete_snapshots(session_folder, branch.name, [spare.pop(0)], highest)
-                collecting.collect(session_folder, GRACE_S, after_a_save=True)
+                while self.max_bytes is not None and spare and removing.stored_bytes(session_folder) > self.max_bytes:
+                    removing.delete_snapshots(session_folder, branch.name, [spare.pop(0)], highest)
+                removing.collect(session_folder, GRACE_S, after_a_save=True)
                 return swap_generations & {highest}
         except Busy:
             return swap_generations
@@ -273,11 +273,11 @@ class Store:
             try:
                 if self.files.folders(folder):
                     session_folder = SessionFolder(self.files, folder, self._key)
-                    with collecting.exclusive(session_folder):
+                    with removing.exclusive(session_folder):
                         if folder in lost:  # what the lost manifest names is unknown, so reading it raises
-                            collecting.files_named_by(session_folder, lost[folder])
-                        collected = collecting.collect(session_folder, grace_s)
-                        forgetting.rewrite_aliases(session_folder)
+                            removing.files_named_by(session_folder, lost[folder])
+                        collected = removing.collect(session_folder, grace_s)
+                        removing.rewrite_aliases(session_folder)
                         if session_folder.locked:
                             removed += sweep_records(self.files, session_folder.branches(), unfinished)
                     removed += collected.removed
@@ -286,7 +286,7 @@ class Store:
                 errors.append(error)
         for folder in folders:
             try:
-                removed += forgetting.remove_dead_alias(self.files, folder, grace_s)
+                removed += removing.remove_dead_alias(self.files, folder, grace_s)
                 removed += [f"{folder}/{file}" for file in self.files.sweep(folder, GRACE_S)]
             except SnapshotError as error:
                 errors.append(error)

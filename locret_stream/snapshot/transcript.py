@@ -15,7 +15,7 @@ import torch
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound
 from locret_stream.snapshot.format import LogRef, PageRef, tensors
-from locret_stream.snapshot.log_reader import pending_ids, read_log
+from locret_stream.snapshot.log import pending_ids, read_log
 from locret_stream.snapshot.pages import unpack_masks
 from locret_stream.snapshot.session_folder import SessionFolder
 from locret_stream.snapshot.store import Store
@@ -57,11 +57,7 @@ class Transcript:
     shares: np.ndarray
 
     def ids(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(position of the first id, ids), part by part, the pending ids last.
-
-        Raises:
-            SnapshotCorrupt, StoreError: a part is damaged or missing.
-        """
+        """(position of the first id, ids), part by part, the pending ids last. Raises as `read_log`."""
         at = 0
         for ids, _ in read_log(self.session_folder, self.name, self.log):
             yield at, ids

@@ -34,11 +34,7 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
 def verify(files: Files, key: bytes | None, session_folders: Sequence[SessionFolder], name: str | None
            ) -> list[Verified]:
-    """What `Store.verify` gives, for these sessions.
-
-    Args:
-        name: the only name to verify, None for all.
-    """
+    """What `Store.verify` gives, for these sessions; `name`: the only name to verify, None for all."""
     results: list[Verified] = []
     seen: set[str] = set()
     links: list[SessionFolder] = []
@@ -115,13 +111,11 @@ def _alias_problem(session_folder: SessionFolder, branch_hash: str) -> str:
 
 def lost_snapshots(files: Files, key: bytes | None, seen: Container[str], name_hashes: Iterable[str] | None = None
                    ) -> Iterator[tuple[SessionFolder, str, int]]:
-    """The newest snapshots of branches that were saved and of which no manifest is left.
+    """The newest snapshots of branches that were saved and of which no manifest is left: the session's folder, the path
+    of the manifest in it, and its generation.
 
     Args:
         seen: hashes of names to leave out. name_hashes: those to look at, None for all that have a record.
-
-    Returns:
-        The session's folder, the path of the manifest in it, and its generation.
     """
     for name_hash in recorded_names(files) if name_hashes is None else name_hashes:
         if name_hash not in seen and (record := readable_record(files, name_hash)) is not None and record.newest:

@@ -31,7 +31,7 @@ from locret_stream.models import attach, detach
 from locret_stream.snapshot import Save
 from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.local import LocalFiles
-from locret_stream.snapshot.log_reader import StoredLog
+from locret_stream.snapshot.log import StoredLog
 from tests import tiny_tokenizers
 from tests.context.support import (
     CHUNK,

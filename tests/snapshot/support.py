@@ -35,8 +35,7 @@ from locret_stream.snapshot import (
 from locret_stream.snapshot import branch as branch_module
 from locret_stream.snapshot.format import digest
 from locret_stream.snapshot.local import LocalFiles, Posix
-from locret_stream.snapshot.log import Spool
-from locret_stream.snapshot.log_reader import read_log
+from locret_stream.snapshot.log import Spool, read_log
 from locret_stream.snapshot.pages import PAGE_BYTES
 from locret_stream.snapshot.remote import RemoteFiles
 

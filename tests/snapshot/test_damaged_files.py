@@ -14,7 +14,7 @@ from locret_stream.errors import SnapshotCorrupt, SnapshotTooNew, StoreError
 from locret_stream.snapshot import Store
 from locret_stream.snapshot.branch import check_manifest
 from locret_stream.snapshot.format import VERSION, Manifest, unpack
-from locret_stream.snapshot.log_reader import read_log
+from locret_stream.snapshot.log import read_log
 from locret_stream.snapshot.names import folder_of, hashed
 from tests.snapshot.forge import page_ref, sound_manifest
 from tests.snapshot.support import (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from locret_stream.errors import ConfigError, StaleOwner
-from locret_stream.snapshot import forgetting
-from locret_stream.snapshot.collecting import GRACE_S
+from locret_stream.snapshot import removing
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.names import folder_of, hashed, write_alias
+from locret_stream.snapshot.removing import GRACE_S
 from tests.snapshot.support import HOSTILE_NAMES, again, begin, everything, holds, loaded, needed, same, save, sound
 
 pytestmark = pytest.mark.usefixtures("spools")
@@ -190,7 +190,7 @@ def test_a_fork_that_is_saved_while_its_name_is_freed_keeps_it(local, monkeypatc
     save(branch, toy)
     fork, other = branch.fork("bob", toy.seen), toy.diverged(7)
     write_alias(local.files, folder_of("bob"), branch.session_folder.folder)
-    saved, real = [], forgetting.free_name
+    saved, real = [], removing.free_name
     saving = threading.Thread(target=lambda: saved.append(save(fork, other)))
 
     def free(*arguments: Any) -> None:
@@ -199,8 +199,8 @@ def test_a_fork_that_is_saved_while_its_name_is_freed_keeps_it(local, monkeypatc
         real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(forgetting, "free_name", free)
-        assert forgetting.remove_dead_alias(again(local).files, folder_of("bob"), GRACE_S) == [
+        patch.setattr(removing, "free_name", free)
+        assert removing.remove_dead_alias(again(local).files, folder_of("bob"), GRACE_S) == [
             f"{folder_of('bob')}/branch"]
     saving.join(30)
     assert [snapshot.name for snapshot in saved] == ["bob"] and again(local).has("bob")

@@ -167,7 +167,7 @@ def test_pages_that_others_collected_are_written_again(store, fork, monkeypatch)
     collector = again(store)
     collector.delete("alice")
     monkeypatch.setattr("locret_stream.snapshot.remote.RemoteFiles.age_s", lambda self, path: 1e6)
-    monkeypatch.setattr("locret_stream.snapshot.collecting.log_of_owners", lambda _, **__: set())  # by another process
+    monkeypatch.setattr("locret_stream.snapshot.removing.log_of_owners", lambda _, **__: set())  # by another process
     collector.gc()
     assert stored(collector, "alice") == set()
     monkeypatch.undo()

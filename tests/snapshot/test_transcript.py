@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from locret_stream import Runtime, SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound, Store
-from locret_stream.snapshot.log_reader import read_stored_log
+from locret_stream.snapshot.log import read_stored_log
 from locret_stream.snapshot.transcript import read_transcript
 from tests.langchain.support import tiny_model, tokenizer
 from tests.snapshot.forge import build, parts_of, resaved

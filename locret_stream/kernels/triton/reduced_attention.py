@@ -12,8 +12,8 @@ from locret_stream.kernels.triton.prefill_attention import LN2, LOG2E, base2_log
 
 @triton.jit
 def _row_lse(q, k, ranks, sink_logits, lse, stride_q, stride_k, R, N, scale, G: tl.constexpr, D: tl.constexpr,
-             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, DOT: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+             SOFTCAP: tl.constexpr, SINK_LOGITS: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Log-sum-exp of a block of rows of one query head, sink logits included."""
     head = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_M
@@ -22,11 +22,7 @@ def _row_lse(q, k, ranks, sink_logits, lse, stride_q, stride_k, R, N, scale, G: 
     units = tl.arange(0, BLOCK_N)
     inside = start + rows < R
     rank = tl.load(ranks + start + rows, mask=inside, other=-1).to(tl.int32)
-    # The block's rows see no unit outside lo .. hi - 1.
-    hi = tl.minimum(tl.max(rank, 0) + 1, N)
-    lo = hi * 0
-    if WINDOW > 0:
-        lo = tl.maximum(tl.min(tl.where(inside, rank, N), 0) - WINDOW + 1, 0)
+    hi = tl.minimum(tl.max(rank, 0) + 1, N)  # the block's rows see no unit from there on
     tile = load_tile(q + head * stride_q[0] + start.to(tl.int64) * stride_q[1], rows, dims, stride_q[1], stride_q[2],
                      R - start, D, True, D < BLOCK_D).to(DOT)
     if SINK_LOGITS:
@@ -35,14 +31,12 @@ def _row_lse(q, k, ranks, sink_logits, lse, stride_q, stride_k, R, N, scale, G: 
     else:
         top = tl.zeros([BLOCK_M], tl.float32) - float("inf")
         total = tl.zeros([BLOCK_M], tl.float32)
-    k += head // G * stride_k[0] + lo.to(tl.int64) * stride_k[1]
-    for n in range(lo, hi, BLOCK_N):
+    k += head // G * stride_k[0]
+    for n in range(0, hi, BLOCK_N):
         keys = load_tile(k, units, dims, stride_k[1], stride_k[2], hi - n, D, True, D < BLOCK_D).to(DOT)
         logits = base2_logits(tl.dot(tile, tl.trans(keys), input_precision="ieee"), scale, SOFTCAP)
         distance = rank[:, None] - (n + units)[None, :]
         seen = (distance >= 0) & (units < hi - n)[None, :]  # ranks may lie beyond the last unit
-        if WINDOW > 0:
-            seen = seen & (distance < WINDOW)
         logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -55,8 +49,8 @@ def _row_lse(q, k, ranks, sink_logits, lse, stride_q, stride_k, R, N, scale, G: 
 
 @triton.jit
 def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale, G: tl.constexpr, D: tl.constexpr,
-             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ABOVE: tl.constexpr, DOT: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+             SOFTCAP: tl.constexpr, ABOVE: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
     """Sums over all rows and G heads, for a block of columns of one KV head; ABOVE: counts weights over the mean."""
     start = tl.program_id(0) * BLOCK_N
     head = tl.program_id(1).to(tl.int64)
@@ -69,8 +63,6 @@ def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale
         row = r + tl.arange(0, BLOCK_R)
         rank = tl.load(ranks + row, mask=row < R, other=-1).to(tl.int32)
         sees = rank >= start
-        if WINDOW > 0:
-            sees = sees & (rank - WINDOW < start + BLOCK_N - 1)
         first = tl.minimum(first, tl.min(tl.where(sees, row, R), 0))
         last = tl.maximum(last, tl.max(tl.where(sees, row + 1, 0), 0))
     span = tl.maximum(last - first, 0)
@@ -89,15 +81,9 @@ def _columns(q, k, ranks, lse, sums, stride_q, stride_k, stride_lse, R, N, scale
         tile = tl.load(queries, mask=inside[:, None] & (dims[None, :] < D), other=0.0).to(DOT)
         logits = base2_logits(tl.dot(keys, tl.trans(tile), input_precision="ieee"), scale, SOFTCAP)
         distance = rank[None, :] - (start + units)[:, None]
-        seen = distance >= 0
-        if WINDOW > 0:
-            seen = seen & (distance < WINDOW)
-        weights = tl.exp2(tl.where(seen, logits, float("-inf")) - total[None, :])
+        weights = tl.exp2(tl.where(distance >= 0, logits, float("-inf")) - total[None, :])
         if ABOVE:
-            visible = tl.minimum(rank + 1, N)
-            if WINDOW > 0:
-                visible -= tl.maximum(rank - WINDOW + 1, 0)
-            weights = tl.where(weights * visible[None, :] > 1.0, 1.0, 0.0)
+            weights = tl.where(weights * tl.minimum(rank + 1, N)[None, :] > 1.0, 1.0, 0.0)
         acc += weights
     tl.store(sums + head * N + start + units, tl.sum(acc, 1), mask=start + units < N)
 
@@ -111,15 +97,15 @@ def _blocks(dtype: tl.dtype, dim: int) -> dict[str, int]:
 
 
 def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Tensor | None = None, *,
-                      above_mean: bool = False, window: int | None = None, softcap: float | None = None,
-                      sink_logits: Tensor | None = None) -> Tensor:
+                      above_mean: bool = False, softcap: float | None = None, sink_logits: Tensor | None = None
+                      ) -> Tensor:
     """`reference.reduced_attention`."""
     query_heads, rows, dim = q.shape
     heads, count, _ = k.shape
     dtype, wide = dot_dtype(q, k), block_dim(dim)
     blocks = _blocks(dtype, wide)
-    shared = {"G": query_heads // heads, "D": dim, "WINDOW": window or 0, "SOFTCAP": softcap or 0.0, "DOT": dtype,
-              "BLOCK_D": wide, "enable_fp_fusion": True, **blocks}
+    shared = {"G": query_heads // heads, "D": dim, "SOFTCAP": softcap or 0.0, "DOT": dtype, "BLOCK_D": wide,
+               "enable_fp_fusion": True, **blocks}
     ranks = ranks.contiguous()
     if lse is None:
         lse = q.new_empty(query_heads, rows, dtype=torch.float32)

@@ -1,8 +1,16 @@
-"""Removing a session whole, and names that lead nowhere any more, in orders that a crash cannot harm."""
+"""Removing snapshots, and then the files that no snapshot needs; whole sessions; and names that lead nowhere any more:
+all in orders that a crash cannot harm.
+
+A manifest is deleted before any file that it names, so no manifest ever names a file that was deleted: a crash in
+between leaves only files that nothing names, which the next collection deletes.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import msgspec
 
 from locret_stream.errors import (
     ConfigError,
@@ -12,8 +20,8 @@ from locret_stream.errors import (
     SnapshotTooNew,
     StoreError,
 )
+from locret_stream.snapshot.branch import log_of_owners
 from locret_stream.snapshot.claims import fork_target
-from locret_stream.snapshot.collecting import exclusive
 from locret_stream.snapshot.files import Busy, Files
 from locret_stream.snapshot.names import (
     FOLDER,
@@ -26,6 +34,112 @@ from locret_stream.snapshot.names import (
     write_alias,
 )
 from locret_stream.snapshot.session_folder import SessionFolder
+
+HEAD_BYTES = 64  # no two manifests share their first bytes: the digest of the header, or the salt of its encryption
+GRACE_S = 3600.0  # where a place has no locks, younger files are never collected: a save may be about to name them
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """What a collection removed: paths inside the store, and their bytes."""
+
+    removed: tuple[str, ...]
+    bytes: int
+
+
+@contextmanager
+def exclusive(session_folder: SessionFolder, *, wait: bool = True) -> Iterator[None]:
+    """Exclude saves and other collections in the session for the length of the block, where the place has locks. Raises
+    Busy if one is running and `wait` is false."""
+    with session_folder.files.lock(session_folder.folder, shared=False, wait=wait) as locked:
+        session_folder.locked = locked
+        try:
+            yield
+        finally:
+            session_folder.locked = False
+
+
+def delete_snapshots(session_folder: SessionFolder, name: str, generations: Sequence[int], highest: int) -> None:
+    """Delete the manifests of a branch with these generations.
+
+    Before the manifest of the highest generation ever used is deleted, an empty file `.gone` says that it was used.
+    Without it, a crash right after the deletion would make the generation look free: a stale owner could save under it,
+    and the record of the name would report a lost snapshot. After a crash between the two steps both files exist: the
+    snapshot is still listed, and can be deleted again.
+    """
+    for generation in generations:
+        path = f"{session_folder.folder}/{session_folder.manifest_path(name, generation)}"
+        if generation == highest:
+            session_folder.files.write(path.removesuffix(".snap") + ".gone", [])
+        session_folder.files.delete(path)
+
+
+def collect(session_folder: SessionFolder, grace_s: float, *, after_a_save: bool = False) -> Collected:
+    """Delete the pages and log parts that no manifest of the session names, `.gone` files that a later generation makes
+    needless, and temporary files of saves that died. A crash anywhere leaves the rest for the next collection.
+
+    Args:
+        grace_s: without a lock, younger files stay.
+        after_a_save: as `all_of_them` of `log_of_owners`.
+
+    Raises:
+        SnapshotCorrupt, SnapshotTooNew: a manifest cannot be read; nothing was deleted.
+    """
+    named = named_files(session_folder) | log_of_owners(session_folder, all_of_them=after_a_save)
+    files, folder = session_folder.files, session_folder.folder
+    removed, size = [], 0
+    for path, count in (session_folder.sizes("pages") | session_folder.sizes("log")).items():
+        whole = f"{folder}/{path}"
+        if path not in named and (session_folder.locked or files.age_s(whole) >= grace_s):
+            files.delete(whole)
+            removed.append(whole)
+            size += count
+    branches = session_folder.branches()
+    for branch in branches:
+        highest = session_folder.generations_of(branch)[1]
+        for path in session_folder.sizes(f"m/{branch}"):
+            if path.endswith(".gone") and path != f"m/{branch}/{highest:012d}.gone":
+                files.delete(f"{folder}/{path}")
+                removed.append(f"{folder}/{path}")
+    for inside in ("", "/pages", "/log", *(f"/m/{branch}" for branch in branches)):
+        swept = files.sweep(folder + inside, 0.0 if session_folder.locked else grace_s)
+        removed += [f"{folder}{inside}/{name}" for name in swept]
+    return Collected(removed=tuple(removed), bytes=size)
+
+
+def stored_bytes(session_folder: SessionFolder) -> int:
+    """Bytes of the session's manifests and of all files that they name, as they are stored."""
+    needed = named_files(session_folder) | {path for path, _ in session_folder.manifests()}
+    return sum(size for folder in ("pages", "log", *(f"m/{branch}" for branch in session_folder.branches()))
+               for path, size in session_folder.sizes(folder).items() if path in needed)
+
+
+def named_files(session_folder: SessionFolder) -> set[str]:
+    """Paths inside the session of the pages and log parts that its manifests name.
+
+    A manifest is read once and then recognised by its first bytes. Its path does not identify it: where no lock
+    excludes collectors, a save that fails gives its generation back, and another manifest gets its path.
+    """
+    needs = {}
+    for path, _ in session_folder.manifests():
+        key = path, b""
+        try:
+            with suppress(SnapshotNotFound):  # reading it below says whether it was deleted or lost
+                key = path, session_folder.files.head(f"{session_folder.folder}/{path}", HEAD_BYTES)
+            needs[key] = session_folder.needs.get(key) or files_named_by(session_folder, path)
+        except SnapshotNotFound:  # it was deleted at this moment
+            continue
+        except SnapshotCorrupt as error:
+            raise SnapshotCorrupt(f"{error}. What it needs is not known, so nothing was removed; delete it first"
+                                  ) from error
+    session_folder.needs = needs
+    return set().union(*needs.values())
+
+
+def files_named_by(session_folder: SessionFolder, path: str) -> frozenset[str]:
+    """As `named_files`, for one manifest. Raises as `manifest_at`."""
+    manifest = session_folder.manifest_at(path)[0]
+    return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
+                      *(f"log/{ref.name}" for ref in manifest.log or ())])
 
 
 def forget(files: Files, name: str) -> list[str]:
@@ -65,7 +179,8 @@ def forget(files: Files, name: str) -> list[str]:
         aliases = [other for other in files.folders("")
                    if FOLDER.fullmatch(other) and _readable_alias(files, other) == folder]
         for other in aliases:
-            _delete_alias(files, other)
+            files.delete(f"{other}/branch")
+            files.remove_empty_folder(other)
         files.remove_folder(folder)
         if not session_folder.locked:  # a save that ended meanwhile may have written its record again
             _delete_records(session_folder)
@@ -92,7 +207,7 @@ def _delete_records(session_folder: SessionFolder) -> list[str]:
         if other == name_hash or (other in branches if record is None else record.folder == session_folder.folder):
             delete_record(files, other)
             deleted.add(other)
-    sweep_records(files, branches | deleted)
+    sweep_records(files, branches | deleted, files.unfinished(""))
     return [f"n-{other}" for other in sorted(deleted)]
 
 
@@ -103,15 +218,11 @@ def _readable_alias(files: Files, folder: str) -> str | None:
     return None
 
 
-def _delete_alias(files: Files, folder: str) -> None:
-    files.delete(f"{folder}/branch")
-    files.remove_empty_folder(folder)
-
-
 def free_name(files: Files, folder: str, target: str) -> None:
     """Make the name of a fork without snapshots free: delete its alias in `folder`, and its record if that says that
     the snapshots lie in `target`."""
-    _delete_alias(files, folder)
+    files.delete(f"{folder}/branch")
+    files.remove_empty_folder(folder)
     if (record := readable_record(files, folder[2:])) is not None and record.folder == target:
         delete_record(files, folder[2:])
 
@@ -144,11 +255,7 @@ def remove_dead_alias(files: Files, folder: str, grace_s: float) -> list[str]:
 
 
 def rewrite_aliases(session_folder: SessionFolder) -> None:
-    """Write the aliases of forks with readable snapshots here that are missing or damaged.
-
-    Raises:
-        SnapshotTooNew: an alias was written in a later format. StoreError.
-    """
+    """Write the aliases of forks with readable snapshots here that are missing or damaged. Raises SnapshotTooNew."""
     files = session_folder.files
     for branch in session_folder.branches():
         folder, target = f"s-{branch}", None
