@@ -33,6 +33,8 @@ FACTS = "The door code of falcon is 48213.\nThe port of gateway is 7304.\n"
 NOT_RUN = {
     "git clone <this repository> && cd locret-stream": "there is no address yet, and `make demo` makes an environment; "
                                                        "tests/cli runs the demo itself",
+    "make chat": "downloads 93 MB; tests/test_named_models.py loads a model in its place",
+    "locret-stream make-data": "takes books and minutes; tests/making runs the verb",
     'make demo ARGS="--tokens 50000 --seed 7"': "makes an environment; tests/cli runs the demo with these options",
     "bytes = slots": "a formula, which tests/cache/test_store.py holds",
     "locret-stream eval --out plain": "takes minutes, and files of others; test_cli_eval runs the verb",

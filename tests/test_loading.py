@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from locret_stream import ConfigError, HeadsMismatch, Runtime, SnapshotMismatch, UnsupportedModel
 from locret_stream.config import Budget
 from locret_stream.models import attach, attached, detach, named_weights
-from locret_stream.runtime import loading
 from locret_stream.snapshot import Identity
 from locret_stream.snapshot.identity import digest_tensors
 from locret_stream.training import Example, TrainConfig, train_heads
@@ -200,14 +199,10 @@ async def test_the_folder_of_an_adapter_is_a_model(root: Path, tmp_path: Path):
 # -- GGUF ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_gguf_file_is_a_model(root: Path, tmp_path: Path, monkeypatch):
+async def test_a_gguf_file_is_a_model(root: Path, tmp_path: Path):
     path = as_gguf(base(), tokenizer(), tmp_path / "tiny.Q8_0.gguf")
-    with monkeypatch.context() as patch:
-        patch.setattr(loading, "cpu_has_bfloat16", lambda: False)
-        async with Runtime.from_pretrained(path, **SMALL) as runtime:
-            assert runtime.attachment.dtype == torch.float32
     async with Runtime.from_pretrained(path, **SMALL) as runtime:
-        assert runtime.attachment.form == "gguf"
+        assert runtime.attachment.form == "gguf" and runtime.attachment.dtype == torch.float32
         line = TEXT.partition("\n")[0]
         assert runtime.count_tokens(line) == len(tokenizer().encode(line, add_special_tokens=False))
         first = runtime.identity

@@ -69,7 +69,7 @@ def evaluate(
                                                      "model, which never learnt to hold everything)", help=(
         "A policy, oracle or oracle_per_head; may be given more than once."))] = None,
     task: Annotated[list[str] | None, typer.Option(show_default="sentences, unless there are files", help=(
-        'A task, or "markers" for all in marker form; may be given more than once.'))] = None,
+        'A task, or "markers" or "chat" for all of that form; may be given more than once.'))] = None,
     file: Annotated[list[str] | None, typer.Option(metavar="[BENCHMARK[/TASK]=]PATH", help=(
         "A file of LongBench, RULER, InfiniteBench or L-Eval, as published; its fields, its name and its folder's tell "
         "which, or else BENCHMARK (longbench, ruler, infinitebench, leval) and TASK. May be given more than "

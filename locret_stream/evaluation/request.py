@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 MOST_WINDOW = 1 << 20
-MARKERS = "markers"  # stands for all tasks in marker form
+MARKERS, CHAT = "markers", "chat"  # each stands for all tasks of that form
 POLICIES = ("locret", "streaming_llm", "random", "oracle", "full")
 
 
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         model: one with a name ("bundled", "smollm2") brings its own retaining heads, budget and chunk size.
         heads: "[POLICY=]FOLDER"; the policy is locret where none is named.
         policies: by default `POLICIES`, without "full" for the bundled model, which never learnt to hold everything.
-        tasks: names of `suite.TASKS`, or "markers"; by default "sentences", and none where there are files.
+        tasks: names of `suite.TASKS`, "markers" or "chat"; by default "sentences", and none where there are files.
         files: "[BENCHMARK[/TASK]=]PATH". raw: they are read and asked without the tokenizer's chat template.
         budgets: units per KV head, mean over the layers.
         lengths: tokens of a stream. questions: at least so many in a cell.
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
         named = named_model(self.model)
         tasks = [name for asked in self.tasks or (() if self.files else ("sentences",))
-                 for name in (suite.MARKER_TASKS if asked == MARKERS else (asked,))]
+                 for name in {MARKERS: suite.MARKER_TASKS, CHAT: suite.CHAT_TASKS}.get(asked, (asked,))]
         for name in tasks:
             suite.task_named(name)  # raises ConfigError
         folders = head_folders(self.heads)

@@ -1,7 +1,8 @@
 """The tasks, each as streams of lines with questions, by name. Knows no model.
 
 A stream is a pure function of (task, seed, length, text): the same for every policy and budget. Ten tasks are in
-marker form; "sentences" asks in plain words. `documents` makes tasks from files.
+marker form; "sentences" asks in plain words, and those of `chat` as people ask a chat model. `documents` makes tasks
+from files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from locret_stream.errors import ConfigError
-from locret_stream.evaluation import markers
+from locret_stream.evaluation import chat, markers
 from locret_stream.evaluation.haystack import cut, planted_stream, stdlib_lines
 from locret_stream.evaluation.markers import Case, whole_lines
 from locret_stream.evaluation.published import Question
@@ -137,6 +138,19 @@ def _sentences(seed: int, length: int, measure: Measure, lines: Lines) -> Iterat
         yield Item(fact.question, fact.answer)
 
 
+def _chat(name: str) -> Items:
+    """Facts among whole lines of text, then a question about each, whose free answer has to contain the value."""
+    def items(seed: int, length: int, measure: Measure, lines: Lines) -> Iterator[Item]:
+        rng = random.Random(f"{name} {seed}")
+        told = chat.MADE[name](rng)
+        for line, needed in chat.in_text(told, rng, whole_lines(lines(seed)), length, measure):
+            yield Item(line, needed=needed)
+        for *_, last in told:
+            yield Item(last.question, last.value, question=last.asked())
+
+    return items
+
+
 def _task(name: str, title: str, asked: int, make: Callable[[random.Random], Case]) -> Task:
     return Task(name, title, asked, _at_the_end(make, name))
 
@@ -155,9 +169,15 @@ TASKS = {task.name: task for task in (
     Task("text", "bits per byte of text", 0, _plain, kind="bits"),
     Task("every_so_often", "a fact and a question in each of 16 stretches", 16,
          _every_so_often("every_so_often", 16)),
+    *(Task(name, title, asked, _chat(name), raw=False) for name, title, asked in (
+        ("chat_numbers", "6 numbers of different relations, asked as in a chat", 6),
+        ("chat_words", "6 names, places and reasons of several words", 6),
+        ("chat_said", "who said what, of 4", 4), ("chat_tools", "a value in the JSON of a tool, of 4", 4),
+        ("chat_needles", "4 needles in RULER's words", 4), ("chat_updates", "4 numbers, each changed once", 4))),
     Task("sentences", "12 facts in plain sentences, among others of the same form", 12, _sentences, raw=False),
 )}
-MARKER_TASKS = tuple(name for name in TASKS if name != "sentences")
+CHAT_TASKS = tuple(chat.MADE)
+MARKER_TASKS = tuple(name for name in TASKS if name != "sentences" and name not in CHAT_TASKS)
 
 
 def task_named(name: str) -> Task:

@@ -97,7 +97,7 @@ def _convert(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
-    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = copy.deepcopy(read.config)
     del config.quantization_config  # names GGUF, which transformers saves no model of
     with torch.device("meta"):
@@ -105,7 +105,7 @@ def _convert(source: Path, folder: Path) -> None:
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config = read.generation_config
-    model.save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     for path in files:
         flush(path)

@@ -82,7 +82,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
         if quantization is not None:
             options["quantization_config"] = quantization
         if dtype == "auto" and device == "cpu" and not packed:
-            dtype = cpu_dtype(torch.bfloat16 if "gguf_file" in options else _dtype_of(declared))
+            dtype = cpu_dtype(_dtype_of(declared))
         if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
@@ -151,7 +151,7 @@ def _dtype_of(declared: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def cpu_dtype(own: torch.dtype | None) -> torch.dtype:
-    """The dtype that "auto" means on a CPU for a checkpoint of the dtype `own`; a GGUF file counts as bfloat16.
+    """The dtype that "auto" means on a CPU for a checkpoint of the dtype `own` (None: a GGUF file, or unknown).
 
     It is bfloat16 for one in half precision where the CPU has instructions for it, which is then twice as fast, else
     float32."""

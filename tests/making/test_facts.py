@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from locret_stream.evaluation import chat
 from locret_stream.evaluation import words as evaluated
 from locret_stream.making import words
 from locret_stream.making.facts import KINDS, facts
@@ -38,6 +39,11 @@ def test_facts_of_one_conversation_have_different_questions():
 
 def test_evaluation_asks_about_other_things():
     made = {word.lower() for some in LISTS for word in some}
-    for name in ("NOUNS", "NAMES", "ATTRIBUTES"):
-        shared = made & {word.lower() for word in getattr(evaluated, name)}
+    asked = [(name, getattr(evaluated, name)) for name in ("NOUNS", "NAMES", "ATTRIBUTES")]
+    asked += [(name, getattr(chat, name)) for name in ("RELATIONS", "WOMEN", "FAMILIES", "OFFICES", "THINGS", "SPOTS",
+                                                       "MACHINES", "NEEDLES")]
+    for name, some in [*asked, ("CAUSES", [*chat.CAUSES, *chat.CAUSES.values()])]:
+        shared = made & {word.lower() for word in some}
         assert not shared, f"{name}: {sorted(shared)}"
+    relations = {word for phrase in words.QUANTITIES for word in [phrase]}
+    assert not relations & {relation.partition(" of ")[0] for relation in chat.RELATIONS}
