@@ -55,8 +55,8 @@ def numbers(r: random.Random, count: int) -> list[Told]:
     made = []
     for what in r.sample(RELATIONS, count):
         value = str(r.randint(10_000, 99_999))
-        line = r.choice([f"The {what} is {value}.", f"{value} is the {what}.",
-                         f"I was told that the {what} is {value}.", f"The {what} has been changed to {value}."])
+        line = r.choice([f"The {what} is {value}.", f"I was told that the {what} is {value}.",
+                         f"Let it be known that the {what} is {value}."])
         made.append(Told(line, f"What is the {what}?", value))
     return made
 
@@ -66,24 +66,13 @@ def words(r: random.Random, count: int) -> list[Told]:
     made: list[Told] = []
     for office in r.sample(OFFICES, count):
         value = f"{r.choice(WOMEN)} {r.choice(FAMILIES)}"
-        made.append(Told(r.choice([f"The {office} is {value}.", f"{value} became the {office}."]),
-                         f"Who is the {office}?", value))
+        made.append(Told(f"The {office} is {value}.", f"Who is the {office}?", value))
     for thing in r.sample(THINGS, count):
         value = r.choice(SPOTS)
-        made.append(Told(r.choice([f"The {thing} is hidden {value}.", f"Somebody left the {thing} {value}."]),
-                         f"Where is the {thing}?", value))
+        made.append(Told(f"The {thing} is hidden {value}.", f"Where is the {thing}?", value))
     for event in r.sample(list(CAUSES), min(count, len(CAUSES))):
-        made.append(Told(f"Everybody knows why {event}: {CAUSES[event]}.", f"Why is it that {event}?", CAUSES[event]))
+        made.append(Told(f"It is because {CAUSES[event]} that {event}.", f"Why is it that {event}?", CAUSES[event]))
     return r.sample(made, count)
-
-
-def said(r: random.Random, count: int) -> list[Told]:
-    """Who said something."""
-    made = []
-    for event, family in zip(r.sample(list(CAUSES), count), r.sample(FAMILIES, count), strict=True):
-        value = f"{r.choice(WOMEN)} {family}"
-        made.append(Told(f"{value} told us that {event}.", f"Who told us that {event}?", value))
-    return made
 
 
 def tools(r: random.Random, count: int) -> list[Told]:
@@ -135,11 +124,10 @@ def in_text(told: Sequence[Sequence[Told]], r: random.Random, text: Iterable[str
 
 
 MADE: dict[str, Callable[[random.Random], list[list[Told]]]] = {
-    "chat_numbers": lambda r: [[one] for one in numbers(r, 6)],
-    "chat_words": lambda r: [[one] for one in words(r, 6)],
-    "chat_said": lambda r: [[one] for one in said(r, 4)],
-    "chat_tools": lambda r: [[one] for one in tools(r, 4)],
-    "chat_needles": lambda r: [[one] for one in needles(r, 4)],
-    "chat_updates": lambda r: updates(r, 4),
+    "chat_numbers": lambda r: [[one] for one in numbers(r, 4)],
+    "chat_words": lambda r: [[one] for one in words(r, 3)],
+    "chat_tools": lambda r: [[one] for one in tools(r, 2)],
+    "chat_needles": lambda r: [[one] for one in needles(r, 2)],
+    "chat_updates": lambda r: updates(r, 2),
 }
 """By name of the task the groups of lines of a stream; what is asked is the last line of each group."""

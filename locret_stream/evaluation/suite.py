@@ -170,10 +170,10 @@ TASKS = {task.name: task for task in (
     Task("every_so_often", "a fact and a question in each of 16 stretches", 16,
          _every_so_often("every_so_often", 16)),
     *(Task(name, title, asked, _chat(name), raw=False) for name, title, asked in (
-        ("chat_numbers", "6 numbers of different relations, asked as in a chat", 6),
-        ("chat_words", "6 names, places and reasons of several words", 6),
-        ("chat_said", "who said what, of 4", 4), ("chat_tools", "a value in the JSON of a tool, of 4", 4),
-        ("chat_needles", "4 needles in RULER's words", 4), ("chat_updates", "4 numbers, each changed once", 4))),
+        ("chat_numbers", "4 numbers of different relations, asked as in a chat", 4),
+        ("chat_words", "3 names, places and reasons of several words", 3),
+        ("chat_tools", "2 values in the JSON of a tool", 2), ("chat_needles", "2 needles in RULER's words", 2),
+        ("chat_updates", "2 numbers, each changed once", 2))),
     Task("sentences", "12 facts in plain sentences, among others of the same form", 12, _sentences, raw=False),
 )}
 CHAT_TASKS = tuple(chat.MADE)
