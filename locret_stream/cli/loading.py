@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from locret_stream.cli.cores import usable_cores
 from locret_stream.cli.options import RuntimeOptions
 from locret_stream.cli.output import err
 from locret_stream.errors import ConfigError
@@ -64,12 +66,22 @@ def load(model: str, **options: Any) -> tuple[Any, Any]:
     return Runtime.from_pretrained(model, policy="random", **options).load()
 
 
+def bound_threads() -> None:
+    """Let torch compute with no more threads than there are cores for this process, unless OMP_NUM_THREADS is set."""
+    import torch
+
+    cores = usable_cores()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
+
+
 def _before_loading(model: str) -> None:
-    """Silence what others print while they load, and say where a hub is asked."""
+    """Silence what others print while they load, bound the threads, and say where a hub is asked."""
     for name in ("torchao", "torch.utils._pytree"):  # both log wherever torchao is installed
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    bound_threads()
     if named_model(model) is None and not Path(model).exists() and model.count("/") < 2:
         err.print(f"{model} is no folder here: asking the Hugging Face hub.", soft_wrap=True)
