@@ -42,6 +42,8 @@ Examples:
   # all tasks in marker form, two budgets, curves
   locret-stream eval --model ./recall --heads ./recall/heads --task markers --length 1024 --length 16384 \
 --budget 128 --budget 256 --chunk-size 128 --out results --plots
+  # a real chat model, asked as in a chat about facts that lie in a book
+  locret-stream eval --model smollm2 --task chat --text emma.txt --length 1024 --budget 256 --out results
   # several policies, and how the budget is divided among the layers
   locret-stream eval --policy locret --policy h2o --policy full --allocation uniform --allocation pyramid --out results
   # heads of another policy, and one knob at two values
