@@ -9,6 +9,15 @@ PYRAMID_BETA = 20
 MOST_USUAL = 6000, 1024  # budget and chunk size that Locret was measured with (arXiv:2410.01805, section 4)
 
 
+def in_bytes(count: float) -> str:
+    """A size as people read it: 6.1 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
 def usual_memory(window: int) -> tuple[int, int]:
     """(budget in units per KV head, chunk size in tokens) where none are given: a quarter and a sixteenth of the
     window, so that eviction begins long before it ends, but no more than Locret's."""

@@ -39,6 +39,8 @@ NOT_RUN = {
     "bytes = slots": "a formula, which tests/cache/test_store.py holds",
     "locret-stream eval --out plain": "takes minutes, and files of others; test_cli_eval runs the verb",
     'pip install -e ".[langchain]"': "needs a network",
+    "from locret_stream.heads import RetainingHeads": "the file is of others; tests/heads reads and saves one of its "
+                                                      "layout",
 }
 QUICK = {"train-heads": "--steps 2 --width 16 --max-tokens 128 --held-out 0.5"}  # of the thousands of steps a run has
 

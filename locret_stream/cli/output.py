@@ -9,6 +9,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from locret_stream.budgets import in_bytes
+
 if TYPE_CHECKING:
     from locret_stream.context import Memory
     from locret_stream.runtime import Runtime
@@ -30,15 +32,6 @@ def writes_everything(stream: IO[str]) -> bool:
 def print_json(value: dict[str, Any]) -> None:
     """Print one object on one line of stdout."""
     print(json.dumps(value, ensure_ascii=not writes_everything(sys.stdout)), flush=True)
-
-
-def in_bytes(count: float) -> str:
-    """A size as people read it: 6.1 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"
 
 
 def describe_runtime(runtime: Runtime) -> str:

@@ -258,20 +258,15 @@ def _expect_enough(attachment: Attachment, held_out: list[Example], config: Trai
                    division: AllocationConfig | None, tuning: TuneConfig | None, background: list[int] | None) -> None:
     """Raises, before anything is trained, the errors of `allocate` and `tune` about heads, units, examples and, as far
     as even budgets show it, the background."""
-    from locret_stream.training.allocation import expect_divisible
     from locret_stream.training.background import Background
     from locret_stream.training.layer_shares import halves
-    from locret_stream.training.tuning import expect_tunable
-    from locret_stream.training.validation import committed_units, usable
+    from locret_stream.training.validation import committed_units, expect_eviction, usable
 
     shape, behind = attachment.shape, background is not None
-    if division is not None:
-        expect_divisible(shape, config, behind)
-    if tuning is not None:
-        expect_tunable(shape, config, behind)
-    for stage, verb in (division, "allocate"), (tuning, "tune"):
-        if stage is None:
-            continue
+    stages = [(verb, stage) for verb, stage in (("allocate", division), ("tune", tuning)) if stage is not None]
+    for verb, _ in stages:
+        expect_eviction(verb, shape, config, behind)
+    for verb, stage in stages:
         examples = usable(shape, held_out, stage.units, stage.chunk_size, stage.examples, verb=verb, full=behind)
         least = stage.units
         if stage is division:

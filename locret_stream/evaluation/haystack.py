@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from locret_stream.evaluation.facts import FORMS, HELD_OUT_FORMS, QUESTION_FORMS, Fact, make_facts
+from locret_stream.evaluation.facts import FORMS, HELD_OUT_FORMS, Fact, make_facts
 from locret_stream.evaluation.words import is_held_out
 
 _SKIPPED = re.compile(r"(^|/)(site-packages|lib2to3|encodings|__pycache__|pydoc_data|idlelib)(/|$)")
@@ -130,12 +130,11 @@ class PlantedStream:
 
 
 def planted_stream(seed: int, size: int, *, facts: int = 12, decoys: int = 110,
-                   forms: Sequence[str] = (*FORMS, *HELD_OUT_FORMS), question_forms: Sequence[str] = QUESTION_FORMS,
-                   measure: Callable[[str], int] = len, lines: Callable[[], Iterable[str]] | None = None
-                   ) -> PlantedStream:
+                   forms: Sequence[str] = (*FORMS, *HELD_OUT_FORMS), measure: Callable[[str], int] = len,
+                   lines: Callable[[], Iterable[str]] | None = None) -> PlantedStream:
     """The demo's stream number `seed`: held-out entities in held-out sources of the standard library. Sentence forms
     are drawn both from those of the training and from those held out of it."""
     rng = random.Random(f"facts {seed}")
-    asked = make_facts(rng, facts, forms=forms, question_forms=question_forms)
-    unasked = make_facts(rng, decoys, forms=forms, question_forms=question_forms, taken=asked, share=0.25)
+    asked = make_facts(rng, facts, forms=forms)
+    unasked = make_facts(rng, decoys, forms=forms, taken=asked, share=0.25)
     return PlantedStream(asked, unasked, size, seed, lines or (lambda: stdlib_lines(seed)), measure)

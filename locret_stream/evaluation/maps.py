@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from locret_stream.config import Budget
-from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError, HeadsMismatch, InputError
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell, Origin, counted, in_words, tag_of
@@ -25,6 +24,7 @@ from locret_stream.files import replace
 from locret_stream.runtime import Runtime
 
 LOOKS, COLUMNS, PREFIXES = 48, 1000, 12
+TOP = 0.1  # the share of a prefix's tokens that counts as its top
 MAP_TOKENS = 65_536  # of longer streams a map would show nothing
 COMPARED = ("h2o", "snapkv", "sirllm")  # the policies whose scores the paper's Figure 1 looks at
 
@@ -217,12 +217,9 @@ def _in_columns(life: Tensor) -> tuple[Tensor, int]:
 # -- consistency --------------------------------------------------------------------------------------------------
 
 
-def consistency(bench: Bench, cells: dict[str, Cell], *, share: float = 0.1) -> Consistency:
+def consistency(bench: Bench, cells: dict[str, Cell]) -> Consistency:
     """The consistency of the policies of `cells` (by label), on the first stream of the first cell, cut where the
     window ends. Budgets have no effect, because everything is kept.
-
-    Args:
-        share: how many of a prefix's tokens count as its top.
 
     Raises:
         ConfigError: no cells, no room for two chunks, or cells that `retention` refuses; and as `Runtime` does.
@@ -239,9 +236,9 @@ def consistency(bench: Bench, cells: dict[str, Cell], *, share: float = 0.1) -> 
                           f"of {bench.shape[0].window} and chunks of {first.chunk_size}; expected smaller chunks or a "
                           "longer stream")
     prefixes = sorted({max(1, chunks * n // PREFIXES) * first.chunk_size for n in range(1, PREFIXES + 1)})
-    overlaps = {label: asyncio.run(_overlaps(bench, cell, ids[:prefixes[-1]], prefixes, share))
+    overlaps = {label: asyncio.run(_overlaps(bench, cell, ids[:prefixes[-1]], prefixes))
                 for label, cell in cells.items()}
-    return Consistency(tokens=prefixes[-1], chunk_size=first.chunk_size, share=share, prefixes=prefixes,
+    return Consistency(tokens=prefixes[-1], chunk_size=first.chunk_size, share=TOP, prefixes=prefixes,
                        overlaps=overlaps)
 
 
@@ -251,20 +248,18 @@ def _ids(bench: Bench, cell: Cell) -> list[int]:
             for token in bench.tokenizer.encode(item.text, add_special_tokens=False)]
 
 
-async def _overlaps(bench: Bench, cell: Cell, ids: list[int], prefixes: list[int], share: float) -> list[float]:
+async def _overlaps(bench: Bench, cell: Cell, ids: list[int], prefixes: list[int]) -> list[float]:
     whole = Budget(units=len(ids), sinks=0, stabilizers=0, allocation="uniform")
     async with (Runtime(bench.model, bench.tokenizer, policy=cell.policy, knobs=cell.knobs, heads=cell.heads or None,
                         budget=whole, chunk_size=cell.chunk_size, max_live=1) as runtime,
                 runtime.open(raw=True) as ctx):
         scored = [layer for layer, window in enumerate(runtime.engine.shape.sliding) if not window]
-        early = [await _scores_after(ctx, ids[start:end]) for start, end in itertools.pairwise([0, *prefixes])]
+        early = []
+        for start, end in itertools.pairwise([0, *prefixes]):
+            await ctx.feed(ids[start:end])
+            early.append((await ctx.receipts()).scores)
     late = early[-1]
-    return [round(overlap(scores[scored], late[scored, :, :scores.shape[-1]], share), 4) for scores in early]
-
-
-async def _scores_after(ctx: StreamingContext, ids: list[int]) -> Tensor:
-    await ctx.feed(ids)
-    return (await ctx.receipts()).scores
+    return [round(overlap(scores[scored], late[scored, :, :scores.shape[-1]], TOP), 4) for scores in early]
 
 
 def overlap(local: Tensor, last: Tensor, share: float) -> float:

@@ -93,36 +93,33 @@ def recall(rng: random.Random, facts: int, asked: int | None = None, keys: Keys 
     return _case(rng, [(rng.random(), mark) for mark, _ in pairs], [question for _, question in pairs], asked)
 
 
-def passkey(rng: random.Random, keys: Keys | None = None) -> Case:
+def passkey(rng: random.Random) -> Case:
     """Task 1 (arXiv:2305.16300): one fact in the whole stream."""
-    return recall(rng, 1, keys=keys)
+    return recall(rng, 1)
 
 
-def last_write(rng: random.Random, facts: int, writes: int = 3, asked: int | None = None,
-               keys: Keys | None = None) -> Case:
-    """Task 3: every key is written 1 to `writes` times; the last one counts."""
+def last_write(rng: random.Random, facts: int, keys: Keys | None = None) -> Case:
+    """Task 3: every key is written 1 to 3 times; the last one counts."""
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(facts):
-        key, values = keys.take(), [value(rng) for _ in range(rng.randint(1, writes))]
+        key, values = keys.take(), [value(rng) for _ in range(rng.randint(1, 3))]
         marks += _spread(rng, [f"<{key}:{v}>" for v in values])
         questions.append(fact(key, values[-1])[1])
-    return _case(rng, marks, questions, asked)
+    return _case(rng, marks, questions)
 
 
-def several_values(rng: random.Random, facts: int, values: int = 2, asked: int | None = None,
-                   keys: Keys | None = None) -> Case:
-    """Task 4 (RULER's multi-value retrieval): `values` values a key, asked for from the newest to the oldest."""
+def several_values(rng: random.Random, facts: int, keys: Keys | None = None) -> Case:
+    """Task 4 (RULER's multi-value retrieval): two values a key, asked for from the newest to the oldest."""
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(facts):
-        key, of_key = keys.take(), [value(rng) for _ in range(values)]
+        key, of_key = keys.take(), [value(rng) for _ in range(2)]
         lines = [f"({key}:{v})" for v in of_key]
         marks += _spread(rng, lines)
         questions.append(Question(f"?({key}:", " ".join(reversed(of_key)), tuple(lines)))
-    return _case(rng, marks, questions, asked)
+    return _case(rng, marks, questions)
 
 
-def several_keys(rng: random.Random, facts: int, together: int = 2, asked: int | None = None,
-                 keys: Keys | None = None) -> Case:
+def several_keys(rng: random.Random, facts: int, together: int = 2, keys: Keys | None = None) -> Case:
     """Task 4 (RULER's multi-query retrieval): one question for `together` of the facts, answered by their marks."""
     keys = keys or Keys(rng)
     pairs = [(key, *fact(key, value(rng))) for key in (keys.take() for _ in range(facts))]
@@ -131,24 +128,22 @@ def several_keys(rng: random.Random, facts: int, together: int = 2, asked: int |
     groups = [pairs[at:at + together] for at in range(0, facts - together + 1, together)]
     return _case(rng, marks, [Question("?" + "".join(f"<{key}" for key, *_ in group) + ":",
                                        "".join(mark for _, mark, _ in group), tuple(mark for _, mark, _ in group))
-                              for group in groups], asked)
+                              for group in groups])
 
 
-def decoys(rng: random.Random, facts: int, others: int | None = None, asked: int | None = None,
-           keys: Keys | None = None) -> Case:
-    """Task 5: facts, and as many decoys (or `others`) of the same form under another bracket, some of the same keys."""
+def decoys(rng: random.Random, facts: int, keys: Keys | None = None) -> Case:
+    """Task 5: facts, and as many decoys of the same form under another bracket, some of the same keys."""
     keys = keys or Keys(rng)
     asked_keys = [keys.take() for _ in range(facts)]
     pairs = [fact(key, value(rng)) for key in asked_keys]
     marks = [(rng.random(), mark) for mark, _ in pairs]
-    for n in range(facts if others is None else others):
-        key = asked_keys[n % facts] if facts and n % 2 else keys.take()
+    for n in range(facts):
+        key = asked_keys[n] if n % 2 else keys.take()
         marks.append((rng.random(), f"[{key}:{value(rng)}]"))
-    return _case(rng, marks, [question for _, question in pairs], asked)
+    return _case(rng, marks, [question for _, question in pairs])
 
 
-def variables(rng: random.Random, chains: int, hops: int = 2, asked: int | None = None,
-              keys: Keys | None = None) -> Case:
+def variables(rng: random.Random, chains: int, hops: int = 2, keys: Keys | None = None) -> Case:
     """Task 6 (RULER's variable tracking): chains of up to `hops` variables, asked for at the last one."""
     keys, marks, questions = keys or Keys(rng), [], []
     for _ in range(chains):
@@ -156,7 +151,7 @@ def variables(rng: random.Random, chains: int, hops: int = 2, asked: int | None 
         lines = [f"{{{chain[0]}:{first}}}", *(f"{{{b}:{a}}}" for a, b in itertools.pairwise(chain))]
         marks += _spread(rng, lines)
         questions.append(Question(f"?{{{chain[-1]}:", first, tuple(lines)))
-    return _case(rng, marks, questions, asked)
+    return _case(rng, marks, questions)
 
 
 def preference(rng: random.Random, throws: int) -> Case:

@@ -14,7 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -170,6 +170,8 @@ class Bench:
             streams = []
             for seed in cell.seeds:
                 items = self.items(cell, seed)
+                if oracle is not None and not any(item.needed for item in items):
+                    raise ConfigError(f"the oracle has nothing to know: no line of task {task.name!r} is asked about")
                 if isinstance(oracle, PerHeadOracle):
                     oracle.worth = await self.worth(items)
                 streams.append(await run_stream(seed, items, cell, task, runtime, oracle, recorder))
@@ -249,15 +251,13 @@ class Bench:
 
     async def worth(self, items: list[Item]) -> Tensor:
         """[L, H, N]: the attention that answers pay to each of the N tokens of the needed lines, when nothing is read
-        but those lines, the questions and the answers. Raises ConfigError: no line is needed."""
+        but those lines, the questions and the answers."""
         ids: list[int] = []
         for item in items:
             if item.needed:
                 ids += self.tokenizer.encode(item.text, add_special_tokens=False)
         count = len(ids)
         rows: list[int] = []
-        if not count:
-            raise ConfigError("the oracle has nothing to know: no line of this task is asked about")
         for item in items:
             if item.answer is not None:
                 ids += self.tokenizer.encode(item.text, add_special_tokens=False)
@@ -276,31 +276,6 @@ def _evict_nothing(units: int) -> Budget:
     return Budget(units=units, sinks=0, stabilizers=0, allocation="uniform")
 
 
-class Piece(NamedTuple):
-    """The lines between two questions, which are fed at once.
-
-    Args:
-        wanted: indices of the ids that are needed. ends: (ids, bytes) from the beginning to the end of each line.
-    """
-
-    ids: list[int]
-    wanted: list[int]
-    ends: list[tuple[int, int]]
-
-
-def piece_of(lines: list[Item], runtime: Runtime) -> Piece:
-    """Every line is tokenised by itself, so that its tokens are the same wherever a question stands."""
-    piece, size = Piece([], [], []), 0
-    for item in lines:
-        ids = runtime.codec.encode_text(item.text)
-        if item.needed:
-            piece.wanted.extend(range(len(piece.ids), len(piece.ids) + len(ids)))
-        piece.ids.extend(ids)
-        size += len(item.text.encode())
-        piece.ends.append((len(piece.ids), size))
-    return piece
-
-
 async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runtime: Runtime,
                      oracle: Oracle | None = None, recorder: LogprobRecorder | None = None) -> StreamResult:
     """Feed one stream, and ask each question at its place.
@@ -310,17 +285,15 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runti
         recorder: of the log-probabilities, if bits are counted.
 
     Raises:
-        ConfigError: an oracle and no needed line, or a recorder and no whole line in whole chunks.
+        ConfigError: a recorder and no whole line in whole chunks.
     """
     answers: list[tuple[str, str, str]] = []
     scores: list[float] = []
     wanted: list[int] = []
     ends: list[tuple[int, int]] = []  # (tokens, bytes) after each line
-    seconds, unit_tokens = 0.0, 0.0
+    seconds, unit_tokens, size = 0.0, 0.0, 0
     if oracle is not None:
         oracle.wanted = torch.zeros(0, dtype=torch.int64)
-        if not any(item.needed for item in items):
-            raise ConfigError(f"the oracle has nothing to know: no line of task {task.name!r} is asked about")
     if recorder is not None:
         recorder.logprobs = []
     focus = next((item.text for item in items if item.answer is not None), None) if cell.focus else None
@@ -333,15 +306,18 @@ async def run_stream(seed: int, items: list[Item], cell: Cell, task: Task, runti
                 scores += [published.score(item.question, found)
                            for item, (*_, found) in zip(questions, replies, strict=True) if item.question is not None]
                 continue
-            piece, before, size = piece_of(list(group), runtime), ctx.memory.tokens, ends[-1][1] if ends else 0
-            ends += [(before + tokens, size + more) for tokens, more in piece.ends]
+            fed, start = list[int](), 0
+            for item in group:  # each tokenised by itself, so that its tokens are the same wherever a question stands
+                line, at = runtime.codec.encode_text(item.text), ctx.memory.tokens + len(fed)
+                wanted += range(at, at + len(line)) if item.needed else ()
+                fed += line
+                size += len(item.text.encode())
+                ends.append((at + len(line), size))
             if oracle is not None:
-                wanted += [before + at for at in piece.wanted]
                 oracle.wanted = torch.tensor(wanted, dtype=torch.int64)
-            start = 0
-            while start < len(piece.ids):  # in parts that end where a chunk does: units are evicted only there
+            while start < len(fed):  # in parts that end where a chunk does: units are evicted only there
                 stop = start + cell.chunk_size - ctx.memory.tokens % cell.chunk_size
-                ids, units, start = piece.ids[start:stop], ctx.memory.units, stop
+                ids, units, start = fed[start:stop], ctx.memory.units, stop
                 begun = time.perf_counter()
                 await ctx.feed(ids)
                 seconds += time.perf_counter() - begun

@@ -140,9 +140,7 @@ class RetainingHeads(nn.Module):
         return self.forward(layer, x)
 
     def forward(self, layer: int, x: Tensor) -> Tensor:
-        """x [B, T, in_features], which is [q; k; v] or hidden -> [B, H, T] fp32; zeros for a layer without a head."""
-        if not self.config.has_head(layer):
-            return x.new_zeros(x.shape[0], self.config.kv_heads, x.shape[1], dtype=torch.float32)
+        """x [B, T, in_features], which is [q; k; v] or hidden -> [B, H, T] fp32; the layer has a head."""
         fc1, fc2 = self.fc1[layer], self.fc2[layer]
         assert isinstance(fc1, nn.Linear) and isinstance(fc2, nn.Linear), "the layer has a head"
         x = x.to(fc1.weight.dtype)

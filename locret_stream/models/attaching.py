@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,8 +37,16 @@ def attach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> Attac
         made = _attached.setdefault(model, {}) if isinstance(model, PreTrainedModel) else {}
         attachment = made.get((attn, number))
         if attachment is None:
-            attachment = _make(model, attn)
-            self_test(model, attachment)
+            try:
+                attachment = Attachment(model, attn)
+                self_test(model, attachment)
+            except LocretError:
+                raise
+            except Exception as error:  # layers of a quantiser or an adapter may raise anything
+                packing = f" ({words})" if (words := form(model)) else ""
+                raise UnsupportedModel(f"{type(model).__name__}{packing}: the self-test failed with "
+                                       f"{type(error).__name__}: {error}; expected a model whose own forward works on "
+                                       "this device") from error
             made[attn, number] = attachment
         elif attachment.adapters != (active := adapters(model)):
             raise UnsupportedModel(f"{type(model).__name__}: it is attached with the adapters "
@@ -46,18 +54,6 @@ def attach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> Attac
                                    "same, or every runtime that uses it to be closed first")
         attachment.users += 1
         return attachment
-
-
-def _make(model: PreTrainedModel, attn: str) -> Attachment:
-    try:
-        return Attachment(model, attn)
-    except LocretError:
-        raise
-    except Exception as error:  # layers of a quantiser or an adapter may raise anything in the probes
-        packing = f" ({words})" if (words := form(model)) else ""
-        raise UnsupportedModel(f"{type(model).__name__}{packing}: the self-test "
-                               f"failed with {type(error).__name__}: {error}; expected a model whose own "
-                               "forward works on this device") from error
 
 
 def detach(model: PreTrainedModel, attn: str = "auto", number: int = 0) -> int:
@@ -117,21 +113,16 @@ def self_test(model: PreTrainedModel, attachment: Attachment) -> float:
     """
     device = attachment.device
     ids = (torch.arange(TOTAL, device=device) * 7919 + 11) % min(attachment.shape.vocab, 50_000)
-    try:
-        stock = shadow(model)  # the user's own object may be in use
-        of_layers, last, expected = _read_whole(stock, ids)
-        logits = torch.cat([attachment.logits(hidden) for hidden in _read_in_pieces(attachment, ids)], 1).float()
-        gap = _gap(logits, expected, expected.std())
-        tolerance = _TOLERANCE.get(attachment.dtype, _TOLERANCE[torch.bfloat16])
-        if gap <= tolerance:
+    of_layers, last, expected = _read_whole(shadow(model), ids)  # the user's own object may be in use
+    logits = torch.cat([attachment.logits(hidden) for hidden in _read_in_pieces(attachment, ids)], 1).float()
+    gap = _gap(logits, expected, expected.std())
+    tolerance = _TOLERANCE.get(attachment.dtype, _TOLERANCE[torch.bfloat16])
+    if gap <= tolerance:
+        return gap
+    if attachment.quantised:
+        head = _gap(attachment.logits(last), expected, expected.std())
+        if head <= tolerance and _gap_by_layer(attachment, ids, of_layers) <= BY_LAYER:
             return gap
-        if attachment.quantised:
-            head = _gap(attachment.logits(last), expected, expected.std())
-            if head <= tolerance and _gap_by_layer(attachment, ids, of_layers) <= BY_LAYER:
-                return gap
-    except Exception as error:
-        raise UnsupportedModel(f"{type(model).__name__}: the self-test failed with {type(error).__name__}: "
-                               f"{error}") from error
     raise UnsupportedModel(
         f"{type(model).__name__}: with a full budget its logits differ from the stock model's by {gap:.3g} "
         f"standard deviations (root mean square); expected at most {tolerance:g} in {attachment.dtype}. Its "
@@ -150,16 +141,14 @@ def _read_whole(stock: PreTrainedModel, ids: Tensor) -> tuple[list[tuple[Tensor,
     [1, T, vocab] fp32."""
     of_layers: list[tuple[Tensor, Tensor]] = []
     last: list[Tensor] = []
-    hooks = [layer.register_forward_hook(
-        lambda _, args, kwargs, out: of_layers.append((input_of(args, kwargs), _first(out))), with_kwargs=True)
-        for layer in stock.get_decoder().layers]
-    hooks.append(stock.get_decoder().register_forward_hook(lambda _, args, out: last.append(out.last_hidden_state)))
-    try:
+    with ExitStack() as hooks:
+        for layer in stock.get_decoder().layers:
+            hooks.enter_context(layer.register_forward_hook(
+                lambda _, args, kwargs, out: of_layers.append((input_of(args, kwargs), _first(out))), with_kwargs=True))
+        hooks.enter_context(stock.get_decoder().register_forward_hook(
+            lambda _, args, out: last.append(out.last_hidden_state)))
         logits = stock(ids[None], use_cache=False).logits.float()
-        return of_layers, last[0], logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return of_layers, last[0], logits
 
 
 def _first(out: Any) -> Tensor:
@@ -193,15 +182,12 @@ def _gap_by_layer(attachment: Attachment, ids: Tensor, of_layers: list[tuple[Ten
         stock = inputs[layer][len(outputs[layer])]
         return ((stock, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stock})
 
-    hooks = []
-    for index, layer in enumerate(attachment.layers):
-        hooks += [layer.register_forward_pre_hook(lambda _, args, kwargs, index=index: replace(index, args, kwargs),
-                                                  with_kwargs=True),
-                  layer.register_forward_hook(lambda _, args, out, index=index: outputs[index].append(_first(out)))]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(attachment.layers):
+            hooks.enter_context(layer.register_forward_pre_hook(
+                lambda _, args, kwargs, index=index: replace(index, args, kwargs), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(
+                lambda _, args, out, index=index: outputs[index].append(_first(out))))
         _read_in_pieces(attachment, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return max(_gap(torch.cat(pieces, 1), after.float(), (after - before).float().square().mean().sqrt())
                for pieces, (before, after) in zip(outputs, of_layers, strict=True))

@@ -16,6 +16,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,13 +265,11 @@ class Attachment:
             by_layer[call.layer] = Place(call.k.device, inputs[call.layer], call.k.dtype)
             return call.q, call.k, call.v, None
 
-        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in self._attentions]
         first = next((t.device for t in model.get_input_embeddings().parameters() if not t.is_meta), "cpu")
-        try:
+        with ExitStack() as hooks:
+            for module in self._attentions:
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
             out = self.hidden(torch.arange(3, device=first)[None], step)
-        finally:
-            for hook in hooks:
-                hook.remove()
         places = [by_layer[layer] for layer in range(len(self._attentions))]
         dtypes = {place.keys for place in places}
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):

@@ -20,7 +20,7 @@ class TrimKV(Policy):
     Locret, as they are after `horizon` tokens: useless units then leave slowly, and facts with them.
 
     Deviations: one eviction per chunk in place of one per token; heads read hidden states (as in the paper) or q, k and
-    v, as they were trained; `training.trimkv` lists the deviations of the training.
+    v, as they were trained; `training.student.Fading` lists those of the training.
     """
 
     name = "trimkv"

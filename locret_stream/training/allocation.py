@@ -33,7 +33,7 @@ from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError
 from locret_stream.files import alone_in
-from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG
 from locret_stream.models import Attachment, attached
 from locret_stream.policies import Policy, make_policy
@@ -53,7 +53,15 @@ from locret_stream.training.results import (
     ProgressCallback,
 )
 from locret_stream.training.sampler import Source
-from locret_stream.training.validation import Recording, committed_units, digest_of, measure, policy_for, usable
+from locret_stream.training.validation import (
+    Recording,
+    committed_units,
+    digest_of,
+    expect_eviction,
+    measure,
+    policy_for,
+    usable,
+)
 
 Divide = Callable[[Sequence[int]], list[int]]
 """From indices of examples to the units of the full-attention layers that these examples ask for."""
@@ -112,16 +120,6 @@ def allocate(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
         return allocation
 
 
-def expect_divisible(shape: ModelShape, heads: HeadsConfig | TrainConfig, background: bool) -> None:
-    """Raises ConfigError: a budget cannot be divided in this model, or not for such heads behind a background."""
-    if all(shape.sliding):
-        raise ConfigError("allocate: every layer of this model has a sliding window, which bounds what it keeps; "
-                          "expected a layer with full attention")
-    if heads.query_tokens and background:
-        raise ConfigError("allocate: found a background, and query-aware heads, whose question stands in front of all "
-                          "that is read; expected none")
-
-
 class _Run:
     """One allocation in its file: the measurements that were made, and those that are left to make."""
 
@@ -133,7 +131,7 @@ class _Run:
         shape = attachment.shape
         self.layers = [layer for layer, window in enumerate(shape.sliding) if window is None]
         sinks, stabilizers = config.protected
-        expect_divisible(shape, heads.config, background is not None)
+        expect_eviction("allocate", shape, heads.config, background is not None)
         self.budget(None).per_layer(shape)  # raises where even layers cannot keep what is protected
         digests = [example.digest() for example in examples]
         self.halves = halves(digests)

@@ -19,7 +19,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from locret_stream.files import TEMPORARY, flush, replace
 from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import CONFIG, WEIGHTS
 from locret_stream.training.config import TrainConfig
-from locret_stream.training.results import TrainResult
+from locret_stream.training.results import Allocation, TrainResult, TuneResult
 
 RUN, CHECKPOINT, METRICS, RESULT = "run.json", "checkpoint.safetensors", "metrics.jsonl", "result.json"
 ALLOCATION = "allocation.json"
@@ -52,6 +52,9 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     dtype: str = "float32"
     version: int = 1
+
+
+Configured = RunIdentity | Allocation | TuneResult
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -206,13 +209,6 @@ def lost_metrics(path: Path, what: str) -> ConfigError:
     """The error of a log whose lines cannot be made again."""
     return ConfigError(f"{path} has lost {what}, which the result is made of; expected it as it was written: start "
                        "anew with restart=True (train-heads: --restart, or --restart-tuning for tuning.jsonl)")
-
-
-class Configured(Protocol):
-    """A stored Struct that names the config that it was made with."""
-
-    @property
-    def config(self) -> msgspec.Struct: ...
 
 
 def expect_same(path: Path, what: str, stored: Configured, fresh: Configured, names: Iterable[str],

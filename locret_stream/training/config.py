@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from locret_stream.config import is_number
 from locret_stream.errors import ConfigError
 
 LABELS = ("zscore", "logit", "logprob")
@@ -89,12 +90,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
                      "horizon"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         check("query_tokens", _whole(self.query_tokens, 0), "a whole number of tokens, 0 for none")
-        check("alpha", _number(self.alpha) and self.alpha >= 0, "0 or more")
+        check("alpha", is_number(self.alpha) and self.alpha >= 0, "0 or more")
         _check_optimiser(self, check)
         for name in ("input_norm", "bias"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
         shares = self.budget_shares
-        check("budget_shares", shares is None or (bool(shares) and all(_number(s) and s > 0 for s in shares)),
+        check("budget_shares", shares is None or (bool(shares) and all(is_number(s) and s > 0 for s in shares)),
               "None or one number above 0 per layer")
 
     def lr_at(self, step: int) -> float:
@@ -138,7 +139,7 @@ class AllocationConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("units", "chunk_size", "background_tokens"):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         _check_measured(self, check)
-        check("factors", bool(self.factors) and all(_number(f) and f > 0 for f in self.factors)
+        check("factors", bool(self.factors) and all(is_number(f) and f > 0 for f in self.factors)
               and min(self.factors) <= 1, "numbers above 0, at least one of them not above 1")
 
     @property
@@ -203,9 +204,9 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         _check_measured(self, check)
         for name in ("hot", "cold"):
-            check(name, _number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
+            check(name, is_number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
         check("cold", self.cold <= self.hot, f"at most hot, which is {self.hot!r}")
-        check("weight", _number(self.weight) and self.weight >= 0, "0 or more")
+        check("weight", is_number(self.weight) and self.weight >= 0, "0 or more")
         _check_optimiser(self, check)
 
     def temperature_at(self, step: int) -> float:
@@ -224,13 +225,13 @@ def _checking(config: msgspec.Struct, what: str) -> Check:
 def _check_optimiser(config: TrainConfig | TuneConfig, check: Check) -> None:
     """Check the fields that both stages of training have."""
     for name in ("lr", "clip", "eps"):
-        check(name, _number(getattr(config, name)) and getattr(config, name) > 0, "a number above 0")
+        check(name, is_number(getattr(config, name)) and getattr(config, name) > 0, "a number above 0")
     for name in ("warmup", "held_out"):
-        check(name, _number(getattr(config, name)) and 0 <= getattr(config, name) < 1, "a share in [0, 1)")
-    check("weight_decay", _number(config.weight_decay) and config.weight_decay >= 0, "0 or more")
+        check(name, is_number(getattr(config, name)) and 0 <= getattr(config, name) < 1, "a share in [0, 1)")
+    check("weight_decay", is_number(config.weight_decay) and config.weight_decay >= 0, "0 or more")
     check("max_tokens", _whole(config.max_tokens, 2), "a whole number of tokens, at least 2")
     check("seed", _whole(config.seed, 0) and config.seed <= MOST_SEED, f"a whole number, 0 to {MOST_SEED:,}")
-    check("betas", len(config.betas) == 2 and all(_number(b) and 0 <= b < 1 for b in config.betas), "two in [0, 1)")
+    check("betas", len(config.betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in config.betas), "two in [0, 1)")
 
 
 def _check_measured(config: AllocationConfig | TuneConfig, check: Check) -> None:
@@ -243,7 +244,3 @@ def _check_measured(config: AllocationConfig | TuneConfig, check: Check) -> None
 
 def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,8 +1,8 @@
 """One step of tuning: the loss of a batch and its gradient for the heads. Knows no files and no optimiser.
 
 Every group of examples goes through the frozen model twice. The teacher keeps everything: its hidden states are what
-the answers are expected to be, and inside its layers the first stage's labels are made. The student evicts softly (see
-`student`), or its units fade (see `trimkv`).
+the answers are expected to be, and inside its layers the first stage's labels are made. The student evicts softly, or
+its units fade (see `student`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from locret_stream.training.data import Example
 from locret_stream.training.labels import answer_rows
 from locret_stream.training.loss import layer_losses
 from locret_stream.training.steps import groups_of, visit_labels
-from locret_stream.training.student import Student, divergence
-from locret_stream.training.trimkv import Fading, over_capacity
+from locret_stream.training.student import Fading, Student, divergence, over_capacity
 
 
 class Distillation:
@@ -37,7 +36,6 @@ class Distillation:
                  budgets: Sequence[int], protected: tuple[int, int], longest: int):
         self._attachment, self._heads, self._config, self._first_stage = attachment, heads, config, first_stage
         self._budgets, self._block_bytes = budgets, config.block_mib * 2**20
-        self._tables = attachment.tables(longest)
         kind = Fading if heads.config.output == "retention" else Student
         self._student = kind(attachment, heads, budgets, config.chunk_size, *protected, longest, self._block_bytes)
 
@@ -69,11 +67,11 @@ class Distillation:
                 (share * self._config.weight * (regression / layers + alpha * smoothing)).backward()
             terms.append(share * torch.stack([regression.detach() / layers, smoothing.detach()]).double())
 
-        expected = visit_labels(self._attachment, self._tables, group, visit, self._first_stage)
+        expected = visit_labels(self._attachment, self._student.absolute, group, visit, self._first_stage)
         return expected, torch.stack(terms).sum(0)
 
     def _layer_terms(self, call: LayerCall, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """What a layer's head learns beside the divergence: the terms of the first stage, or of `trimkv`."""
+        """What a layer's head learns beside the divergence: the terms of the first stage, or the capacity loss."""
         if self._heads.config.output == "retention":
             rates = F.logsigmoid(self._heads.score(call.layer, call.q, call.k, call.v, call.hidden))
             return over_capacity(rates, self._budgets[call.layer], self._block_bytes), rates.new_zeros(())

@@ -84,7 +84,7 @@ def gated_attention(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, scale: fl
     Args:
         q, k, v: [B, H*G, R, D] and [B, H, n + R, D], q and k rotated, any float dtype; the arithmetic is fp32.
         gates: [B, H, n] log gates. sink_logits: [H*G] of the attention sinks.
-        fading: [B, H, n + R] log rates at which the logits of units fall towards 0 with every row (see `trimkv`).
+        fading: [B, H, n + R] log rates at which the logits of units fall towards 0 with every row (`student.Fading`).
         block_bytes: bound of one tensor of logits; logits are computed again in the backward pass, block by block.
 
     Returns:

@@ -25,12 +25,13 @@ class Student:
     """Runs an attached model with soft eviction; gradients are for the heads alone (see `models.gradients`).
 
     Args:
-        heads: of output "score" (for "retention" see `trimkv.Fading`).
+        heads: of output "score" (for "retention" see `Fading`).
         budgets: units by layer, [L], as `Budget.per_layer` gives them.
         sinks, stabilizers: of every budget. longest: tokens of the longest example.
         block_bytes: bound of one tensor of attention logits.
 
     Attributes:
+        absolute: tables for the ranks that tokens have where nothing is evicted.
         rivals: by layer, the units that are kept before an example begins; empty for none.
     """
 
@@ -40,7 +41,7 @@ class Student:
         self.protected, self.block_bytes = (sinks, stabilizers), block_bytes
         self.tables = attachment.tables(max(budgets) + chunk_size)
         self.rivals: Mapping[int, Rivals] = {}
-        self._absolute = attachment.tables(longest) if any(attachment.shape.sliding) else self.tables
+        self.absolute = attachment.tables(longest)
 
     def hidden(self, ids: Tensor, temperature: float) -> Tensor:
         """ids [B, T] -> hidden states [B, T, hidden]; with a graph within `differentiable`."""
@@ -106,8 +107,55 @@ class Student:
         ranks = torch.arange(call.k.shape[2], device=call.k.device)
         distance, start = ranks[:, None] - ranks, ranks // self.chunk_size * self.chunk_size
         mask = (distance >= 0) & (distance < window) & (ranks >= start[:, None] - self.budgets[layer])
-        q, k = (self._absolute.rotate(layer, x, 0) for x in (call.q, call.k))
+        q, k = (self.absolute.rotate(layer, x, 0) for x in (call.q, call.k))
         return q, k, call.v, mask
+
+
+class Fading(Student):
+    """A `Student` whose units fade instead of being evicted, as in the training of TRIM-KV (arXiv:2512.03324). In
+    layers without a head nothing fades.
+
+    Heads of output "retention" give every unit a rate beta in (0, 1). The row at t sees the unit at i with the logit
+    beta_i^(t - i) q_t·k_i (retention-gated attention, in which a fully faded logit is 0), and the capacity loss asks
+    that beta_i^(t - i), summed over all units, is at most the budget. Evicting by beta_i^(t - i) then removes units
+    that hardly counted.
+
+    Deviations: beside the capacity loss there is the divergence from the full cache's answers alone, without a
+    next-token loss; the summed rates are those that the frozen model's own activations give.
+    """
+
+    def _attend(self, call: LayerCall, temperature: float) -> Attended:
+        layer = call.layer
+        if self.attachment.shape.sliding[layer]:
+            return self._sliding(call)
+        q, k = (self.absolute.rotate(layer, x, 0) for x in (call.q, call.k))
+        if not self.heads.config.has_head(layer):
+            return q, k, call.v, None
+        rates = F.logsigmoid(self._scores(call))
+        return gated_attention(q, k, call.v, rates.new_zeros(*rates.shape[:2], 0), fading=rates, scale=call.scale,
+                               softcap=call.softcap, sink_logits=call.sink_logits, block_bytes=self.block_bytes)
+
+
+def over_capacity(rates: Tensor, units: int, block_bytes: int = 32 * 2**20) -> Tensor:
+    """The capacity loss: rates log beta [B, H, T] -> scalar, the mean over rows t = 1 .. T of
+
+        max(0, sum over i <= t of beta_i^(t - i) - units) / t
+
+    in [0, 1). Blocks of at most `block_bytes` are computed again in the backward pass.
+    """
+    total = rates.shape[-1]
+    per_block = max(1, block_bytes // (4 * rates.numel()))
+    parts = [checkpoint(_excess, rates[..., :min(start + per_block, total)], start, units, use_reentrant=False,
+                        preserve_rng_state=False) for start in range(0, total, per_block)]
+    return torch.stack(parts).sum() / rates.numel()
+
+
+def _excess(rates: Tensor, start: int, units: int) -> Tensor:
+    """The capacity loss of the rows from `start` on, summed over rows, examples and heads."""
+    rows = torch.arange(start, rates.shape[-1], device=rates.device)
+    age = rows[:, None] - torch.arange(rates.shape[-1], device=rates.device)
+    remaining = (age.clamp(min=0) * rates[..., None, :]).exp().tril(start).sum(-1)
+    return ((remaining - units).clamp(min=0) / (rows + 1)).sum()
 
 
 def divergence(attachment: Attachment, teacher: Tensor, student: Tensor, block_bytes: int = 32 * 2**20) -> Tensor:

@@ -6,8 +6,8 @@ The loss of a step (see `distillation`) is
 
 the distillation of the full cache into the bounded one (as in TRIM-KV, arXiv:2512.03324), and its gradient goes to the
 heads alone. The gates harden from step to step. Heads of output "retention" are trained as their paper does it, see
-`trimkv`: the second term is then the capacity loss, and nothing is evicted in a step, so that neither temperatures nor
-protection matter.
+`student.Fading`: the second term is then the capacity loss, and nothing is evicted in a step, so that neither
+temperatures nor protection matter.
 
 The engine measures the loss of held-out answers before and after. The tuned heads replace the first ones only where
 the loss falls by more than noise. The first ones are kept as heads.first.safetensors, to be renamed by whoever wants
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from locret_stream.config import ModelShape, StreamConfig, budget_from
+from locret_stream.config import StreamConfig, budget_from
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError
 from locret_stream.files import alone_in
@@ -57,7 +57,7 @@ from locret_stream.training.layer_shares import CHANCE, exceeds
 from locret_stream.training.results import Measurement, Progress, ProgressCallback, TuneResult
 from locret_stream.training.sampler import Source
 from locret_stream.training.steps import Updates, saved_if_stopped
-from locret_stream.training.validation import Recording, digest_of, measure, policy_for, usable
+from locret_stream.training.validation import Recording, digest_of, expect_eviction, measure, policy_for, usable
 
 
 def tune(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str], examples: Iterable[Example],
@@ -116,7 +116,7 @@ class _Run:
                  folder: Path, progress: ProgressCallback, fresh: bool):
         self.attachment, self.heads, self.config, self.folder = attachment, heads, config, folder
         self.progress, shape = progress, attachment.shape
-        expect_tunable(shape, heads.config, background is not None)
+        expect_eviction("tune", shape, heads.config, background is not None)
         self.budget = budget_from(config.units, shape, config.chunk_size, sinks=config.sinks,
                                   stabilizers=config.stabilizers, shares=heads.config.budget_shares)
         budgets = self.budget.per_layer(shape, heads.config.budget_shares, most=shape.window - config.chunk_size)
@@ -240,19 +240,6 @@ class _Run:
 
         background = self.background.to_measure() if self.background else None
         return measure(engine, policy, self.held_out, background, report)
-
-
-def expect_tunable(shape: ModelShape, heads: HeadsConfig | TrainConfig, background: bool) -> None:
-    """Raises ConfigError: such heads cannot be tuned in this model, or not behind a background."""
-    if heads.output == "retention" and background:
-        raise ConfigError("tune: found a background, and heads of output 'retention', which learn without eviction; "
-                          "expected none")
-    if heads.query_tokens and background:
-        raise ConfigError("tune: found a background, and query-aware heads, whose question stands in front of all that "
-                          "is read; expected none")
-    if all(shape.sliding):
-        raise ConfigError("tune: every layer of this model has a sliding window, where no head decides; expected a "
-                          "layer with full attention")
 
 
 def _expect_the_same_held_out(folder: Path, config: TuneConfig, whole: bool, window: int) -> None:

@@ -110,6 +110,20 @@ def usable(shape: ModelShape, examples: Sequence[Example], units: int, chunk_siz
     return evicting[:most]
 
 
+def expect_eviction(verb: str, shape: ModelShape, heads: HeadsConfig | TrainConfig, background: bool) -> None:
+    """Raises ConfigError, which begins with `verb`: heads decide nothing in this model, or such heads not behind a
+    background."""
+    if all(shape.sliding):
+        raise ConfigError(f"{verb}: every layer of this model has a sliding window, which bounds what it keeps, so "
+                          "that no head decides; expected a layer with full attention")
+    if heads.output == "retention" and background and verb == "tune":
+        raise ConfigError("tune: found a background, and heads of output 'retention', which learn without eviction; "
+                          "expected none")
+    if heads.query_tokens and background:
+        raise ConfigError(f"{verb}: found a background, and query-aware heads, whose question stands in front of all "
+                          "that is read; expected none")
+
+
 def digest_of(heads: RetainingHeads) -> str:
     """16 bytes in hexadecimal that name the heads' weights and configuration, without its budget shares."""
     digest = hashlib.blake2b(msgspec.json.encode(msgspec.structs.replace(heads.config, budget_shares=None)),

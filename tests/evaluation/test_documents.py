@@ -17,9 +17,9 @@ from locret_stream.evaluation import maps, runner
 from locret_stream.evaluation.cells import Cell, CellResult, StreamResult
 from locret_stream.evaluation.documents import FileTask, file_task
 from locret_stream.evaluation.report import report_of
+from locret_stream.evaluation.reporting import markdown
 from locret_stream.evaluation.runner import Bench
 from locret_stream.evaluation.suite import Item
-from locret_stream.evaluation.tables import markdown
 from locret_stream.evaluation.variants import FULL
 from locret_stream.runtime import Runtime
 from tests.context.support import model, tokenizer

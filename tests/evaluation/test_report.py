@@ -14,7 +14,7 @@ from locret_stream.evaluation import cells as files
 from locret_stream.evaluation import metrics
 from locret_stream.evaluation.cells import CellResult
 from locret_stream.evaluation.report import Report, Row, Table, report_of
-from locret_stream.evaluation.tables import markdown
+from locret_stream.evaluation.reporting import markdown
 from locret_stream.evaluation.variants import Settings, Variant, settings_of
 from locret_stream.evaluation.variants import labels as labels_of
 from tests.evaluation.results import ORIGIN, result

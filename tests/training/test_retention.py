@@ -13,8 +13,7 @@ from locret_stream.errors import ConfigError
 from locret_stream.heads import RetainingHeads
 from locret_stream.training import tune
 from locret_stream.training.gates import gated_attention
-from locret_stream.training.student import Student
-from locret_stream.training.trimkv import Fading, over_capacity
+from locret_stream.training.student import Fading, Student, over_capacity
 from tests.architectures import make
 from tests.kit import random_heads
 from tests.training.test_gates import naive, noise
