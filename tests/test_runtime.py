@@ -375,7 +375,7 @@ async def expect_free_later(ctx) -> None:
 
 
 def sync(folder: str, **options) -> SyncContext:
-    return SyncContext(folder, policy="keydiff", budget=UNITS, chunk_size=CHUNK, **options)
+    return SyncContext(folder, policy="keydiff", budget=UNITS, chunk_size=CHUNK, acknowledge=None, **options)
 
 
 async def test_sync_context_does_the_same(folder: str):

@@ -208,16 +208,17 @@ def write(result: CellResult, path: Path) -> None:
 
 
 def by_origin(results: Iterable[CellResult]) -> Iterator[tuple[Origin, list[CellResult]]]:
-    """The groups of results that may stand in one report: of the same model, tokenizer, text and tasks. Results of
-    files are valid for any text: they stand in every group that differs from them in the text alone, or in one of
-    their own."""
+    """The groups of results that may stand in one report: of the same model, tokenizer, template, text and tasks.
+    Results of files are valid for any text, and files are asked in a template of their own (`Bench`): they stand in
+    every group that differs from them in these two alone, or in one of their own."""
     groups: dict[Origin, list[CellResult]] = {}
     of_files: dict[Origin, list[CellResult]] = {}
     for result in results:
         origin = msgspec.structs.replace(result.origin, heads="", file="", knobs="")
         (of_files if result.origin.file else groups).setdefault(origin, []).append(result)
     for origin, on_files in of_files.items():
-        beside = [other for other in groups if msgspec.structs.replace(other, text=origin.text) == origin]
+        beside = [other for other in groups
+                  if msgspec.structs.replace(other, text=origin.text, template=origin.template) == origin]
         for group in beside or [origin]:
             groups.setdefault(group, []).extend(on_files)
     yield from groups.items()

@@ -7,7 +7,7 @@ from locret_stream.training import AllocationConfig, TrainConfig, TuneConfig
 
 
 def test_options_that_are_not_given_are_the_defaults_of_the_library():
-    heads, division = HeadsOptions().config(), AllocationOptions().config("./llama")
+    heads, division = HeadsOptions().config(), AllocationOptions().config("./llama", 131_072)
     assert heads == TrainConfig() and division == AllocationConfig()
     assert TuningOptions().config(heads, division) is None
     assert TuningOptions(tune=TuneConfig().steps).config(heads, division) == TuneConfig()
@@ -16,7 +16,7 @@ def test_options_that_are_not_given_are_the_defaults_of_the_library():
 def test_options_that_are_given_reach_the_configs():
     heads = HeadsOptions(query_aware=True, output="retention", horizon=9, seed=3, held_out=0.2).config()
     assert heads == TrainConfig(query_tokens=64, output="retention", horizon=9, seed=3, held_out=0.2)
-    bundled = AllocationOptions(allocate_examples=5).config("bundled")
+    bundled = AllocationOptions(allocate_examples=5).config("bundled", 4_096)
     assert (bundled.units, bundled.chunk_size, bundled.examples) == (768, 256, 5)
     tuned = TuningOptions(tune=7, tune_chunk=64).config(heads, bundled)
     assert tuned == TuneConfig(steps=7, units=768, chunk_size=64, seed=3, held_out=0.2)
