@@ -46,6 +46,8 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: of the model as it was, its packed weights and active adapters included.
     sketch: of the model's base, the same for every packing (`models.weights.sketch`). Older files have none.
     form: the model's quantisation and active adapters in words, "" for a plain one. Older files have none.
+    kernel: odd width in tokens of the average that policy `locret` takes of the scores of neighbours in a chunk, so
+        that words of one fact stay together. Unset, as in older files: none.
     """
 
     layers: int
@@ -70,6 +72,7 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     sketch: str | msgspec.UnsetType = msgspec.UNSET
     form: str | msgspec.UnsetType = msgspec.UNSET
+    kernel: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -78,6 +81,8 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "width"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise ConfigError(f"heads: {name} is {getattr(self, name)}; expected 1 to {MOST}")
+        if self.kernel is not msgspec.UNSET and not (1 <= self.kernel <= MOST and self.kernel % 2 == 1):
+            raise ConfigError(f"heads: kernel is {self.kernel}; expected an odd number of tokens from 1, or none")
         if self.features == "hidden" and not 1 <= self.hidden <= MOST:
             raise ConfigError(f"heads: hidden is {self.hidden}; expected the size of the hidden states that they read")
         if self.sketch and not re.fullmatch("[0-9a-f]{32}", self.sketch):

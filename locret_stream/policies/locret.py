@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import torch.nn.functional as F
 from torch import Tensor
 
 from locret_stream.heads import RetainingHeads
@@ -9,7 +11,8 @@ from locret_stream.policies.base import Chunk, Policy
 
 
 class Locret(Policy):
-    """Score = the head's output on [q; k; v] before RoPE; static, per KV head.
+    """Score = the head's output on [q; k; v] before RoPE; static, per KV head. Where the heads have a `kernel`, it is
+    averaged over so many neighbouring tokens of the chunk.
 
     Deviations from the released code: there are sinks; stabilizers stay at every eviction, the last one included;
     eviction goes on during decoding. `train-heads` trains heads on standardised logits, the paper on raw ones
@@ -24,4 +27,8 @@ class Locret(Policy):
         self.heads = heads
 
     def score(self, chunk: Chunk) -> Tensor:
-        return self.heads.score(chunk.layer, chunk.q[None], chunk.k[None], chunk.v[None])[0]
+        scores = self.heads.score(chunk.layer, chunk.q[None], chunk.k[None], chunk.v[None])[0]
+        kernel = self.heads.config.kernel
+        if kernel is msgspec.UNSET or kernel == 1:
+            return scores
+        return F.avg_pool1d(scores[:, None], kernel, stride=1, padding=kernel // 2, count_include_pad=False)[:, 0]
