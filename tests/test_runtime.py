@@ -49,9 +49,19 @@ from tests.context.support import (
 )
 from tests.kit import assert_same, random_heads
 
+BEFORE: set[threading.Thread] = set()
+"""Threads that a test run earlier in this process still has: none of this module's."""
+
+
+@pytest.fixture(autouse=True)
+def threads_before() -> None:
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
+
 
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("locret")]
+    return [thread.name for thread in threading.enumerate()
+            if thread.name.startswith("locret") and thread not in BEFORE]
 
 
 @pytest.fixture(scope="module")
