@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from locret_stream.named_models import smollm2
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,3 +49,73 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     found = gpu_small(LOCRET_KERNELS="triton", TRITON_INTERPRET="1")
     expect_whole(found)
     assert len(found["choices"]) == 5
+
+
+SYSTEMS = "locret", "streaming_llm", "policy:random", "truncation", "truncation:300", "summary", "oracle"
+
+
+@pytest.fixture
+def long_memory(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Runs benchmarks/long_memory.py here, with `tmp_path` as its folder: its result, and what it said meanwhile."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    script = importlib.import_module("long_memory")
+
+    def run(*words: object) -> tuple[dict[str, Any], str]:
+        monkeypatch.setattr("sys.argv", ["benchmarks/long_memory.py", *map(str, words)])
+        script.main()
+        out, err = capsys.readouterr()
+        return json.loads(out)["result"] if out else {}, err
+
+    return run
+
+
+def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory):
+    (tmp_path / "book.txt").write_text("".join(f"It was the {day} of May; it rained.\nWe\nstayed.\n\n"
+                                               for day in range(400)))
+    toy = ("--text", "book.txt", "--out", "cells", "--model", "bundled", "--tokens", 1500, "--asked", 3,
+           "--budget", 512, "--chunk-size", 128)
+    systems = [*SYSTEMS, *(["bm25"] if importlib.util.find_spec("bm25s") else [])]
+    _, said = long_memory(*toy, "--streams", 1, "--systems", "locret", "truncation")
+    assert said.count(" right, ") == 2
+    found, said = long_memory(*toy, "--streams", 2, "--systems", *systems)
+    assert said.count(" right, ") == 2 * len(systems) - 2, "what was there was measured again"
+    assert found["systems"].keys() == set(systems) and found["streams"] == [0, 1]
+    for system, figures in found["systems"].items():
+        answers = [answer for stream in figures["streams"] for answer in stream["answers"]]
+        assert figures["questions"] == len(answers) == 6 and all(answer["expected"] for answer in answers), system
+        assert figures["score"] == sum(answer["right"] for answer in answers) / 6, system
+        assert figures["handed"] <= (300 if system.endswith("300") else 640), system
+        assert all(("kept_by_layer" in answer) == (system in SYSTEMS[:3]) for answer in answers), system
+    recent = sorted((answer["position"], answer["kept"])
+                    for answer in found["systems"]["streaming_llm"]["streams"][0]["answers"])
+    assert [kept for _, kept in recent] == sorted(kept for _, kept in recent), "the most recent tokens stay"
+    assert found["systems"]["summary"]["tokens_written"] > 0 == found["systems"]["oracle"]["bytes_kept"]
+    (tmp_path / "kept.json").write_text(json.dumps({"result": found}))
+    longer = {"result": found | {"tokens": 3000}}
+    (tmp_path / "longer.json").write_text(json.dumps(longer))
+    long_memory("--plot", "drawn.svg", "--of", "kept.json", "longer.json")
+    assert "streaming_llm" in (tmp_path / "drawn.svg").read_text()
+
+
+@pytest.mark.parametrize("options, why", [
+    (["--text", "book.txt", "--out", "cells", "--systems", "bm26"], "there is no system 'bm26'"),
+    (["--text", "book.txt", "--out", "cells", "--systems", "locret:9"], "there is no system 'locret:9'"),
+    (["--text", "book.txt", "--out", "cells", "--systems", "summary", "--budget", "64"], "expected 600 or more"),
+    (["--plot", "drawn.svg"], "with --of"),
+    (["--plot", "drawn.svg", "--of", "none.json"], "none.json holds no result"),
+    (["--out", "cells"], "expected --text"),
+])
+def test_a_long_memory_says_what_is_wrong(long_memory, capsys, options, why):
+    with pytest.raises(SystemExit) as ended:
+        long_memory(*options)
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_smollm2_finds_facts_in_what_it_is_handed(long_memory):
+    if importlib.util.find_spec(smollm2.PACKAGE) is None:
+        pytest.skip(f"needs {smollm2.PACKAGE}, which is not installed here: {smollm2.INSTALL}")
+    found, _ = long_memory("--text", ROOT / "README.md", "--out", "cells", "--tokens", 2000, "--streams", 1,
+                           "--systems", "oracle", "locret")
+    assert found["systems"]["oracle"]["score"] >= 5 / 6 and found["systems"]["locret"]["kept_value_where_right"] > 0.5
