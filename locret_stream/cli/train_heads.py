@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import USUAL_BUDGET, USUAL_CHUNK, Json, Model, grouped
+from locret_stream.cli.options import USUAL_BUDGET, USUAL_CHUNK, Device, Dtype, Json, Model, grouped
 from locret_stream.cli.output import err, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable, file_text
@@ -93,8 +93,12 @@ class HeadsOptions(msgspec.Struct, frozen=True):
         "The most tokens of a question, with --query-aware."))] = None
     input_norm: Annotated[bool, typer.Option("--input-norm", help="LayerNorm before the heads.")] = False
     bias: Annotated[bool, typer.Option("--bias", help="Biases in the heads.")] = False
+    kernel: Annotated[int, typer.Option(metavar="ODD", min=1, help=(
+        "Tokens over which policy locret averages scores, so that the words of a sentence stay together; 9 helps with "
+        "facts in prose."))] = 1
     max_tokens: Annotated[int, typer.Option(help="Longer examples are cut.")] = 10_240
     held_out: Annotated[float, typer.Option(help="Share of the examples kept for evaluation, at least one.")] = 0.05
+    held_out_max: Annotated[int, typer.Option(help="Evaluate on at most so many of them.")] = 32
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 100
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the examples.")] = 0
 
@@ -169,6 +173,8 @@ def train_heads(
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out, heads and all.")] = False,
     restart_tuning: Annotated[bool, typer.Option("--restart-tuning", help=(
         "Tune the first heads anew and forget the earlier tuning."))] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
     check_readable(data)
@@ -183,7 +189,7 @@ def train_heads(
         from locret_stream import models, training
 
         config = heads.config()
-        loaded, tokenizer = load(model)
+        loaded, tokenizer = load(model, device=device, dtype=dtype)
         attachment = models.attach(loaded)
         division = allocation.config(model, attachment.shape.window)
         tune_config = tuning.config(config, division)

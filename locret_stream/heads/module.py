@@ -154,6 +154,14 @@ class RetainingHeads(nn.Module):
             x = nn.functional.layer_norm(x, x.shape[-1:])
         return project(self.act(fc1(x)), fc2.weight, fc2.bias)
 
+    def averaged(self, scores: Tensor) -> Tensor:
+        """Scores [B, H, T] of the tokens of one chunk -> each the mean of its neighbours in the chunk, see
+        `HeadsConfig.kernel`."""
+        kernel = self.config.kernel
+        if kernel is msgspec.UNSET or kernel == 1:
+            return scores
+        return nn.functional.avg_pool1d(scores, kernel, stride=1, padding=kernel // 2, count_include_pad=False)
+
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write heads.safetensors and heads.json, each by an atomic replacement. Raises OSError."""
         folder = Path(folder)

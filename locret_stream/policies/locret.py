@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-import torch.nn.functional as F
 from torch import Tensor
 
 from locret_stream.heads import RetainingHeads
@@ -27,8 +25,5 @@ class Locret(Policy):
         self.heads = heads
 
     def score(self, chunk: Chunk) -> Tensor:
-        scores = self.heads.score(chunk.layer, chunk.q[None], chunk.k[None], chunk.v[None])[0]
-        kernel = self.heads.config.kernel
-        if kernel is msgspec.UNSET or kernel == 1:
-            return scores
-        return F.avg_pool1d(scores[:, None], kernel, stride=1, padding=kernel // 2, count_include_pad=False)[:, 0]
+        scores = self.heads.score(chunk.layer, chunk.q[None], chunk.k[None], chunk.v[None])
+        return self.heads.averaged(scores)[0]

@@ -13,8 +13,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from locret_stream.config import StreamConfig
 from locret_stream.engine import Engine, EngineState
@@ -73,24 +74,30 @@ def context_behind(engine: Engine, ids: Tensor) -> EngineState:
 class Rivals:
     """What one layer keeps of a background: keys before RoPE and values, [H, n, D], in time order.
 
-    inputs: what the layer's heads read of the U units that any KV head keeps, units in the last dimension but one;
-    index: [H, n] into these units.
+    inputs: what the layer's heads read of U units, in the last dimension but one: of those that any KV head keeps, and
+    of the neighbours over which scores are averaged. first, last: [H, n] into these units; a kept unit's score is the
+    mean from its first to its last.
     """
 
     keys: Tensor
     values: Tensor
     inputs: tuple[Tensor, ...]
-    index: Tensor
+    first: Tensor
+    last: Tensor
 
     def scores(self, heads: RetainingHeads, layer: int) -> Tensor:
         """Scores [H, n] with a graph to the heads. In a layer without a head they are negative ages, below the score of
         any newer unit."""
         if not heads.config.has_head(layer):
-            count = self.index.shape[1]
-            return torch.arange(-count, 0, dtype=torch.float32, device=self.index.device).expand(self.index.shape)
+            count = self.first.shape[1]
+            return torch.arange(-count, 0, dtype=torch.float32, device=self.first.device).expand(self.first.shape)
         whole = [part[None] for part in self.inputs]
         scores = (heads.forward(layer, *whole) if heads.config.features == "hidden" else heads.score(layer, *whole))[0]
-        return scores.gather(-1, self.index)
+        if torch.equal(self.first, self.last):
+            return scores.gather(-1, self.first)
+        sums = nn.functional.pad(scores.double().cumsum(-1), (1, 0))  # double: differences of sums over all units
+        sums = sums.gather(-1, self.last + 1) - sums.gather(-1, self.first)
+        return (sums / (self.last - self.first + 1)).to(scores.dtype)
 
 
 class Reading:
@@ -100,6 +107,8 @@ class Reading:
         self._positions: dict[int, Tensor] = {}  # by layer, of the U units that any KV head may keep: [U]
         self._inputs: dict[int, tuple[Tensor, ...]] = {}  # by layer, of these units
         self._hidden = heads.config.features == "hidden"
+        kernel = heads.config.kernel
+        self._beside, self._chunk_size = 0 if kernel is msgspec.UNSET else kernel // 2, config.chunk_size
         policy = Listening(make_policy(config.policy, heads=heads), self._record, needs=frozenset())
         self._engine = Engine(attachment, config, policy, slots=1, shares=heads.config.budget_shares)
 
@@ -123,7 +132,9 @@ class Reading:
         while self._engine.ready(state):
             self._engine.commit(state)
             for layer, positions in self._positions.items():
-                kept = torch.isin(positions, state.store.positions(layer).flatten()).nonzero()[:, 0]
+                first, last = self._around(state.store.positions(layer))
+                needed = torch.cat([(first + step).minimum(last) for step in range(2 * self._beside + 1)])
+                kept = torch.isin(positions, needed.flatten()).nonzero()[:, 0]
                 self._positions[layer] = positions[kept]
                 self._inputs[layer] = tuple(part.index_select(-2, kept) for part in self._inputs[layer])
         rivals = {layer: self._rivals(state, layer) for layer in sorted(self._positions)}
@@ -132,6 +143,13 @@ class Reading:
 
     def _rivals(self, state: EngineState, layer: int) -> Rivals:
         store, count = state.store, state.store.counts[layer]
-        index = torch.searchsorted(self._positions[layer], store.positions(layer).contiguous())
+        first, last = (torch.searchsorted(self._positions[layer], end.contiguous())
+                       for end in self._around(store.positions(layer)))
         return Rivals(store.keys(layer, count)[0].clone(), store.values(layer, count)[0].clone(), self._inputs[layer],
-                      index)
+                      first, last)
+
+    def _around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the last position over which the score at each of `positions` is averaged."""
+        begin = positions // self._chunk_size * self._chunk_size
+        return (torch.maximum(positions - self._beside, begin),
+                torch.minimum(positions + self._beside, begin + self._chunk_size - 1))

@@ -39,6 +39,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
             where one reply alone makes the labels (see `data.with_query`); for heads used with a focus. 0: none.
         input_norm: LayerNorm without weights before the heads; bias: biases in both layers of the heads; the last one
             starts at the mean label of the first batch. Neither is in the paper.
+        kernel: odd width in tokens over which policy `locret` averages scores, stored with the heads: 9 keeps the words
+            of a sentence together, 1 averages nothing. Training scores each token by itself.
         eps: added to probabilities before the log: the floor of "logprob" labels.
         max_tokens: longer examples are cut (see `data.fit`); the model's window is a second limit.
         held_out: share of the examples kept for evaluation, chosen by hash; held_out_max: at most so many.
@@ -68,6 +70,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_tokens: int = 0
     input_norm: bool = False
     bias: bool = False
+    kernel: int = 1
     eps: float = 1e-5
     max_tokens: int = 10_240
     held_out: float = 0.05
@@ -91,6 +94,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
             check(name, _whole(getattr(self, name), 1), "a whole number, at least 1")
         check("query_tokens", _whole(self.query_tokens, 0), "a whole number of tokens, 0 for none")
         check("alpha", is_number(self.alpha) and self.alpha >= 0, "0 or more")
+        check("kernel", _whole(self.kernel, 1) and self.kernel % 2 == 1, "an odd number of tokens, 1 for no average")
+        check("kernel", self.kernel == 1 or (self.features, self.output) == ("qkv", "score"),
+              "1 for heads of features 'hidden' or output 'retention': policy locret alone averages")
         _check_optimiser(self, check)
         for name in ("input_norm", "bias"):
             check(name, isinstance(getattr(self, name), bool), "true or false")

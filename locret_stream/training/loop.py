@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -221,7 +222,8 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
         input_norm=config.input_norm, bias=config.bias or config.output == "retention", label=config.label,
         alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
         features=config.features, hidden=shape.hidden, output=config.output, query_tokens=config.query_tokens,
-        sketch=attachment.sketch, form=attachment.form)
+        sketch=attachment.sketch, form=attachment.form,
+        kernel=msgspec.UNSET if config.kernel == 1 else config.kernel)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         heads = RetainingHeads(described)

@@ -81,7 +81,8 @@ class Student:
         if not self.heads.config.has_head(call.layer):
             count = call.k.shape[2]
             return torch.arange(count, dtype=torch.float32, device=call.k.device).expand(*call.k.shape[:2], count)
-        return self.heads.score(call.layer, call.q, call.k, call.v, call.hidden)
+        scores = self.heads.score(call.layer, call.q, call.k, call.v, call.hidden)
+        return torch.cat([self.heads.averaged(chunk) for chunk in scores.split(self.chunk_size, -1)], -1)
 
     def _chunk(self, call: LayerCall, before: tuple[Tensor, Tensor, Tensor], scores: Tensor, stop: int,
                temperature: float) -> Tensor:

@@ -25,15 +25,16 @@ from tests.training.tiny import make_examples
 BUDGET = Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5))
 
 
-@pytest.mark.parametrize("policy", ["locret", "kvzap"])
+@pytest.mark.parametrize("policy, kernel", [("locret", msgspec.UNSET), ("locret", 3), ("locret", 5),
+                                            ("kvzap", msgspec.UNSET)])
 @pytest.mark.parametrize("trained_layers", [None, (0, 2)])
 @pytest.mark.parametrize("read", [16, 64])
 @torch.no_grad()
-def test_behind_a_background_the_student_with_hard_gates_is_the_engine(policy, trained_layers, read):
+def test_behind_a_background_the_student_with_hard_gates_is_the_engine(policy, kernel, trained_layers, read):
     """The largest layer keeps 16 tokens whole; 64 tokens fill every layer."""
     attachment = models.attach(make("llama"))
     heads = random_heads(attachment, seed=5, policy=policy)
-    heads.config = msgspec.structs.replace(heads.config, trained_layers=trained_layers)
+    heads.config = msgspec.structs.replace(heads.config, trained_layers=trained_layers, kernel=kernel)
     config = StreamConfig(budget=BUDGET, chunk_size=8, policy=policy)
     ids = torch.tensor(ids_of(read + 64, seed=1, distinct=True))  # no two units tie
     before = ids[:read]

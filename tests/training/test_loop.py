@@ -106,10 +106,10 @@ def test_bias_starts_at_the_mean_label(model, tmp_path, more):
 
 
 def test_heads_know_their_model(model, tmp_path):
-    config = msgspec.structs.replace(QUICK, steps=1, budget_shares=(1.0, 2.0, 1.0))
+    config = msgspec.structs.replace(QUICK, steps=1, budget_shares=(1.0, 2.0, 1.0), kernel=5)
     train_heads(model, make_examples(8), tmp_path, config)
     heads = RetainingHeads.load(tmp_path)
-    assert heads.config.budget_shares == (1.0, 2.0, 1.0)
+    assert heads.config.budget_shares == (1.0, 2.0, 1.0) and heads.config.kernel == 5
     own, other = models.attach(model), models.attach(make("llama", seed=5))
     heads.check_fits(own.shape, own.fingerprint)
     with pytest.raises(HeadsMismatch, match=f"same shape: they were trained for {own.fingerprint}, this model is "):
@@ -498,10 +498,17 @@ def test_what_cannot_work_is_refused(model, tmp_path):
     ("label", "softmax"), ("steps", 0), ("batch", 1.5), ("lr", 0), ("lr", float("nan")), ("betas", (0.9, 1.0)),
     ("warmup", 1.0), ("held_out", -0.1), ("clip", 0), ("alpha", -1), ("max_tokens", 1), ("seed", -1), ("bias", 1),
     ("budget_shares", ()), ("budget_shares", (1.0, 0.0)), ("eps", 0.0), ("weight_decay", float("inf")),
+    ("kernel", 0), ("kernel", 4),
 ])
 def test_configs_check_themselves(name, value):
     with pytest.raises(ConfigError, match=f"train: {name} is .*; expected "):
         TrainConfig(**{name: value})
+
+
+@pytest.mark.parametrize("other", [dict(features="hidden"), dict(output="retention")])
+def test_only_policy_locret_averages_scores(other):
+    with pytest.raises(ConfigError, match="kernel is 9; expected 1 for heads of features 'hidden' or output 'ret"):
+        TrainConfig(kernel=9, **other)
 
 
 def test_labels_are_standardised_unless_a_rate_is_what_is_learnt(model, tmp_path):
