@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from locret_stream.evaluation.haystack import PlantedStream
     from locret_stream.runtime import Runtime
 
-TOKENS, DECOYS = 400_000, 110
-ANSWER_TOKENS = 24
+TOKENS, DECOYS = 400_000, 110  # for the bundled model
+CHAT_TOKENS, CHAT_FACTS = 64_000, 6  # for any other, without decoys
+ANSWER_TOKENS = 32
 HELP = """Stream real text past a small memory, then ask what was in it.
 
 Twelve facts lie at random places in the standard library's sources, among 110 sentences of the same shape that are \
-never asked. Every question is asked on a scratch copy of the memory, and again of a memory that keeps the first and \
+never asked; a chat model reads six facts of other kinds and no decoys. Every question is asked on a scratch copy of the memory, and again of a memory that keeps the first and \
 the most recent tokens at the same budget. Then the memory is saved, and a new process opens it and answers again.
 
 Examples:
@@ -55,6 +56,8 @@ Examples:
   locret-stream demo --facts facts.jsonl
   # in your own text
   locret-stream demo --stream book.txt
+  # a real chat model, 64,000 tokens of a book
+  locret-stream demo --model smollm2 --stream book.txt --tokens 64000
   # one JSON object; progress goes to stderr
   locret-stream demo --json > result.json"""
 
@@ -84,8 +87,8 @@ class Restored:
 
 
 def demo(
-    tokens: Annotated[int | None, typer.Option(min=1_000, show_default="400000, or all of --stream",
-                                               help="Tokens to stream.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1_000, help="Tokens to stream.", show_default=(
+        "400000 for bundled, else 64000; or all of --stream"))] = None,
     budget: Annotated[int | None, typer.Option(min=1, show_default=USUAL_BUDGET, help=(
         "Units kept per KV head: the mean over the layers."))] = None,
     chunk_size: Chunk = None,
@@ -102,7 +105,9 @@ def demo(
         "Save the memory and let a new process answer from it."))] = True,
     as_json: Json = False,
 ) -> None:
-    given = None if facts is None else read_facts(facts)
+    ours = facts is None and model == "bundled"
+    given = None if ours else chat_facts(seed) if facts is None else read_facts(facts)
+    tokens = tokens or (None if stream else TOKENS if model == "bundled" else CHAT_TOKENS)
     if stream is not None:
         check_readable(stream)
         if not stream.is_file():
@@ -125,29 +130,38 @@ def demo(
                 for runtime, name in zip(runtimes, names, strict=True):
                     await stack.enter_async_context(aclosing(runtime))
                     contexts.append(await stack.enter_async_context(runtime.open(name)))
-                planted = plant(runtimes[0], seed, tokens, stream, given)
+                planted = plant(runtimes[0], seed, tokens, stream, given, DECOYS if model == "bundled" else 0)
                 stack.enter_context(summary.watching(lambda: contexts[0].memory))
                 expect_room(runtimes[0], [fact.sentence for fact in planted.facts])
-                title = (f"{len(planted.facts)} facts and {DECOYS} decoys in {planted.size:,} tokens; "
+                decoys = f" and {len(planted.decoys)} decoys" if planted.decoys else ""
+                title = (f"{len(planted.facts)} facts{decoys} in {planted.size:,} tokens; "
                          f"budget {units:,} + chunk {chunk} units per KV head")
                 with Board(title, names, planted.size) as board:
                     asked = await feed_all(planted, given or planted.facts, contexts, board)
                     await ask(asked, contexts)
                 restored = await ask_again(asked, contexts[0], folder, options) if restart else None
-                report(asked, board, units, chunk, restored, whole=given is None and model == "bundled",
-                       as_json=as_json)
+                report(asked, board, units, chunk, restored, whole=ours, as_json=as_json)
 
         asyncio.run(show())
 
 
-def plant(runtime: Runtime, seed: int, tokens: int | None, stream: Path | None, given: list[GivenFact] | None
-          ) -> PlantedStream:
+def chat_facts(seed: int) -> list[GivenFact]:
+    """Facts as people tell and ask them, half of them numbers."""
+    from locret_stream.evaluation import chat
+
+    rng = random.Random(f"facts {seed}")
+    told = [*chat.numbers(rng, CHAT_FACTS // 2), *chat.words(rng, CHAT_FACTS - CHAT_FACTS // 2)]
+    return [GivenFact(one.line, one.question, one.value) for one in told]
+
+
+def plant(runtime: Runtime, seed: int, tokens: int | None, stream: Path | None, given: list[GivenFact] | None,
+          decoys: int) -> PlantedStream:
     """The stream of this seed.
 
     Args:
-        tokens: its length; None: all of `stream`, or `TOKENS` of the standard library.
+        tokens: its length; None: all of `stream`.
         stream: a text file to plant the facts in, instead of the standard library.
-        given: facts of the user's own.
+        given: the facts, if not those that the bundled model was trained for. decoys: so many, of its kind.
     """
     from locret_stream.evaluation.facts import make_facts
     from locret_stream.evaluation.haystack import PlantedStream, line_measure, planted_stream
@@ -155,13 +169,13 @@ def plant(runtime: Runtime, seed: int, tokens: int | None, stream: Path | None, 
     measure = line_measure(runtime.count_tokens)
     lines = None if stream is None else (lambda: cut_lines(file_text(stream)))
     size = (tokens or TOKENS) if lines is None else count(lines(), measure, tokens)
-    planted = planted_stream(seed, size, decoys=DECOYS, measure=measure, lines=lines)
+    planted = planted_stream(seed, size, decoys=decoys, measure=measure, lines=lines)
     if given is None:
         return planted
-    decoys = make_facts(random.Random(f"facts {seed}"), DECOYS, share=0.25)
+    unasked = make_facts(random.Random(f"facts {seed}"), decoys, share=0.25)
     once = {fact.sentence.strip(): fact for fact in given}.values()  # several questions may be about one sentence
     # A planted stream reads nothing of a fact but what a GivenFact has too.
-    return PlantedStream(cast("list[Fact]", list(once)), decoys, size, seed, planted.lines, measure)
+    return PlantedStream(cast("list[Fact]", list(once)), unasked, size, seed, planted.lines, measure)
 
 
 def expect_room(runtime: Runtime, sentences: Sequence[str]) -> None:

@@ -51,13 +51,13 @@ def test_demo_json_is_the_contract(small: list[str]):
     assert 96 <= found["peak_units"] <= 96 + 32
     assert found["bytes_resident"] > 0 and found["bytes_full_cache"] > 0 and found["tok_per_s"] > 0
     assert 0 <= found["recall"] <= 1 and 0 <= found["recall_recent"] <= 1
-    assert len(found["answers"]) == 12
+    assert len(found["answers"]) == 6
     for answer in found["answers"]:
         assert list(answer) == ["question", "expected", "answer", "position"]
         assert 0 <= answer["position"] <= found["tokens_fed"]
-    assert "facts and 110 decoys" in err
+    assert "6 facts in 3,000 tokens" in err, "as of any model but the bundled one"
     again = found["restored"]
-    assert again["answers"] == [one["answer"] for one in found["answers"]] and again["same"] == 12
+    assert again["answers"] == [one["answer"] for one in found["answers"]] and again["same"] == 6
     assert again["snapshot_bytes"] > 2 * 2 * 2 * 96 * 8 * 4  # layers, K and V, KV heads, units, dimensions, fp32
 
 
@@ -71,7 +71,7 @@ def test_demo_takes_own_facts_and_text(small: list[str], tmp_path: Path):
     found = json.loads(out)
     assert found["recall_recent"] is None and found["restored"] is None
     assert [a["expected"] for a in found["answers"]] == ["rock"]
-    assert found["tokens_fed"] > 60 * 21  # bytes are tokens here: the text, the fact and the decoys
+    assert found["tokens_fed"] > 60 * 21  # bytes are tokens here: the text and the fact
 
 
 def test_demo_asks_several_questions_about_one_fact(small: list[str], tmp_path: Path):
@@ -82,7 +82,7 @@ def test_demo_asks_several_questions_about_one_fact(small: list[str], tmp_path: 
     text.write_text("Nothing to see here.\n" * 60)
     code, out, err = invoke("demo", "--json", "--facts", facts, "--stream", text, "--no-compare", "--no-restart",
                             "--seed", 3, *small)
-    assert code == 0 and "1 facts and 110 decoys" in err, err
+    assert code == 0 and "1 facts in " in err, err
     first, second = json.loads(out)["answers"]
     assert (first["question"], second["question"]) == ("What is it?", "Which is it?")
     assert first["position"] == second["position"] > 0
@@ -97,7 +97,7 @@ def test_demo_starts_its_new_process_without_another_stores_key(small: list[str]
     monkeypatch.setenv("LOCRET_KEY", "5a" * 32)
     monkeypatch.setenv("LOCRET_STORE", "s3://nowhere/memories")
     code, out, err = invoke("demo", "--json", "--tokens", 1000, "--no-compare", *small)
-    assert code == 0 and json.loads(out)["restored"]["same"] == 12, err
+    assert code == 0 and json.loads(out)["restored"]["same"] == 6, err
 
 
 def test_demo_refuses_a_budget_without_room_for_a_fact(small: list[str], tmp_path: Path):
@@ -116,7 +116,7 @@ def test_demo_prints_answers_beside_the_truth(small: list[str]):
     code, out, err = invoke("demo", "--tokens", 2000, *small)
     assert code == 0, err
     assert "truth" in out and "sinks + recent at the same budget" in out
-    assert "a new process opened it and gave 12 of 12 answers the same" in out
+    assert "a new process opened it and gave 6 of 6 answers the same" in out
 
 
 def test_own_answers_count_as_words():

@@ -36,7 +36,7 @@ def test_ctrl_c_while_a_stream_is_read_ends_with_a_summary(small: list[str]):
 def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str], tmp_path: Path):
     note = tmp_path / "note.txt"
     note.write_text("Hello.\n")
-    for args, word in ((["demo", "--tokens", 2_000_000], "decoys"), (["run", note], "Ask away")):
+    for args, word in ((["demo", "--tokens", 2_000_000], "facts in"), (["run", note], "Ask away")):
         process = start(*args, *small, stdin=PIPE)
         try:
             wait_for(process, word)
