@@ -42,8 +42,9 @@ ANSWER_TOKENS = 32
 HELP = """Stream real text past a small memory, then ask what was in it.
 
 Twelve facts lie at random places in the standard library's sources, among 110 sentences of the same shape that are \
-never asked; a chat model reads six facts of other kinds and no decoys. Every question is asked on a scratch copy of the memory, and again of a memory that keeps the first and \
-the most recent tokens at the same budget. Then the memory is saved, and a new process opens it and answers again.
+never asked; a chat model reads six facts of other kinds and no decoys. Every question is asked on a scratch copy of \
+the memory, and again of a memory that keeps the first and the most recent tokens at the same budget. Then the memory \
+is saved, and a new process opens it and answers again.
 
 Examples:
 

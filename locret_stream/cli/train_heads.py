@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TuneResult,
     )
 
+PLAIN_TOKENS = 500_000  # of a background, at most so many are read for --label attention
 HELP = """Train retaining heads for a model.
 
 The data is JSONL, one {"prompt", "answer"} or ShareGPT {"conversations": …} or {"messages": …} per line; it is \
@@ -46,9 +47,10 @@ chunk size: give those that you will use.
 full cache, and keeps the tuned heads only if held-out answers are better; the first heads stay beside them as \
 heads.first.safetensors. With --allocate, the budget is divided before tuning, and again after it if the heads changed.
 
---background is for both: a long text about which nothing is asked, but whose units the heads score well by mistake. \
-Examples begin in a memory that it has filled, as a stream's memory is when a fact arrives. Tuning reads some 100,000 \
-tokens of it every 25 steps, so a file of 4 MB is of use.
+--background is for all of these: a long text about which nothing is asked, but whose units the heads score well by \
+mistake. With --label attention they learn to score it lower. For --allocate and --tune examples begin in a memory \
+that it has filled, as a stream's memory is when a fact arrives. Tuning reads some 100,000 tokens of it every 25 \
+steps, so a file of 4 MB is of use.
 
 Examples:
 
@@ -56,6 +58,9 @@ Examples:
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads
   # a short run for a small model
   locret-stream train-heads --model bundled --data pairs.jsonl --out ./heads --steps 200 --width 128
+  # heads that find single facts in long streams: they learn to rank, against plain text too
+  locret-stream train-heads --model smollm2 --data pairs.jsonl --out ./heads --label attention --kernel 9 --bias \
+--background book.txt
   # the paper's label
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --label logit
   # heads for the policies kvzap and trimkv
@@ -77,8 +82,8 @@ class HeadsOptions(msgspec.Struct, frozen=True):
 
     label: Annotated[str | None, typer.Option(
         show_default="zscore, or logprob for retention", help=(
-            "What the heads learn: attention logits, standardised (zscore) or as they are (logit), or "
-            "log-probabilities (logprob)."))] = None
+            "What the heads learn: attention logits, standardised (zscore) or as they are (logit), log-probabilities "
+            "(logprob), or to rank by the attention itself (attention), best with --background."))] = None
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 3000
     batch: Annotated[int, typer.Option(help="Examples per step.")] = 1
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-4
@@ -87,6 +92,8 @@ class HeadsOptions(msgspec.Struct, frozen=True):
     output: Annotated[str, typer.Option(help="What the heads give: score, or retention (TRIM-KV).")] = "score"
     horizon: Annotated[int | None, typer.Option(show_default="4096", help=(
         "Tokens after which a unit is worth its label (retention)."))] = None
+    layers: Annotated[str | None, typer.Option(metavar="N,N,…", show_default="all", help=(
+        "Layers that get a head; in the others the newest units stay."))] = None
     query_aware: Annotated[bool, typer.Option("--query-aware", help=(
         "Locret-Q: for a memory that learns with --focus what it will be asked about."))] = False
     query_tokens: Annotated[int | None, typer.Option(show_default="64", help=(
@@ -107,10 +114,19 @@ class HeadsOptions(msgspec.Struct, frozen=True):
 
         values = msgspec.structs.asdict(self)
         del values["query_aware"]
+        values["layers"] = None if self.layers is None else _layers(self.layers)
         values["query_tokens"] = (self.query_tokens or 64) if self.query_aware else 0
         if self.horizon is None:
             del values["horizon"]
         return TrainConfig(**values)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Numbers of layers, with commas between them. Raises ConfigError."""
+    names = text.split(",")
+    if not all(name.strip().isdecimal() and len(name) < 9 for name in names):
+        raise ConfigError(f"--layers is {text!r}; expected numbers of layers with commas between them, such as 7,8,14")
+    return tuple(int(name) for name in names)
 
 
 class AllocationOptions(msgspec.Struct, frozen=True):
@@ -168,8 +184,8 @@ def train_heads(
     allocation: AllocationOptions,
     tuning: TuningOptions,
     background: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
-        "Text like most of what will be streamed, about which nothing is asked: --allocate and --tune let examples "
-        "begin behind it."))] = None,
+        "Text like most of what will be streamed, about which nothing is asked: heads of --label attention learn to "
+        "score it lower, and --allocate and --tune let examples begin behind it."))] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out, heads and all.")] = False,
     restart_tuning: Annotated[bool, typer.Option("--restart-tuning", help=(
         "Tune the first heads anew and forget the earlier tuning."))] = False,
@@ -199,7 +215,8 @@ def train_heads(
         ids = None if background is None else _ids_of(background, attachment, tokenizer, division, tune_config)
         _expect_enough(attachment, held_out, config, division if allocation.allocate else None, tune_config, ids)
         with training.progress_bar(err) as progress:
-            result = training.train_heads(attachment, examples, to, config, progress=progress, restart=restart)
+            result = training.train_heads(attachment, examples, to, config, progress=progress, restart=restart,
+                                          background=ids if config.label == "attention" else None)
         if allocation.allocate and not (tune_config and training.is_tuned(to)):
             divided = _divide(attachment, to, held_out, division, ids)
         if tune_config:
@@ -230,7 +247,8 @@ def _expect_together(heads: HeadsOptions, allocation: AllocationOptions, tuning:
                 "--restart-tuning": restart_tuning or None}),
             ("--query-aware", heads.query_aware, {"--query-tokens": heads.query_tokens}),
             ("--output retention", heads.output == "retention", {"--horizon": heads.horizon}),
-            ("--tune or --allocate", tuning.tune > 0 or allocation.allocate, {"--background": background})):
+            ("--label attention, --tune or --allocate",
+             heads.label == "attention" or tuning.tune > 0 or allocation.allocate, {"--background": background})):
         for name, value in others.items():
             if value is not None and not given:
                 raise ConfigError(f"found {name} and no {needed}; expected {needed} with it")
@@ -250,7 +268,7 @@ def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBa
     from locret_stream.text import TextCodec
 
     codec, ids = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int]()
-    most = 2 * division.background_tokens  # one half of it is for tuning
+    most = max(PLAIN_TOKENS, 2 * division.background_tokens)  # one half of it is for tuning
     if tuning:
         most = max(most, tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every)))
     for piece in file_text(path):  # encoded separately: a word cut in two every 64 KiB does not matter here

@@ -99,6 +99,10 @@ class HeadsConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.hidden
         return (self.query_heads + 2 * self.kv_heads) * self.head_dim
 
+    @property
+    def layers_with_head(self) -> tuple[int, ...]:
+        return tuple(range(self.layers)) if self.trained_layers is None else self.trained_layers
+
     def has_head(self, layer: int) -> bool:
         return self.trained_layers is None or layer in self.trained_layers
 

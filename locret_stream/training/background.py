@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from locret_stream.config import StreamConfig
 from locret_stream.engine import Engine, EngineState
-from locret_stream.errors import ConfigError, InvalidTokens
+from locret_stream.errors import ConfigError
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import Attachment
 from locret_stream.policies import Chunk, Listening, make_policy
+from locret_stream.training.data import background_ids
 
 
 class Background:
@@ -37,15 +38,11 @@ class Background:
     """
 
     def __init__(self, text: Tensor | Sequence[int], tokens: int, chunk_size: int, least: int, vocab: int):
-        ids = torch.as_tensor(text, dtype=torch.int64, device="cpu").flatten()
+        ids = background_ids(text, vocab)
         count = min(tokens, len(ids) // 2) // chunk_size * chunk_size
         if count < max(least, 1):
             raise ConfigError(f"a background of {len(ids):,} tokens gives slices of {count:,}, and the largest "
                               f"layer keeps {least:,}; expected a longer text and at least that many tokens of a slice")
-        for extreme in (int(ids.min()), int(ids.max())):
-            if not 0 <= extreme < vocab:
-                raise InvalidTokens(f"the background has token id {extreme}; expected ids from 0 to below the "
-                                    f"model's vocabulary of {vocab}")
         self.slices = ids[:len(ids) // count * count].view(-1, count)
 
     def to_measure(self) -> Tensor:

@@ -11,7 +11,7 @@ import msgspec
 from locret_stream.config import is_number
 from locret_stream.errors import ConfigError
 
-LABELS = ("zscore", "logit", "logprob")
+LABELS = ("zscore", "logit", "logprob", "attention")
 FEATURES, OUTPUTS = ("qkv", "hidden"), ("score", "retention")
 MOST_SEED = 2**40  # torch's generators take it shifted by 20 bits, with the number of an epoch below it
 LEAST_EXAMPLES = 4  # two in each half: one alone cannot tell a gain from noise
@@ -25,9 +25,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         label: "zscore" (the largest pre-softmax logit, standardised per layer and head), "logit" (the same logit as it
-            is, which is the paper's label with two differences, see `labels`) or "logprob" (log of the largest softmax
-            probability + eps). None: "logprob" for output "retention", else "zscore", with which heads keep most
-            (research/findings.py). The choice is made at once, so `replace` of the output needs a label too.
+            is, which is the paper's label with two differences, see `labels`), "logprob" (log of the largest softmax
+            probability + eps) or "attention" (the probability, by which heads learn to rank: `loss.listwise_loss`;
+            without smoothing, and with a background also against plain text). None: "logprob" for output "retention",
+            else "zscore". The choice is made at once, so `replace` of the output needs a label too.
         steps: optimiser steps; batch: examples per step, of any lengths (equal lengths share one forward pass).
         lr, betas, weight_decay: of AdamW. warmup: share of the steps with rising lr, which then falls linearly to 0.
         clip: largest magnitude of one gradient element; alpha: weight of the smoothing loss.
@@ -35,12 +36,14 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         features: "qkv" (Locret), or "hidden": the input of the layer's attention module (KVzap, TRIM-KV).
         output: "score", or "retention": the rate at which a unit's worth decays, whose label is the worth that remains
             after `horizon` tokens (for policy "trimkv"; always with biases; needs label "logprob").
+        layers: that get a head; None: all. In the others the newest units stay.
         query_tokens: Locret-Q: the last ids of the question that stand in front of every example, at most so many,
             where one reply alone makes the labels (see `data.with_query`); for heads used with a focus. 0: none.
         input_norm: LayerNorm without weights before the heads; bias: biases in both layers of the heads; the last one
             starts at the mean label of the first batch. Neither is in the paper.
         kernel: odd width in tokens over which policy `locret` averages scores, stored with the heads: 9 keeps the words
-            of a sentence together, 1 averages nothing. Training scores each token by itself.
+            of a sentence together, 1 averages nothing. With label "attention" it is trained so, else each token by
+            itself.
         eps: added to probabilities before the log: the floor of "logprob" labels.
         max_tokens: longer examples are cut (see `data.fit`); the model's window is a second limit.
         held_out: share of the examples kept for evaluation, chosen by hash; held_out_max: at most so many.
@@ -67,6 +70,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     features: Literal["qkv", "hidden"] = "qkv"
     output: Literal["score", "retention"] = "score"
     horizon: int = 4096
+    layers: tuple[int, ...] | None = None
     query_tokens: int = 0
     input_norm: bool = False
     bias: bool = False
@@ -98,6 +102,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         check("kernel", self.kernel == 1 or (self.features, self.output) == ("qkv", "score"),
               "1 for heads of features 'hidden' or output 'retention': policy locret alone averages")
         _check_optimiser(self, check)
+        check("layers", self.layers is None or (bool(self.layers) and all(_whole(layer, 0) for layer in self.layers)
+                                                and len(set(self.layers)) == len(self.layers)),
+              "None, or numbers of layers, each once")
         for name in ("input_norm", "bias"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
         shares = self.budget_shares

@@ -38,6 +38,17 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 Message = dict[str, Any]
 
 
+def background_ids(text: Tensor | Sequence[int], vocab: int) -> Tensor:
+    """The token ids [N] of a text about which nothing is asked, int64 on the CPU. Raises InvalidTokens: an id outside
+    [0, vocab)."""
+    ids = torch.as_tensor(text, dtype=torch.int64, device="cpu").flatten()
+    for extreme in (int(ids.min()), int(ids.max())) if len(ids) else ():
+        if not 0 <= extreme < vocab:
+            raise InvalidTokens(f"the background has token id {extreme}; expected ids from 0 to below the model's "
+                                f"vocabulary of {vocab}")
+    return ids
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
     """One conversation as ids.

@@ -19,7 +19,7 @@ from locret_stream.training.background import Rivals
 from locret_stream.training.config import TrainConfig, TuneConfig
 from locret_stream.training.data import Example
 from locret_stream.training.labels import answer_rows
-from locret_stream.training.loss import layer_losses
+from locret_stream.training.loss import layer_terms
 from locret_stream.training.steps import groups_of, visit_labels
 from locret_stream.training.student import Fading, Student, divergence, over_capacity
 
@@ -77,7 +77,9 @@ class Distillation:
             return over_capacity(rates, self._budgets[call.layer], self._block_bytes), rates.new_zeros(())
         n = labels.shape[-1]
         scores = self._heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n], call.hidden[:, :n])
-        return layer_losses(scores, labels, valid)
+        if self._first_stage.label == "attention":
+            scores = self._heads.averaged(scores)
+        return layer_terms(scores, labels, valid, self._first_stage.label)
 
     def _learn(self, group: list[Example], expected: Tensor, share: float, temperature: float) -> float:
         """Run the student, and take the gradient of its divergence from the `expected` hidden states."""

@@ -6,6 +6,8 @@ The importance of token k at KV head j is the largest value, over the rows that 
     logit     q_p · k_k · scale, both rotated, after the model's softcap  (Locret, arXiv:2410.01805, section 3.2)
     zscore    the same, then standardised per layer and head over the labelled tokens of the example
     logprob   log(softmax probability + eps), the softmax being the whole causal row of the model
+    attention the softmax probability itself; the first `SINKS` tokens, which draw attention whatever they say and stay
+              anyway, have no label
 
 The paper takes the rows of the replies' own tokens and leaves out the scale. The rows here are one earlier each, as
 these decide the tokens of a reply, and the scale is the model's.
@@ -25,6 +27,7 @@ from torch import Tensor
 from locret_stream.models import Attachment, Attended, LayerCall, RopeTables
 from locret_stream.training.data import Example
 
+SINKS = 4
 Visit = Callable[[LayerCall, Tensor, Tensor], None]
 """visit(call, labels [B, H, n] fp32, valid [B, n] bool), n <= T; labels are 0 where not valid."""
 
@@ -63,7 +66,7 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
             x = softcap * torch.tanh(x / softcap)
         distance = row[:, None] - columns[None, :stop]
         hidden = (distance < 0) | (distance >= (window or total + 1))
-        if kind == "logprob":
+        if kind in ("logprob", "attention"):
             x.masked_fill_(hidden, -math.inf)
             norm = x.logsumexp(-1, keepdim=True)
             if sink_logits is not None:
@@ -75,6 +78,9 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
     valid = best[0] != -math.inf  # NaN counts as valid, so that the loss shows it
     if kind == "logprob":
         best = torch.logaddexp(best, best.new_tensor(math.log(eps)))
+    elif kind == "attention":
+        valid[:SINKS] = False
+        best = best.exp()
     elif kind == "zscore":
         seen = best[:, valid]
         best = (best - seen.mean(1, keepdim=True)) / (seen.std(1, correction=0, keepdim=True) + 1e-6)
@@ -83,17 +89,23 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
 
 @torch.no_grad()
 def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[Example], visit: Visit, *,
-                 kind: str, eps: float = 1e-5, block_bytes: int = 32 * 2**20) -> Tensor:
+                 kind: str, eps: float = 1e-5, block_bytes: int = 32 * 2**20,
+                 background: Tensor | None = None) -> Tensor:
     """Run examples of one length through the model once; `visit` gets every layer's inputs and labels in turn.
+
+    A `background` [b, T], ids of texts of that length about which nothing is asked, runs along: the last b rows of a
+    call are its own, and have no labels.
 
     Only one layer's tensors exist at a time, so `visit` may take gradients of its own (under `torch.enable_grad()`) and
     drop them before the next layer.
 
     Returns:
-        The final hidden states [B, T, hidden], see `Attachment.hidden`.
+        The final hidden states [B + b, T, hidden], see `Attachment.hidden`.
     """
     device, shape = attachment.device, attachment.shape
     ids = torch.stack([example.ids for example in examples]).to(device)
+    if background is not None:
+        ids = torch.cat([ids, background.to(device)])
     rows = [tuple(t.to(device) for t in answer_rows(example.answer_spans)) for example in examples]
     n = max(int(limits.max()) for _, limits in rows)
     ranks = torch.arange(ids.shape[1], device=device)

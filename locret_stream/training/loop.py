@@ -25,15 +25,16 @@ from locret_stream.models import Attachment, LayerCall, RopeTables, attached
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS, Metric, RunFolder, RunIdentity, lost_metrics
 from locret_stream.training.config import TrainConfig
 from locret_stream.training.data import Example, load_examples
-from locret_stream.training.loss import layer_losses, top_overlap
+from locret_stream.training.loss import layer_terms, top_overlap
 from locret_stream.training.results import Progress, ProgressCallback, TrainResult
-from locret_stream.training.sampler import Source
+from locret_stream.training.sampler import Plain, Source
 from locret_stream.training.steps import Updates, groups_of, saved_if_stopped, visit_labels
 
 
 def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str] | Iterable[Example],
                 out: str | os.PathLike[str], config: TrainConfig | None = None, *,
                 tokenizer: PreTrainedTokenizerBase | None = None, held_out: Iterable[Example] | None = None,
+                background: Tensor | Sequence[int] | None = None,
                 progress: ProgressCallback | None = None, restart: bool = False) -> TrainResult:
     """Train retaining heads for `model` and write them to the folder `out`.
 
@@ -48,6 +49,8 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
             read once (see `Source`).
         held_out: examples that are never trained on; the first `held_out_max` of them are evaluated on. By default a
             share of `data`.
+        background: for label "attention", token ids [N] of texts like those that will be read, about which nothing is
+            asked. As many of them as an example has run along in every step, and heads learn to score them lower.
         progress: called after every step and evaluation. restart: forget an earlier run in `out`.
 
     Raises:
@@ -66,9 +69,10 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
                 raise ConfigError(f"train: {data} is text, found no tokenizer; expected the model's own")
             data = load_examples(data, tokenizer)
         source = Source(data, config, limit, attachment.shape.vocab, held_out)
+        plain = None if background is None else Plain(background, config, attachment.shape.vocab)
         Path(out).mkdir(parents=True, exist_ok=True)
         with alone_in(Path(out)):
-            return _Run(attachment, source, config, Path(out), progress, restart).run(limit)
+            return _Run(attachment, source, config, plain, Path(out), progress, restart).run(limit)
 
 
 @torch.no_grad()
@@ -86,27 +90,31 @@ def evaluate_heads(attachment: Attachment, heads: RetainingHeads, examples: Sequ
                           f"least one, and at most {limit} tokens in each")
     tables = tables or attachment.tables(limit)
     layers = attachment.shape.layers
+    trained = heads.config.layers_with_head
     losses, overlaps = [0.0] * layers, [0.0] * layers
     for group in groups_of(examples, config.batch):
         def visit(call: LayerCall, labels: Tensor, valid: Tensor, size: int = len(group)) -> None:
-            scores = _scores(heads, call, labels, config)
-            regression, smoothing = layer_losses(scores, labels, valid)
-            losses[call.layer] += size * (regression / layers + config.alpha * smoothing).item()
+            if not heads.config.has_head(call.layer):
+                return
+            scores = _scores(heads, call, config)[..., :labels.shape[-1]]
+            regression, smoothing = layer_terms(scores, labels, valid, config.label)
+            losses[call.layer] += size * (regression / len(trained) + config.alpha * smoothing).item()
             overlaps[call.layer] += size * top_overlap(scores, labels, valid).item()
 
         visit_labels(attachment, tables, group, visit, config)
     count = len(examples)
     per_layer = tuple(overlap / count for overlap in overlaps)
-    return sum(losses) / count, sum(per_layer) / layers, per_layer
+    return sum(losses) / count, sum(per_layer) / len(trained), per_layer
 
 
 class _Run:
-    def __init__(self, attachment: Attachment, source: Source, config: TrainConfig, out: Path,
+    def __init__(self, attachment: Attachment, source: Source, config: TrainConfig, plain: Plain | None, out: Path,
                  progress: ProgressCallback | None, restart: bool):
-        self.attachment, self.source, self.config = attachment, source, config
+        self.attachment, self.source, self.config, self.plain = attachment, source, config, plain
         self.progress = progress or (lambda at: None)
         self.heads = _new_heads(attachment, config)
-        identity = RunIdentity(config=config, fingerprint=attachment.fingerprint, data=source.identity,
+        data = source.identity if plain is None else f"{source.identity} background {plain.digest()}"
+        identity = RunIdentity(config=config, fingerprint=attachment.fingerprint, data=data,
                                dtype=str(attachment.dtype).removeprefix("torch."))
         self.folder = RunFolder(out, identity, restart)
         self.updates = Updates("train", self.heads, source, config, out / CHECKPOINT, out / METRICS, self.folder.digest)
@@ -135,22 +143,26 @@ class _Run:
             return result
 
     def _train_step(self) -> None:
-        config, layers = self.config, self.attachment.shape.layers
+        config, layers = self.config, len(self.heads.config.layers_with_head)
         batch = self.updates.draw()
         if self.updates.step == 0 and self.heads.config.bias:
             self._set_bias(batch)
         terms = torch.zeros(2, dtype=torch.float64, device=self.attachment.device)
         for group in groups_of(batch, len(batch)):
-            share = len(group) / len(batch)
+            share, size = len(group) / len(batch), len(group)
+            text = None if self.plain is None else self.plain.of_step(self.updates.step, len(group[0].ids))
 
-            def visit(call: LayerCall, labels: Tensor, valid: Tensor, share: float = share) -> None:
+            def visit(call: LayerCall, labels: Tensor, valid: Tensor, share: float = share, size: int = size) -> None:
+                if not self.heads.config.has_head(call.layer):
+                    return
                 with torch.enable_grad():
-                    scores = _scores(self.heads, call, labels, config)
-                    regression, smoothing = layer_losses(scores, labels, valid)
+                    scores = _scores(self.heads, call, config)
+                    regression, smoothing = layer_terms(scores[:size, :, :labels.shape[-1]], labels, valid,
+                                                        config.label, scores[size:])
                     (share * (regression / layers + config.alpha * smoothing)).backward()
                 terms.add_(share * torch.stack([regression.detach() / layers, smoothing.detach()]))
 
-            visit_labels(self.attachment, self.tables, group, visit, config)
+            visit_labels(self.attachment, self.tables, group, visit, config, text)
         regression, smoothing = terms.tolist()
         metric = Metric(step=self.updates.step + 1, loss=regression + config.alpha * smoothing, regression=regression,
                         smoothing=smoothing)
@@ -171,7 +183,8 @@ class _Run:
         for group in groups_of(batch, len(batch)):
             visit_labels(self.attachment, self.tables, group, visit, self.config)
         with torch.no_grad():
-            for layer, fc2 in enumerate(self.heads.fc2):
+            for layer in self.heads.config.layers_with_head:
+                fc2 = self.heads.fc2[layer]
                 mean = sums[layer] / counts[layer]
                 if self.config.output == "retention":
                     rate = (mean / self.config.horizon).clamp(max=-1e-7)
@@ -215,14 +228,17 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
     if config.budget_shares is not None and len(config.budget_shares) != shape.layers:
         raise ConfigError(f"train: found {len(config.budget_shares)} budget_shares; expected {shape.layers}, one per "
                           "layer")
+    if max(config.layers or (0,)) >= shape.layers:
+        raise ConfigError(f"train: layers is {list(config.layers or ())}; expected numbers from 0 to "
+                          f"{shape.layers - 1}")
     assert config.label is not None, "TrainConfig chooses one where none is given"
     described = HeadsConfig(
         layers=shape.layers, query_heads=shape.kv_heads * shape.groups, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, width=config.width, act=config.act or attachment.activation,
         input_norm=config.input_norm, bias=config.bias or config.output == "retention", label=config.label,
         alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
-        features=config.features, hidden=shape.hidden, output=config.output, query_tokens=config.query_tokens,
-        sketch=attachment.sketch, form=attachment.form,
+        trained_layers=config.layers, features=config.features, hidden=shape.hidden, output=config.output,
+        query_tokens=config.query_tokens, sketch=attachment.sketch, form=attachment.form,
         kernel=msgspec.UNSET if config.kernel == 1 else config.kernel)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -230,8 +246,9 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
     return heads.to(attachment.device)
 
 
-def _scores(heads: RetainingHeads, call: LayerCall, labels: Tensor, config: TrainConfig) -> Tensor:
-    """What is trained to be near the labels of the first n tokens, [B, H, n] fp32."""
-    n = labels.shape[-1]
-    scores = heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n], call.hidden[:, :n])
+def _scores(heads: RetainingHeads, call: LayerCall, config: TrainConfig) -> Tensor:
+    """What is trained to be near the labels of all T tokens of all rows, [B, H, T] fp32."""
+    scores = heads.score(call.layer, call.q, call.k, call.v, call.hidden)
+    if config.label == "attention":
+        return heads.averaged(scores)
     return scores if config.output == "score" else F.logsigmoid(scores) * config.horizon

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BESIDE, ENOUGH = 5, 0.3  # tokens; an attention that counts as whole
 
 def layer_losses(scores: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """The two terms of one layer: scores and labels [B, H, n], valid [B, n] bool -> two scalars.
@@ -23,6 +24,38 @@ def layer_losses(scores: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor,
     smoothing = ((scores[..., 1:] - scores[..., :-1]).square() * pair).sum((1, 2))
     smoothing = smoothing / (heads * pair.sum((1, 2))).clamp(min=1)
     return regression.mean(), smoothing.mean()
+
+
+def layer_terms(scores: Tensor, labels: Tensor, valid: Tensor, kind: str | None, background: Tensor | None = None
+                ) -> tuple[Tensor, Tensor]:
+    """The loss of one layer for labels of that kind, and its smoothing term, which is 0 for "attention"; arguments as
+    of `layer_losses` and `listwise_loss`."""
+    if kind == "attention":
+        return listwise_loss(scores, labels, valid, background), scores.new_zeros(())
+    return layer_losses(scores, labels, valid)
+
+
+def listwise_loss(scores: Tensor, labels: Tensor, valid: Tensor, background: Tensor | None = None) -> Tensor:
+    """How little of the scores' softmax falls on what answers attend to: nats, a scalar.
+
+        - sum over tokens of wanted * log softmax(scores),   wanted = min(attention, ENOUGH), as shares of their sum
+
+    (ListNet, Cao et al. 2007; its top-one form). The softmax is over all tokens that compete: those of the example and
+    of a background, so that heads learn an order that holds far beyond one example. Attention counts as the largest of
+    `BESIDE` neighbours, because the words beside what is read make it findable.
+
+    Args:
+        scores, labels: [B, H, n], labels of kind "attention"; valid: [B, n] bool.
+        background: [b, H, T], scores of texts about which nothing is asked.
+    """
+    mask = valid[:, None]
+    wanted = F.max_pool1d(labels, BESIDE, stride=1, padding=BESIDE // 2).clamp(max=ENOUGH) * mask
+    competing = scores.masked_fill(~mask, -torch.inf)
+    if background is not None:
+        others = background.transpose(0, 1).flatten(1)
+        competing = torch.cat([competing, others.expand(len(scores), *others.shape)], -1)
+    lost = (competing.logsumexp(-1, keepdim=True) - scores) * wanted
+    return (lost.sum(-1) / wanted.sum(-1).clamp(min=1e-6)).mean()
 
 
 @torch.no_grad()

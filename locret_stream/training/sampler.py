@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from locret_stream.errors import ConfigError
 from locret_stream.training.config import TrainConfig
-from locret_stream.training.data import Example, fit, with_query
+from locret_stream.training.data import Example, background_ids, fit, with_query
 
 
 class Source:
@@ -126,3 +127,31 @@ class Source:
         if self.used() != used:
             raise ConfigError(f"train: the examples of the first {steps} steps differ from those used before the "
                               "interruption; expected the same stream again, or another out folder, or restart=True")
+
+
+class Plain:
+    """Slices of a text about which nothing is asked: a pure function of the text, the seed and the step.
+
+    Args:
+        text: [N] token ids. vocab: of the model.
+
+    Raises:
+        ConfigError: labels that no plain text goes with. InvalidTokens: an id outside the vocabulary.
+    """
+
+    def __init__(self, text: Tensor | Sequence[int], config: TrainConfig, vocab: int):
+        if config.label != "attention":
+            raise ConfigError(f"train: found a background and label {config.label!r}, which knows nothing of other "
+                              "texts; expected none, or label 'attention'")
+        self._ids, self._seed = background_ids(text, vocab), config.seed
+        if not len(self._ids):
+            raise ConfigError("train: the background is empty; expected some thousands of tokens of text")
+
+    def digest(self) -> str:
+        return hashlib.blake2b(self._ids.numpy().astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+    def of_step(self, step: int, length: int) -> Tensor:
+        """Ids [1, length] from a place that depends on the step; a text that ends goes on with its beginning."""
+        noise = torch.Generator().manual_seed((self._seed << 20) + step)
+        start = int(torch.randint(len(self._ids), (), generator=noise))
+        return self._ids[(start + torch.arange(length)) % len(self._ids)][None]

@@ -89,11 +89,11 @@ class Updates:
 
 
 def visit_labels(attachment: Attachment, tables: RopeTables, group: Sequence[Example], visit: Visit,
-                 config: TrainConfig) -> Tensor:
-    """`labels.visit_layers` with the labels that `config` describes; returns hidden states [B, T, hidden]."""
+                 config: TrainConfig, background: Tensor | None = None) -> Tensor:
+    """`labels.visit_layers` with the labels that `config` describes; returns hidden states [B + b, T, hidden]."""
     assert config.label is not None, "TrainConfig chooses one where none is given"
     return visit_layers(attachment, tables, group, visit, kind=config.label, eps=config.eps,
-                        block_bytes=config.block_mib * 2**20)
+                        block_bytes=config.block_mib * 2**20, background=background)
 
 
 def groups_of(examples: Sequence[Example], most: int) -> Iterator[list[Example]]:

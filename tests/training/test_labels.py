@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from locret_stream.models import attach, detach
 from locret_stream.training import Example
-from locret_stream.training.labels import answer_rows, visit_layers
-from locret_stream.training.loss import layer_losses, top_overlap
+from locret_stream.training.labels import SINKS, answer_rows, visit_layers
+from locret_stream.training.loss import BESIDE, ENOUGH, layer_losses, layer_terms, listwise_loss, top_overlap
 from tests.architectures import make
 
 SPANS = ((35, 39), (40, 42), (60, 66))  # a window of 24 hides the first tokens from all of them
@@ -96,7 +96,35 @@ def test_logprob_equals_the_log_of_the_stock_models_own_attention(name):
     assert bool(hidden_from_all) == (name in ("mistral-sliding", "gemma2", "gpt-oss"))
 
 
-@pytest.mark.parametrize("kind", ["logprob", "zscore", "logit"])
+@torch.no_grad()
+def test_attention_is_the_stock_models_own_but_for_the_first_tokens():
+    model, example = make("llama", attn="eager"), make_example(1)
+    attentions = model(example.ids[None], output_attentions=True).attentions
+    for (labels, valid), values in zip(collect(model, [example], kind="attention"), attentions, strict=True):
+        dense = torch.tensor(largest(values[0], SPANS))
+        assert not valid[0, :SINKS].any() and valid[0, SINKS:].all() and not labels[0][:, :SINKS].any()
+        torch.testing.assert_close(labels[0][:, SINKS:], dense[:, SINKS:], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_background_runs_along_and_changes_no_label():
+    model, examples = make("llama"), [make_example(2), make_example(3)]
+    background, rows = make_example(4).ids[None], set()
+    alone = collect(model, examples, kind="attention")
+    attachment, beside = attach(model), {}
+    try:
+        hidden = visit_layers(attachment, attachment.tables(80), examples, lambda call, labels, valid: (
+            beside.update({call.layer: (labels, valid)}), rows.add(len(call.q))), kind="attention",
+            background=background)
+    finally:
+        detach(model)
+    assert rows == {3} and len(hidden) == 3
+    for layer, (labels, valid) in enumerate(alone):
+        torch.testing.assert_close(beside[layer][0], labels, atol=1e-6, rtol=1e-5)
+        assert torch.equal(beside[layer][1], valid)
+
+
+@pytest.mark.parametrize("kind", ["logprob", "zscore", "logit", "attention"])
 def test_blocks_and_batches_change_nothing(kind):
     model = make("llama")
     examples = [make_example(2), make_example(3, spans=((5, 8), (20, 21)))]
@@ -133,6 +161,31 @@ def test_losses_are_means_of_examples_and_ignore_what_has_no_label():
     steps = torch.stack([scores[1][:, 1] - scores[1][:, 0], scores[1][:, 4] - scores[1][:, 3]])
     expected = (F.mse_loss(scores[0][:, :-1], scores[0][:, 1:]) + steps.square().mean()) / 2
     torch.testing.assert_close(smoothing, expected)
+
+
+def test_the_listwise_loss_is_its_definition_with_and_without_a_background():
+    noise = torch.Generator().manual_seed(0)
+    scores, labels = torch.randn(2, 3, 12, generator=noise), torch.rand(2, 3, 12, generator=noise) ** 4
+    valid, background = torch.ones(2, 12, dtype=torch.bool), torch.randn(2, 3, 7, generator=noise)
+    valid[:, :4] = valid[1, 9:] = False
+    labels = labels * valid[:, None]
+    for others in (None, background):
+        expected = []
+        for b in range(2):
+            for h in range(3):
+                at = valid[b].nonzero()[:, 0].tolist()
+                near = [max(labels[b, h, max(0, k - BESIDE // 2):k + BESIDE // 2 + 1].tolist()) for k in at]
+                wanted = torch.tensor([min(value, ENOUGH) for value in near])
+                rest = [] if others is None else others[:, h].flatten().tolist()
+                total = torch.tensor([*scores[b, h, at].tolist(), *rest]).logsumexp(0)
+                expected.append(((total - scores[b, h, at]) * wanted).sum() / wanted.sum())
+        found = listwise_loss(scores, labels, valid, others)
+        torch.testing.assert_close(found, torch.stack(expected).mean())
+        terms = layer_terms(scores, labels, valid, "attention", others)
+        assert terms[0] == found and terms[1] == 0
+    labels[:] = 0
+    assert listwise_loss(scores, labels, valid, background) == 0, "a head to which no answer attends learns nothing"
+    assert layer_terms(scores, labels, valid, "zscore") == layer_losses(scores, labels, valid)
 
 
 def test_overlap_counts_the_top_tenth_of_valid_tokens():

@@ -47,6 +47,7 @@ def same(one, two) -> bool:
 
 @pytest.mark.parametrize("label, more", [
     ("logprob", dict(bias=True, input_norm=True)), ("logprob", {}), ("zscore", {}), ("logit", {}),
+    ("attention", dict(bias=True, kernel=3)), ("attention", dict(layers=(0, 2))),
     ("logprob", dict(features="hidden")), ("logprob", dict(features="hidden", output="retention", input_norm=True)),
 ])
 def test_training_learns_what_held_out_examples_need(tmp_path, label, more):
@@ -61,11 +62,13 @@ def test_training_learns_what_held_out_examples_need(tmp_path, label, more):
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     before = next(line for line in lines if "held_out_loss" in line)
     assert before["step"] == 0 and before["overlap"] == result.overlap_before < 0.15
-    assert result.held_out_loss < {"logprob": 0.3, "zscore": 0.85, "logit": 0.3}[label] * before["held_out_loss"]
+    most = {"logprob": 0.3, "zscore": 0.85, "logit": 0.3, "attention": 0.995}[label]  # the last has the labels' entropy
+    assert result.held_out_loss < most * before["held_out_loss"]
     assert result.overlap > 0.2 > 1.5 * result.overlap_before
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 61))
     heads = RetainingHeads.load(tmp_path)
     assert heads.config.label == label and heads.config.alpha == 2.5e-3 and heads.config.act == "silu"
+    assert heads.config.trained_layers == more.get("layers")
     assert heads.config.features == more.get("features", "qkv") and heads.config.output == more.get("output", "score")
 
 
@@ -257,6 +260,58 @@ def test_a_finished_run_that_was_moved_names_where_it_is(model, tmp_path):
     (tmp_path / "old").rename(tmp_path / "new")
     moved = train_heads(model, make_examples(7), tmp_path / "new", QUICK)
     assert moved == msgspec.structs.replace(done, out=str(tmp_path / "new"))
+
+
+RANKED = msgspec.structs.replace(QUICK, label="attention", kernel=3, layers=(1, 2))
+PLAIN = list(range(3, 400)) * 3
+
+
+def test_a_background_is_part_of_a_run_that_goes_on_bit_for_bit(model, tmp_path):
+    examples = make_examples(7)
+    whole = train_heads(model, examples, tmp_path / "whole", RANKED, background=PLAIN)
+    with pytest.raises(Stop):
+        train_heads(model, examples, tmp_path / "parts", RANKED, background=PLAIN, progress=stop_at(5, Stop()))
+    for other in (None, PLAIN[1:]):
+        with pytest.raises(ConfigError, match="differs in data"):
+            train_heads(model, examples, tmp_path / "parts", RANKED, background=other)
+    resumed = train_heads(model, examples, tmp_path / "parts", RANKED, background=PLAIN)
+    assert resumed.resumed_from == 5 and same(tmp_path / "whole", tmp_path / "parts")
+    assert resumed.loss == whole.loss and whole.overlap_per_layer[0] == 0 < whole.overlap_per_layer[1]
+    train_heads(model, examples, tmp_path / "alone", RANKED)
+    assert not same(tmp_path / "whole", tmp_path / "alone")
+    assert not any(name.startswith("fc1.0.") for name in weights(tmp_path / "whole"))
+
+
+def test_heads_learn_to_score_the_background_lower(model, tmp_path):
+    examples, text = make_examples(24, vocab=200), torch.randint(200, 401, (4000,)).tolist()
+    config = msgspec.structs.replace(RANKED, layers=None, steps=60, width=64, lr=5e-3)
+    found = {}
+    for name, background in (("with", text), ("without", None)):
+        train_heads(model, examples, tmp_path / name, config, background=background)
+        heads, scores = RetainingHeads.load(tmp_path / name), {}
+        attachment = models.attach(model)
+        plain = torch.randint(200, 401, (1, 48), generator=torch.Generator().manual_seed(7))
+        visit_layers(attachment, attachment.tables(64), examples[:1], lambda call, *_, scores=scores, heads=heads:
+                     scores.update({call.layer: heads.score(call.layer, call.q, call.k, call.v)}), kind="attention",
+                     background=plain)
+        models.detach(model)
+        found[name] = sum((of_layer[0].mean() - of_layer[1].mean()).item() for of_layer in scores.values())
+    assert found["with"] > 1 + found["without"]
+
+
+@pytest.mark.parametrize("background, label, complaint", [
+    (PLAIN, "zscore", "background and label 'zscore'"), ([], "attention", "the background is empty"),
+    ([9, 5000], "attention", "token id 5000"), ([-1], "attention", "token id -1")])
+def test_backgrounds_are_checked(model, tmp_path, background, label, complaint):
+    config = msgspec.structs.replace(QUICK, label=label)
+    with pytest.raises((ConfigError, InvalidTokens), match=complaint):
+        train_heads(model, make_examples(7), tmp_path / "new", config, background=background)
+    assert not (tmp_path / "new").exists()
+
+
+def test_layers_of_another_model_are_refused(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"layers is \[0, 3\]; expected numbers from 0 to 2"):
+        train_heads(model, make_examples(7), tmp_path, msgspec.structs.replace(QUICK, layers=(0, 3)))
 
 
 def test_another_stream_is_refused_on_resume(model, tmp_path):
@@ -498,7 +553,7 @@ def test_what_cannot_work_is_refused(model, tmp_path):
     ("label", "softmax"), ("steps", 0), ("batch", 1.5), ("lr", 0), ("lr", float("nan")), ("betas", (0.9, 1.0)),
     ("warmup", 1.0), ("held_out", -0.1), ("clip", 0), ("alpha", -1), ("max_tokens", 1), ("seed", -1), ("bias", 1),
     ("budget_shares", ()), ("budget_shares", (1.0, 0.0)), ("eps", 0.0), ("weight_decay", float("inf")),
-    ("kernel", 0), ("kernel", 4),
+    ("kernel", 0), ("kernel", 4), ("layers", ()), ("layers", (1, 1)), ("layers", (-1,)),
 ])
 def test_configs_check_themselves(name, value):
     with pytest.raises(ConfigError, match=f"train: {name} is .*; expected "):
