@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -50,6 +51,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -183,15 +185,19 @@ def start(options: argparse.Namespace, name: str, store: Path, stack: contextlib
 class Kept:
     """A dialogue on disk: what was measured of each turn, and the messages, as a checkpointer has them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "dialogue.json"
-        state = json.loads(self.path.read_text()) if self.path.exists() else {"history": [], "turns": [], "starts": []}
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.path, self.settings = folder / "dialogue.json", settings
+        state: dict[str, Any] = {"settings": settings, "history": [], "turns": [], "starts": []}
+        if self.path.exists():
+            state = json.loads(self.path.read_text())
+        expect_settings(self.path, state["settings"], settings)
         self.history: History = messages_from_dict(state["history"])
         self.turns: list[dict[str, Any]] = state["turns"]
         self.starts: list[int] = state["starts"]
 
     def save(self) -> None:
-        state = {"history": messages_to_dict(self.history), "turns": self.turns, "starts": self.starts}
+        state = {"settings": self.settings, "history": messages_to_dict(self.history), "turns": self.turns,
+                 "starts": self.starts}
         written = self.path.with_suffix(".part")
         written.write_text(json.dumps(state))
         written.rename(self.path)
@@ -222,7 +228,7 @@ def go_on(options: argparse.Namespace, name: str, seed: int, until: int) -> None
     torch.set_num_threads(options.threads)
     folder = cell(options, name, seed).with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    said, kept = script(options, seed), Kept(folder)
+    said, kept = script(options, seed), Kept(folder, settings_of(options))
     with contextlib.ExitStack() as stack:
         meter = Meter(start(options, name, folder / "store", stack))
         kept.starts.append(len(kept.turns) + 1)
@@ -268,7 +274,14 @@ def script(options: argparse.Namespace, seed: int) -> list[Said]:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What a cell depends on."""
     return {"model": options.model, "turns": options.turns, "things": options.things, "max_tokens": MAX_TOKENS,
-            "repetition_penalty": PENALTY, "text": [path.name for path in options.text]}
+            "repetition_penalty": PENALTY,
+            "text": [f"{path.name} {zlib.crc32(path.read_bytes()):08x}" for path in options.text]}
+
+
+def expect_settings(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Leave the process unless a file is of these settings."""
+    if found != expected:
+        sys.exit(f"{path} is of {found}; expected {expected}: give another --out")
 
 
 def cell(options: argparse.Namespace, name: str, seed: int) -> Path:
@@ -298,8 +311,7 @@ def run(options: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
             if process.exitcode:
                 sys.exit(f"{name} {seed} ended with status {process.exitcode}; why stands above")
     found = json.loads(path.read_text())
-    if found["settings"] != settings_of(options):
-        sys.exit(f"{path} is of {found['settings']}; expected {settings_of(options)}: give another --out")
+    expect_settings(path, found["settings"], settings_of(options))
     return found
 
 
@@ -310,11 +322,12 @@ def summary(cells: list[dict[str, Any]], limits: list[dict[str, Any]]) -> dict[s
     early = [[float(answer["right"]) for answer in one["answers"] if answer["turn"] <= half] for one in cells]
     figures = {"right": statistics.mean(map(statistics.mean, right)), "interval": interval(right),
                "right_by_dialogue": [sum(some) for some in right], "asked": len(right[0]),
-               "right_told_before_the_restart": statistics.mean(value for some in early for value in some)}
+               "right_told_before_the_restart": statistics.mean(itertools.chain(*early)) if any(early) else None}
     if len(limits) == len(cells):
         pair = Pair(right, rights(limits), together=True)
-        figures["of_the_ceiling"] = sum(map(sum, pair.above)) / sum(map(sum, pair.below))
-        figures["of_the_ceiling_interval"] = ratio_interval([pair])
+        if most := sum(map(sum, pair.below)):
+            figures["of_the_ceiling"] = sum(map(sum, pair.above)) / most
+            figures["of_the_ceiling_interval"] = ratio_interval([pair])
     return figures | (costs([one["turns"] for one in cells]) if "turns" in cells[0] else {})
 
 

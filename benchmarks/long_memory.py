@@ -51,6 +51,7 @@ from locret_stream.policies import make_policy
 VERSION = 1  # of streams and systems: counted up when one changes, so that results before and after are never mixed
 MEMORIES = "locret", "streaming_llm"
 DEFAULT = (*MEMORIES, *alternatives.SYSTEMS)
+SIZED = "truncation", "bm25"  # those that may be given a number of tokens
 LEAST = 3 * alternatives.SUMMARY_TOKENS  # what a summary needs: its old and its new form, and text
 
 
@@ -250,7 +251,7 @@ def expect_systems(options: argparse.Namespace) -> None:
         kind, colon, name = system.partition(":")
         if kind == "policy":
             make_policy(name) if name not in MEMORIES else None
-        elif kind not in DEFAULT or (colon and (not name.isdigit() or kind not in alternatives.SYSTEMS)):
+        elif kind not in DEFAULT or (colon and (kind not in SIZED or not name.isdigit() or int(name) < 1)):
             raise ConfigError(f"there is no system {system!r}; expected some of {', '.join(DEFAULT)}, policy:NAME, "
                               "truncation:TOKENS or bm25:TOKENS")
         if kind == "bm25":

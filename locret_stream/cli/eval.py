@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text as Line
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import USUAL_BUDGET, Chunk, Device, Dtype, Json, Model
+from locret_stream.cli.options import USUAL_BUDGET, Acknowledge, Chunk, Device, Dtype, Json, Model
 from locret_stream.cli.output import err, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable
@@ -100,6 +100,7 @@ def evaluate(
                                               help="What the facts lie in.")] = None,
     device: Device = None,
     dtype: Dtype = "auto",
+    acknowledge: Acknowledge = None,
     plots: Annotated[bool, typer.Option("--plots", help="Draw curves and maps as well (needs matplotlib).")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Run nothing, report on what is in --out.")]
     = False,
@@ -122,7 +123,7 @@ def evaluate(
                 files=tuple(file or ()), raw=raw, budgets=tuple(budget or ()), lengths=tuple(length or USUAL.lengths),
                 questions=questions, chunk_size=chunk_size, sinks=sinks, stabilizers=stabilizers,
                 allocations=tuple(allocation or USUAL.allocations), knobs=tuple(knob or ()), focus=focus, text=text)
-            summary |= run(request, to, plots, device=device, dtype=dtype)
+            summary |= run(request, to, plots, acknowledge, device=device, dtype=dtype)
         written = write_reports(to, plots)
         summary["reports"] = msgspec.to_builtins(written.reports)
         summary["files"] = [str(path) for path in written.files]
@@ -148,11 +149,12 @@ def expect_no_plan(context: typer.Context) -> None:
 # -- running ------------------------------------------------------------------------------------------------------
 
 
-def run(request: Request, to: Path, plots: bool, **options: Any) -> dict[str, Any]:
+def run(request: Request, to: Path, plots: bool, acknowledge: str | None, **options: Any) -> dict[str, Any]:
     """Check the whole request, then run the cells that have no result yet; with `plots` make the maps. Returns the part
     of the JSON that is about the run.
 
     Args:
+        acknowledge: the reply before a question; "" for none, None for that of the model.
         options: "device" and "dtype" of the model.
     """
     from locret_stream.evaluation import maps, plan
@@ -162,8 +164,10 @@ def run(request: Request, to: Path, plots: bool, **options: Any) -> dict[str, An
     text, documents = request.lines(), request.documents()
     plan.planned(request.axes(), documents)  # raises before a model is loaded
     named = named_model(request.model)
+    if acknowledge is None:
+        acknowledge = "OK." if named is None else named.acknowledge
     bench = Bench(*load(request.model, **options), text, documents,
-                  acknowledge="OK." if named is None else named.acknowledge)
+                  acknowledge=acknowledge or None)
     cells, skipped = plan.checked(plan.planned(request.axes(bench.shape[0].window), documents), bench)
     for document in documents:
         say(describe(document))

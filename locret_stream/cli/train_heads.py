@@ -48,9 +48,9 @@ full cache, and keeps the tuned heads only if held-out answers are better; the f
 heads.first.safetensors. With --allocate, the budget is divided before tuning, and again after it if the heads changed.
 
 --background is for all of these: a long text about which nothing is asked, but whose units the heads score well by \
-mistake. With --label attention they learn to score it lower. For --allocate and --tune examples begin in a memory \
-that it has filled, as a stream's memory is when a fact arrives. Tuning reads some 100,000 tokens of it every 25 \
-steps, so a file of 4 MB is of use.
+mistake. With --label attention the heads learn to score such text lower. For --allocate and --tune examples begin in \
+a memory that it has filled, as a stream's memory is when a fact arrives. Tuning reads some 100,000 tokens of it every \
+25 steps, so a file of 4 MB is of use.
 
 Examples:
 
@@ -87,6 +87,8 @@ class HeadsOptions(msgspec.Struct, frozen=True):
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 3000
     batch: Annotated[int, typer.Option(help="Examples per step.")] = 1
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-4
+    warmup: Annotated[float, typer.Option(show_default="0.667", help=(
+        "Share of the steps in which the learning rate rises; then it falls to 0."))] = 2 / 3
     width: Annotated[int, typer.Option(help="Width of the heads' hidden layer.")] = 1024
     features: Annotated[str, typer.Option(help="What the heads read: qkv (Locret) or hidden (KVzap).")] = "qkv"
     output: Annotated[str, typer.Option(help="What the heads give: score, or retention (TRIM-KV).")] = "score"
@@ -126,7 +128,7 @@ def _layers(text: str) -> tuple[int, ...]:
     names = text.split(",")
     if not all(name.strip().isdecimal() and len(name) < 9 for name in names):
         raise ConfigError(f"--layers is {text!r}; expected numbers of layers with commas between them, such as 7,8,14")
-    return tuple(int(name) for name in names)
+    return tuple(sorted(int(name) for name in names))
 
 
 class AllocationOptions(msgspec.Struct, frozen=True):
@@ -212,11 +214,15 @@ def train_heads(
         examples = training.load_examples(data, tokenizer)  # here alone: a pipe can be read only once
         measured = allocation.allocate or tune_config
         held_out = training.held_out_examples(attachment, examples, config) if measured else []
-        ids = None if background is None else _ids_of(background, attachment, tokenizer, division, tune_config)
+        ids = plain = None
+        if background is not None:
+            ranked = config.label == "attention"
+            ids = _ids_of(background, attachment, tokenizer, division, tune_config, PLAIN_TOKENS if ranked else 0)
+            plain = ids[:PLAIN_TOKENS] if ranked else None  # the same whatever is tuned afterwards
         _expect_enough(attachment, held_out, config, division if allocation.allocate else None, tune_config, ids)
         with training.progress_bar(err) as progress:
             result = training.train_heads(attachment, examples, to, config, progress=progress, restart=restart,
-                                          background=ids if config.label == "attention" else None)
+                                          background=plain)
         if allocation.allocate and not (tune_config and training.is_tuned(to)):
             divided = _divide(attachment, to, held_out, division, ids)
         if tune_config:
@@ -263,12 +269,12 @@ def _expect_together(heads: HeadsOptions, allocation: AllocationOptions, tuning:
 
 
 def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBase, division: AllocationConfig,
-            tuning: TuneConfig | None) -> list[int]:
-    """Token ids of a text, at most as many as will be read. Raises InvalidText."""
+            tuning: TuneConfig | None, least: int) -> list[int]:
+    """Token ids of a text, at most as many as will be read, `least` by the first stage. Raises InvalidText."""
     from locret_stream.text import TextCodec
 
     codec, ids = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int]()
-    most = max(PLAIN_TOKENS, 2 * division.background_tokens)  # one half of it is for tuning
+    most = max(least, 2 * division.background_tokens)  # one half of it is for tuning
     if tuning:
         most = max(most, tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every)))
     for piece in file_text(path):  # encoded separately: a word cut in two every 64 KiB does not matter here

@@ -159,8 +159,8 @@ class RetainingHeads(nn.Module):
         return project(self.act(fc1(x)), fc2.weight, fc2.bias)
 
     def averaged(self, scores: Tensor) -> Tensor:
-        """Scores [B, H, T] of the tokens of one chunk -> each the mean of its neighbours in the chunk, see
-        `HeadsConfig.kernel`."""
+        """Scores [B, H, T] of tokens side by side, at inference those of a chunk -> each the mean of its neighbours
+        among them, see `HeadsConfig.kernel`."""
         kernel = self.config.kernel
         if kernel is msgspec.UNSET or kernel == 1:
             return scores

@@ -42,8 +42,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         input_norm: LayerNorm without weights before the heads; bias: biases in both layers of the heads; the last one
             starts at the mean label of the first batch. Neither is in the paper.
         kernel: odd width in tokens over which policy `locret` averages scores, stored with the heads: 9 keeps the words
-            of a sentence together, 1 averages nothing. With label "attention" it is trained so, else each token by
-            itself.
+            of a sentence together, 1 averages nothing. With label "attention" the averaged scores are trained, with the
+            others each token's own score.
         eps: added to probabilities before the log: the floor of "logprob" labels.
         max_tokens: longer examples are cut (see `data.fit`); the model's window is a second limit.
         held_out: share of the examples kept for evaluation, chosen by hash; held_out_max: at most so many.
@@ -173,8 +173,8 @@ class TuneConfig(msgspec.Struct, frozen=True, kw_only=True):
         steps, batch, lr, betas, weight_decay, warmup, clip: as of TrainConfig.
         hot, cold: temperature of the gates at the first and at the last step, falling geometrically; in standard
             deviations of a head's scores.
-        weight: of the first stage's loss beside the divergence from the full cache, so that scores keep their meaning;
-            for heads of output "retention", of the capacity loss.
+        weight: of the first stage's loss beside the divergence from the full cache, so that scores keep their meaning
+            (with label "attention" without a background); for heads of output "retention", of the capacity loss.
         eps: of the labels, as of TrainConfig.
         examples: measure on at most so many.
         background_tokens: of a background, at most so many are read before an example begins; renew_every: steps

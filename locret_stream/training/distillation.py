@@ -57,7 +57,7 @@ class Distillation:
     def _teach(self, group: list[Example], share: float) -> tuple[Tensor, Tensor]:
         """Run the teacher, and take the gradient of the first stage's loss: (hidden states [B, T, hidden], the terms
         [regression, smoothing], which for output "retention" are the capacity loss and 0)."""
-        layers, alpha, terms = self._attachment.shape.layers, self._first_stage.alpha, list[Tensor]()
+        layers, alpha, terms = len(self._heads.config.layers_with_head), self._first_stage.alpha, list[Tensor]()
 
         def visit(call: LayerCall, labels: Tensor, valid: Tensor) -> None:
             if not self._heads.config.has_head(call.layer):
@@ -75,10 +75,10 @@ class Distillation:
         if self._heads.config.output == "retention":
             rates = F.logsigmoid(self._heads.score(call.layer, call.q, call.k, call.v, call.hidden))
             return over_capacity(rates, self._budgets[call.layer], self._block_bytes), rates.new_zeros(())
-        n = labels.shape[-1]
-        scores = self._heads.score(call.layer, call.q[:, :, :n], call.k[:, :, :n], call.v[:, :, :n], call.hidden[:, :n])
+        scores = self._heads.score(call.layer, call.q, call.k, call.v, call.hidden)
         if self._first_stage.label == "attention":
             scores = self._heads.averaged(scores)
+        scores = scores[..., :labels.shape[-1]]
         return layer_terms(scores, labels, valid, self._first_stage.label)
 
     def _learn(self, group: list[Example], expected: Tensor, share: float, temperature: float) -> float:

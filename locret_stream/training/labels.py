@@ -29,7 +29,8 @@ from locret_stream.training.data import Example
 
 SINKS = 4
 Visit = Callable[[LayerCall, Tensor, Tensor], None]
-"""visit(call, labels [B, H, n] fp32, valid [B, n] bool), n <= T; labels are 0 where not valid."""
+"""visit(call, labels [B, H, n] fp32, valid [B, n] bool), n <= T; labels are 0 where not valid. A call has the
+sequences of a background behind the B examples."""
 
 
 def answer_rows(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -93,8 +94,8 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
                  background: Tensor | None = None) -> Tensor:
     """Run examples of one length through the model once; `visit` gets every layer's inputs and labels in turn.
 
-    A `background` [b, T], ids of texts of that length about which nothing is asked, runs along: the last b rows of a
-    call are its own, and have no labels.
+    A `background` [b, T], ids of texts of that length about which nothing is asked, runs along: the last b sequences of
+    a call are the background's, and no labels are made for them.
 
     Only one layer's tensors exist at a time, so `visit` may take gradients of its own (under `torch.enable_grad()`) and
     drop them before the next layer.

@@ -25,6 +25,7 @@ from locret_stream.models import Attachment, LayerCall, RopeTables, attached
 from locret_stream.training.checkpoint import CHECKPOINT, METRICS, Metric, RunFolder, RunIdentity, lost_metrics
 from locret_stream.training.config import TrainConfig
 from locret_stream.training.data import Example, load_examples
+from locret_stream.training.labels import SINKS
 from locret_stream.training.loss import layer_terms, top_overlap
 from locret_stream.training.results import Progress, ProgressCallback, TrainResult
 from locret_stream.training.sampler import Plain, Source
@@ -50,7 +51,8 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
         held_out: examples that are never trained on; the first `held_out_max` of them are evaluated on. By default a
             share of `data`.
         background: for label "attention", token ids [N] of texts like those that will be read, about which nothing is
-            asked. As many of them as an example has run along in every step, and heads learn to score them lower.
+            asked. In every step a slice of it, as long as the examples, goes through the model beside them, and the
+            heads learn to score it lower.
         progress: called after every step and evaluation. restart: forget an earlier run in `out`.
 
     Raises:
@@ -78,7 +80,8 @@ def train_heads(model: PreTrainedModel | Attachment, data: str | os.PathLike[str
 @torch.no_grad()
 def evaluate_heads(attachment: Attachment, heads: RetainingHeads, examples: Sequence[Example], config: TrainConfig,
                    tables: RopeTables | None = None) -> tuple[float, float, tuple[float, ...]]:
-    """(loss, top-10 % overlap, overlap per layer [L]): means over `examples`, with the labels of `config`.
+    """(loss, top-10 % overlap, overlap per layer [L]): means over `examples`, with the labels of `config`. No
+    background runs along, so for label "attention" the loss is lower than that of a step that had one.
 
     Raises:
         ConfigError: no examples, or one that is longer than `config.max_tokens` or the model's window.
@@ -158,7 +161,7 @@ class _Run:
                 with torch.enable_grad():
                     scores = _scores(self.heads, call, config)
                     regression, smoothing = layer_terms(scores[:size, :, :labels.shape[-1]], labels, valid,
-                                                        config.label, scores[size:])
+                                                        config.label, scores[size:, :, SINKS:])
                     (share * (regression / layers + config.alpha * smoothing)).backward()
                 terms.add_(share * torch.stack([regression.detach() / layers, smoothing.detach()]))
 
@@ -231,6 +234,9 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
     if max(config.layers or (0,)) >= shape.layers:
         raise ConfigError(f"train: layers is {list(config.layers or ())}; expected numbers from 0 to "
                           f"{shape.layers - 1}")
+    if config.layers and all(shape.sliding[layer] for layer in config.layers):
+        raise ConfigError(f"train: layers {list(config.layers)} all have a sliding window, so that no head decides "
+                          "there; expected a layer with full attention")
     assert config.label is not None, "TrainConfig chooses one where none is given"
     described = HeadsConfig(
         layers=shape.layers, query_heads=shape.kv_heads * shape.groups, kv_heads=shape.kv_heads,

@@ -36,13 +36,13 @@ def layer_terms(scores: Tensor, labels: Tensor, valid: Tensor, kind: str | None,
 
 
 def listwise_loss(scores: Tensor, labels: Tensor, valid: Tensor, background: Tensor | None = None) -> Tensor:
-    """How little of the scores' softmax falls on what answers attend to: nats, a scalar.
+    """Cross-entropy of the scores' softmax against the answers' attention, in nats, mean over examples and heads.
 
         - sum over tokens of wanted * log softmax(scores),   wanted = min(attention, ENOUGH), as shares of their sum
 
     (ListNet, Cao et al. 2007; its top-one form). The softmax is over all tokens that compete: those of the example and
-    of a background, so that heads learn an order that holds far beyond one example. Attention counts as the largest of
-    `BESIDE` neighbours, because the words beside what is read make it findable.
+    of a background, so that heads learn an order that holds far beyond one example. Attention counts as the largest
+    within `BESIDE` tokens, itself in the middle, because the words beside what is read make it findable.
 
     Args:
         scores, labels: [B, H, n], labels of kind "attention"; valid: [B, n] bool.

@@ -13,6 +13,7 @@ from torch import Tensor
 from locret_stream.errors import ConfigError
 from locret_stream.training.config import TrainConfig
 from locret_stream.training.data import Example, background_ids, fit, with_query
+from locret_stream.training.labels import SINKS
 
 
 class Source:
@@ -65,7 +66,7 @@ class Source:
             if self._config.query_tokens:
                 example = with_query(example, self._config.query_tokens)
             fitted = fit(example, self._max_tokens)
-            if fitted is None:
+            if fitted is None or (self._config.label == "attention" and fitted.answer_spans[-1][0] <= SINKS):
                 self.skipped += 1
                 continue
             self.cut += len(fitted.ids) < example.answer_spans[-1][1]
@@ -136,13 +137,17 @@ class Plain:
         text: [N] token ids. vocab: of the model.
 
     Raises:
-        ConfigError: labels that no plain text goes with. InvalidTokens: an id outside the vocabulary.
+        ConfigError: a label, or heads that know the question, with which no plain text goes.
+        InvalidTokens: an id outside the vocabulary.
     """
 
     def __init__(self, text: Tensor | Sequence[int], config: TrainConfig, vocab: int):
         if config.label != "attention":
             raise ConfigError(f"train: found a background and label {config.label!r}, which knows nothing of other "
                               "texts; expected none, or label 'attention'")
+        if config.query_tokens:
+            raise ConfigError("train: found a background and query_tokens: examples begin with a question, and a "
+                              "background with none; expected one of them")
         self._ids, self._seed = background_ids(text, vocab), config.seed
         if not len(self._ids):
             raise ConfigError("train: the background is empty; expected some thousands of tokens of text")

@@ -114,13 +114,33 @@ def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
     assert (heads / "metrics.jsonl").read_bytes() == before, "the first stage is kept"
 
 
+def test_heads_learn_to_rank_against_a_text_and_are_tuned_afterwards(tiny: Path, tmp_path: Path, monkeypatch):
+    """What tuning reads of the text is no part of the first stage, which is therefore not made again."""
+    monkeypatch.setattr("locret_stream.cli.train_heads.PLAIN_TOKENS", 500)
+    data, heads, log = pairs(tmp_path), tmp_path / "heads", tmp_path / "service.log"
+    log.write_text("".join(f"service {n} answers in {n % 7} ms\n" for n in range(400)))
+    train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
+             "--held-out", 0.4, "--background", log, "--label", "attention", "--kernel", 3, "--layers", "1,0",
+             "--device", "cpu", "--dtype", "float32", "--json"]
+    code, out, err = invoke(*train)
+    assert code == 0, err
+    config = json.loads((heads / "heads.json").read_text())
+    assert (config["label"], config["kernel"], config["trained_layers"]) == ("attention", 3, [0, 1])
+    first = json.loads(out)
+    code, out, err = invoke(*train, "--tune", 2, "--tune-units", 16, "--tune-chunk", 16)
+    assert code == 0, err
+    assert json.loads(out)["seconds"] == first["seconds"] and json.loads(out)["tuning"]["behind"] > 1000
+    assert "--layers is 'all but one'; expected numbers" in mistake(*train, "--layers", "all but one")
+
+
 def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     data, heads, log = pairs(tmp_path), tmp_path / "heads", tmp_path / "service.log"
     log.write_text("".join(f"service {n} answers in {n % 7} ms\n" for n in range(400)) + "no newline at the end")
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
              "--held-out", 0.4, "--background", log]
     tune = ["--tune", 2, "--tune-units", 16, "--tune-chunk", 16]
-    assert "found --background and no --tune or --allocate; expected --tune or --allocate with it" in mistake(*train)
+    assert "found --background and no --label attention, --tune or --allocate; expected --label attention, " in mistake(
+        *train)
     code, out, err = invoke(*train, *tune, "--json")
     assert code == 0, err
     assert json.loads(out)["tuning"]["steps"] == 2

@@ -16,8 +16,8 @@ def test_options_that_are_not_given_are_the_defaults_of_the_library():
 def test_options_that_are_given_reach_the_configs():
     heads = HeadsOptions(query_aware=True, output="retention", horizon=9, seed=3, held_out=0.2).config()
     assert heads == TrainConfig(query_tokens=64, output="retention", horizon=9, seed=3, held_out=0.2)
-    heads_of_sentences = HeadsOptions(kernel=9, held_out_max=5).config()
-    assert heads_of_sentences == TrainConfig(kernel=9, held_out_max=5)
+    heads_of_sentences = HeadsOptions(kernel=9, held_out_max=5, warmup=0.1).config()
+    assert heads_of_sentences == TrainConfig(kernel=9, held_out_max=5, warmup=0.1)
     bundled = AllocationOptions(allocate_examples=5).config("bundled", 4_096)
     assert (bundled.units, bundled.chunk_size, bundled.examples) == (768, 256, 5)
     tuned = TuningOptions(tune=7, tune_chunk=64).config(heads, bundled)

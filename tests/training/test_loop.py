@@ -309,7 +309,23 @@ def test_backgrounds_are_checked(model, tmp_path, background, label, complaint):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_background_is_not_for_heads_that_know_the_question(model, tmp_path):
+    config = msgspec.structs.replace(RANKED, query_tokens=4)
+    with pytest.raises(ConfigError, match="found a background and query_tokens"):
+        train_heads(model, make_examples(7), tmp_path, config, background=PLAIN)
+
+
+@pytest.mark.parametrize("background", [None, PLAIN])
+def test_an_example_whose_replies_follow_only_sinks_is_skipped(model, tmp_path, background):
+    short = [Example(torch.arange(3, 9) + i, ((3, 6),)) for i in range(20)]
+    config = msgspec.structs.replace(RANKED, bias=True, batch=1)
+    result = train_heads(model, make_examples(7) + short, tmp_path, config, background=background)
+    assert result.skipped == 20 and result.held_out_loss < float("inf")
+
+
 def test_layers_of_another_model_are_refused(model, tmp_path):
+    with pytest.raises(ConfigError, match="all have a sliding window"):
+        train_heads(make("gemma2"), make_examples(7), tmp_path / "gemma", msgspec.structs.replace(QUICK, layers=(0,)))
     with pytest.raises(ConfigError, match=r"layers is \[0, 3\]; expected numbers from 0 to 2"):
         train_heads(model, make_examples(7), tmp_path, msgspec.structs.replace(QUICK, layers=(0, 3)))
 
