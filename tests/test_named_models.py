@@ -173,17 +173,18 @@ def real_model() -> None:
         pytest.skip(f"needs {smollm2.PACKAGE}, which is not installed here: {smollm2.INSTALL}")
 
 
+FACT, QUESTION = "The door code of the library is 48213.", "What is the door code of the library?"
+
+
 @pytest.mark.slow
 async def test_smollm2_remembers_what_it_was_told():
     real_model()
     async with Runtime.from_pretrained("smollm2", max_live=1) as runtime:
         assert runtime.engine.chunk_size == 256 and runtime.engine.budgets == (1024,) * 30
         async with runtime.open() as ctx:
-            await ctx.feed("The opening hour of the museum is half past nine. " + "It rained all day there. " * 300)
-            assert "half past nine" in await ctx.ask("What is the opening hour of the museum?", max_new_tokens=32)
-
-
-FACT, QUESTION = "The opening hour of the museum is half past nine.", "What is the opening hour of the museum?"
+            await ctx.feed(f"{FACT}\n" + "".join(itertools.islice(stdlib_lines(0), 400)))
+            assert ctx.memory.tokens > 3_000
+            assert "48213" in await ctx.ask(QUESTION, max_new_tokens=32)
 
 
 @pytest.mark.slow
