@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
+import torch
+from transformers import AutoTokenizer
+
+from locret_stream.text import TextCodec
 from tests.cli.command import invoke, mistake, start
 from tests.processes import start_python
 
@@ -127,6 +132,9 @@ def test_heads_learn_to_rank_against_a_text_and_are_tuned_afterwards(tiny: Path,
     config = json.loads((heads / "heads.json").read_text())
     assert (config["label"], config["kernel"], config["trained_layers"]) == ("attention", 3, [0, 1])
     first = json.loads(out)
+    ids = torch.tensor(TextCodec(AutoTokenizer.from_pretrained(tiny)).encode_text(log.read_text())[:500])
+    digest = hashlib.blake2b(ids.numpy().astype("<i8").tobytes(), digest_size=16).hexdigest()
+    assert json.loads((heads / "run.json").read_text())["data"].endswith(f" background {digest}")
     code, out, err = invoke(*train, "--tune", 2, "--tune-units", 16, "--tune-chunk", 16)
     assert code == 0, err
     assert json.loads(out)["seconds"] == first["seconds"] and json.loads(out)["tuning"]["behind"] > 1000
