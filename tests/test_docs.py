@@ -38,6 +38,7 @@ NOT_RUN = {
     'make demo ARGS="--tokens 50000 --seed 7"': "makes an environment; tests/cli runs the demo with these options",
     "bytes = slots": "a formula, which tests/cache/test_store.py holds",
     "locret-stream eval --out plain": "takes minutes, and files of others; test_cli_eval runs the verb",
+    "locret-stream eval --model smollm2": "takes a book, a model of 93 MB and twenty minutes",
     'pip install -e ".[langchain]"': "needs a network",
     "from locret_stream.heads import RetainingHeads": "the file is of others; tests/heads reads and saves one of its "
                                                       "layout",

@@ -42,9 +42,9 @@ ANSWER_TOKENS = 32
 HELP = """Stream real text past a small memory, then ask what was in it.
 
 Twelve facts lie at random places in the standard library's sources, among 110 sentences of the same shape that are \
-never asked; a chat model reads six facts of other kinds and no decoys. Every question is asked on a scratch copy of \
-the memory, and again of a memory that keeps the first and the most recent tokens at the same budget. Then the memory \
-is saved, and a new process opens it and answers again.
+never asked; any model but the bundled one reads six facts as people tell them, and no decoys. Every question is asked \
+on a scratch copy of the memory, and again of a memory that keeps the first and the most recent tokens at the same \
+budget. Then the memory is saved, and a new process opens it and answers again.
 
 Examples:
 
@@ -160,7 +160,7 @@ def plant(runtime: Runtime, seed: int, tokens: int | None, stream: Path | None, 
     """The stream of this seed.
 
     Args:
-        tokens: its length; None: all of `stream`.
+        tokens: its length; None, with a `stream` alone: all of it.
         stream: a text file to plant the facts in, instead of the standard library.
         given: the facts, if not those that the bundled model was trained for. decoys: so many, of its kind.
     """
@@ -169,7 +169,8 @@ def plant(runtime: Runtime, seed: int, tokens: int | None, stream: Path | None, 
 
     measure = line_measure(runtime.count_tokens)
     lines = None if stream is None else (lambda: cut_lines(file_text(stream)))
-    size = (tokens or TOKENS) if lines is None else count(lines(), measure, tokens)
+    size = tokens if lines is None else count(lines(), measure, tokens)
+    assert size is not None, "only a text of the user's own has a length of its own"
     planted = planted_stream(seed, size, decoys=decoys, measure=measure, lines=lines)
     if given is None:
         return planted

@@ -58,7 +58,7 @@ Examples:
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads
   # a short run for a small model
   locret-stream train-heads --model bundled --data pairs.jsonl --out ./heads --steps 200 --width 128
-  # heads that find single facts in long streams: they learn to rank, against plain text too
+  # heads that learn to rank tokens, those of plain text too, below what answers attend to
   locret-stream train-heads --model smollm2 --data pairs.jsonl --out ./heads --label attention --kernel 9 --bias \
 --background book.txt
   # the paper's label
@@ -83,7 +83,7 @@ class HeadsOptions(msgspec.Struct, frozen=True):
     label: Annotated[str | None, typer.Option(
         show_default="zscore, or logprob for retention", help=(
             "What the heads learn: attention logits, standardised (zscore) or as they are (logit), log-probabilities "
-            "(logprob), or to rank by the attention itself (attention), best with --background."))] = None
+            "(logprob), or to rank by the attention itself (attention), also against --background."))] = None
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 3000
     batch: Annotated[int, typer.Option(help="Examples per step.")] = 1
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-4
@@ -103,8 +103,7 @@ class HeadsOptions(msgspec.Struct, frozen=True):
     input_norm: Annotated[bool, typer.Option("--input-norm", help="LayerNorm before the heads.")] = False
     bias: Annotated[bool, typer.Option("--bias", help="Biases in the heads.")] = False
     kernel: Annotated[int, typer.Option(metavar="ODD", min=1, help=(
-        "Tokens over which policy locret averages scores, so that the words of a sentence stay together; 9 helps with "
-        "facts in prose."))] = 1
+        "Tokens over which policy locret averages scores, so that the words of a sentence stay together."))] = 1
     max_tokens: Annotated[int, typer.Option(help="Longer examples are cut.")] = 10_240
     held_out: Annotated[float, typer.Option(help="Share of the examples kept for evaluation, at least one.")] = 0.05
     held_out_max: Annotated[int, typer.Option(help="Evaluate on at most so many of them.")] = 32

@@ -8,6 +8,7 @@ from torch import Tensor
 
 BESIDE, ENOUGH = 5, 0.3  # tokens; an attention that counts as whole
 
+
 def layer_losses(scores: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """The two terms of one layer: scores and labels [B, H, n], valid [B, n] bool -> two scalars.
 
