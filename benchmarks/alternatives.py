@@ -14,13 +14,17 @@ import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import torch
 from book import Planted, Stream
+from torch import Tensor
 
 from locret_stream import Runtime
 from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import published
 from locret_stream.evaluation.chat import ANSWER_TOKENS
+from locret_stream.policies import Chunk
+from locret_stream.policies.locret import Locret
 
 ROOM = 256  # units beside the text: frame, question, answer; instruction and summary
 CHUNK_TOKENS = 128  # of what BM25 searches
@@ -81,10 +85,11 @@ System = Callable[[Runtime, Stream, int], Awaitable[Outcome]]
 async def memory(runtime: Runtime, stream: Stream, size: int) -> Outcome:
     """The stream is fed as a whole, and the runtime's policy decides what stays. The budget is the runtime's."""
     async with runtime.open() as ctx:
-        begun = time.perf_counter()
+        begun, first = time.perf_counter(), ctx.memory.tokens  # behind the tokens that the template begins with
+        if isinstance(policy := runtime.engine.policy, Pinned):
+            policy.facts = torch.tensor([first + at for fact in stream.facts for at in range(fact.start, fact.end)])
         await ctx.feed(stream.tokens)
         read_s = time.perf_counter() - begun
-        first = ctx.memory.tokens - len(stream.tokens)  # behind the tokens that the template begins with
         handed = statistics.mean(ctx.memory.units) + ctx.memory.pending
         answers = []
         for fact in stream.facts:
@@ -96,6 +101,22 @@ async def memory(runtime: Runtime, stream: Stream, size: int) -> Outcome:
                                                    kept_value=round(value, 4), kept_by_layer=shares))
         return Outcome(answers=answers, read_s=read_s, tokens_read=ctx.memory.tokens + questions(runtime, stream),
                        bytes_kept=ctx.memory.bytes_resident)
+
+
+class Pinned(Locret):
+    """As `locret`, but units of the facts go last of all, in every layer and head: what it still answers wrongly was
+    not lost.
+
+    Attributes:
+        facts: [N], the absolute positions of the facts' tokens; set before the stream is read.
+    """
+
+    facts: Tensor = torch.zeros(0, dtype=torch.int64)
+
+    def score(self, chunk: Chunk) -> Tensor:
+        scores = super().score(chunk)
+        positions = torch.arange(chunk.start, chunk.start + scores.shape[1], device=scores.device)
+        return scores.masked_fill(torch.isin(positions, self.facts.to(scores.device)), torch.finfo(scores.dtype).max)
 
 
 async def truncation(runtime: Runtime, stream: Stream, size: int) -> Outcome:

@@ -8,6 +8,7 @@ Systems, all with the same model, the same form of question and room for the sam
 `--chunk-size` together):
 
     locret             the memory of the library; `--heads` for other heads
+    pinned             the same, where units of facts go last: what it answers wrongly was there, and not found
     streaming_llm      the first and the most recent tokens in the same space; `policy:NAME` for any other policy
     truncation         the last tokens, all of them; `truncation:N` for N tokens, at most what the window holds
     summary            a summary that the model itself brings up to date every so often, and the last tokens
@@ -45,12 +46,14 @@ from locret_stream.evaluation.cells import Origin
 from locret_stream.evaluation.metrics import Pair
 from locret_stream.evaluation.runner import Bench
 from locret_stream.files import replace
+from locret_stream.heads import RetainingHeads
 from locret_stream.named_models import named_model
-from locret_stream.policies import make_policy
+from locret_stream.policies import Policy, make_policy
 
 VERSION = 1  # of streams and systems: counted up when one changes, so that results before and after are never mixed
 MEMORIES = "locret", "streaming_llm"
 DEFAULT = (*MEMORIES, *alternatives.SYSTEMS)
+PINNED = "pinned"
 SIZED = "truncation", "bm25"  # those that may be given a number of tokens
 LEAST = 3 * alternatives.SUMMARY_TOKENS  # what a summary needs: its old and its new form, and text
 
@@ -116,7 +119,9 @@ class Workplace:
         """Not running yet."""
         kind, _, name = system.partition(":")
         budget: int | Budget = self.options.budget
-        policy = name if kind == "policy" else kind
+        policy: str | Policy = name if kind == "policy" else kind
+        if kind == PINNED:
+            policy = alternatives.Pinned(RetainingHeads.load(self.heads))
         if kind in alternatives.SYSTEMS:
             policy, budget = "full", Budget(units=self.size(system) + alternatives.ROOM, allocation="uniform")
         return Runtime(self.model, self.tokenizer, heads=self.heads, policy=policy, budget=budget,
@@ -251,9 +256,9 @@ def expect_systems(options: argparse.Namespace) -> None:
         kind, colon, name = system.partition(":")
         if kind == "policy":
             make_policy(name) if name not in MEMORIES else None
-        elif kind not in DEFAULT or (colon and (kind not in SIZED or not name.isdigit() or int(name) < 1)):
-            raise ConfigError(f"there is no system {system!r}; expected some of {', '.join(DEFAULT)}, policy:NAME, "
-                              "truncation:TOKENS or bm25:TOKENS")
+        elif kind not in (*DEFAULT, PINNED) or (colon and (kind not in SIZED or not name.isdigit() or int(name) < 1)):
+            raise ConfigError(f"there is no system {system!r}; expected some of {', '.join((*DEFAULT, PINNED))}, "
+                              "policy:NAME, truncation:TOKENS or bm25:TOKENS")
         if kind == "bm25":
             alternatives.expect_bm25s()
         if kind == "summary" and options.budget + options.chunk_size < LEAST:
