@@ -180,24 +180,36 @@ async def oracle(runtime: Runtime, stream: Stream, size: int) -> Outcome:
     """The model is handed the fact among some sentences of its surroundings: how well it can answer at all."""
     read, answers = 0, []
     for fact in stream.facts:
-        begun, low, high, around = time.perf_counter(), fact.piece, fact.piece + 1, 0
-        while around < AROUND_TOKENS and (low > 0 or high < len(stream.ids)):
-            if low > 0:
-                low -= 1
-                around += len(stream.ids[low])
-            if high < len(stream.ids) and around < AROUND_TOKENS:
-                around += len(stream.ids[high])
-                high += 1
-        start = sum(map(len, stream.ids[low:fact.piece]))
-        ids = stream.part(range(low, high))[max(0, start - AROUND_TOKENS):]  # a sentence may be very long
-        answer, tokens = await told(runtime, stream, fact, ids[:size])
+        begun, around = time.perf_counter(), surroundings(stream, fact)
+        answer, tokens = await told(runtime, stream, fact, around[:size])
         read += tokens
         answers.append(msgspec.structs.replace(answer, seconds=time.perf_counter() - begun))
     return Outcome(answers=answers, read_s=0.0, tokens_read=read, bytes_kept=0)
 
 
+async def gathered(runtime: Runtime, stream: Stream, size: int) -> Outcome:
+    """The model is handed all facts at once, each among the surroundings that the oracle is handed: how well it tells
+    them apart where nothing is lost and little stands between them."""
+    ids = [token for fact in sorted(stream.facts, key=lambda fact: fact.start) for token in surroundings(stream, fact)]
+    return await ask_of(runtime, stream, ids[-size:])
+
+
+def surroundings(stream: Stream, fact: Planted) -> list[int]:
+    """A fact, and about `AROUND_TOKENS` of the sentences beside it."""
+    low, high, around = fact.piece, fact.piece + 1, 0
+    while around < AROUND_TOKENS and (low > 0 or high < len(stream.ids)):
+        if low > 0:
+            low -= 1
+            around += len(stream.ids[low])
+        if high < len(stream.ids) and around < AROUND_TOKENS:
+            around += len(stream.ids[high])
+            high += 1
+    start = sum(map(len, stream.ids[low:fact.piece]))
+    return stream.part(range(low, high))[max(0, start - AROUND_TOKENS):]  # a sentence may be very long
+
+
 SYSTEMS: dict[str, System] = {
-    "truncation": truncation, "summary": summary, "bm25": bm25, "oracle": oracle,
+    "truncation": truncation, "summary": summary, "bm25": bm25, "oracle": oracle, "gathered": gathered,
 }
 """Those that hand text to a full cache. `memory` is the others'."""
 

@@ -51,7 +51,8 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     assert len(found["choices"]) == 5
 
 
-SYSTEMS = "locret", "pinned", "streaming_llm", "policy:random", "truncation", "truncation:300", "summary", "oracle"
+SYSTEMS = ("locret", "pinned", "streaming_llm", "policy:random", "truncation", "truncation:300", "summary", "oracle",
+           "gathered")
 
 
 @pytest.fixture
