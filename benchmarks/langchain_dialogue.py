@@ -20,17 +20,18 @@ contains the value, whatever its case. The systems:
   ceiling         the model's own limit: each thing is asked right behind the turn that told it and the answer to that
 
 What makes it fair: all have the same weights in the same precision, the same user, the same length of answers. Nobody
-knows which turns will matter. All answers, those to the questions included, are greedy with a repetition penalty of
-1.08, as without one this small model soon says the same sentence for ever, whatever the system, and with 1.15 falls
-into other alphabets. A prompt of `trimming` and `summarisation` may be as long as the memory of `locret`, and their
-answers come on top. The tokens are counted by the model's own tokenizer and template, not estimated. The summariser is
-the same model with LangChain's own prompt, may write 256 tokens, and reads all it replaces. Their processes, too, end
-in the middle: the messages that they would be given again are on disk as a checkpointer has them.
+knows which turns will matter. Answers are greedy; those of the talk with a repetition penalty of 1.08, as without one
+this small model soon says the same sentence for ever, whatever the system, and with 1.15 falls into other alphabets. A
+prompt of `trimming` and `summarisation` may be as long as the memory of `locret`, and their answers come on top. The
+tokens are counted by the model's own tokenizer and template, not estimated. The summariser is the same model with
+LangChain's own prompt, may write 256 tokens, and reads all it replaces. Their processes, too, end in the middle: the
+messages that they would be given again are on disk as a checkpointer has them.
 What is not equal: `locret` was given heads trained to keep what is asked for, of other words than these; each system
 goes on from its own answers, so that the dialogues are not the same word by word; things told in the last turns are
 still in everybody's sight (the turn that told it stands beside each answer). The penalty takes the last 1,024 ids of
 LocretChatModel, and all of the prompt of ChatHuggingFace. LocretChatModel tokenises line by line, so that a blank line
-is one token where ChatHuggingFace has two.
+is one token where ChatHuggingFace has two. As the questions are asked without a penalty, a model whose last answers
+were all alike may answer them alike, too: the answers say where that was so.
 
 Of each turn: seconds of the call, with trimming and durable saves; `run`, ids that the model ran in passes of more than
 one, the summariser's included; for LocretChatModel also `fed`, what was new to it (why it is less than `run` stands in
@@ -70,8 +71,9 @@ MAX_TOKENS, SUMMARY_TOKENS, PENALTY = 40, 256, 1.08
 SYSTEMS = ("locret", "newest", "trimming", "summarisation", "window", "ceiling")
 SHOWN = 50, 100, 150, 200
 History = list[BaseMessage]
-Turn = Callable[[History], History]
-"""Answers the last message. Returns what is given again at the next turn; it ends with the answer."""
+Turn = Callable[[History, bool], History]
+"""Answers the last message, which is one of the questions (True) or talk. Returns what is given again at the next turn;
+it ends with the answer."""
 
 
 # -- the systems ------------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def locret(options: argparse.Namespace, store: Path, stack: contextlib.ExitStack
     talking = model.bind(repetition_penalty=PENALTY)
     model.invoke("Hello")  # loads the weights, before the clock starts
     config: Any = {"configurable": {"thread_id": thread}}
-    return lambda history: [*history, talking.invoke(history, config)]
+    return lambda history, asking: [*history, (model if asking else talking).invoke(history, config)]
 
 
 class Weights:
@@ -102,16 +104,21 @@ class Weights:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.tokenizer.response_template = None  # with one, the pipeline leaves end markers in the answer
 
-    def chat_model(self, tokens: int = MAX_TOKENS) -> Any:
+    def chat_model(self, **options: Any) -> Any:
         from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
         from transformers import pipeline
 
         # Without return_full_text=False an answer would begin with the whole prompt.
         pipe = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer, do_sample=False,
-                        return_full_text=False, max_new_tokens=tokens, repetition_penalty=PENALTY)
+                        return_full_text=False, **options)
         model = ChatHuggingFace(llm=HuggingFacePipeline(pipeline=pipe, model_id="the same"), tokenizer=self.tokenizer)
         model.invoke("Hello")
         return model
+
+    def both(self) -> dict[bool, Any]:
+        """What answers the questions (True), and what talks."""
+        return {True: self.chat_model(max_new_tokens=MAX_TOKENS),
+                False: self.chat_model(max_new_tokens=MAX_TOKENS, repetition_penalty=PENALTY)}
 
 
 def counter(options: argparse.Namespace) -> Callable[[Any], int]:
@@ -138,11 +145,11 @@ def counter(options: argparse.Namespace) -> Callable[[Any], int]:
 
 def trimming(options: argparse.Namespace, most: int) -> Turn:
     """ChatHuggingFace, given the newest messages of at most so many tokens."""
-    model, count = Weights(options).chat_model(), counter(options)
+    models, count = Weights(options).both(), counter(options)
 
-    def turn(history: History) -> History:
+    def turn(history: History, asking: bool) -> History:
         kept = trim_messages(history, max_tokens=most, token_counter=count, strategy="last", start_on="human")
-        return [*history, model.invoke(kept)]
+        return [*history, models[asking].invoke(kept)]
 
     return turn
 
@@ -153,10 +160,11 @@ def summarisation(options: argparse.Namespace, most: int) -> Turn:
     from langchain.agents.middleware import SummarizationMiddleware
     weights = Weights(options)
     middleware = SummarizationMiddleware(
-        weights.chat_model(SUMMARY_TOKENS), trigger=("tokens", most), keep=("tokens", most // 2),
-        token_counter=counter(options))
-    agent: Any = create_agent(weights.chat_model(), [], middleware=[middleware])
-    return lambda history: agent.invoke({"messages": history})["messages"]
+        weights.chat_model(max_new_tokens=SUMMARY_TOKENS, repetition_penalty=PENALTY), trigger=("tokens", most),
+        keep=("tokens", most // 2), token_counter=counter(options))
+    agents: dict[bool, Any] = {asking: create_agent(model, [], middleware=[middleware])
+                               for asking, model in weights.both().items()}
+    return lambda history, asking: agents[asking].invoke({"messages": history})["messages"]
 
 
 def start(options: argparse.Namespace, name: str, store: Path, stack: contextlib.ExitStack) -> Turn:
@@ -206,10 +214,10 @@ class Meter:
         if isinstance(module, torch.nn.Embedding):
             self.passes.append(given[0].numel())
 
-    def answer(self, history: History, text: str) -> tuple[History, dict[str, Any]]:
+    def answer(self, history: History, text: str, asking: bool = False) -> tuple[History, dict[str, Any]]:
         self.passes.clear()
         began = time.perf_counter()
-        history = self.turn([*history, HumanMessage(text)])
+        history = self.turn([*history, HumanMessage(text)], asking)
         took = {"s": round(time.perf_counter() - began, 3), "run": sum(many for many in self.passes if many > 1)}
         receipt = history[-1].response_metadata.get("locret")
         return history, took | ({"fed": receipt["fed"], "source": receipt["source"]} if receipt else {})
@@ -231,7 +239,7 @@ def go_on(options: argparse.Namespace, name: str, seed: int, until: int) -> None
             print(f"{name} {seed}: turn {at}, {took['s']:.1f} s", file=sys.stderr, flush=True)
         if until < options.turns:
             return
-        answers = [asked(one.tells, at, meter.answer(kept.history, one.tells.question))
+        answers = [asked(one.tells, at, meter.answer(kept.history, one.tells.question, True))
                    for at, one in enumerate(said, 1) if one.tells]
     finish(options, name, seed, {"answers": answers, "turns": kept.turns, "starts": kept.starts,
                                  "talk": [(message.type, message.text) for message in kept.history]})
@@ -243,7 +251,7 @@ def ceiling(options: argparse.Namespace, name: str, seed: int) -> None:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="locret-ceiling-"))
         meter = Meter(locret(options, Path(store), stack, thread=None))  # exact, as it fits the memory
-        answers = [asked(one.tells, at, meter.answer(meter.answer([], one.text)[0], one.tells.question))
+        answers = [asked(one.tells, at, meter.answer(meter.answer([], one.text)[0], one.tells.question, True))
                    for at, one in enumerate(script(options, seed), 1) if one.tells]
     finish(options, name, seed, {"answers": answers})
 
