@@ -20,18 +20,19 @@ contains the value, whatever its case. The systems:
   ceiling         the model's own limit: each thing is asked right behind the turn that told it and the answer to that
 
 What makes it fair: all have the same weights in the same precision, the same user, the same length of answers. Nobody
-knows which turns will matter. Answers are greedy; those of the talk with a repetition penalty of 1.08, as without one
-this small model soon says the same sentence for ever, whatever the system, and with 1.15 falls into other alphabets. A
-prompt of `trimming` and `summarisation` may be as long as the memory of `locret`, and their answers come on top. The
-tokens are counted by the model's own tokenizer and template, not estimated. The summariser is the same model with
-LangChain's own prompt, may write 256 tokens, and reads all it replaces. Their processes, too, end in the middle: the
-messages that they would be given again are on disk as a checkpointer has them.
+knows which turns will matter. The talk is drawn at temperature 0.8 from the likeliest 0.95 of the mass with a
+repetition penalty of 1.05, with seeds: greedy, this small model soon says the same sentence for ever, whatever the
+system, which then is all that stands before a question. The questions are asked as somebody who wants the fact would:
+greedy, without a penalty, which would push away from what was said. A prompt of `trimming` and `summarisation` may be
+as long as the memory of `locret`, and their answers come on top. The tokens are counted by the model's own tokenizer
+and template, not estimated. The summariser is the same model with LangChain's own prompt, greedy with a penalty of
+1.08, may write 256 tokens, and reads all it replaces. Their processes, too, end in the middle: the messages that they
+would be given again are on disk as a checkpointer has them.
 What is not equal: `locret` was given heads trained to keep what is asked for, of other words than these; each system
 goes on from its own answers, so that the dialogues are not the same word by word; things told in the last turns are
 still in everybody's sight (the turn that told it stands beside each answer). The penalty takes the last 1,024 ids of
 LocretChatModel, and all of the prompt of ChatHuggingFace. LocretChatModel tokenises line by line, so that a blank line
-is one token where ChatHuggingFace has two. As the questions are asked without a penalty, a model whose last answers
-were all alike may answer them alike, too: the answers say where that was so.
+is one token where ChatHuggingFace has two.
 
 Of each turn: seconds of the call, with trimming and durable saves; `run`, ids that the model ran in passes of more than
 one, the summariser's included; for LocretChatModel also `fed`, what was new to it (why it is less than `run` stands in
@@ -67,7 +68,8 @@ from locret_stream.evaluation.chat import Told
 from locret_stream.evaluation.metrics import Pair, interval, ratio_interval
 from locret_stream.named_models import NAMED_MODELS, model_path
 
-MAX_TOKENS, SUMMARY_TOKENS, PENALTY = 40, 256, 1.08
+MAX_TOKENS, SUMMARY_TOKENS, SUMMARY_PENALTY = 40, 256, 1.08
+TALK = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.05}
 SYSTEMS = ("locret", "newest", "trimming", "summarisation", "window", "ceiling")
 SHOWN = 50, 100, 150, 200
 History = list[BaseMessage]
@@ -85,10 +87,14 @@ def locret(options: argparse.Namespace, store: Path, stack: contextlib.ExitStack
     from langchain_locret import LocretChatModel
     model = LocretChatModel(model=options.model, store=str(store), max_tokens=MAX_TOKENS, **settings)
     stack.callback(model.close)
-    talking = model.bind(repetition_penalty=PENALTY)
     model.invoke("Hello")  # loads the weights, before the clock starts
     config: Any = {"configurable": {"thread_id": thread}}
-    return lambda history, asking: [*history, (model if asking else talking).invoke(history, config)]
+
+    def turn(history: History, asking: bool) -> History:
+        how = {} if asking else {**TALK, "seed": len(history)}
+        return [*history, model.invoke(history, config, **how)]
+
+    return turn
 
 
 class Weights:
@@ -105,20 +111,21 @@ class Weights:
         self.tokenizer.response_template = None  # with one, the pipeline leaves end markers in the answer
 
     def chat_model(self, **options: Any) -> Any:
+        """Greedy, unless `options` say otherwise."""
         from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
         from transformers import pipeline
 
         # Without return_full_text=False an answer would begin with the whole prompt.
-        pipe = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer, do_sample=False,
-                        return_full_text=False, **options)
+        pipe = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer, return_full_text=False,
+                        **{"do_sample": False} | options)
         model = ChatHuggingFace(llm=HuggingFacePipeline(pipeline=pipe, model_id="the same"), tokenizer=self.tokenizer)
         model.invoke("Hello")
         return model
 
     def both(self) -> dict[bool, Any]:
         """What answers the questions (True), and what talks."""
-        return {True: self.chat_model(max_new_tokens=MAX_TOKENS),
-                False: self.chat_model(max_new_tokens=MAX_TOKENS, repetition_penalty=PENALTY)}
+        talk = self.chat_model(max_new_tokens=MAX_TOKENS, do_sample=True, top_k=0, **TALK)
+        return {True: self.chat_model(max_new_tokens=MAX_TOKENS), False: talk}
 
 
 def counter(options: argparse.Namespace) -> Callable[[Any], int]:
@@ -149,6 +156,7 @@ def trimming(options: argparse.Namespace, most: int) -> Turn:
 
     def turn(history: History, asking: bool) -> History:
         kept = trim_messages(history, max_tokens=most, token_counter=count, strategy="last", start_on="human")
+        torch.manual_seed(len(history))
         return [*history, models[asking].invoke(kept)]
 
     return turn
@@ -160,11 +168,16 @@ def summarisation(options: argparse.Namespace, most: int) -> Turn:
     from langchain.agents.middleware import SummarizationMiddleware
     weights = Weights(options)
     middleware = SummarizationMiddleware(
-        weights.chat_model(max_new_tokens=SUMMARY_TOKENS, repetition_penalty=PENALTY), trigger=("tokens", most),
+        weights.chat_model(max_new_tokens=SUMMARY_TOKENS, repetition_penalty=SUMMARY_PENALTY), trigger=("tokens", most),
         keep=("tokens", most // 2), token_counter=counter(options))
     agents: dict[bool, Any] = {asking: create_agent(model, [], middleware=[middleware])
                                for asking, model in weights.both().items()}
-    return lambda history, asking: agents[asking].invoke({"messages": history})["messages"]
+
+    def turn(history: History, asking: bool) -> History:
+        torch.manual_seed(len(history))
+        return agents[asking].invoke({"messages": history})["messages"]
+
+    return turn
 
 
 def start(options: argparse.Namespace, name: str, store: Path, stack: contextlib.ExitStack) -> Turn:
@@ -274,7 +287,7 @@ def script(options: argparse.Namespace, seed: int) -> list[Said]:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What a cell depends on."""
     return {"model": options.model, "turns": options.turns, "things": options.things, "max_tokens": MAX_TOKENS,
-            "repetition_penalty": PENALTY,
+            "talk": TALK,
             "text": [f"{path.name} {zlib.crc32(path.read_bytes()):08x}" for path in options.text]}
 
 
