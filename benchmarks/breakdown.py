@@ -2,7 +2,7 @@
 
 Every commit of a steady stream is cut into the projection GEMMs of the model, attention, retaining heads, selection,
 compaction (with rotating anew what moved), RoPE, and the rest: norms, activations, residuals, embedding, copies, and
-Python between them. Of the rest the torch profiler tells what is torch operations. `--model bundled` for that one. On
+Python between them. Of the rest the torch profiler tells what is torch operations. `--model` takes other models. On
 CUDA every part is timed between two synchronisations, so that the parts add up to somewhat more than an unhindered
 commit takes, which is shown beside them.
 """
@@ -30,6 +30,7 @@ from locret_stream.engine import Engine, EngineState, attention
 from locret_stream.evaluation.haystack import stdlib_lines
 from locret_stream.heads import RetainingHeads
 from locret_stream.models import attach
+from locret_stream.named_models import NAMED_MODELS
 from locret_stream.policies import make_policy
 
 PARTS = ("projections", "attention", "heads", "selection", "compaction", "RoPE")
@@ -168,9 +169,10 @@ def tiny_engine(folder: str, budget: int, chunk: int) -> Engine:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("tiny", "bundled"), default="tiny", help="tiny: the Llama of peers.py")
-    parser.add_argument("--budget", type=int, default=1024, help="of the tiny one; the bundled one has its own")
-    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--model", choices=("tiny", *NAMED_MODELS), default="tiny",
+                        help="tiny: the Llama of peers.py")
+    parser.add_argument("--budget", type=int, default=1024, help="of the tiny one; the others have their own")
+    parser.add_argument("--chunk", type=int, default=1024, help="of the tiny one")
     parser.add_argument("--chunks", type=int, default=40, help="commits that are timed (default 40)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts into this PNG")
@@ -178,8 +180,8 @@ def main() -> None:
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.model == "bundled":
-        runtime = Runtime.from_pretrained("bundled", max_live=1)
+    if options.model != "tiny":
+        runtime = Runtime.from_pretrained(options.model, max_live=1)
         runtime.start()
         engine, lines = runtime.engine, stdlib_lines(0)
         text = "".join(next(lines) for _ in range(2000))
