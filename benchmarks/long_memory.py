@@ -123,8 +123,8 @@ class Workplace:
         policy: str | Policy = name if kind == "policy" else kind
         if kind == PINNED:
             if not self.heads:
-                raise ConfigError(f"the system {PINNED} needs retaining heads, and {self.options.model} comes with none;"
-                                  " expected --heads")
+                raise ConfigError(f"the system {PINNED} needs retaining heads, and {self.options.model} has none; "
+                                  "expected --heads")
             policy = alternatives.Pinned(RetainingHeads.load(self.heads))
         if kind in alternatives.SYSTEMS:
             policy, budget = "full", Budget(units=self.size(system) + alternatives.ROOM, allocation="uniform")

@@ -94,6 +94,9 @@ def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory):
     kept, pinned = ([answer["kept"] for stream in found["systems"][system]["streams"] for answer in stream["answers"]]
                     for system in ("locret", "pinned"))
     assert max(pinned) == 1 and sum(pinned) > sum(kept) + 0.5, "units of facts go last"
+    gathered, alone = ([[answer["handed"] for answer in stream["answers"]]
+                        for stream in found["systems"][system]["streams"]] for system in ("gathered", "oracle"))
+    assert gathered == [[min(640, sum(some))] * 3 for some in alone], "all facts at once, each as the oracle has it"
     assert found["systems"]["summary"]["tokens_written"] > 0 == found["systems"]["oracle"]["bytes_kept"]
     (tmp_path / "kept.json").write_text(json.dumps({"result": found}))
     longer = {"result": found | {"tokens": 3000}}
