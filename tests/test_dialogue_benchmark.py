@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -76,3 +78,26 @@ def test_all_systems_hold_a_dialogue_over_smollm2(tmp_path: Path):
     assert found["systems"]["ceiling"]["right"] > 0
     for name, one in found["systems"].items():
         assert one["asked"] == 2 and (name == "ceiling" or one["run"]["median"] > 0)
+
+
+def test_the_talk_is_drawn_and_the_questions_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import langchain_dialogue
+
+    import langchain_locret
+    asked: list[dict[str, Any]] = []
+
+    class Model:
+        def __init__(self, **_: Any):
+            self.close = lambda: None
+
+        def invoke(self, messages: Any, config: Any = None, **how: Any) -> str:
+            asked.append(how)
+            return "Yes."
+
+    monkeypatch.setattr(langchain_locret, "LocretChatModel", Model)
+    with contextlib.ExitStack() as stack:
+        turn = langchain_dialogue.locret(argparse.Namespace(model="bundled"), tmp_path, stack)
+        turn([], False)
+        turn([], True)
+    assert asked == [{}, {**langchain_dialogue.TALK, "seed": 0}, {}], "loading, talk, question"
