@@ -10,6 +10,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dialogue_talk import CONFIRMING, FINDINGS, KNOWLEDGE, LOGS, PASSAGES, SLOTS, TALK
+
 from locret_stream.evaluation.chat import Told, numbers, tools, words
 
 MOST = 20  # things
@@ -19,41 +21,6 @@ PREFERENCES = {
     "birthday treat": "karaoke|fireworks|a puppet show", "ink": "dark green|royal blue|sepia",
 }
 OPENINGS = ["", "", "By the way: ", "Before I forget it: ", "For later: ", "You may need this one day. "]
-TALK = """I spent the morning {doing} and now I am {mood}. How is your day?
-Do you think I should go {doing} this weekend, even if it rains?
-My neighbour's {animal} kept me awake all night. What would you do?
-I feel {mood} today and I do not know why. Cheer me up a little, please.
-A friend asked me to go {doing} with her. I have never done it. Is it hard to learn?
-I am thinking of getting a {animal}. Is that a good idea for somebody who lives in a small flat?
-We had {dish} for dinner and everybody wanted more. What goes well with it?
-Thanks, that helps. I was {mood} about it. Let us talk about something else.
-Tell me a short joke about a {animal}.
-I am {mood} because my train is late again. What can I do to pass the time?
-What would you name a {animal} that sleeps all day?
-My sister says that {doing} is a waste of time. I disagree. What do you say?""".splitlines()
-KNOWLEDGE = """What is the capital of {country}?
-Can you explain {concept} in one or two sentences?
-How do I make {dish} for four people?
-What language do they speak in {country}?
-What do I need for {doing}?
-Why is {concept} important?
-What does a {animal} eat?
-I would like to visit {country} next year. What should I see there?
-Who discovered {concept}?
-How long does a {animal} live?""".splitlines()
-PASSAGES = ["What do you think of this?\n\n{text}", "I read this last night:\n\n{text}\n\nWhat is it about?",
-            "{text}\n\nDo you like how that is written?", "Please say in one sentence what happens here.\n\n{text}"]
-LOGS = ["Does anything look wrong here?\n\n{text}", "This is what the server wrote today:\n\n{text}\n\nIs it healthy?",
-        "{text}\n\nWhat does that mean?"]
-SLOTS = {name: listed.split("|") for name, listed in {
-    "doing": "swimming|painting|hiking|baking|sailing|dancing|gardening|climbing|cycling|singing|skating|sewing",
-    "mood": "tired|happy|a bit sad|curious|nervous|very hungry|proud|bored|hopeful|in a hurry",
-    "animal": "parrot|cat|tortoise|donkey|rabbit|puppy|goldfish|peacock|lizard|rooster",
-    "dish": "risotto|goulash|pea soup|paella|lasagne|apple pie|curry|moussaka|dumplings|ratatouille",
-    "country": "Peru|Norway|Kenya|Portugal|Vietnam|Canada|Poland|Morocco|Chile|Iceland|Japan|Greece",
-    "concept": "photosynthesis|gravity|inflation|electricity|evolution|plate tectonics|the printing press|vaccination"
-               "|the water cycle|radio waves|the theory of relativity|penicillin",
-}.items()}
 DAEMONS = "sshd cron nginx postfix kernel systemd dockerd mariadbd".split()
 LINES = ["accepted connection from 10.0.{a}.{b} port {c}", "job {c} finished in {a} ms", "worker {a} restarted",
          "disk usage at {a} percent", "GET /page/{c} 200 {b} ms", "GET /page/{c} 404 {b} ms",
@@ -63,9 +30,10 @@ LINES = ["accepted connection from 10.0.{a}.{b} port {c}", "job {c} finished in 
 
 @dataclass(frozen=True)
 class Said:
-    """One turn of the user, and what it tells (None: other talk)."""
+    """One turn of the user, what a scripted assistant replies, and what the turn tells (None: other talk)."""
 
     text: str
+    reply: str
     tells: Told | None = None
 
 
@@ -74,15 +42,15 @@ def dialogue(seed: int, turns: int, things: int, books: list[str]) -> list[Said]
     r = random.Random(f"dialogue {seed}")
     told = _things(r, things)
     places = [r.randrange(turns * n // things, turns * (n + 1) // things) for n in range(things)]
-    other: dict[str, None] = {}  # nothing is said twice
-    for text in _talk(r, books):
-        if not any(one.value.lower() in text.lower() for one in told):
-            other[text] = None
+    other: dict[str, Said] = {}  # nothing is said twice
+    for one in _talk(r, books):
+        if not any(thing.value.lower() in f"{one.text} {one.reply}".lower() for thing in told):
+            other[one.text] = one
         if len(other) == turns:
             break
-    said = [Said(text) for text in other]
-    for place, one in zip(places, told, strict=True):
-        said[place] = Said(_telling(r, one), one)
+    said = list(other.values())
+    for place, thing in zip(places, told, strict=True):
+        said[place] = Said(_telling(r, thing), r.choice(CONFIRMING) + _confirmed(thing), thing)
     return said
 
 
@@ -106,23 +74,36 @@ def _telling(r: random.Random, one: Told) -> str:
     return f"The workshop's tool returned this:\n\n{one.line}" if one.line[0] == "{" else r.choice(OPENINGS) + one.line
 
 
-def _talk(r: random.Random, books: list[str]) -> Iterator[str]:
+def _confirmed(one: Told) -> str:
+    """The thing as the assistant repeats it, in the form of an answer to its question: "The seat of Ada is 12."."""
+    asked = one.question.rstrip("?").replace("my preferred", "your preferred")
+    if asked.startswith("Why is it that "):
+        return f"{asked.removeprefix('Why is it that ').capitalize()} because {one.value}."
+    what = asked.split(" is ", 1)[1]
+    return f"{what[0].upper()}{what[1:]} is {one.value}."
+
+
+def _talk(r: random.Random, books: list[str]) -> Iterator[Said]:
     """Small talk, questions of general knowledge, passages of the books and lines of a log, for ever."""
     split = [book.split() for book in books]
     while True:
         kind = r.random()
         if kind < .25:
-            yield _filled(r, r.choice(TALK))
+            yield _filled(r, TALK)
         elif kind < .45:
-            yield _filled(r, r.choice(KNOWLEDGE))
+            yield _filled(r, KNOWLEDGE)
         elif kind < .8:
-            yield r.choice(PASSAGES).format(text=_passage(r, r.choice(split)))
+            yield _filled(r, PASSAGES, text=_passage(r, r.choice(split)))
         else:
-            yield r.choice(LOGS).format(text=_log(r))
+            log = _log(r)
+            yield _filled(r, LOGS, text=log, finding=next(FINDINGS[event] for event in FINDINGS if event in log))
 
 
-def _filled(r: random.Random, template: str) -> str:
-    return template.format(**{name: r.choice(listed) for name, listed in SLOTS.items()})
+def _filled(r: random.Random, templates: list[tuple[str, str]], **slots: str) -> Said:
+    """Of one of the templates (what the user says, the reply)."""
+    for rows in SLOTS.values():
+        slots |= r.choice(rows)
+    return Said(*(template.format(**slots) for template in r.choice(templates)))
 
 
 def _passage(r: random.Random, book: list[str]) -> str:

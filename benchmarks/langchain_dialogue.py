@@ -4,10 +4,10 @@
     pip install --no-deps langchain-huggingface==1.2.3          # for trimming, summarisation and window
     python benchmarks/langchain_dialogue.py --text books/*.txt --out out/dialogue
 
-A user talks with SmolLM2-135M-Instruct. 20 turns, one in every ten, tell one thing each: numbers, names, places,
-reasons, preferences, what a tool returned. The others are small talk, questions of general knowledge, passages of a
-book and lines of a log. The model answers every turn in at most 40 tokens. After turn 100 the process ends; another one
-goes on from what lies on disk. Behind turn 200 each thing is asked, each from the same state. An answer is right if it
+A user talks in 200 turns. 20 of them, one in every ten, tell one thing each: numbers, names, places, reasons,
+preferences, what a tool returned. The others are small talk, questions of general knowledge, passages of a book and
+lines of a log. After turn 100 the process ends; another one goes on from what lies on disk. Behind turn 200 each thing
+is asked, each from the same state; SmolLM2-135M-Instruct answers in at most 40 tokens. An answer is right if it
 contains the value, whatever its case. The systems:
 
   locret          LocretChatModel with its default memory: budget and chunk size, 1,280 units per KV head, the answer
@@ -18,21 +18,25 @@ contains the value, whatever its case. The systems:
                   keeps the newest messages of at most 640, and a summary of what came before
   window          as trimming, with as many tokens as the model's window holds beside an answer: six times the memory
   ceiling         the model's own limit: each thing is asked right behind the turn that told it and the answer to that
+  gathered        the same with all things: each is asked behind the 20 turns that told one, and nothing else
+
+`--replies script`, the default: the assistant's 200 replies come from the script, the same for all systems, as those of
+a better model would: it answers, and repeats once what it was told. `--replies own`: the model answers for itself, in
+at most 40 tokens, drawn at temperature 0.8 from the likeliest 0.95 of the mass with a repetition penalty of 1.05, with
+seeds (greedy, it soon says the same sentence for ever). With scripted replies LocretChatModel is called at every turn
+to read it, and what it would have said (one token) is thrown away; trimming has nothing to do before the questions.
 
 What makes it fair: all have the same weights in the same precision, the same user, the same length of answers. Nobody
-knows which turns will matter. The talk is drawn at temperature 0.8 from the likeliest 0.95 of the mass with a
-repetition penalty of 1.05, with seeds: greedy, this small model soon says the same sentence for ever, whatever the
-system, which then is all that stands before a question. The questions are asked as somebody who wants the fact would:
-greedy, without a penalty, which would push away from what was said. A prompt of `trimming` and `summarisation` may be
-as long as the memory of `locret`, and their answers come on top. The tokens are counted by the model's own tokenizer
-and template, not estimated. The summariser is the same model with LangChain's own prompt, greedy with a penalty of
-1.08, may write 256 tokens, and reads all it replaces. Their processes, too, end in the middle: the messages that they
-would be given again are on disk as a checkpointer has them.
-What is not equal: `locret` was given heads trained to keep what is asked for, of other words than these; each system
-goes on from its own answers, so that the dialogues are not the same word by word; things told in the last turns are
-still in everybody's sight (the turn that told it stands beside each answer). The penalty takes the last 1,024 ids of
-LocretChatModel, and all of the prompt of ChatHuggingFace. LocretChatModel tokenises line by line, so that a blank line
-is one token where ChatHuggingFace has two.
+knows which turns will matter. The questions are greedy, without a penalty, which would push away from what was said. A
+prompt of `trimming` and `summarisation` may be as long as the memory of `locret`, and their answers come on top. The
+tokens are counted by the model's own tokenizer and template, not estimated. The summariser is the same model with
+LangChain's own prompt, greedy with a penalty of 1.08, may write 256 tokens, and reads all it replaces. Their processes,
+too, end in the middle: the messages that they would be given again are on disk as a checkpointer has them.
+What is not equal: `locret` was given heads trained to keep what is asked for, of other words than these; things told
+in the last turns are still in everybody's sight (the turn that told it stands beside each answer). With replies of
+their own, each system goes on from its own, and the penalty takes the last 1,024 ids of LocretChatModel, and all of the
+prompt of ChatHuggingFace. LocretChatModel tokenises line by line, so that a blank line is one token where
+ChatHuggingFace has two.
 
 Of each turn: seconds of the call, with trimming and durable saves; `run`, ids that the model ran in passes of more than
 one, the summariser's included; for LocretChatModel also `fed`, what was new to it (why it is less than `run` stands in
@@ -60,7 +64,15 @@ from typing import Any
 
 import torch
 from dialogue_script import MOST, Said, dialogue
-from langchain_core.messages import BaseMessage, HumanMessage, messages_from_dict, messages_to_dict, trim_messages
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    HumanMessage,
+    messages_from_dict,
+    messages_to_dict,
+    trim_messages,
+)
 from record import record
 from timing import MIB, resident_bytes
 
@@ -70,12 +82,13 @@ from locret_stream.named_models import NAMED_MODELS, model_path
 
 MAX_TOKENS, SUMMARY_TOKENS, SUMMARY_PENALTY = 40, 256, 1.08
 TALK = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.05}
-SYSTEMS = ("locret", "newest", "trimming", "summarisation", "window", "ceiling")
+SYSTEMS = ("locret", "newest", "trimming", "summarisation", "window", "ceiling", "gathered")
+LIMITS = "ceiling", "gathered"
 SHOWN = 50, 100, 150, 200
 History = list[BaseMessage]
-Turn = Callable[[History, bool], History]
-"""Answers the last message, which is one of the questions (True) or talk. Returns what is given again at the next turn;
-it ends with the answer."""
+Turn = Callable[[History, str | None, bool], History]
+"""Answers the last message, which is one of the questions (True) or talk, to which the script may have a reply. Returns
+what is given again at the next turn; it ends with the answer."""
 
 
 # -- the systems ------------------------------------------------------------------------------------------------------
@@ -90,7 +103,10 @@ def locret(options: argparse.Namespace, store: Path, stack: contextlib.ExitStack
     model.invoke("Hello")  # loads the weights, before the clock starts
     config: Any = {"configurable": {"thread_id": thread}}
 
-    def turn(history: History, asking: bool) -> History:
+    def turn(history: History, reply: str | None, asking: bool) -> History:
+        if reply is not None:
+            read = model.invoke(history, config, max_tokens=1)
+            return [*history, AIMessage(reply, response_metadata={"read": read.response_metadata["locret"]})]
         how = {} if asking else {**TALK, "seed": len(history)}
         return [*history, model.invoke(history, config, **how)]
 
@@ -154,7 +170,9 @@ def trimming(options: argparse.Namespace, most: int) -> Turn:
     """ChatHuggingFace, given the newest messages of at most so many tokens."""
     models, count = Weights(options).both(), counter(options)
 
-    def turn(history: History, asking: bool) -> History:
+    def turn(history: History, reply: str | None, asking: bool) -> History:
+        if reply is not None:
+            return [*history, AIMessage(reply)]
         kept = trim_messages(history, max_tokens=most, token_counter=count, strategy="last", start_on="human")
         torch.manual_seed(len(history))
         return [*history, models[asking].invoke(kept)]
@@ -173,9 +191,11 @@ def summarisation(options: argparse.Namespace, most: int) -> Turn:
     agents: dict[bool, Any] = {asking: create_agent(model, [], middleware=[middleware])
                                for asking, model in weights.both().items()}
 
-    def turn(history: History, asking: bool) -> History:
+    def turn(history: History, reply: str | None, asking: bool) -> History:
         torch.manual_seed(len(history))
-        return agents[asking].invoke({"messages": history})["messages"]
+        agent = agents[asking] if reply is None else create_agent(
+            FakeListChatModel(responses=[reply]), [], middleware=[middleware])
+        return agent.invoke({"messages": history})["messages"]
 
     return turn
 
@@ -227,12 +247,14 @@ class Meter:
         if isinstance(module, torch.nn.Embedding):
             self.passes.append(given[0].numel())
 
-    def answer(self, history: History, text: str, asking: bool = False) -> tuple[History, dict[str, Any]]:
+    def answer(self, history: History, text: str, reply: str | None = None, *,
+               asking: bool = False) -> tuple[History, dict[str, Any]]:
         self.passes.clear()
         began = time.perf_counter()
-        history = self.turn([*history, HumanMessage(text)], asking)
+        history = self.turn([*history, HumanMessage(text)], reply, asking)
         took = {"s": round(time.perf_counter() - began, 3), "run": sum(many for many in self.passes if many > 1)}
-        receipt = history[-1].response_metadata.get("locret")
+        metadata = history[-1].response_metadata
+        receipt = metadata.get("locret") or metadata.get("read")
         return history, took | ({"fed": receipt["fed"], "source": receipt["source"]} if receipt else {})
 
 
@@ -246,27 +268,42 @@ def go_on(options: argparse.Namespace, name: str, seed: int, until: int) -> None
         meter = Meter(start(options, name, folder / "store", stack))
         kept.starts.append(len(kept.turns) + 1)
         for at, one in enumerate(said[len(kept.turns):until], len(kept.turns) + 1):
-            kept.history, took = meter.answer(kept.history, one.text)
+            kept.history, took = meter.answer(kept.history, one.text, scripted(options, one))
             kept.turns.append({"turn": at, **took, "mib": round(resident_bytes() / MIB)})
             kept.save()
             print(f"{name} {seed}: turn {at}, {took['s']:.1f} s", file=sys.stderr, flush=True)
         if until < options.turns:
             return
-        answers = [asked(one.tells, at, meter.answer(kept.history, one.tells.question, True))
+        answers = [asked(one.tells, at, meter.answer(kept.history, one.tells.question, asking=True))
                    for at, one in enumerate(said, 1) if one.tells]
     finish(options, name, seed, {"answers": answers, "turns": kept.turns, "starts": kept.starts,
                                  "talk": [(message.type, message.text) for message in kept.history]})
 
 
-def ceiling(options: argparse.Namespace, name: str, seed: int) -> None:
-    """In a process of its own: each thing asked behind the turn that told it and the answer to that, nothing else."""
+def limit(options: argparse.Namespace, name: str, seed: int) -> None:
+    """In a process of its own: each thing asked behind the turn that told it, or all such turns (`gathered`), and the
+    answers to that, nothing else."""
     torch.set_num_threads(options.threads)
+    telling = [(at, one) for at, one in enumerate(script(options, seed), 1) if one.tells]
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="locret-ceiling-"))
-        meter = Meter(locret(options, Path(store), stack, thread=None))  # exact, as it fits the memory
-        answers = [asked(one.tells, at, meter.answer(meter.answer([], one.text)[0], one.tells.question, True))
-                   for at, one in enumerate(script(options, seed), 1) if one.tells]
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="locret-limit-"))
+        # On nobody's thread, and exact, as it fits the memory.
+        meter = Meter(locret(options, Path(store), stack, thread=None))
+
+        def before(one: Said) -> History:
+            if options.replies == "own":
+                return meter.answer([], one.text)[0]
+            some = [one] if name == "ceiling" else [other for _, other in telling]
+            return [message for other in some for message in (HumanMessage(other.text), AIMessage(other.reply))]
+
+        answers = [asked(one.tells, at, meter.answer(before(one), one.tells.question, asking=True))
+                   for at, one in telling if one.tells]
     finish(options, name, seed, {"answers": answers})
+
+
+def scripted(options: argparse.Namespace, one: Said) -> str | None:
+    """The reply to this turn, or None: the model's own."""
+    return one.reply if options.replies == "script" else None
 
 
 def asked(one: Told, turn: int, answered: tuple[History, dict[str, Any]]) -> dict[str, Any]:
@@ -287,7 +324,7 @@ def script(options: argparse.Namespace, seed: int) -> list[Said]:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What a cell depends on."""
     return {"model": options.model, "turns": options.turns, "things": options.things, "max_tokens": MAX_TOKENS,
-            "talk": TALK,
+            "replies": options.replies, "talk": TALK if options.replies == "own" else None,
             "text": [f"{path.name} {zlib.crc32(path.read_bytes()):08x}" for path in options.text]}
 
 
@@ -315,7 +352,7 @@ def run(options: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
     """A system in a dialogue; what lies in a file already, from there."""
     path, spawn = cell(options, name, seed), multiprocessing.get_context("spawn")
     steps: list[tuple[Callable[..., None], tuple[int, ...]]] = [
-        (go_on, (options.turns // 2,)), (go_on, (options.turns,))] if name != "ceiling" else [(ceiling, ())]
+        (go_on, (options.turns // 2,)), (go_on, (options.turns,))] if name not in LIMITS else [(limit, ())]
     for step, until in steps:
         if not path.exists():
             process = spawn.Process(target=step, args=(options, name, seed, *until))
@@ -366,17 +403,21 @@ def costs(dialogues: list[list[dict[str, Any]]]) -> dict[str, Any]:
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="books that no heads were trained with")
     parser.add_argument("--out", type=Path, required=True, help="folder of one file for each system and dialogue")
-    parser.add_argument("--systems", default="locret,trimming,summarisation,ceiling", help=f"of {','.join(SYSTEMS)}")
+    parser.add_argument("--systems", default="locret,trimming,summarisation,ceiling,gathered",
+                        help=f"of {','.join(SYSTEMS)}")
     parser.add_argument("--dialogues", type=int, default=5, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one's number")
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--things", type=int, default=MOST)
+    parser.add_argument("--replies", choices=("script", "own"), default="script", help="from the script, or its own")
     parser.add_argument("--model", choices=NAMED_MODELS, default="smollm2")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", metavar="NAME", help="also write benchmarks/results/NAME.json")
     options = parser.parse_args()
     if unknown := set(options.systems.split(",")) - set(SYSTEMS):
         parser.error(f"--systems names {', '.join(sorted(unknown))}; expected some of {', '.join(SYSTEMS)}")
+    if options.replies == "own" and "gathered" in options.systems.split(","):
+        parser.error("gathered needs the same replies for all; expected --replies script, or other --systems")
     if not 1 <= options.things <= min(MOST, options.turns):
         parser.error(f"--things is {options.things}; expected 1 to {MOST}, and no more than --turns ({options.turns})")
     return options

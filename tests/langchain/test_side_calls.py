@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
 
 from langchain_locret import LocretChatModel, StateLost
@@ -65,6 +65,28 @@ def test_two_agents_of_one_thread_keep_a_memory_each(script: Script, tmp_path: P
         answer = chat.invoke(left, A)
         assert receipt(answer)["source"] == "snapshot"
         assert held(chat, "a") == rendered([*first, left[-1], answer])
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["its own answer", "an answer that is another's"])
+def test_many_questions_about_one_state_do_not_displace_it(script: Script, tmp_path: Path, foreign: bool):
+    """Each goes on from there, as does the talk behind them: not even one makes the thread read its history again."""
+    with model(Store(tmp_path)) as chat:
+        said: list[BaseMessage] = []
+        for turn in range(3):
+            said += [HumanMessage(f"turn {turn}")]
+            answer = chat.invoke(said, A)
+            said += [AIMessage(f"as the application has it, {turn}") if foreign else answer]
+        for number in range(12):
+            asked = chat.invoke([*said, HumanMessage(f"question {number}")], A)
+            assert receipt(asked)["source"] in ("live", "snapshot"), number
+    with model(Store(tmp_path)) as chat:  # and in another process
+        for number in range(12, 18):
+            asked = chat.invoke([*said, HumanMessage(f"question {number}")], A)
+            assert receipt(asked)["source"] in ("live", "snapshot"), number
+        last = [*said, HumanMessage("and now?")]
+        answer = chat.invoke(last, A)
+        assert receipt(answer)["source"] == "snapshot" and held(chat, "a") == rendered([*last, answer])
+        assert len(numbers(chat)) <= 4 + 2, "four of the thread, and those of its last save"
 
 
 def test_what_a_thread_keeps_is_bounded(script: Script, tmp_path: Path):
@@ -158,9 +180,9 @@ def test_a_lineage_that_was_gone_on_with_outlives_questions_that_were_asked_once
     stored = {one.key: (one.tokens, one) for one in (
         *(boundary(number, 1) for number in range(1, 6)),
         *(boundary(number, number // 2) for number in range(10, 100)))}
-    stay = {stored[key][0]: pinned for key, pinned in kept(stored, 16).items()}
+    stay = {stored[key][0]: pinned for key, pinned in kept(stored, 16, {}).items()}
     assert {1, 2, 3, 4, 5} <= stay.keys() and stay[5] and not stay[1]
-    assert len({stored[key][1].lineage for key in kept(stored, 16)}) == LINEAGES
+    assert len({stored[key][1].lineage for key in kept(stored, 16, {})}) == LINEAGES
     assert tip_of(stored, None).tokens == 5 and tip_of(stored, boundary(99, 49)).tokens == 5
 
 
@@ -168,15 +190,27 @@ def test_whatever_was_used_last_stays():
     """New lineages stay however many longer ones there are: else no new one could ever begin."""
     stored = {one.key: (one.tokens, one) for one in (
         *(boundary(number, number // 4) for number in range(80)), *(boundary(number, number) for number in (90, 91)))}
-    stay = [stored[key][1].tokens for key in kept(stored, 16)]
-    assert {90, 91} <= set(stay) and len({stored[key][1].lineage for key in kept(stored, 16)}) == LINEAGES
+    stay = [stored[key][1].tokens for key in kept(stored, 16, {})]
+    assert {90, 91} <= set(stay) and len({stored[key][1].lineage for key in kept(stored, 16, {})}) == LINEAGES
+
+
+def test_of_a_lineage_those_stay_that_were_used_last():
+    """Those that this process did not use go first, the oldest ahead."""
+    stored = {one.key: (one.tokens, one) for one in (boundary(number, 1) for number in range(1, 11))}
+
+    def staying(*used: int) -> list[int]:
+        order = {boundary(number, 1).key: at for at, number in enumerate(used, 1)}
+        return sorted(stored[key][0] for key in kept(stored, 4, order))
+
+    assert staying() == [7, 8, 9, 10] and staying(2, 1) == [1, 2, 9, 10]
+    assert staying(10, 9, 3, 8, 1, 7) == [1, 3, 7, 8]
 
 
 def test_the_largest_lineage_gives_first():
     stored: dict[bytes, Any] = {one.key: (one.tokens, one) for one in (
         *(boundary(number, 1, stream=number == 1) for number in range(1, 41)),
         *(boundary(40 + number, 2 + number % 6) for number in range(1, 60)))}
-    stay = [stored[key][1] for key in kept(stored, 8)]
+    stay = [stored[key][1] for key in kept(stored, 8, {})]
     counts = {lineage: sum(one.lineage == bytes([lineage]) for one in stay) for lineage in range(1, 8)}
     assert sum(counts.values()) == SHARE * 8 + 1 and max(counts.values()) <= 6
     assert 1 in [one.tokens for one in stay]

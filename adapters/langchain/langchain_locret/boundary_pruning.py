@@ -1,8 +1,9 @@
 """Which boundaries of a thread stay, so that no chain of messages displaces what another one needs.
 
 A *lineage* is one chain of messages with its branches: an agent, or a call on the side (a guardrail, a title) that
-inherits the thread. Each lineage keeps its newest boundaries, and the ends of the streams that it absorbed, as no
-message contains these. A thread keeps `SHARE` times what one lineage may keep at most, and its streams.
+inherits the thread. Each lineage keeps the boundaries that were used last, so that many questions about one state do
+not displace that state; and the ends of the streams that it absorbed, as no message contains these. A thread keeps
+`SHARE` times what one lineage may keep at most, and its streams.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SHARE = 4
 Stored = Mapping[bytes, tuple[int, Boundary]]  # generation and boundary, by the boundary's key
 
 
-def kept(stored: Stored, most: int) -> dict[bytes, bool]:
+def kept(stored: Stored, most: int, used: Mapping[bytes, int]) -> dict[bytes, bool]:
     """The keys of the boundaries that stay; True for those that stay even if the store grows too large.
 
     Of the lineages without a stream the 8 used last stay, and 8 more: those with a single question go first, then those
@@ -26,12 +27,17 @@ def kept(stored: Stored, most: int) -> dict[bytes, bool]:
 
     Args:
         most: boundaries that one lineage keeps, and streams.
+        used: by key, a number that is larger the later this process made the boundary or went on from it; those that
+            are not in it count as used before, in the order in which they were made.
     """
-    lineages = _lineages(stored)
+    def last_use(key: bytes) -> tuple[int, int]:
+        return used.get(key, 0), stored[key][0]
+
+    lineages = [sorted(line, key=last_use) for line in _lineages(stored)]
     streams = {key for line in lineages for key in [key for key in line if stored[key][1].stream][-most:]}
     plain = [line for line in lineages if not streams & set(line)]
-    plain.sort(key=lambda line: stored[line[-1]][0])
-    older = sorted(plain[:-RECENT], key=lambda line: (_gone_on(stored, line), stored[line[-1]][0]))
+    plain.sort(key=lambda line: last_use(line[-1]))
+    older = sorted(plain[:-RECENT], key=lambda line: (_gone_on(stored, line), last_use(line[-1])))
     dropped = older[:max(len(plain) - LINEAGES, 0)]
     lines = [line[-most:] for line in lineages if line not in dropped]
     while sum(map(len, lines)) > max(SHARE * most, len(lines)):

@@ -62,6 +62,7 @@ class Thread:
         stored: generation and boundary of each snapshot, by the boundary's key; None: not looked up yet.
         unusable: keys of stored boundaries whose snapshots could not be loaded in this turn; they stay stored, as
             another turn, or a runtime of another budget, may load them.
+        used: by the boundary's key, numbers that grow with each boundary that is made or gone on from.
         stale: another owner saved the session meanwhile.
         owner: of a fork, the session of the thread whose keys it goes on with; "" for its own.
         users: calls that use it or wait for it.
@@ -78,6 +79,7 @@ class Thread:
     boundary: Boundary | None = None
     stored: dict[bytes, tuple[int, Boundary]] | None = None
     unusable: set[bytes] = field(default_factory=set)
+    used: dict[bytes, int] = field(default_factory=dict)
     stale: bool = False
     owner: str = ""
     users: int = 0
@@ -201,12 +203,16 @@ class Thread:
 
     async def move_to(self, boundary: Boundary) -> Source:
         """Bring the context to a boundary: it stays there, or loads the boundary's snapshot. Raises SnapshotError."""
+        self._mark_used(boundary)
         if self.live is not None and self.live.key == boundary.key:
             return "live"
         generation = self.snapshots[boundary.key][0]
         await self._move(generation)
         self.boundary = boundary
         return "snapshot"
+
+    def _mark_used(self, boundary: Boundary) -> None:
+        self.used[boundary.key] = max(self.used.values(), default=0) + 1
 
     async def _move(self, generation: int) -> None:
         """Put the context where the snapshot of that generation is; 0 is the beginning."""
@@ -317,6 +323,7 @@ class Thread:
             self.stale = isinstance(error, StaleOwner)  # then its boundaries are to be looked up again
             return False
         self.stored[boundary.key] = (snapshot.generation, boundary)
+        self._mark_used(boundary)
         self.unusable.discard(boundary.key)
         if self.before is not None:  # a turn that may fail prunes nothing
             self.new_generations.append(snapshot.generation)
@@ -327,8 +334,9 @@ class Thread:
     def prune(self) -> None:
         """Keep those boundaries that stay; the store deletes the snapshots of the others after its next save."""
         assert self.stored is not None
-        stay = kept(self.stored, self._store.keep_last)
+        stay = kept(self.stored, self._store.keep_last, self.used)
         self.stored = stored = {key: self.stored[key] for key in stay}
+        self.used = {key: at for key, at in self.used.items() if key in stored}
         if self.open:
             self.context.keep = {stored[key][0]: pinned for key, pinned in stay.items()}
 
@@ -369,7 +377,7 @@ class Thread:
         """
         await self.close()
         self._detach()
-        self.owner, self.fed = "", False
+        self.used, self.owner, self.fed = {}, "", False
 
     def _detach(self) -> None:
         self.ctx = self.boundary = self.stored = None
