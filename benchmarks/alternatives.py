@@ -194,6 +194,13 @@ async def gathered(runtime: Runtime, stream: Stream, size: int) -> Outcome:
     return await ask_of(runtime, stream, ids[-size:])
 
 
+async def gathered_recent(runtime: Runtime, stream: Stream, size: int) -> Outcome:
+    """As `gathered`, and behind that the last tokens that fit: what the model answers of the very best choice where as
+    many tokens stand before the question as a memory holds, all read as one text."""
+    ids = [token for fact in sorted(stream.facts, key=lambda fact: fact.start) for token in surroundings(stream, fact)]
+    return await ask_of(runtime, stream, [*ids, *stream.tokens[-max(1, size - len(ids)):]][-size:])
+
+
 def surroundings(stream: Stream, fact: Planted) -> list[int]:
     """A fact, and about `AROUND_TOKENS` of the sentences beside it."""
     low, high, around = fact.piece, fact.piece + 1, 0
@@ -210,6 +217,7 @@ def surroundings(stream: Stream, fact: Planted) -> list[int]:
 
 SYSTEMS: dict[str, System] = {
     "truncation": truncation, "summary": summary, "bm25": bm25, "oracle": oracle, "gathered": gathered,
+    "gathered_recent": gathered_recent,
 }
 """Those that hand text to a full cache. `memory` is the others'."""
 

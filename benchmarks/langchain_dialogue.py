@@ -19,6 +19,8 @@ contains the value, whatever its case. The systems:
   window          as trimming, with as many tokens as the model's window holds beside an answer: six times the memory
   ceiling         the model's own limit: each thing is asked right behind the turn that told it and the answer to that
   gathered        the same with all things: each is asked behind the 20 turns that told one, and nothing else
+  gathered_recent the same with the last turns behind these 20, as many as 1,280 tokens hold: the best choice that a
+                  memory of that size can make
 
 `--replies script`, the default: the assistant's 200 replies come from the script, the same for all systems, as those of
 a better model would: it answers, and repeats once what it was told. `--replies own`: the model answers for itself, in
@@ -57,159 +59,22 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from dialogue_script import MOST, Said, dialogue
-from langchain_core.language_models import FakeListChatModel
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    HumanMessage,
-    messages_from_dict,
-    messages_to_dict,
-    trim_messages,
-)
+from dialogue_systems import LIMITS, MAX_TOKENS, SYSTEMS, TALK, History, Turn, counter, locret, room, start
+from langchain_core.messages import AIMessage, HumanMessage, messages_from_dict, messages_to_dict
 from record import record
 from timing import MIB, resident_bytes
 
 from locret_stream.evaluation.chat import Told
 from locret_stream.evaluation.metrics import Pair, interval, ratio_interval
-from locret_stream.named_models import NAMED_MODELS, model_path
+from locret_stream.named_models import NAMED_MODELS
 
-MAX_TOKENS, SUMMARY_TOKENS, SUMMARY_PENALTY = 40, 256, 1.08
-TALK = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.05}
-SYSTEMS = ("locret", "newest", "trimming", "summarisation", "window", "ceiling", "gathered")
-LIMITS = "ceiling", "gathered"
 SHOWN = 50, 100, 150, 200
-History = list[BaseMessage]
-Turn = Callable[[History, str | None, bool], History]
-"""Answers the last message, which is one of the questions (True) or talk, to which the script may have a reply. Returns
-what is given again at the next turn; it ends with the answer."""
-
-
-# -- the systems ------------------------------------------------------------------------------------------------------
-
-
-def locret(options: argparse.Namespace, store: Path, stack: contextlib.ExitStack, *, thread: str | None = "dialogue",
-           **settings: Any) -> Turn:
-    """LocretChatModel on a thread of the store; None: on nobody's, each history by itself."""
-    from langchain_locret import LocretChatModel
-    model = LocretChatModel(model=options.model, store=str(store), max_tokens=MAX_TOKENS, **settings)
-    stack.callback(model.close)
-    model.invoke("Hello")  # loads the weights, before the clock starts
-    config: Any = {"configurable": {"thread_id": thread}}
-
-    def turn(history: History, reply: str | None, asking: bool) -> History:
-        if reply is not None:
-            read = model.invoke(history, config, max_tokens=1)
-            return [*history, AIMessage(reply, response_metadata={"read": read.response_metadata["locret"]})]
-        how = {} if asking else {**TALK, "seed": len(history)}
-        return [*history, model.invoke(history, config, **how)]
-
-    return turn
-
-
-class Weights:
-    """The same weights for ChatHuggingFace, in the precision that our runtime chooses."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from locret_stream.runtime.loading import cpu_dtype
-        folder, named = model_path(options.model), NAMED_MODELS[options.model]
-        dtype = cpu_dtype(torch.bfloat16) if named.dtype == "auto" else named.dtype
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.tokenizer.response_template = None  # with one, the pipeline leaves end markers in the answer
-
-    def chat_model(self, **options: Any) -> Any:
-        """Greedy, unless `options` say otherwise."""
-        from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
-        from transformers import pipeline
-
-        # Without return_full_text=False an answer would begin with the whole prompt.
-        pipe = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer, return_full_text=False,
-                        **{"do_sample": False} | options)
-        model = ChatHuggingFace(llm=HuggingFacePipeline(pipeline=pipe, model_id="the same"), tokenizer=self.tokenizer)
-        model.invoke("Hello")
-        return model
-
-    def both(self) -> dict[bool, Any]:
-        """What answers the questions (True), and what talks."""
-        talk = self.chat_model(max_new_tokens=MAX_TOKENS, do_sample=True, top_k=0, **TALK)
-        return {True: self.chat_model(max_new_tokens=MAX_TOKENS), False: talk}
-
-
-def counter(options: argparse.Namespace) -> Callable[[Any], int]:
-    """Counts the tokens of messages as the chat template writes them, the opening of an answer included."""
-    from transformers import AutoTokenizer
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_path(options.model))
-    roles = {"human": "user", "ai": "assistant", "system": "system"}
-
-    @cache
-    def written(*messages: tuple[str, str]) -> int:
-        text = tokenizer.apply_chat_template([{"role": roles[role], "content": content} for role, content in messages],
-                                             tokenize=False, add_generation_prompt=True)
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    one = ("human", "Hello")
-    around = 2 * written(one) - written(one, one)
-
-    def count(messages: Any) -> int:
-        """Message by message, as their ends are tokens of their own; written anew each time they would take seconds."""
-        return around + sum(written(one, (message.type, message.text)) - written(one) for message in messages)
-
-    return count
-
-
-def trimming(options: argparse.Namespace, most: int) -> Turn:
-    """ChatHuggingFace, given the newest messages of at most so many tokens."""
-    models, count = Weights(options).both(), counter(options)
-
-    def turn(history: History, reply: str | None, asking: bool) -> History:
-        if reply is not None:
-            return [*history, AIMessage(reply)]
-        kept = trim_messages(history, max_tokens=most, token_counter=count, strategy="last", start_on="human")
-        torch.manual_seed(len(history))
-        return [*history, models[asking].invoke(kept)]
-
-    return turn
-
-
-def summarisation(options: argparse.Namespace, most: int) -> Turn:
-    """An agent whose older messages are replaced by a summary as soon as there are so many tokens."""
-    from langchain.agents import create_agent
-    from langchain.agents.middleware import SummarizationMiddleware
-    weights = Weights(options)
-    middleware = SummarizationMiddleware(
-        weights.chat_model(max_new_tokens=SUMMARY_TOKENS, repetition_penalty=SUMMARY_PENALTY), trigger=("tokens", most),
-        keep=("tokens", most // 2), token_counter=counter(options))
-    agents: dict[bool, Any] = {asking: create_agent(model, [], middleware=[middleware])
-                               for asking, model in weights.both().items()}
-
-    def turn(history: History, reply: str | None, asking: bool) -> History:
-        torch.manual_seed(len(history))
-        agent = agents[asking] if reply is None else create_agent(
-            FakeListChatModel(responses=[reply]), [], middleware=[middleware])
-        return agent.invoke({"messages": history})["messages"]
-
-    return turn
-
-
-def start(options: argparse.Namespace, name: str, store: Path, stack: contextlib.ExitStack) -> Turn:
-    """The system of that name; the stack closes it."""
-    named = NAMED_MODELS[options.model]
-    most = named.budget + named.chunk_size
-    if name in ("locret", "newest"):
-        return locret(options, store, stack, **({"policy": "streaming_llm"} if name == "newest" else {}))
-    if name == "summarisation":
-        return summarisation(options, most)
-    window = json.loads((Path(model_path(options.model)) / "config.json").read_text())["max_position_embeddings"]
-    return trimming(options, most if name == "trimming" else window - MAX_TOKENS)
 
 
 # -- a dialogue --------------------------------------------------------------------------------------------------------
@@ -284,7 +149,13 @@ def limit(options: argparse.Namespace, name: str, seed: int) -> None:
     """In a process of its own: each thing asked behind the turn that told it, or all such turns (`gathered`), and the
     answers to that, nothing else."""
     torch.set_num_threads(options.threads)
-    telling = [(at, one) for at, one in enumerate(script(options, seed), 1) if one.tells]
+    said = script(options, seed)
+    telling = [(at, one) for at, one in enumerate(said, 1) if one.tells]
+    together = messages([one for _, one in telling])
+    if name == "gathered_recent":
+        most, count = room(options), counter(options)
+        last = max((at for at in range(len(said)) if count(together + messages(said[at:])) > most), default=-1) + 1
+        together += messages(said[last:])
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="locret-limit-"))
         # On nobody's thread, and exact, as it fits the memory.
@@ -293,12 +164,16 @@ def limit(options: argparse.Namespace, name: str, seed: int) -> None:
         def before(one: Said) -> History:
             if options.replies == "own":
                 return meter.answer([], one.text)[0]
-            some = [one] if name == "ceiling" else [other for _, other in telling]
-            return [message for other in some for message in (HumanMessage(other.text), AIMessage(other.reply))]
+            return messages([one]) if name == "ceiling" else together
 
         answers = [asked(one.tells, at, meter.answer(before(one), one.tells.question, asking=True))
                    for at, one in telling if one.tells]
     finish(options, name, seed, {"answers": answers})
+
+
+def messages(said: Iterable[Said]) -> History:
+    """The turns with their scripted replies."""
+    return [message for one in said for message in (HumanMessage(one.text), AIMessage(one.reply))]
 
 
 def scripted(options: argparse.Namespace, one: Said) -> str | None:
@@ -416,8 +291,8 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := set(options.systems.split(",")) - set(SYSTEMS):
         parser.error(f"--systems names {', '.join(sorted(unknown))}; expected some of {', '.join(SYSTEMS)}")
-    if options.replies == "own" and "gathered" in options.systems.split(","):
-        parser.error("gathered needs the same replies for all; expected --replies script, or other --systems")
+    if options.replies == "own" and "gathered" in options.systems:
+        parser.error("what is gathered needs the same replies for all; expected --replies script, or other --systems")
     if not 1 <= options.things <= min(MOST, options.turns):
         parser.error(f"--things is {options.things}; expected 1 to {MOST}, and no more than --turns ({options.turns})")
     return options

@@ -15,6 +15,7 @@ Systems, all with the same model, the same form of question and room for the sam
     bm25               a search through the whole text by the words of the question (`pip install bm25s`); `bm25:N`
     oracle             the fact among a hundred tokens of the book: how well the model answers at all
     gathered           all facts at once, each among its hundred tokens: how well the model tells them apart
+    gathered_recent    the same with the last tokens behind them, as many as fit: the best choice that a memory can make
 
 An answer is right if it contains the value. Every stream of every system is a file in `--out`; what is there is not
 measured again, so that the same command goes on where it stopped, and parts (`--systems`, `--streams`,

