@@ -196,7 +196,8 @@ async def gathered(runtime: Runtime, stream: Stream, size: int) -> Outcome:
 
 async def gathered_recent(runtime: Runtime, stream: Stream, size: int) -> Outcome:
     """As `gathered`, and behind that the last tokens that fit: what the model answers of the very best choice where as
-    many tokens stand before the question as a memory holds, all read as one text."""
+    many tokens stand before the question as a memory holds, all read as one text. A fact that is told among those last
+    tokens is told twice."""
     ids = [token for fact in sorted(stream.facts, key=lambda fact: fact.start) for token in surroundings(stream, fact)]
     return await ask_of(runtime, stream, [*ids, *stream.tokens[-max(1, size - len(ids)):]][-size:])
 

@@ -19,8 +19,8 @@ contains the value, whatever its case. The systems:
   window          as trimming, with as many tokens as the model's window holds beside an answer: six times the memory
   ceiling         the model's own limit: each thing is asked right behind the turn that told it and the answer to that
   gathered        the same with all things: each is asked behind the 20 turns that told one, and nothing else
-  gathered_recent the same with the last turns behind these 20, as many as 1,280 tokens hold: the best choice that a
-                  memory of that size can make
+  gathered_recent the same with the last other turns behind these 20, as many as 1,280 tokens hold: the best choice
+                  that a memory of that size can make
 
 `--replies script`, the default: the assistant's 200 replies come from the script, the same for all systems, as those of
 a better model would: it answers, and repeats once what it was told. `--replies own`: the model answers for itself, in
@@ -147,19 +147,19 @@ def go_on(options: argparse.Namespace, name: str, seed: int, until: int) -> None
 
 def limit(options: argparse.Namespace, name: str, seed: int) -> None:
     """In a process of its own: each thing asked behind the turn that told it, or all such turns (`gathered`), and the
-    answers to that, nothing else."""
+    replies to that; `gathered_recent`: and the last other turns."""
     torch.set_num_threads(options.threads)
     said = script(options, seed)
     telling = [(at, one) for at, one in enumerate(said, 1) if one.tells]
     together = messages([one for _, one in telling])
     if name == "gathered_recent":
-        most, count = room(options), counter(options)
-        last = max((at for at in range(len(said)) if count(together + messages(said[at:])) > most), default=-1) + 1
-        together += messages(said[last:])
+        most, count, other = room(options), counter(options), [one for one in said if not one.tells]
+        last = max((at for at in range(len(other)) if count(together + messages(other[at:])) > most), default=-1) + 1
+        together += messages(other[last:])
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="locret-limit-"))
-        # On nobody's thread, and exact, as it fits the memory.
-        meter = Meter(locret(options, Path(store), stack, thread=None))
+        # On nobody's thread, with a cache that evicts nothing.
+        meter = Meter(locret(options, Path(store), stack, thread=None, policy="full", budget=2 * room(options)))
 
         def before(one: Said) -> History:
             if options.replies == "own":

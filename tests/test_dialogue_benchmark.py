@@ -117,7 +117,7 @@ def test_the_talk_is_drawn_and_the_questions_are_not(tmp_path: Path, monkeypatch
         def __init__(self, **_: Any):
             self.close = lambda: None
 
-        def invoke(self, messages: Any, config: Any = None, **how: Any) -> str:
+        def invoke(self, messages: Any, config: Any = None, **how: Any) -> AIMessage:
             asked.append(how)
             return AIMessage("Yes.", response_metadata={"locret": {"fed": 3}})
 

@@ -187,6 +187,7 @@ class Thread:
             raise
         except SnapshotError as error:
             self.unusable.add(boundary.key)
+            self.used.pop(boundary.key, None)  # it was not gone on from, and displaces nothing that can be
             if not rebuild or not isinstance(error, (SnapshotMismatch, SnapshotCorrupt)):
                 raise
         await self.close()
