@@ -13,7 +13,8 @@ from langchain_core.runnables import RunnableLambda
 from langchain_locret import LocretChatModel, StateLost
 from langchain_locret.boundaries import Boundary
 from langchain_locret.boundary_pruning import LINEAGES, SHARE, kept, tip_of
-from locret_stream import StaleOwner, Store, StoreError
+from langchain_locret.thread import Thread
+from locret_stream import SnapshotMismatch, StaleOwner, Store, StoreError
 from locret_stream.snapshot import Branch
 from locret_stream.snapshot.session_folder import SessionFolder
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread
@@ -204,6 +205,21 @@ def test_of_a_lineage_those_stay_that_were_used_last():
 
     assert staying() == [7, 8, 9, 10] and staying(2, 1) == [1, 2, 9, 10]
     assert staying(10, 9, 3, 8, 1, 7) == [1, 3, 7, 8]
+
+
+async def test_a_boundary_that_cannot_be_loaded_does_not_count_as_used(monkeypatch: pytest.MonkeyPatch):
+    good, bad = boundary(1, 1), boundary(2, 1)
+    one = Thread(runtime(), "langchain/a", stored={good.key: (1, good), bad.key: (2, bad)})
+
+    async def move(self: Thread, generation: int) -> None:
+        if generation == 2:
+            raise SnapshotMismatch("made with another budget", field="budget", found="512", expected="1024")
+
+    monkeypatch.setattr(Thread, "_move", move)
+    await one.reach(good, rebuild=False)
+    with pytest.raises(SnapshotMismatch, match="another budget"):
+        await one.reach(bad, rebuild=False)
+    assert one.unusable == {bad.key} and one.used.keys() == {good.key}
 
 
 def test_the_largest_lineage_gives_first():
