@@ -21,19 +21,25 @@ from locret_stream.cli.text_input import check_readable
 from locret_stream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import TextIO
 
     from locret_stream.making import Texts
 
 PATIENCE = 100  # conversations in a row of which the model answers nothing
+BACKGROUND_TOKENS = 500_000  # as many as train-heads reads for --label attention
 HELP = """Make conversations for train-heads: texts with facts in them, and questions about the facts.
 
 The texts are parts of your --text files, source code, logs, JSON of tools, and talk; the facts are numbers, names, \
 places, dates, reasons, decisions, preferences, settings and error codes, each told in one of several ways. Nothing is \
 downloaded. The model reads every conversation once with its full cache, and only the questions that it answers right \
-are kept: what it cannot answer teaches no head what to keep.
+are kept: what it cannot answer teaches no head what to keep. Facts that only other questions ask for are taken out, \
+so that nothing is told that no answer needs.
 
 The same options and seed make the same conversations. Ctrl-C leaves those that are made in --out.
+
+--background writes texts and talk of the same kinds in which no fact is told, some 500,000 tokens, for the option of \
+train-heads that has this name: heads learn from it what need not stay.
 
 Examples:
 
@@ -42,7 +48,11 @@ Examples:
   # longer texts, as they will be read; each doubling of the length has the same share
   locret-stream make-data --model ./llama --text emma.txt --text moby.txt --tokens 500 --tokens 8000 --out pairs.jsonl
   # then
-  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads"""
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads
+  # or, for heads that hold their order over a long stream
+  locret-stream make-data --model ./llama --text emma.txt --out pairs.jsonl --background plain.jsonl
+  locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --label attention --kernel 9 --bias \
+--background plain.jsonl"""
 
 
 class Made:
@@ -66,6 +76,8 @@ def make_data(
     tokens: Annotated[list[int] | None, typer.Option(min=50, show_default="400 4000", help=(
         "Given twice: the fewest and the most tokens of a text."))] = None,
     seed: Annotated[int, typer.Option(help="Chooses texts, facts and places.")] = 0,
+    background: Annotated[Path | None, typer.Option(dir_okay=False, help=(
+        "Also write texts and talk that tell nothing, as JSONL, to this file."))] = None,
     device: Device = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -76,16 +88,27 @@ def make_data(
     if len(lengths) != 2 or lengths[0] > lengths[1]:
         raise ConfigError(f"--tokens is given as {' '.join(map(str, lengths))}; expected it twice, the fewest and the "
                           "most")
-    if to.exists():
-        raise ConfigError(f"{to} exists; expected the name of a new file")
+    for path in filter(None, (to, background)):
+        if path.exists():
+            raise ConfigError(f"{path} exists; expected the name of a new file")
+    if background == to:
+        raise ConfigError(f"--out and --background are both {to}; expected two files")
     made = Made(to)
     with interruptible(Summary(made)):
         from locret_stream.making import Texts
 
         texts = Texts(text)
         loaded, tokenizer = load(model, device=device, dtype=dtype)
+
+        @functools.lru_cache(1 << 16)
+        def measure(piece: str) -> int:
+            return len(tokenizer(piece, add_special_tokens=False)["input_ids"])
+
+        if background is not None:
+            with background.open("x", encoding="utf-8") as file:
+                _make_background(texts, measure, (lengths[0], lengths[1]), seed, file)
         with to.open("x", encoding="utf-8") as file:
-            _make(loaded, tokenizer, texts, (lengths[0], lengths[1]), conversations, seed, file, made)
+            _make(loaded, tokenizer, texts, measure, (lengths[0], lengths[1]), conversations, seed, file, made)
     if as_json:
         print_json({"out": str(to), "conversations": made.kept, "tried": made.tried, "tokens": made.tokens,
                     "questions": made.right.total(), "answered": made.right[True],
@@ -95,14 +118,24 @@ def make_data(
                   soft_wrap=True)
 
 
-def _make(model: Any, tokenizer: Any, texts: Texts, lengths: tuple[int, int], wanted: int, seed: int,
-          file: TextIO, made: Made) -> None:
+def _make_background(texts: Texts, measure: Callable[[str], int], lengths: tuple[int, int], seed: int,
+                     file: TextIO) -> None:
+    """Write conversations in which nothing is told."""
+    from locret_stream.making import Making, conversation
+
+    tokens, number = 0, 0
+    while tokens < BACKGROUND_TOKENS:
+        r = random.Random(f"{seed}/background/{number}")
+        messages = conversation(texts, r, measure, Making(tokens=lengths, facts=(0, 0))).messages
+        file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+        tokens += sum(measure(message["content"]) for message in messages)
+        number += 1
+
+
+def _make(model: Any, tokenizer: Any, texts: Texts, measure: Callable[[str], int], lengths: tuple[int, int],
+          wanted: int, seed: int, file: TextIO, made: Made) -> None:
     """Make conversations and write those of which the model answers a question."""
     from locret_stream.making import Making, answered, conversation
-
-    @functools.lru_cache(1 << 16)
-    def measure(piece: str) -> int:
-        return len(tokenizer(piece, add_special_tokens=False)["input_ids"])
 
     columns = (TextColumn("making conversations"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))

@@ -185,8 +185,9 @@ def train_heads(
     allocation: AllocationOptions,
     tuning: TuningOptions,
     background: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
-        "Text like most of what will be streamed, about which nothing is asked: heads of --label attention learn to "
-        "score it lower, and --allocate and --tune let examples begin behind it."))] = None,
+        "Text like most of what will be streamed, about which nothing is asked, or conversations of that kind (.jsonl, "
+        "make-data --background): heads of --label attention learn to score it lower, and --allocate and --tune let "
+        "examples begin behind it."))] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out, heads and all.")] = False,
     restart_tuning: Annotated[bool, typer.Option("--restart-tuning", help=(
         "Tune the first heads anew and forget the earlier tuning."))] = False,
@@ -269,15 +270,19 @@ def _expect_together(heads: HeadsOptions, allocation: AllocationOptions, tuning:
 
 def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBase, division: AllocationConfig,
             tuning: TuneConfig | None, least: int) -> list[int]:
-    """Token ids of a text, at most as many as will be read, `least` by the first stage. Raises InvalidText."""
+    """Token ids of a text or of conversations (.jsonl), at most as many as will be read, `least` by the first stage.
+    Raises InvalidText, and as `background_pieces`."""
     from locret_stream.text import TextCodec
+    from locret_stream.training.data import background_pieces
 
     codec, ids = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int]()
+    pieces = (background_pieces(path, tokenizer) if path.suffix == ".jsonl" else
+              map(codec.encode_text, file_text(path)))  # a word cut in two every 64 KiB does not matter here
     most = max(least, 2 * division.background_tokens)  # one half of it is for tuning
     if tuning:
         most = max(most, tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every)))
-    for piece in file_text(path):  # encoded separately: a word cut in two every 64 KiB does not matter here
-        ids += codec.encode_text(piece)
+    for piece in pieces:
+        ids += piece
         if len(ids) >= most:
             break
     return ids[:most]

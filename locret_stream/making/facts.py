@@ -18,6 +18,7 @@ from locret_stream.making.words import (
     EVENTS,
     FIRST,
     FOLDERS,
+    HAPPENED,
     JOBS,
     LAST,
     MONTHS,
@@ -33,6 +34,7 @@ from locret_stream.making.words import (
     ROOMS,
     SERVICES,
     SETTINGS,
+    SPOTS,
     TASKS,
     TASTES,
     TITLES,
@@ -85,6 +87,13 @@ def whereabouts(r: random.Random) -> MadeFact:
     return MadeFact((told,), f"Where is the {what}?", f"The {what} is in the {where}.", where)
 
 
+def spot(r: random.Random) -> MadeFact:
+    what, value = r.choice(OBJECTS), r.choice(SPOTS)
+    told = r.choice([f"The {what} is kept {value}.", f"They left the {what} {value}.",
+                     f"I saw the {what} {value}.", f"Look for the {what} {value}."])
+    return MadeFact((told,), f"Where is the {what} now?", f"The {what} is {value}.", value)
+
+
 def date(r: random.Random) -> MadeFact:
     what, value = r.choice(EVENTS), f"{r.choice(MONTHS)} {r.randint(1, 28)}"
     told = r.choice([f"The {what} is on {value}.", f"The {what} takes place on {value}.",
@@ -98,6 +107,13 @@ def reason(r: random.Random) -> MadeFact:
     told = r.choice([f"The {what} was {verb} because {value}.", f"Because {value}, the {what} was {verb}.",
                      f"They told us that the {what} was {verb} because {value}."])
     return MadeFact((told,), f"Why was the {what} {verb}?", f"The {what} was {verb} because {value}.", value)
+
+
+def cause(r: random.Random) -> MadeFact:
+    what, value = r.choice(HAPPENED), r.choice(REASONS)
+    told = r.choice([f"{_capital(what)} because {value}.", f"{_capital(value)}, and that is why {what}.",
+                     f"The reason that {what} was that {value}."])
+    return MadeFact((told,), f"What is the reason that {what}?", f"{_capital(what)} because {value}.", value)
 
 
 def decision(r: random.Random) -> MadeFact:
@@ -170,6 +186,14 @@ def record(r: random.Random) -> MadeFact:
     return MadeFact((told,), f"What is the {name} of {city}?", f"The {name} of {city} is {value}.", value, "json")
 
 
+def asset(r: random.Random) -> MadeFact:
+    what, name, value = r.choice(OBJECTS), r.choice(QUANTITIES), _number(r)
+    made = {"asset": what, "checked": r.random() < 0.5, name.replace(" ", "_"): value, "count": r.randint(1, 99)}
+    keys = r.sample(list(made), len(made))
+    return MadeFact((json.dumps({key: made[key] for key in keys}),), f"What is the {name} of the {what}?",
+                    f"The {name} of the {what} is {value}.", value, "json")
+
+
 def order(r: random.Random) -> MadeFact:
     number, what, value = _number(r, 4), r.choice(OBJECTS), r.choice(FIRST) + " " + r.choice(LAST)
     told = json.dumps({"order": int(number), "item": what, "quantity": r.randint(1, 9), "customer": value},
@@ -194,8 +218,8 @@ def setting(r: random.Random) -> MadeFact:
 
 
 KINDS: tuple[Callable[[random.Random], MadeFact], ...] = (
-    quantity, office, whereabouts, date, reason, decision, preference, home, pet, saying, failure, status, record,
-    order, place_in_code, setting)
+    quantity, office, whereabouts, spot, date, reason, cause, decision, preference, home, pet, saying, failure, status,
+    record, asset, order, place_in_code, setting)
 
 
 def facts(r: random.Random, count: int, style: Style | None = None) -> list[MadeFact]:

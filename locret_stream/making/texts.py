@@ -1,4 +1,4 @@
-"""The texts that facts lie in: books, source code, logs, JSON of tools, and talk. Knows nothing of models or tokens.
+"""The texts that facts lie in: books, source code, logs and JSON of tools. Knows nothing of models or tokens.
 
 A text is a sequence of pieces (sentences or lines), each with the white space that ends it.
 """
@@ -21,10 +21,6 @@ _SENTENCE = re.compile(r"(?<=[.;!?])\s+")
 _EVENTS = ("connection opened from 10.{a}.{b}.{c}", "request GET /v1/items/{n} 200 in {m} ms", "cache miss for key {n}",
            "retrying in {m} ms", "flushed {n} rows to disk", "heartbeat from node {a}", "token refreshed for user {n}",
            "slow query took {m} ms", "scheduled task {n} finished", "disk usage at {b} percent")
-_TALK = ("I went for a long walk this morning.", "The weather has been strange lately.", "Let us go on with the list.",
-         "I am still waiting for the train.", "We had soup for lunch again.", "My neighbour is painting the fence.",
-         "There is not much news today.", "I read a good book last night.", "The meeting took far too long.",
-         "I should really clean the kitchen.", "The children are playing outside.", "It is getting late here.")
 
 
 class Texts:
@@ -41,8 +37,8 @@ class Texts:
         self._books = [_sentences(path) for path in books]
         self._modules = training_modules()
 
-    def pieces(self, style: Style | None, r: random.Random) -> Iterator[str]:
-        """Pieces of one style without end; None: talk."""
+    def pieces(self, style: Style, r: random.Random) -> Iterator[str]:
+        """Pieces of one style without end."""
         if style == "prose":
             book = r.choice(self._books)
             at = r.randrange(len(book))
@@ -55,12 +51,9 @@ class Texts:
         elif style == "log":
             while True:
                 yield _log_line(r)
-        elif style == "json":
-            while True:
-                yield _json_line(r)
         else:
             while True:
-                yield r.choice(_TALK) + " "
+                yield _json_line(r)
 
 
 def _sentences(path: Path) -> list[str]:

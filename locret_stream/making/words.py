@@ -40,6 +40,13 @@ the roof was leaking|a storm was coming in from the west|the permit arrived too 
 two players were injured|the price had doubled|the bridge was being repaired|the generator broke down
 the tickets were printed wrongly|the mayor asked for more time|the wood was still too wet
 the train drivers were on strike""")
+HAPPENED = _phrases("""the market was half empty|the bells did not ring|the fountain stayed dry
+the guests went home early|the parade took another street|the shelves were bare|the lamp would not burn
+the parcel went back|the choir sang outside
+the gate stayed shut|the visitors had to wait|the bread was sold out by noon""")
+SPOTS = _phrases("""under the bridge|beside the stove|between two barrels|above the doorway|behind the curtain
+on the window sill|at the foot of the bed|near the cash desk|inside a hollow tree|below the deck|under a loose tile
+on top of the wardrobe|next to the weather vane|in the cart outside|at the far end of the pier""")
 TASKS = _phrases("""the login page|the backup job|the search index|the payment service|the mobile app
 the nightly report|the image cache|the message queue|the test cluster|the billing export|the audit log
 the staging server""")

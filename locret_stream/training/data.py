@@ -301,3 +301,16 @@ def fit(example: Example, max_tokens: int) -> Example | None:
 def load_examples(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     """Every line of a JSONL, rendered. Raises as `read_jsonl` and `render` do."""
     return [render(tokenizer, messages, where) for where, messages in read_jsonl(path)]
+
+
+def background_pieces(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """The ids of every conversation of a JSONL about which nothing is asked, as the chat template writes it, with its
+    control tokens. Raises as `read_jsonl`; ConfigError: no chat template; InputError: it refuses a conversation."""
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{path} has conversations, and the tokenizer no chat template; expected one, or plain text")
+    for where, messages in read_jsonl(path):
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            raise InputError(f"{where}: the chat template refuses this conversation: {error}") from error
+        yield tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]

@@ -141,6 +141,26 @@ def test_heads_learn_to_rank_against_a_text_and_are_tuned_afterwards(tiny: Path,
     assert "--layers is 'all but one'; expected numbers" in mistake(*train, "--layers", "all but one")
 
 
+def test_a_background_may_be_conversations(tiny: Path, tmp_path: Path, monkeypatch):
+    """They are read as the chat template writes them, with its control tokens."""
+    monkeypatch.setattr("locret_stream.cli.train_heads.PLAIN_TOKENS", 300)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    heads, plain = tmp_path / "heads", tmp_path / "plain.jsonl"
+    talks = [[{"role": "user", "content": f"Line {n} of a log.\nOne more."}, {"role": "assistant", "content": "OK."}]
+             for n in range(40)]
+    plain.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    train = ["train-heads", "--model", tiny, "--data", pairs(tmp_path), "--out", heads, "--steps", 1, "--width", 16,
+             "--held-out", 0.4, "--background", plain, "--label", "attention", "--json"]
+    code, _, err = invoke(*train)
+    assert code == 0, err
+    ids = [number for talk in talks for number in tokenizer.apply_chat_template(talk, return_dict=False)][:300]
+    assert set(ids) & set(tokenizer.all_special_ids)
+    digest = hashlib.blake2b(torch.tensor(ids).numpy().astype("<i8").tobytes(), digest_size=16).hexdigest()
+    assert json.loads((heads / "run.json").read_text())["data"].endswith(f" background {digest}")
+    plain.write_text('{"messages": "none"}\n')
+    assert f"{plain}:1: " in mistake(*train)
+
+
 def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     data, heads, log = pairs(tmp_path), tmp_path / "heads", tmp_path / "service.log"
     log.write_text("".join(f"service {n} answers in {n % 7} ms\n" for n in range(400)) + "no newline at the end")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from locret_stream import InputError
 from locret_stream.making import Conversation, Making, Texts, answered, conversation
@@ -126,6 +127,28 @@ def test_a_file_of_conversations_is_training_data(book: Path, tiny: Path, tmp_pa
     code, out, err = invoke(*options)
     assert code == 0 and (tmp_path / "more.jsonl").read_text() == to.read_text(), "a function of the seed"
     assert f"train-heads --model {tiny} --data" in out
+
+
+def test_a_background_tells_nothing(book: Path, tiny: Path, tmp_path: Path, monkeypatch):
+    from locret_stream import making
+
+    monkeypatch.setattr(making, "answered", lambda model, tokenizer, talk: answered(Knowing(set()), tokenizer, talk))
+    monkeypatch.setattr("locret_stream.cli.make_data.BACKGROUND_TOKENS", 6_000)
+    plain = tmp_path / "plain.jsonl"
+    options = ["make-data", "--model", tiny, "--text", book, "--out", tmp_path / "pairs.jsonl", "--conversations", 1,
+               "--tokens", 300, "--tokens", 600, "--background"]
+    code, _, err = invoke(*options, plain)
+    assert code == 0, err
+    lines = [json.loads(line)["messages"] for line in plain.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokens = [len(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
+              for talk in lines for message in talk]
+    assert 6_000 <= sum(tokens) < 9_000 and len({json.dumps(talk) for talk in lines}) == len(lines) > 5
+    assert any(len(talk) > 6 for talk in lines), "talk"
+    assert all(message.get("weight", 1) == 0 for talk in lines for message in talk if message["role"] == "assistant")
+    assert f"{plain} exists" in mistake(*options[:-1], "--background", plain, "--out", tmp_path / "more.jsonl")
+    both = tmp_path / "both.jsonl"
+    assert "expected two files" in mistake(*options, both, "--out", both)
 
 
 def test_mistakes_in_make_data_are_one_line(book: Path, tiny: Path, tmp_path: Path, monkeypatch):
