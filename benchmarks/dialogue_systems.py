@@ -18,7 +18,8 @@ from locret_stream.named_models import NAMED_MODELS, model_path
 
 MAX_TOKENS, SUMMARY_TOKENS, SUMMARY_PENALTY = 40, 256, 1.08
 TALK = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.05}
-SYSTEMS = ("locret", "newest", "trimming", "summarisation", "window", "ceiling", "gathered", "gathered_recent")
+SYSTEMS = ("locret", "recall", "newest", "newest_recall", "trimming", "summarisation", "window", "ceiling", "gathered",
+           "gathered_recent")
 LIMITS = "ceiling", "gathered", "gathered_recent"
 History = list[BaseMessage]
 Turn = Callable[[History, str | None, bool], History]
@@ -37,7 +38,7 @@ def locret(options: argparse.Namespace, store: Path, stack: contextlib.ExitStack
 
     def turn(history: History, reply: str | None, asking: bool) -> History:
         if reply is not None:
-            read = model.invoke(history, config, max_tokens=1)
+            read = model.invoke(history, config, max_tokens=1, recall=False)  # nothing of its reply is used
             return [*history, AIMessage(reply, response_metadata={"read": read.response_metadata["locret"]})]
         how = {} if asking else {**TALK, "seed": len(history)}
         return [*history, model.invoke(history, config, **how)]
@@ -141,8 +142,9 @@ def room(options: argparse.Namespace) -> int:
 def start(options: argparse.Namespace, name: str, store: Path, stack: contextlib.ExitStack) -> Turn:
     """The system of that name; the stack closes it."""
     most = room(options)
-    if name in ("locret", "newest"):
-        return locret(options, store, stack, **({"policy": "streaming_llm"} if name == "newest" else {}))
+    if name in ("locret", "recall", "newest", "newest_recall"):
+        newest = {"policy": "streaming_llm"} if name.startswith("newest") else {}
+        return locret(options, store, stack, **newest, recalls="recall" in name or None)
     if name == "summarisation":
         return summarisation(options, most)
     window = json.loads((Path(model_path(options.model)) / "config.json").read_text())["max_position_embeddings"]

@@ -12,7 +12,9 @@ contains the value, whatever its case. The systems:
 
   locret          LocretChatModel with its default memory: budget and chunk size, 1,280 units per KV head, the answer
                   included
-  newest          the same with a memory of the first and the newest units (policy streaming_llm)
+  recall          the same, where each question first reads again what has its words (`recalls=True`)
+  newest          as locret, with a memory of the first and the newest units (policy streaming_llm)
+  newest_recall   that, with recall
   trimming        ChatHuggingFace; `trim_messages` keeps the newest messages of at most 1,280 tokens
   summarisation   ChatHuggingFace in an agent of LangChain's; as soon as there are 1,280 tokens, SummarizationMiddleware
                   keeps the newest messages of at most 640, and a summary of what came before

@@ -9,6 +9,8 @@ Systems, all with the same model, the same form of question and room for the sam
 
     locret             the memory of the library; `--heads` for other heads
     pinned             the same, where units of facts go last: what it answers wrongly was there, and not found
+    recall             the same, where a question first reads again what has its words (`Runtime(recall=True)`);
+                       `recall:POLICY` with another policy
     streaming_llm      the first and the most recent tokens in the same space; `policy:NAME` for any other policy
     truncation         the last tokens, all of them; `truncation:N` for N tokens, at most what the window holds
     summary            a summary that the model itself brings up to date every so often, and the last tokens
@@ -41,7 +43,7 @@ from book import FACTS, Book, Stream, make_stream
 from record import record
 
 from locret_stream import Runtime
-from locret_stream.config import Budget
+from locret_stream.config import Budget, Recall
 from locret_stream.errors import ConfigError, LocretError
 from locret_stream.evaluation import metrics
 from locret_stream.evaluation.cells import Origin
@@ -55,7 +57,8 @@ from locret_stream.policies import Policy, make_policy
 VERSION = 1  # of streams and systems: counted up when one changes, so that results before and after are never mixed
 MEMORIES = "locret", "streaming_llm"
 DEFAULT = (*MEMORIES, *alternatives.SYSTEMS)
-PINNED = "pinned"
+PINNED, RECALL = "pinned", "recall"
+KNOWN = (*DEFAULT, PINNED, RECALL)
 SIZED = "truncation", "bm25"  # those that may be given a number of tokens
 LEAST = 3 * alternatives.SUMMARY_TOKENS  # what a summary needs: its old and its new form, and text
 
@@ -105,11 +108,12 @@ class Workplace:
         kind, options = system.partition(":")[0], self.options
         origin = self._bench.origin(str(self.heads) if self.heads and kind not in alternatives.SYSTEMS else "")
         prompts = (alternatives.SUMMARY, alternatives.NEXT, alternatives.UPDATE, str(alternatives.SUMMARY_TOKENS),
-                   str(alternatives.PENALTY))
+                   str(alternatives.PENALTY)) if kind == "summary" else ()
+        prompts = (str(Recall()),) if kind == RECALL else prompts
         return Cell(system=system, stream=stream, tokens=options.tokens, facts=options.facts, asked=options.asked,
                     texts=tuple(book.name for book in self.books), budget=options.budget,
                     chunk_size=options.chunk_size, origin=msgspec.structs.replace(origin, text=""),
-                    prompts=prompts if kind == "summary" else ())
+                    prompts=prompts)
 
     def size(self, system: str) -> int:
         """How many tokens of text a system may hand over."""
@@ -121,7 +125,7 @@ class Workplace:
         """Not running yet."""
         kind, _, name = system.partition(":")
         budget: int | Budget = self.options.budget
-        policy: str | Policy = name if kind == "policy" else kind
+        policy: str | Policy = name if kind == "policy" else name or "locret" if kind == RECALL else kind
         if kind == PINNED:
             if not self.heads:
                 raise ConfigError(f"the system {PINNED} needs retaining heads, and {self.options.model} has none; "
@@ -130,7 +134,8 @@ class Workplace:
         if kind in alternatives.SYSTEMS:
             policy, budget = "full", Budget(units=self.size(system) + alternatives.ROOM, allocation="uniform")
         return Runtime(self.model, self.tokenizer, heads=self.heads, policy=policy, budget=budget,
-                       chunk_size=self.options.chunk_size, max_live=1, acknowledge=self.acknowledge)
+                       chunk_size=self.options.chunk_size, max_live=1, acknowledge=self.acknowledge,
+                       recall=kind == RECALL)
 
     def stream(self, number: int, runtime: Runtime) -> Stream:
         """Made once, because cutting a long one takes a while."""
@@ -259,11 +264,11 @@ def expect_systems(options: argparse.Namespace) -> None:
     """Raises ConfigError: one is unknown, or lacks what it needs."""
     for system in options.systems:
         kind, colon, name = system.partition(":")
-        if kind == "policy":
+        if kind in ("policy", RECALL) and name:
             make_policy(name) if name not in MEMORIES else None
-        elif kind not in (*DEFAULT, PINNED) or (colon and (kind not in SIZED or not name.isdigit() or int(name) < 1)):
-            raise ConfigError(f"there is no system {system!r}; expected some of {', '.join((*DEFAULT, PINNED))}, "
-                              "policy:NAME, truncation:TOKENS or bm25:TOKENS")
+        elif kind not in KNOWN or (colon and (kind not in SIZED or not name.isdigit() or int(name) < 1)):
+            raise ConfigError(f"there is no system {system!r}; expected some of {', '.join(KNOWN)}, policy:NAME, "
+                              "recall:POLICY, truncation:TOKENS or bm25:TOKENS")
         if kind == "bm25":
             alternatives.expect_bm25s()
         if kind == "summary" and options.budget + options.chunk_size < LEAST:

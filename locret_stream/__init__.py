@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from locret_stream.version import __version__
 
 if TYPE_CHECKING:
-    from locret_stream.config import Budget, Sampling, StreamConfig
-    from locret_stream.context import FeedReport, Replay, StreamingContext, Token
+    from locret_stream.config import Budget, Recall, Sampling, StreamConfig
+    from locret_stream.context import FeedReport, Recalled, Replay, StreamingContext, Token
     from locret_stream.errors import (
         BudgetExceeded,
         ConfigError,
@@ -67,6 +67,8 @@ __all__ = [
     "LocretError",
     "ModelError",
     "NoSlot",
+    "Recall",
+    "Recalled",
     "Replay",
     "Runtime",
     "Sampling",
@@ -93,8 +95,8 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("Budget", "Sampling", "StreamConfig"), "config"),
-    **dict.fromkeys(("FeedReport", "Replay", "StreamingContext", "Token"), "context"),
+    **dict.fromkeys(("Budget", "Recall", "Sampling", "StreamConfig"), "config"),
+    **dict.fromkeys(("FeedReport", "Recalled", "Replay", "StreamingContext", "Token"), "context"),
     **dict.fromkeys(("SyncContext", "open_context"), "shorthand"),
     **dict.fromkeys(("Collected", "Snapshot", "Store", "Verified"), "snapshot"),
     "Runtime": "runtime",

@@ -154,6 +154,23 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"chunk_size is {self.chunk_size!r}; expected a whole number of tokens, at least 1")
 
 
+class Recall(msgspec.Struct, frozen=True, kw_only=True):
+    """How what was evicted is found again: before a question, the passages that have its words are read once more.
+
+    Args:
+        tokens: the most that are read again before a question. A passage has up to 64.
+
+    Raises:
+        ConfigError: not a whole number of at least 64.
+    """
+
+    tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.tokens) or not 64 <= self.tokens <= MOST_UNITS:
+            raise ConfigError(f"recall: tokens is {self.tokens!r}; expected a whole number, at least 64")
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen. The noise is a function of (seed, position).
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from locret_stream.context import FeedReport, Memory, StreamingContext, Token
+from locret_stream.config import Recall
+from locret_stream.context import FeedReport, Memory, Recalled, StreamingContext, Token
 from locret_stream.context.sources import Source
 from locret_stream.errors import ContextClosed
 from locret_stream.runtime import Runtime
@@ -129,6 +130,10 @@ class SyncContext:
     def ask(self, question: str, **options: Any) -> str:
         """As `StreamingContext.ask`."""
         return self._run(self._context().ask(question, **options))
+
+    def recall(self, question: str, recall: Recall | None = None) -> tuple[Recalled, ...]:
+        """As `StreamingContext.recall`."""
+        return self._run(self._context().recall(question, recall))
 
     def generate(self, prompt: str | None = None, **options: Any) -> Iterator[Token]:
         """As `StreamingContext.generate`; an ordinary iterator of tokens."""

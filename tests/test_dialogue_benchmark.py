@@ -127,5 +127,5 @@ def test_the_talk_is_drawn_and_the_questions_are_not(tmp_path: Path, monkeypatch
         turn([], None, False)
         turn([], None, True)
         assert turn([], "From the script.", False)[-1].text == "From the script."
-    assert asked.pop() == {"max_tokens": 1}, "a turn whose reply is the script's is read"
+    assert asked.pop() == {"max_tokens": 1, "recall": False}, "a turn whose reply is the script's is read"
     assert asked == [{}, {**dialogue_systems.TALK, "seed": 0}, {}], "loading, talk, question"

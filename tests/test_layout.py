@@ -29,7 +29,7 @@ TABLE = (
     ("runtime",),
     ("context",),
     ("worker",),
-    ("engine",),
+    ("engine", "recall"),
     ("models", "sampling", "text"),
     ("policies", "snapshot"),
     ("heads", "cache"),
@@ -210,7 +210,8 @@ def test_nothing_imports_adapters():
 PUBLIC = [
     "Budget", "BudgetExceeded", "Collected", "ConfigError", "ContextBusy", "ContextClosed", "ContextError",
     "EmptySource", "FeedReport", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError",
-    "ModelError", "NoSlot", "Replay", "Runtime", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError",
+    "ModelError", "NoSlot", "Recall", "Recalled", "Replay", "Runtime", "Sampling", "Snapshot", "SnapshotCorrupt",
+    "SnapshotError",
     "SnapshotMismatch", "SnapshotNotFound", "SnapshotTooNew", "SourceError", "StaleOwner", "Store", "StoreError",
     "StreamConfig", "StreamingContext", "SyncContext", "Token", "UnknownPolicy", "UnsupportedModel", "Verified",
     "WindowExceeded", "__version__", "open_context",

@@ -28,6 +28,8 @@ Device = Annotated[str | None, typer.Option(show_default="cuda where there is on
 Dtype = Annotated[str, typer.Option(help="Data type of the weights, such as bfloat16 or float32.")]
 Acknowledge = Annotated[str | None, typer.Option(show_default="OK.; none for bundled", help=(
     'The reply between what was read and a question, which then has a turn of its own; "" for both in one turn.'))]
+Recall = Annotated[bool | None, typer.Option("--recall", help=(
+    "Before each question read again what has its words, evicted or not; all that is read is kept as text for that."))]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
 DEFAULT_STORE = "~/.local/share/locret"
@@ -48,6 +50,7 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     device: Device = None
     dtype: Dtype = "auto"
     acknowledge: Acknowledge = None
+    recall: Recall = None
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:

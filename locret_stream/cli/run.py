@@ -43,6 +43,8 @@ Examples:
   journalctl | locret-stream run --ask "Which unit failed?" --ask "When?"
   # read two files, then chat
   locret-stream run part1.txt part2.txt
+  # find again what was evicted, by the words of the question
+  locret-stream run big.log --recall --ask "Which unit failed?"
   # what to watch for, when it is known before reading
   locret-stream run big.log --focus "Which unit failed?" --ask "Which unit failed?"
   # a memory that goes on tomorrow
@@ -145,7 +147,7 @@ def run(
                     try:
                         row = await read(names, text, context, stored.save_every if session else 0) if text else None
                         if questions is None:
-                            await answer(list(ask or ()), context, sampling, row, as_json)
+                            await answer(list(ask or ()), context, sampling, row, as_json, recall=bool(options.recall))
                         else:
                             await chat(questions, context, sampling)
                             err.print(f"At the end: {describe(context.memory)}.", soft_wrap=True)
@@ -271,12 +273,14 @@ async def read(names: list[str], text: AsyncIterator[str], context: StreamingCon
 
 
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
-                 as_json: bool) -> None:
-    """Answer every question from the same memory, and print the answers."""
+                 as_json: bool, *, recall: bool) -> None:
+    """Answer every question from the same memory, and print the answers; `recall`: with what was read again."""
     answers = []
     for question in questions:
         text = await context.ask(question, sampling=sampling)
-        answers.append({"question": question, "answer": text.strip()})
+        again = await context.recall(question) if recall else ()
+        answers.append({"question": question, "answer": text.strip()} | (
+            {"recalled": msgspec.to_builtins(again)} if recall else {}))
         if not as_json:
             print(text.strip() if len(questions) == 1 else f"{question}\n  {text.strip()}", flush=True)
     memory = context.memory

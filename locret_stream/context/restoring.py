@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from locret_stream.context import recalling
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.saving import expect_no_turn, fingerprint, store_of, stored_units, storing
 from locret_stream.context.session import Session
@@ -93,6 +94,7 @@ async def begin(services: Services, branch: Branch | None, slot: int, system: st
         branch.begin()
     session = Session(services, state, frame, raw=raw, trusted=trusted, branch=branch,
                       system="" if system is None else digest_text(system))
+    recalling.begin(session)
     try:
         if focus is not None:
             await session.focus(focus_ids(services, focus))
@@ -130,12 +132,15 @@ async def resume(services: Services, branch: Branch, slot: int, generation: int 
 async def fork(origin: Session, slot: int, name: str | None) -> Session:
     """A copy of a session in another slot. With a name it is a branch of a stored session, and stored too."""
     if name is None:
-        return await origin.fork(slot)
+        session = await origin.fork(slot)
+        recalling.fork(origin, session)
+        return session
     async with origin.frozen():  # its log and pages are copied too
         session = await origin.copy(slot, await stored_units(origin) if origin.swapped_out else None)
 
         def fork_branch() -> None:
             session.bind(origin.stored_branch.fork(name, session.state.seen))
+            recalling.fork(origin, session)
 
         try:
             await storing(origin.services, fork_branch)
@@ -185,6 +190,7 @@ async def revive(services: Services, branch: Branch, restored: Restored, slot: i
         raise SnapshotCorrupt(f"{what}: {error}") from error
     session = Session(services, state, frame, raw=manifest.frame.raw, trusted=manifest.frame.trusted,
                       buffered=buffered, branch=branch, system=manifest.frame.system, note=manifest.note)
+    recalling.begin(session)
     session.mark_saved(fingerprint(session))
     return session
 
@@ -227,6 +233,7 @@ async def feed_log(services: Services, log: StoredLog, slot: int, branch: Branch
                       branch=branch, system=log.frame.system, rebuilt=rebuilt)
     if branch is not None:
         await storing(services, branch.begin_anew)
+        recalling.begin(session)
     pieces = log.pieces()
     while (piece := await storing(services, next, pieces, None)) is not None:
         ids, focuses = piece

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from asyncio_throttle import Throttler
 
+    from locret_stream.config import Recall
     from locret_stream.engine import Engine
     from locret_stream.snapshot import Geometry, Identity, Store
     from locret_stream.text import ChatFrame, TextCodec
@@ -76,6 +77,7 @@ class Services(Protocol):
     geometry: Geometry
     library: str  # version
     autosave: bool
+    recall: Recall | None  # for questions that do not say; None: nothing is kept for it
 
     @property
     def slots(self) -> SharedSlots: ...

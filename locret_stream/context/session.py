@@ -74,7 +74,11 @@ class Session(SessionState):
         if engine.ready(state):
             if self.branch is not None:
                 self.branch.note(state.seen, state.pending[:engine.chunk_size])
+            ids = state.pending[:engine.chunk_size]
             engine.commit(state)
+            index = self.index  # it may be handed on meanwhile
+            if index is not None:
+                index.add(self, ids, state.seen - len(ids))
 
     async def room(self, wanted: int, paced: bool) -> int:
         """How many of `wanted` ids can be accepted now: at most as many as complete the chunk, which is committed next.

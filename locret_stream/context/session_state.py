@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from locret_stream.context.services import Services
+    from locret_stream.context.session_index import SessionIndex
     from locret_stream.snapshot import Branch
     from locret_stream.snapshot.log import Refocus
 
@@ -75,6 +76,7 @@ class SessionState:
         system: digest of the system text; "": there is none.
         note: the user's bytes, saved beside the rest. Whatever is accepted clears them.
         rebuilt: why the session was rebuilt from its log; "": it was not.
+        index: of what it has read, for recall; None: it keeps none.
 
     Attributes:
         busy, owner: the operation that runs, and the object for which it runs.
@@ -87,10 +89,11 @@ class SessionState:
 
     def __init__(self, services: Services, state: EngineState, frame: FrameState, *, raw: bool, trusted: bool,
                  buffered: BufferedText | None = None, branch: Branch | None = None, system: str = "",
-                 note: bytes = b"", rebuilt: str = ""):
+                 note: bytes = b"", rebuilt: str = "", index: SessionIndex | None = None):
         self.services, self.state, self.frame, self.raw, self.trusted = services, state, frame, raw, trusted
         self.buffered = BufferedText() if buffered is None else buffered
         self.branch, self.system, self.note, self.rebuilt = branch, system, note, rebuilt
+        self.index = index
         self.busy: str | None = None
         self.owner: object | None = None
         self.closed: str | None = None
@@ -292,6 +295,16 @@ class SessionState:
         if self.branch is not None:
             self.branch.close()
 
+    def keep_index(self, index: SessionIndex | None) -> None:
+        """What is committed from now on goes into that index, too."""
+        self.index = index
+
+    def close_index(self) -> None:
+        """Drop what is kept for recall."""
+        if self.index is not None:
+            self.index.close()
+            self.index = None
+
     def mark_saved(self, fingerprint: tuple[object, ...] | None) -> None:
         """The newest snapshot is of the session at that fingerprint; None: of something else, so closing saves it."""
         self.saved_at = fingerprint
@@ -308,6 +321,10 @@ class SessionState:
         """Follow `session`, which ended by a rewind to an older snapshot than the newest one."""
         self.swap_generations = session.swap_generations
         self.saved_at = None
+        if session.index is not None:
+            self.close_index()
+            self.index, session.index = session.index, None
+            self.index.hand_over(self, None)
 
     # -- turns ------------------------------------------------------------------------------------------------
 
@@ -345,6 +362,9 @@ class SessionState:
         past._freeze = self._freeze  # a task that needs the units to stay as they are needs it of these, too
         if past.branch is not None:
             past.branch.focuses = mark.focuses
+        if self.index is not None:
+            past.index, self.index = self.index, None
+            past.index.hand_over(past, mark.seen)
         past._undoing.close()
         past.claim("undo", owner)
         return past

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from locret_stream.config import Sampling
-from locret_stream.context import restoring, saving, swapping
+from locret_stream.config import Recall, Sampling
+from locret_stream.context import recalling, restoring, saving, swapping
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
 from locret_stream.context.services import Services
 from locret_stream.context.session import Session
+from locret_stream.context.session_index import Recalled
 from locret_stream.context.session_state import CLOSED
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
@@ -120,6 +121,7 @@ class StreamingContext:
                 if not session.swapped_out:
                     self._services.slots.release(session.state.store.slot, scratch=False)
                 session.close_branch()
+                session.close_index()
 
     @property
     def stored(self) -> bool:
@@ -196,18 +198,31 @@ class StreamingContext:
     # -- giving out -------------------------------------------------------------------------------------------
 
     def generate(self, prompt: str | list[int] | None = None, *, sampling: Sampling | None = None,
-                 skip_special: bool = True, **options: Any) -> Generation:
+                 skip_special: bool = True, recall: bool | Recall | None = None, aside: Sequence[int] = (),
+                 **options: Any) -> Generation:
         """Reply to what was fed, and to `prompt` if there is one; prompt and reply are accepted into the memory.
 
         With a template the open user turn is closed, and the reply gets a turn of its own, which is closed however
         the generation ends. Options are those of `Sampling` (max_new_tokens, temperature, top_p, stop, seed, ...).
         `skip_special=False` shows special tokens in the text too; the end marker never.
 
+        Args:
+            recall: whether the reply is written by a scratch copy that reads again, before the prompt, what has the
+                prompt's words (see `recall`); by default as the runtime was told. The memory takes in the prompt and
+                the reply alone. The generation's `recalled` says what it was.
+            aside: ids that such a copy reads before the prompt, in place of what would be recalled.
+
         Raises:
             ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to.
+            NoSlot: with recall, no scratch slot came free. Otherwise as `recall`.
         """
-        return Generation(self._live, prompt, sampling_of(sampling, options), name="generate",
-                          skip_special=skip_special)
+        session, ids = self._live, tuple(self._services.codec.validate_ids(aside))
+
+        async def before() -> recalling.ReadAgain:
+            return recalling.ReadAgain((), ids) if ids else await recalling.read_again(session, prompt, recall)
+
+        return Generation(session, prompt, sampling_of(sampling, options), name="generate", skip_special=skip_special,
+                          before=before)
 
     async def focus(self, text: str | None) -> None:
         """Tell the memory what it will be asked about. From the next chunk boundary on, the text stands in front of the
@@ -226,14 +241,18 @@ class StreamingContext:
         await session.focus(restoring.focus_ids(self._services, text))
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
-                  **options: Any) -> str:
+                  recall: bool | Recall | None = None, **options: Any) -> str:
         """The reply to `question`, computed on a scratch copy at the last accepted token: the memory stays as it is.
 
         Waits in order for a scratch slot, and for no live one.
 
+        Args:
+            recall: whether the copy reads again, before the question, what has the question's words: what `recall`
+                returns. By default as the runtime was told.
+
         Raises:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
-                only one. Otherwise as `generate`.
+                only one. Otherwise as `generate` and `recall`.
         """
         session, settings = self._live, sampling_of(sampling, options)
         if isinstance(question, (str, bytes, list)) and not question:
@@ -243,13 +262,29 @@ class StreamingContext:
                          "the question after the turn, `generate` inside it, or Runtime(..., scratch=2)")
         if session.swapped_out and self._services.slots.has_room:  # otherwise it is copied from the store
             await session.resident()
+        again = await recalling.read_again(session, question, recall)
         async with self._services.slots.scratch_slot() as slot:
             copy = await session.fork(slot)
             with session.answering_on(copy):
-                reply = Generation(copy, question, settings, name="ask")
+                reply = Generation(copy, question, settings, name="ask", before=again)
                 async for _ in reply:
                     pass
                 return reply.text
+
+    async def recall(self, question: str | list[int], recall: Recall | None = None) -> tuple[Recalled, ...]:
+        """The passages of all that was read that have the words of a question, in the order in which they were read.
+
+        They are found by their words (BM25), whether their units were evicted or not. Of what is not committed yet
+        nothing is found: it stands before a question anyway.
+
+        Args:
+            recall: how much; by default as the runtime was told.
+
+        Raises:
+            ConfigError: the runtime keeps nothing for recall, or the store no log. SnapshotCorrupt, StoreError: the log
+            of a stored session cannot be read. ContextClosed.
+        """
+        return tuple(await recalling.recalled(self._live, question, recall or True))
 
     # -- copies and blocks ------------------------------------------------------------------------------------
 

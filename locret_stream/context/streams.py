@@ -8,19 +8,22 @@ for, cancel that task.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Literal, Self
 
 import msgspec
 
 from locret_stream.config import Sampling
+from locret_stream.context.recalling import NOTHING, ReadAgain
 from locret_stream.context.session import Session
+from locret_stream.context.session_index import Recalled
 from locret_stream.context.sources import Puller, Source, as_piece
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextBusy, EmptySource, InputError
+from locret_stream.errors import BudgetExceeded, ConfigError, ContextBusy, EmptySource, InputError, NoSlot
 from locret_stream.sampling import processors, sample
 from locret_stream.text import Detokenizer, Segmenter
 
@@ -222,14 +225,23 @@ FinishReason = Literal["eos", "stop", "length", "closed", "failed"]
 class Generation(_Operation):
     """A running reply. `async for` gives its tokens, the end marker included (with text "").
 
+    Args:
+        before: what is read right before the prompt, in a user's turn of its own where there are turns. Given as a
+            function, it is found when the reply begins, and read in a scratch copy alone, which then speaks: the
+            session takes in the prompt and the reply.
+
     Attributes:
+        recalled: the passages that were read again before the prompt.
         text: the reply so far.
         finish_reason: None while it runs; "closed" when it was left before its end.
     """
 
     def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str,
-                 skip_special: bool = True):
+                 skip_special: bool = True, before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING):
         self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
+        self._before, self._speaker = before, session
+        self._leaving = contextlib.ExitStack()
+        self.recalled: tuple[Recalled, ...] = ()
         self._key = object()
         self._processors = processors(sampling)
         self._detokenizer = Detokenizer(session.services.codec, skip_special=skip_special)
@@ -254,18 +266,50 @@ class Generation(_Operation):
             raise
 
     async def _take_prompt(self) -> None:
-        session, prompt = self._session, self._prompt
+        session = self._session
         ids = await self._prompt_ids()  # a prompt that cannot be read changes nothing
         if not session.buffered.left_by_break:  # pushed text belongs before the question, the rest of a feed does not
             session.buffered.cut()
             await session.tokenize()
             await session.drain()
+        aside = not isinstance(self._before, ReadAgain)
+        self.recalled, again = await self._before() if not isinstance(self._before, ReadAgain) else self._before
+        if aside and again:
+            self._speaker = await self._copy()
+            await self._read(self._speaker, again, ids)
+            again = ()
+        await self._read(session, again, ids)
+
+    async def _copy(self) -> Session:
+        """A scratch copy of the session; it ends and gives its slot back with this generation."""
+        session, slots = self._session, self._session.services.slots
+        if session.turn is not None:
+            await session.turn.keep_copy()
+            if session.services.scratch == 1:
+                raise NoSlot("the open turn() of this context holds the only scratch slot; expected a reply with recall"
+                             " after the turn, or Runtime(..., scratch=2)")
+        slot = await slots.acquire(scratch=True)
+        self._leaving.callback(slots.release, slot, scratch=True)
+        copy = await session.fork(slot)
+        self._leaving.enter_context(session.answering_on(copy))
+        return copy
+
+    async def _read(self, session: Session, again: Sequence[int], ids: list[int]) -> None:
+        """Read what stands before the prompt, and the prompt's `ids`, and begin the reply. Where there is no room for
+        either nothing of it is read."""
         frames, engine = session.services.frames, session.services.engine
-        fed = session.frame.turn == "user" and session.frame.has_content  # something, since the last reply
         if session.raw:
-            await session.take(ids)
+            await session.take([*again, *ids])
         else:
-            if prompt is not None:
+            if again:
+                before = list(again)
+                if session.frame.turn == "user":
+                    before[:0] = frames.question_separator(session.frame)[0]
+                engine.expect_room(session.state, len(before) + session.frame_room())
+                session.open_turn()
+                await session.take(before)
+            fed = session.frame.turn == "user" and session.frame.has_content  # something, since the last reply
+            if self._prompt is not None:
                 if fed:
                     ids = frames.question_separator(session.frame)[0] + ids
                 engine.expect_room(session.state, len(ids) + session.frame_room())
@@ -291,12 +335,16 @@ class Generation(_Operation):
         return await session.encode([*segmenter.push(piece), *segmenter.flush()])
 
     async def _next_token(self) -> Token:
-        session, state = self._session, self._session.state
+        session, state, speaker = self._session, self._session.state, self._speaker
         session.check_open()
         await session.commit()
         position = state.position
-        token = await session.next_token(
+        if speaker is not session:
+            await speaker.commit()
+        token = await speaker.next_token(
             lambda logits: sample(logits, state.history, position, self._sampling, self._processors))
+        if speaker is not session:
+            session.accept([token])
         self._count += 1
         ended: FinishReason | None = None
         text = ""
@@ -334,3 +382,4 @@ class Generation(_Operation):
             self._session.release(self._key)
         if self._state != "ended":
             self._state, self.finish_reason = "ended", reason
+            self._leaving.close()

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from locret_stream.budgets import usual_memory
-from locret_stream.config import Budget, StreamConfig, budget_from, unit_bytes
+from locret_stream.config import Budget, Recall, StreamConfig, budget_from, unit_bytes
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
@@ -70,7 +70,8 @@ class Runtime:
                  sinks: int | None = None, stabilizers: int | None = None, max_live: int = 4, scratch: int = 1,
                  template: str = "auto", acknowledge: str | None = "OK.", attn: str = "auto",
                  ingest_rate: float | None = None, slot_timeout_s: float = 60.0,
-                 store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True):
+                 store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True,
+                 recall: bool | Recall | None = None):
         """A runtime over loaded objects.
 
         Args:
@@ -95,6 +96,8 @@ class Runtime:
             store: where named contexts are kept: a folder, a URL that fsspec knows, or a Store.
             key: 32 bytes (or 64 hexadecimal digits) under which new sessions of the store are encrypted.
             autosave: whether closing a stored context saves it.
+            recall: whether a question first reads again what has its words, evicted or not (`Recall` says how much).
+                For that all that is read is kept as text in a temporary file, some 10 bytes a token.
 
         Raises:
             ConfigError: a value that cannot work, before anything is loaded. Entering checks the rest.
@@ -132,6 +135,9 @@ class Runtime:
             raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.acknowledge = acknowledge
+        if recall is not None and not isinstance(recall, (bool, Recall)):
+            raise ConfigError(f"recall is {recall!r}; expected True, False or Recall(tokens=...)")
+        self.recall = Recall() if recall is True else recall or None
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._open = self._closing = False
         self._names = self._number = 0

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from locret_stream.snapshot.claims import is_taken
 from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Identity, expect_same
-from locret_stream.snapshot.log import Refocus, Spool, StoredLog, read_stored_log
+from locret_stream.snapshot.log import Refocus, Spool, StoredLog, read_log, read_stored_log
 from locret_stream.snapshot.pages import Assembly, Geometry, PageIndex, read_page, unpack_masks
 from locret_stream.snapshot.session_folder import SessionFolder
 
@@ -99,6 +100,11 @@ class Branch:
         self.focuses: list[Refocus] = []
         with _registering:
             _branches.add(self)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what is written of this session is encrypted."""
+        return self.session_folder.key.will_encrypt
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -199,7 +205,7 @@ class Branch:
 
     def _open_spool(self, start: int) -> Spool:
         with self.keeping_log():
-            return Spool(start, hidden=self.session_folder.key.will_encrypt)
+            return Spool(start, hidden=self.encrypts)
 
     @contextmanager
     def keeping_log(self) -> Iterator[None]:
@@ -313,6 +319,14 @@ class Branch:
                 fork.close()
                 raise
         return fork
+
+    def committed_ids(self, seen: int) -> np.ndarray:
+        """All committed ids, [seen] int32, those of the stored log and of the spool. Raises SnapshotCorrupt,
+        SnapshotTooNew, StoreError."""
+        assert self.spool is not None, "a session without a log"
+        parts = [ids for ids, _ in read_log(self.session_folder, self.name, self.log)]
+        with self.keeping_log():
+            return np.concatenate([*parts, self.spool.read(seen)])
 
     def close(self) -> None:
         """Delete the spool, and with it the ids that were not saved."""

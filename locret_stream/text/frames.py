@@ -93,6 +93,11 @@ class ChatFrame:
         return repr((self.raw, self.system_style, self._begin, self._system, self._open, self._prompt, self._close,
                      self._before_question, sorted(self.eos_ids)))
 
+    @property
+    def literal_runs(self) -> tuple[tuple[int, ...], ...]:
+        """The literals, each as ids; the acknowledgement is none of them."""
+        return (self._begin, *self._system, self._prompt, self._close, self._open)
+
     def begin(self, system: str | None = None, *, trusted: bool = False) -> tuple[list[int], FrameState]:
         """The beginning of a sequence, the system text as data, and the start of the first user turn.
 

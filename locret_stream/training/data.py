@@ -58,14 +58,16 @@ class Example:
         answer_spans: (start, end) of every reply in order, its end-of-turn token included: the rows start-1 .. end-2
             predict it. 1 <= start < end <= T, not overlapping.
         where: file:line, for messages.
+        template: [T] bool, the tokens that the chat template wrote, and not a message; None: not known.
 
     Raises:
-        InputError: ids or spans are of another form.
+        InputError: ids, spans or template are of another form.
     """
 
     ids: Tensor
     answer_spans: tuple[tuple[int, int], ...]
     where: str = ""
+    template: Tensor | None = None
 
     def __post_init__(self) -> None:
         ids = torch.as_tensor(self.ids)
@@ -83,6 +85,9 @@ class Example:
             before = end
         if not spans:
             raise InputError(f"{self.where or 'example'}: found no answer span; expected at least one")
+        if self.template is not None and (self.template.shape != ids.shape or self.template.dtype != torch.bool):
+            raise InputError(f"{self.where or 'example'}: found a template of {tuple(self.template.shape)} and "
+                             f"{self.template.dtype}; expected bool for each of the {len(ids)} ids")
 
     @property
     def answer_tokens(self) -> int:
@@ -239,7 +244,11 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
     tokens = []
     for start, end in spans:  # the first token that ends behind `start`, and the first that ends behind `end`
         tokens.append((int((ends > start).int().argmax()), int((ends > end).int().argmax()) + 1))
-    return Example(torch.tensor(encoded["input_ids"]), tuple(tokens), where)
+    begins = torch.tensor([begin for begin, _ in encoded["offset_mapping"]])
+    template = torch.ones(len(begins), dtype=torch.bool)
+    for _, start, end in texts:
+        template &= (ends <= start) | (begins >= end)
+    return Example(torch.tensor(encoded["input_ids"]), tuple(tokens), where, template)
 
 
 def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str) -> list[tuple[int, int, int]]:
@@ -276,8 +285,11 @@ def with_query(example: Example, tokens: int) -> Example:
     choice = int.from_bytes(example.digest()[:8], "big") % len(example.answer_spans)
     start, end = example.answer_spans[choice]
     query = example.ids[max(0, start - tokens):start]
+    template = example.template
+    if template is not None:
+        template = torch.cat([template[max(0, start - tokens):start], template[:end]])
     return replace(example, ids=torch.cat([query, example.ids[:end]]),
-                   answer_spans=((start + len(query), end + len(query)),))
+                   answer_spans=((start + len(query), end + len(query)),), template=template)
 
 
 def fit(example: Example, max_tokens: int) -> Example | None:
@@ -288,14 +300,17 @@ def fit(example: Example, max_tokens: int) -> Example | None:
     """
     spans = tuple(span for span in example.answer_spans if span[1] <= max_tokens)
     if spans:
-        return replace(example, ids=example.ids[:spans[-1][1]], answer_spans=spans)
+        return replace(example, ids=example.ids[:spans[-1][1]], answer_spans=spans,
+                       template=None if example.template is None else example.template[:spans[-1][1]])
     start, end = example.answer_spans[0]
     kept = max_tokens - (end - start)
     if kept < 2 or kept < max_tokens // 8:
         return None
     head = (kept + 1) // 2
-    ids = torch.cat([example.ids[:head], example.ids[start - (kept - head):end]])
-    return replace(example, ids=ids, answer_spans=((kept, len(ids)),))
+    both = [None if row is None else torch.cat([row[:head], row[start - (kept - head):end]])
+            for row in (example.ids, example.template)]
+    assert both[0] is not None
+    return replace(example, ids=both[0], answer_spans=((kept, len(both[0])),), template=both[1])
 
 
 def load_examples(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> list[Example]:

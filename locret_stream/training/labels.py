@@ -7,7 +7,7 @@ The importance of token k at KV head j is the largest value, over the rows that 
     zscore    the same, then standardised per layer and head over the labelled tokens of the example
     logprob   log(softmax probability + eps), the softmax being the whole causal row of the model
     attention the softmax probability itself; the first `SINKS` tokens, which draw attention whatever they say and stay
-              anyway, have no label
+              anyway, have no label, and tokens that the chat template wrote have the label `TEMPLATE`
 
 The paper takes the rows of the replies' own tokens and leaves out the scale. The rows here are one earlier each, as
 these decide the tokens of a reply, and the scale is the model's.
@@ -28,6 +28,9 @@ from locret_stream.models import Attachment, Attended, LayerCall, RopeTables
 from locret_stream.training.data import Example
 
 SINKS = 4
+TEMPLATE = -1.0
+"""Of tokens between messages. They draw attention as the first ones do, and all say the same: where they compete as
+text does, a dialogue of 200 turns fills two fifths of a memory with them."""
 Visit = Callable[[LayerCall, Tensor, Tensor], None]
 """visit(call, labels [B, H, n] fp32, valid [B, n] bool), n <= T; labels are 0 where not valid. A call has the
 sequences of a background behind the B examples."""
@@ -118,9 +121,11 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
         window = shape.sliding[call.layer]
         labels = torch.zeros(len(examples), shape.kv_heads, n, device=device)
         valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)
-        for i, (row, limit) in enumerate(rows):
+        for i, ((row, limit), example) in enumerate(zip(rows, examples, strict=True)):
             best, labelled = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, window=window, eps=eps,
                                         softcap=call.softcap, sink_logits=call.sink_logits, block_bytes=block_bytes)
+            if kind == "attention" and example.template is not None:
+                best = best.masked_fill(example.template[:best.shape[1]].to(device) & labelled, TEMPLATE)
             labels[i, :, :best.shape[1]], valid[i, :best.shape[1]] = best, labelled
         visit(call, labels, valid)
         if window is not None and window < ids.shape[1] and window not in masks:

@@ -180,6 +180,8 @@ class _Run:
         counts = torch.zeros(shape.layers, device=self.attachment.device)
 
         def visit(call: LayerCall, labels: Tensor, valid: Tensor) -> None:
+            if self.config.label == "attention":
+                labels = labels.clamp(min=0)  # without those of the template
             sums[call.layer] += labels.sum((0, 2))  # labels are 0 where not valid
             counts[call.layer] += valid.sum()
 

@@ -43,14 +43,16 @@ def listwise_loss(scores: Tensor, labels: Tensor, valid: Tensor, background: Ten
 
     (ListNet, Cao et al. 2007; its top-one form). The softmax is over all tokens that compete: those of the example and
     of a background, so that heads learn an order that holds far beyond one example. Attention counts as the largest
-    within `BESIDE` tokens, itself in the middle, because the words beside what is read make it findable.
+    within `BESIDE` tokens, itself in the middle, because the words beside what is read make it findable. Tokens of the
+    template, whose labels are negative, compete and are never wanted.
 
     Args:
         scores, labels: [B, H, n], labels of kind "attention"; valid: [B, n] bool.
         background: [b, H, T], scores of texts about which nothing is asked.
     """
     mask = valid[:, None]
-    wanted = F.max_pool1d(labels, BESIDE, stride=1, padding=BESIDE // 2).clamp(max=ENOUGH) * mask
+    wanted = F.max_pool1d(labels.clamp(min=0), BESIDE, stride=1, padding=BESIDE // 2).clamp(max=ENOUGH)
+    wanted = wanted.masked_fill(~mask | (labels < 0), 0.0)
     competing = scores.masked_fill(~mask, -torch.inf)
     if background is not None:
         others = background.transpose(0, 1).flatten(1)

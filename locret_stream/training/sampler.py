@@ -46,6 +46,8 @@ class Source:
             self._train = self._split(list(self._fitting(examples)), held_out is None)
             for example in self._train + self.held_out:
                 identity.update(example.digest())
+                if config.label == "attention" and example.template is not None:  # no other label looks at it
+                    identity.update(example.template.numpy().tobytes())
             self.identity = identity.hexdigest()
         else:
             self._rest = self._fitting(examples)

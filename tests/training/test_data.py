@@ -56,6 +56,20 @@ def test_ids_are_those_of_the_chat_template_and_spans_those_of_its_own_mask(toke
     assert not found
 
 
+@pytest.mark.parametrize("template", [CHATML, BARE])
+def test_what_the_template_wrote_is_told_from_the_messages(tokenizer, template):
+    tokenizer.chat_template = template
+    example = render(tokenizer, CHAT)
+    written = example.template
+    assert written is not None and written.shape == example.ids.shape
+    texts = tokenizer.decode(example.ids[~written], clean_up_tokenization_spaces=False)
+    between = tokenizer.decode(example.ids[written], clean_up_tokenization_spaces=False)
+    for message in CHAT:
+        assert message["content"].strip() in texts and message["role"] in between
+    if template == CHATML:
+        assert between.count("<|im_start|>") == len(CHAT) and "<|im_start|>" not in texts
+
+
 @pytest.mark.parametrize("template", [CHATML, THINKING])
 def test_templates_that_think(tokenizer, template):
     tokenizer.chat_template = template
@@ -194,6 +208,13 @@ def test_fit_keeps_whole_replies_and_else_cuts_the_middle():
     short = fit(example, 30)
     assert short.ids.tolist() == [*range(10), *range(30, 50)] and short.answer_spans == ((20, 30),)
     assert fit(example, 11) is None
+    marked = Example(example.ids, example.answer_spans, template=example.ids % 7 == 0)
+    for most in (100, 89, 30):
+        assert torch.equal(fit(marked, most).template, fit(marked, most).ids % 7 == 0), "it goes with the ids"
+    asked = with_query(marked, 4)
+    assert torch.equal(asked.template, asked.ids % 7 == 0)
+    with pytest.raises(InputError, match="expected bool for each of the 100 ids"):
+        Example(example.ids, example.answer_spans, template=torch.zeros(99, dtype=torch.bool))
 
 
 def test_with_query_puts_the_end_of_one_question_in_front_and_labels_its_reply_alone():

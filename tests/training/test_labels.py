@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from locret_stream.models import attach, detach
 from locret_stream.training import Example
-from locret_stream.training.labels import SINKS, answer_rows, visit_layers
+from locret_stream.training.labels import SINKS, TEMPLATE, answer_rows, visit_layers
 from locret_stream.training.loss import BESIDE, ENOUGH, layer_losses, layer_terms, listwise_loss, top_overlap
 from tests.architectures import make
 
@@ -107,6 +108,23 @@ def test_attention_is_the_stock_models_own_but_for_the_first_tokens():
 
 
 @torch.no_grad()
+def test_what_the_template_wrote_is_labelled_apart_and_for_attention_alone():
+    model, plain = make("llama"), make_example(2)
+    written = torch.zeros(len(plain.ids), dtype=torch.bool)
+    written[[0, 7, 8, 21, -1]] = True
+    marked = replace(plain, template=written)
+    for (labels, valid), (bare, seen) in zip(collect(model, [marked], kind="attention"),
+                                             collect(model, [plain], kind="attention"), strict=True):
+        n = valid.shape[1]
+        assert torch.equal(valid, seen) and (labels[0][:, [7, 8, 21]] == TEMPLATE).all() and not labels[0][:, 0].any()
+        rest = ~written[:n]
+        torch.testing.assert_close(labels[0][:, rest], bare[0][:, rest])
+    for (labels, _), (bare, _) in zip(collect(model, [marked], kind="logit"), collect(model, [plain], kind="logit"),
+                                      strict=True):
+        assert torch.equal(labels, bare)
+
+
+@torch.no_grad()
 def test_a_background_runs_along_and_changes_no_label():
     model, examples = make("llama"), [make_example(2), make_example(3)]
     background, rows = make_example(4).ids[None], set()
@@ -183,6 +201,15 @@ def test_the_listwise_loss_is_its_definition_with_and_without_a_background():
         torch.testing.assert_close(found, torch.stack(expected).mean())
         terms = layer_terms(scores, labels, valid, "attention", others)
         assert terms[0] == found and terms[1] == 0
+    marked = labels.clone()
+    marked[:, :, 6] = TEMPLATE  # it competes, is not wanted, and makes nothing beside it wanted
+    gone = labels.clone()
+    gone[:, :, 6] = 0
+    wanted = F.max_pool1d(gone, BESIDE, stride=1, padding=BESIDE // 2).clamp(max=ENOUGH) * valid[:, None]
+    wanted[:, :, 6] = 0
+    lost = scores.masked_fill(~valid[:, None], -torch.inf).logsumexp(-1, keepdim=True) - scores
+    torch.testing.assert_close(listwise_loss(scores, marked, valid), (
+        (lost * wanted).sum(-1) / wanted.sum(-1)).mean())
     labels[:] = 0
     assert listwise_loss(scores, labels, valid, background) == 0, "a head to which no answer attends learns nothing"
     assert layer_terms(scores, labels, valid, "zscore") == layer_losses(scores, labels, valid)

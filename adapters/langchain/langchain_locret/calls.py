@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # loads torch
 T = TypeVar("T")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _OPTIONS = {*SAMPLING, "thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "stream_usage",
-            "strict", "focus", "append", "parallel_tool_calls"}
+            "strict", "focus", "recall", "append", "parallel_tool_calls"}
 
 
 class Defaults(Protocol):
@@ -57,6 +57,9 @@ def request_of(defaults: Defaults, messages: list[BaseMessage], stop: list[str] 
     if save not in get_args(Save):
         raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
     focus, append = options.get("focus", defaults.focus), options.get("append") or False
+    recall = options.get("recall")
+    if recall not in (True, False, None):
+        raise ConfigError(f"recall is {recall!r}; expected True or False, or None for what the model was made with")
     timeout_s = options.get("timeout", defaults.timeout)
     check_timeout(timeout_s)
     if append and options.get("thread_id") is None:
@@ -66,7 +69,7 @@ def request_of(defaults: Defaults, messages: list[BaseMessage], stop: list[str] 
     return Request(said=read(messages), thread=options.get("thread_id"), tools=tools, choice=choice,
                    sampling=sampling_of(defaults, {**options, "stop": stop or options.get("stop")}),
                    save=save, on_change=defaults.on_change, on_mismatch=defaults.on_mismatch,
-                   timeout_s=timeout_s, focus=focus, append=append, delivery=delivery)
+                   timeout_s=timeout_s, focus=focus, recall=recall, append=append, delivery=delivery)
 
 
 def sampling_of(defaults: Defaults, options: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from langchain_locret.request import (
     Save,
     ToolsWarning,
 )
-from langchain_locret.runtimes import BOUNDARIES, Settings, SharedRuntime, is_store
+from langchain_locret.runtimes import BOUNDARIES, Settings, SharedRuntime, is_recall, is_store
 from langchain_locret.thread_methods import ThreadMethods
 from langchain_locret.tool_prompt import ToolPrompt
 from locret_stream import ConfigError, __version__
@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # loads torch
 _END = object()
 _taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
-                   "key", "boundaries")
+                   "key", "boundaries", "recalls")
 _WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning}
 _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 
@@ -93,6 +93,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         save: "turn": every turn is durable before its last chunk; "run": `save_thread` makes it durable.
         focus: what the memory will be asked about, read ahead of the stream (`StreamingContext.focus`); "" ends a
             focus, None leaves a thread's own. A call may have another one: `bind(focus=...)`.
+        recalls: whether what a thread has read is searched by the words of the last message, and what is found is read
+            again for the answer, whether it was evicted or not; a `Recall` says how much. The receipt's `recalled` has
+            it. A call may do without: `bind(recall=False)`.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
@@ -119,6 +122,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     on_change: OnChange = "late"
     on_mismatch: OnMismatch = "reread"
     focus: str | None = None
+    recalls: Any = None
     runtime: Any = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 512
     temperature: float | None = None
@@ -171,10 +175,12 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         if self.store is not None and not isinstance(self.store, (str, Path)) and not is_store(self.store):
             raise ConfigError(f"store is a {type(self.store).__name__}; expected a folder, a URL or a Store")
         check_timeout(self.timeout)
+        if self.recalls not in (True, False, None) and not is_recall(self.recalls):
+            raise ConfigError(f"recalls is {self.recalls!r}; expected True, False or Recall(tokens=...)")
         sampling_of(self, {})
         options = {name: getattr(self, name) for name in
                    ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
-        options["template"] = self.chat_template
+        options |= {"template": self.chat_template, "recall": self.recalls}
         settings = Settings(
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
             store=store, key=key,

@@ -139,6 +139,7 @@ class Request:
             session's log.
         timeout_s: for the whole call, waiting included; None for no limit.
         focus: what the memory is told that it will be asked about; "" ends a focus, None leaves it as it is.
+        recall: whether what has the words of the last message is read again for the answer; None: as the runtime does.
         append: the messages come behind whatever the thread was told last.
         delivery: whether the answer was taken; None: it counts as taken.
     """
@@ -153,5 +154,6 @@ class Request:
     on_mismatch: OnMismatch = "reread"
     timeout_s: float | None = None
     focus: str | None = None
+    recall: bool | None = None
     append: bool = False
     delivery: Delivery | None = None

@@ -72,8 +72,13 @@ def is_store(value: Any) -> bool:
     return _is_object(value) and isinstance(value, locret_stream.Store)
 
 
+def is_recall(value: Any) -> bool:
+    """Whether it is a `locret_stream.Recall`."""
+    return isinstance(value, locret_stream.Recall)
+
+
 def _is_object(value: Any) -> bool:
-    return not isinstance(value, (str, int, float, Path, type(None)))
+    return not isinstance(value, (str, int, float, Path, type(None), msgspec.Struct))
 
 
 class RuntimeLoop:

@@ -16,6 +16,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_locret.boundaries import Boundary
 from langchain_locret.matching import Reached, reach, reach_tip
 from langchain_locret.messages import RECEIPT, digest, read
+from langchain_locret.recalling import Recollection, recollect
 from langchain_locret.replies import Reply, response_template, shows_special
 from langchain_locret.request import TOOLS_LEFT_OUT, Request
 from langchain_locret.thread import Thread
@@ -85,10 +86,10 @@ class Turn:
             await self._thread.feed(body, self._request.focus)
             self._thread.rest_at(reached.boundary_behind(self._request.said, self._thread, self._request))
             await self._thread.save("turn" if self._request.sampling.get("stop") else self._request.save)
-        question = self._thread.boundary
-        await self._thread.feed(prompt + opening, self._request.focus)
-        begun = self._thread.context.memory.tokens
-        reply, ended = await self._decode(forced)
+        question, recalled = self._thread.boundary, await self._recollect()
+        await self._thread.feed([] if recalled.ids else prompt + opening, self._request.focus)
+        begun = self._thread.context.memory.tokens + (len(prompt + opening) if recalled.ids else 0)
+        reply, ended = await self._decode(forced, prompt + opening, recalled)
         receipt: dict[str, Any] = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
         receipt |= {"appended": len(self._request.said) - reached.first} if self._request.append else {}
         receipt |= {"why": reached.why} if reached.why else {}
@@ -99,6 +100,7 @@ class Turn:
         warnings |= {"tools": TOOLS_LEFT_OUT} if tools_left_out else {}
         receipt |= {"warnings": warnings} if warnings else {}
         receipt |= {"left_out": left_out} if left_out else {}
+        receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
         usage = UsageMetadata(input_tokens=begun, output_tokens=len(self._sampled),
                               total_tokens=begun + len(self._sampled),
                               input_token_details=InputTokenDetails(cache_read=self._before))
@@ -111,11 +113,20 @@ class Turn:
                 RECEIPT: receipt,
                 "finish_reason": "tool_calls" if called else "length" if ended == "length" else "stop"})
 
-    async def _decode(self, forced: str) -> tuple[Reply, str | None]:
+    async def _recollect(self) -> Recollection:
+        """What is read again for the last message, if that is a user's and recall is on."""
+        threads, last = self._threads, self._request.said[-1]
+        recall = threads.runtime.recall is not None if self._request.recall is None else self._request.recall
+        if not recall or last.role != "user" or last.stream or not last.content:
+            return Recollection()
+        return await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.", last)
+
+    async def _decode(self, forced: str, prompt: list[int], recalled: Recollection) -> tuple[Reply, str | None]:
         """The reply, and why generation ended.
 
         Args:
             forced: the beginning of the reply that the prompt wrote.
+            prompt: where something was recalled it was not fed yet: it follows that.
         """
         threads, request, rendered = self._threads, self._request, self._reached.rendered
         shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
@@ -123,7 +134,8 @@ class Turn:
                                      threads.template.frames.template, in_words=threads.template.in_words)
         reply = Reply(template, shown + forced, list(request.tools))
         generation: Generation = self._thread.context.generate(
-            None, skip_special=not shows_special(template, self._special), **request.sampling)
+            prompt if recalled.ids else None, skip_special=not shows_special(template, self._special), recall=False,
+            aside=recalled.ids, **request.sampling)
         async for token in generation:
             self._sampled.append(token.id)
             self._last = self._sampled[-16:]

@@ -1,0 +1,91 @@
+"""What is read again for a question: passages of what the session has read that have its words."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
+
+from locret_stream.config import Recall
+from locret_stream.context import saving
+from locret_stream.context.session_index import Recalled, SessionIndex
+from locret_stream.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from locret_stream.context.session import Session
+
+
+class ReadAgain(NamedTuple):
+    """Passages that a question finds, and the ids that are read for them before it."""
+
+    passages: tuple[Recalled, ...] = ()
+    ids: tuple[int, ...] = ()
+
+
+NOTHING = ReadAgain()
+
+
+async def read_again(session: Session, question: str | list[int] | None, recall: bool | Recall | None) -> ReadAgain:
+    """What is read again before a question; nothing where there is none. Raises as `recalled`."""
+    passages = [] if question is None else await recalled(session, question, recall)
+    if not passages:
+        return NOTHING
+    around = "\n\n" if session.raw else ""
+    text = around + "\n".join(passage.text for passage in passages) + around
+    return ReadAgain(tuple(passages), tuple(session.services.codec.encode_text(text)))
+
+
+def begin(session: Session) -> None:
+    """Keep an index from now on, where the runtime recalls."""
+    services, branch = session.services, session.branch
+    if services.recall is not None:
+        private = services.store is not None if branch is None else branch.encrypts
+        session.keep_index(SessionIndex(services, session, private=private, complete=session.state.seen == 0))
+
+
+def fork(origin: Session, session: Session) -> None:
+    """Keep a copy of the index of `origin` in its fork."""
+    if origin.index is not None:
+        session.keep_index(origin.index.copy(session, session.state.seen))
+
+
+async def recalled(session: Session, question: str | list[int], recall: bool | Recall | None) -> list[Recalled]:
+    """What was read that has the words of a question, in the order in which it was read; of committed ids alone, as
+    what is pending stands before the question anyway. Nothing where `recall` is False, or None and the runtime recalls
+    nothing.
+
+    Raises:
+        ConfigError: the session keeps nothing for recall, or was opened from a store that keeps no log.
+        SnapshotCorrupt, StoreError: the log cannot be read. InvalidTokens: no ids of a question.
+    """
+    services, index = session.services, session.index
+    usual = services.recall
+    if recall is False or (recall is None and usual is None):
+        return []
+    if index is None:
+        raise ConfigError("this context keeps nothing for recall; expected Runtime(..., recall=True)")
+    if not index.complete:
+        async with session.frozen():
+            if not index.complete:
+                await saving.storing(services, lambda: index.follow(_log_of(session)))
+    codec, how = services.codec, recall if isinstance(recall, Recall) else usual or Recall()
+    text = question if isinstance(question, str) else codec.decode(codec.validate_ids(question))
+    try:
+        return await asyncio.get_running_loop().run_in_executor(
+            services.storing, lambda: index.search(text, how.tokens, lambda text: len(codec.encode_text(text))))
+    except StoreError:
+        session.check_open()  # closing it meanwhile is no fault of the index
+        raise
+
+
+def _log_of(session: Session) -> NDArray[np.int32]:
+    branch = session.branch
+    if branch is None:
+        raise ConfigError("what this context read cannot be recalled any more: its index was lost, and a context "
+                          "without a name has no log; expected recall=False")
+    if not branch.keeps_log:
+        raise ConfigError("what this session read before cannot be recalled, as its store keeps no log; expected "
+                          "Store(..., log=True), or recall=False")
+    return branch.committed_ids(session.state.seen)

@@ -1,0 +1,114 @@
+"""The index of all that one session has committed, for recall. It follows the session, and nothing follows it: what is
+committed is the same with it and without."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from locret_stream.errors import StoreError
+from locret_stream.recall import Cutter, Index, headers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from locret_stream.context.services import Services
+
+_log = logging.getLogger(__name__)
+
+
+class Recalled(msgspec.Struct, frozen=True, kw_only=True):
+    """A passage that was read again: the tokens start .. end-1 of the stream, and their text."""
+
+    start: int
+    end: int
+    text: str
+
+
+class SessionIndex:
+    """The index of one session, which is handed on when another session takes its place.
+
+    Args:
+        owner: the session; what others add is ignored. private: the index is kept in memory.
+        complete: whether nothing was committed yet; otherwise the log says what was, once it is asked for.
+    """
+
+    def __init__(self, services: Services, owner: object, *, private: bool, complete: bool):
+        runs = headers(services.frames.literal_runs, services.codec.control_ids)
+        self._make = lambda: Index(lambda start: Cutter(services.codec, runs, start), private=private)
+        self._index, self._owner, self.complete = self._make(), owner, complete
+        self._lock = threading.Lock()  # ids come on the engine's thread, all else on others
+
+    def add(self, owner: object, ids: Sequence[int], position: int) -> None:
+        """Ids that were committed from that position on. Nothing fails here: what cannot be kept is read from the log
+        later."""
+        with self._lock:
+            if owner is not self._owner or not self.complete:
+                return
+            try:
+                self._index.truncate(position)  # it has more after a step that failed
+                self.complete = self._index.end == position
+                self._index.add(ids if self.complete else ())
+            except sqlite3.Error as error:
+                _log.warning("the index for recall will be made again from the log: %s", error)
+                self._begin_anew()
+
+    def hand_over(self, owner: object, end: int | None) -> None:
+        """Go on for another session, in which the first `end` ids are the same; None: that has to be compared with the
+        log."""
+        with self._lock:
+            self._owner, self.complete = owner, self.complete and end is not None
+            if self.complete and end is not None:
+                self._index.truncate(end)
+                self.complete = self._index.end == end
+
+    def copy(self, owner: object, end: int) -> SessionIndex:
+        """Those of a fork, which has the first `end` ids."""
+        twin = object.__new__(SessionIndex)
+        with self._lock:
+            twin._make, twin._index, twin._owner = self._make, self._index.copy(), owner
+            twin.complete = self.complete
+        twin._lock = threading.Lock()
+        twin.hand_over(owner, end)
+        return twin
+
+    def close(self) -> None:
+        """Drop the index."""
+        with self._lock:
+            self._owner, self.complete = None, False
+            self._index.close()
+
+    def follow(self, ids: NDArray[np.int32]) -> None:
+        """Hold all committed ids [n] of the session, which the log has. Raises StoreError."""
+        with self._lock, self._reporting():
+            self._index.follow(ids)
+            self.complete = True
+
+    def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Recalled]:
+        """As `Index.search`. Raises StoreError."""
+        with self._reporting():
+            return [Recalled(start=start, end=start + len(ids), text=text)
+                    for start, ids, text in self._index.search(question, most, measure)]
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Errors of the temporary file as StoreError; it is made again the next time."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            self._begin_anew()
+            raise StoreError(f"the index for recall cannot be used: {error}; expected room for temporary files, or "
+                             "recall=False") from error
+
+    def _begin_anew(self) -> None:
+        self.complete = False
+        with contextlib.suppress(sqlite3.Error):
+            self._index.close()
+            self._index = self._make()

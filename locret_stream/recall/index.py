@@ -1,0 +1,163 @@
+"""An index of what was read, by words: SQLite's FTS5 ranks passages by BM25. It lies in a temporary file without a
+name, which is gone with the process, and is made again from the log whenever it is needed.
+
+It holds the passages as text, so of a session that is encrypted it stays in memory.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from locret_stream.errors import ConfigError
+from locret_stream.recall.passages import Cut, Cutter
+
+Passage = Cut
+MOST_WORDS = 64  # of a question
+CANDIDATES = 64  # passages of which those that fit are taken
+LEAST_SHARE = 0.3  # of the fit of the best passage
+_WORD = re.compile(r"\w+")
+_TABLES = """
+create table passages (start integer primary key, ids blob not null, text text not null);
+create virtual table words using fts5 (text, content='passages', content_rowid='start',
+                                       tokenize='porter unicode61 remove_diacritics 2');
+"""
+
+
+class Index:
+    """Passages of one stream. Safe to use from several threads, one at a time.
+
+    Args:
+        cutter: makes one that begins at a position.
+        private: keep it in memory; otherwise it may grow into a temporary file.
+
+    Raises:
+        ConfigError: this Python's SQLite has no FTS5.
+
+    Attributes:
+        end: position behind the last id that was added.
+    """
+
+    def __init__(self, cutter: Callable[[int], Cutter], *, private: bool = False):
+        self._new_cutter, self._private, self._lock = cutter, private, threading.Lock()
+        self._cutter, self.end = cutter(0), 0
+        self._db = self._connect()
+        try:
+            self._db.executescript(_TABLES)
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise ConfigError(f"recall needs SQLite with FTS5, and this Python's has {error}; expected another build "
+                              "of Python, or no recall") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(":memory:" if self._private else "", check_same_thread=False)
+        db.execute("pragma synchronous = off")
+        db.execute("pragma journal_mode = off")
+        return db
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Append ids behind `end`."""
+        with self._lock:
+            self._write(self._cutter.push(ids))
+            self.end += len(ids)
+
+    def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Passage]:
+        """The passages that fit the words of a question best and have at most `most` tokens together, in the order in
+        which they were read. Of equal ones the newer is better. One in which the question itself was asked counts
+        half: it has all the words, and what it knows is what was answered then. Those that fit less than `LEAST_SHARE`
+        as well as the best one share little but common words with the question, and are left out.
+
+        Args:
+            measure: tokens of a text.
+        """
+        words = list(dict.fromkeys(word.lower() for word in _WORD.findall(question)))[:MOST_WORDS]
+        if not words:
+            return []
+        wanted = " OR ".join(f'"{word}"' for word in words)
+        with self._lock:
+            found = self._db.execute(
+                "select -rank, p.start, p.ids, p.text from words join passages p on p.start = words.rowid "
+                "where words match ? order by rank, p.start desc limit ?", (wanted, CANDIDATES)).fetchall()
+        asked = " ".join(_WORD.findall(question.lower()))
+        fits = [(fit / 2 if asked in " ".join(_WORD.findall(text.lower())) else fit, start, ids, text)
+                for fit, start, ids, text in found]
+        fits.sort(key=lambda row: -row[0])  # stable
+        chosen, left = list[Passage](), most
+        for fit, start, ids, text in fits:
+            size = measure(text)
+            if size <= left and fit >= LEAST_SHARE * fits[0][0]:
+                chosen.append(Passage(start, np.frombuffer(ids, "<i4").tolist(), text))
+                left -= size
+        return sorted(chosen)
+
+    def truncate(self, end: int) -> None:
+        """Forget all ids from position `end` on."""
+        with self._lock:
+            if end < self.end:
+                self._cut_back(end)
+
+    def follow(self, ids: NDArray[np.int32]) -> None:
+        """Hold these ids [n] and no others; what they share with those before is not cut again."""
+        with self._lock:
+            self._cut_back(self._shared(ids))
+            rest = ids[self.end:].tolist()
+            self._write(self._cutter.push(rest))
+            self.end += len(rest)
+
+    def copy(self) -> Index:
+        """Another index of the same passages, which goes on by itself."""
+        twin = Index(self._new_cutter, private=self._private)
+        with self._lock:
+            self._db.backup(twin._db)
+            twin._cutter, twin.end = self._new_cutter(self._cutter.start), self.end
+            twin._cutter.push(self._cutter.ids)
+        return twin
+
+    def close(self) -> None:
+        """Drop everything. Idempotent."""
+        with self._lock:
+            self._db.close()
+
+    def _write(self, cuts: Iterable[Cut]) -> None:
+        for start, ids, text in cuts:
+            self._db.execute("insert into passages values (?, ?, ?)", (start, np.asarray(ids, "<i4").tobytes(), text))
+            self._db.execute("insert into words (rowid, text) values (?, ?)", (start, text))
+        self._db.commit()
+
+    def _cut_back(self, end: int) -> None:
+        """Drop the passage that `end` lies in and those behind it, and cut what is left of it again."""
+        (begin,) = self._db.execute("select max(start) from passages where start < ?", (end,)).fetchone()
+        if begin is None or end >= self._cutter.start:
+            begin = self._cutter.start if end >= self._cutter.start else 0
+        ids = self._ids_from(begin)[:end - begin]
+        for start, text in self._db.execute("select start, text from passages where start >= ?", (begin,)).fetchall():
+            self._db.execute("insert into words (words, rowid, text) values ('delete', ?, ?)", (start, text))
+        self._db.execute("delete from passages where start >= ?", (begin,))
+        self._cutter, self.end = self._new_cutter(begin), end
+        self._write(self._cutter.push(ids))
+
+    def _ids_from(self, start: int) -> list[int]:
+        """All ids from the passage that begins there on."""
+        rows = self._db.execute("select ids from passages where start >= ? order by start", (start,)).fetchall()
+        return np.frombuffer(b"".join(blob for (blob,) in rows), "<i4").tolist() + self._cutter.ids
+
+    def _shared(self, ids: NDArray[np.int32]) -> int:
+        """How many of the first ids are those that are held."""
+        for start, blob in self._db.execute("select start, ids from passages order by start"):
+            held = np.frombuffer(blob, "<i4")
+            other = ids[start:start + len(held)]
+            if len(other) < len(held) or (other != held).any():
+                return start + _same(held, other)
+        return self._cutter.start + _same(np.asarray(self._cutter.ids, "<i4"), ids[self._cutter.start:])
+
+
+def _same(held: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How long two sequences are the same."""
+    least = min(len(held), len(other))
+    different = np.flatnonzero(held[:least] != other[:least])
+    return int(different[0]) if len(different) else least

@@ -1,0 +1,116 @@
+"""Cuts a stream of token ids into passages, by a pure function of the ids, however they arrive.
+
+A passage ends
+
+    behind a run of newlines or the end of a sentence, once it has `least` tokens,
+    behind `most` tokens,
+    where a chat template begins another message, if it has `least` tokens; otherwise the next message is part of it.
+
+What a template writes around messages is no part of the text of a passage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from locret_stream.text import Detokenizer, TextCodec
+
+_SENTENCE = re.compile(r"[.!?…][\"'”’»)\]]*$")  # where white space follows
+_WIDE_SENTENCE = re.compile(r"[。！？][」』”’]*$")  # where none does
+Headers = Mapping[int, frozenset[tuple[int, ...]]]
+"""Of each control token what a chat template may write behind it, as ids: the role and a newline."""
+
+
+def headers(literals: Iterable[Sequence[int]], control: frozenset[int]) -> Headers:
+    """What follows each control token in a template's literals, up to the next control token."""
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for literal in literals:
+        ends = [at for at, token in enumerate(literal) if token in control] + [len(literal)]
+        for at, end in itertools.pairwise(ends):
+            found.setdefault(literal[at], set()).add(tuple(literal[at + 1:end]))
+    return {token: frozenset(tail for tail in tails if tail) for token, tails in found.items()}
+
+
+class Cut(NamedTuple):
+    """A passage: its first position, its ids, what the template wrote between its messages included, and its text."""
+
+    start: int
+    ids: list[int]
+    text: str
+
+
+class Cutter:
+    """Takes ids in any pieces and gives whole passages.
+
+    Args:
+        headers: of the chat template. start: position of the first id.
+    """
+
+    def __init__(self, codec: TextCodec, headers: Headers | None = None, start: int = 0, *, least: int = 24,
+                 most: int = 64):
+        self._codec, self._headers, self._least, self._most = codec, headers or {}, least, most
+        self._begin(start)
+
+    def _begin(self, start: int) -> None:
+        self.start, self.ids = start, list[int]()
+        self._text, self._read = "", 0  # tokens of the text alone
+        self._header: tuple[int, list[int]] | None = None  # a control token, and what came behind it so far
+        self._detokenizer = Detokenizer(self._codec, skip_special=False, start=False)
+
+    def push(self, ids: Iterable[int]) -> list[Cut]:
+        """The passages that these ids complete."""
+        done: list[Cut] = []
+        for token in ids:
+            if self._header is not None:
+                control, behind = self._header
+                tails = self._headers.get(control, frozenset())
+                longer = (*behind, token)
+                if any(tail[:len(longer)] == longer for tail in tails):
+                    behind.append(token)
+                    self.ids.append(token)
+                    continue
+                self._header = None
+                self._again(behind, tails)
+                if self._read >= self._least:
+                    done += self._end()
+            if token in self._codec.control_ids and token != self._codec.unk_id:
+                self._text += self._detokenizer.flush()
+                self._header = (token, [])
+                self.ids.append(token)
+                continue
+            piece = self._codec.piece(token).decode(errors="replace")
+            if self._ends_before(piece):
+                done += self._end()
+            self.ids.append(token)
+            self._text += self._detokenizer.push(token)
+            self._read += 1
+        return done
+
+    def _ends_before(self, piece: str) -> bool:
+        if self._read >= self._most:
+            return True
+        if self._read < self._least or not piece:
+            return False
+        if self._text.endswith("\n"):
+            return not piece.startswith("\n")
+        if piece[0].isspace():
+            return _SENTENCE.search(self._text) is not None
+        return piece[0] not in "」』”’" and _WIDE_SENTENCE.search(self._text) is not None
+
+    def _again(self, behind: list[int], tails: frozenset[tuple[int, ...]]) -> None:
+        """What stood behind a control token: the template's own part of it is dropped, and the rest is text."""
+        own = max((len(tail) for tail in tails if tuple(behind[:len(tail)]) == tail), default=0)
+        if self._text and not self._text.endswith("\n"):
+            self._text += "\n"
+        for token in behind[own:]:
+            self._text += self._detokenizer.push(token)
+            self._read += 1
+
+    def _end(self) -> list[Cut]:
+        """End the passage here."""
+        cut = Cut(self.start, self.ids, self._text.strip())
+        self._begin(self.start + len(self.ids))
+        return [cut]

@@ -1,0 +1,378 @@
+"""Recall: what a question's words find in all that was read, and that nothing committed depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from locret_stream import ConfigError, ContextClosed, InvalidTokens, NoSlot, Recall, Store, StoreError
+from locret_stream.context.session import Session
+from tests.context.support import END, TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, tiny
+
+FACT = "The door code of the library is 48213.\n"
+LINES = [f"Line {n} says that it is cold and wet today.\n" for n in range(90)]
+STORY = "".join([*LINES[:20], FACT, *LINES[20:]])
+QUESTION = "Which door code has the library?"
+RECALL = Recall(tokens=64)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The text of every conversation at the moment where its reply begins, control tokens included."""
+    seen: list[str] = []
+    begin = Session.begin_reply
+
+    async def record(self: Session) -> None:
+        await begin(self)
+        seen.append(self.services.codec.decode(self.state.history, skip_special=False))
+
+    monkeypatch.setattr(Session, "begin_reply", record)
+    return seen
+
+
+async def test_a_question_reads_again_what_has_its_words(asked: list[str]):
+    async with tiny(acknowledge="OK.", recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        before = await snap(ctx)
+        await ctx.ask(QUESTION, max_new_tokens=2)
+        passage, *others = await ctx.recall(QUESTION)
+        assert passage.text == FACT.strip() and not others
+        ids = data(runtime, STORY)
+        whole = literals(runtime, USER) + ids
+        assert runtime.codec.decode(whole[passage.start:passage.end]).strip() == passage.text
+        end = "<|im_end|>\n<|im_start|>assistant\nOK.<|im_end|>\n<|im_start|>user\n"
+        assert asked[0].endswith(f"today.\n{end}{passage.text}{end}{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
+        expect_same(await snap(ctx), before)
+        await ctx.ask(QUESTION, recall=False, max_new_tokens=2)
+        assert FACT.strip() not in asked[1].rpartition("today.\n")[2]
+
+
+async def test_it_is_off_unless_it_is_asked_for(asked: list[str]):
+    async with tiny() as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        await ctx.ask(QUESTION, max_new_tokens=1)
+        assert FACT.strip() not in asked[0].rpartition("today.\n")[2] and ctx._session.index is None
+        for ask in (ctx.ask(QUESTION, recall=True), ctx.recall(QUESTION), anext(ctx.generate(QUESTION, recall=True))):
+            with pytest.raises(ConfigError, match=r"keeps nothing for recall; expected Runtime\(\.\.\., recall=True\)"):
+                await ask
+
+
+async def test_without_a_template_it_stands_before_the_question():
+    async with tiny(recall=RECALL) as runtime, runtime.open(raw=True) as ctx:
+        await ctx.feed(STORY)
+        seen: list[list[int]] = []
+        take = Session.take
+
+        async def record(self, ids, paced=False):
+            seen.append(list(ids))
+            await take(self, ids, paced)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Session, "take", record)
+            await ctx.ask(QUESTION, max_new_tokens=1)
+        assert runtime.codec.decode(seen[0]) == f"\n\n{FACT.strip()}\n\n{QUESTION}"
+
+
+async def test_nothing_is_put_before_a_question_of_which_nothing_is_known(asked: list[str]):
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed("a b c")
+        await ctx.ask("zebra?", max_new_tokens=1)
+        assert await ctx.recall("zebra?") == () and await ctx.recall("???") == ()
+        assert await ctx.recall("a b c") == (), "what is pending is seen anyway"
+        assert asked[0].count("<|im_start|>") == 2
+        await ctx.ask(data(runtime, QUESTION), max_new_tokens=1)
+        assert asked[1].count("<|im_start|>") == 2
+        with pytest.raises(InvalidTokens):
+            await ctx.recall([10**9])
+
+
+async def test_how_much_is_recalled_can_be_said_for_each_question(asked: list[str]):
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        few, many = await ctx.recall("cold wet"), await ctx.recall("cold wet", Recall(tokens=200))
+        assert 0 < len(few) < len(many)
+        assert [one.start for one in many] == sorted(one.start for one in many)
+        await ctx.ask("cold wet", recall=Recall(tokens=200), max_new_tokens=1)
+        assert "\n".join(one.text for one in many) in asked[0]
+        assert sum(len(data(runtime, one.text)) for one in many) <= 200
+    for wrong in (63, 64.5, True, "many"):
+        with pytest.raises(ConfigError, match=r"recall: tokens is .*; expected a whole number, at least 64"):
+            Recall(tokens=wrong)
+    with pytest.raises(ConfigError, match=r"recall is 128; expected True, False or Recall\(tokens=\.\.\.\)"):
+        async with tiny(recall=128):
+            pass
+
+
+async def test_nothing_committed_depends_on_it():
+    async with tiny() as plain, tiny(recall=True) as runtime, plain.open() as other, runtime.open() as ctx:
+        for piece in (STORY[:700], STORY[700:2000], STORY[2000:]):
+            await ctx.feed(piece)
+            await other.feed(piece)
+            await ctx.ask(QUESTION, max_new_tokens=3)
+        expect_same(await snap(ctx), await snap(other))
+
+
+async def test_what_is_undone_is_not_found():
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed("".join(LINES))
+        with pytest.raises(KeyError):
+            async with ctx.turn():
+                await ctx.feed(FACT * 3 + "".join(LINES[:5]))
+                assert await finds(ctx)
+                raise KeyError
+        assert not await finds(ctx)
+        await ctx.feed(STORY)
+        assert await finds(ctx)
+        assert held(ctx) == ids_before(ctx)
+
+
+async def test_a_fork_goes_on_by_itself():
+    async with tiny(recall=RECALL, max_live=2) as runtime, runtime.open() as ctx:
+        await ctx.feed("".join(LINES))
+        async with ctx.fork() as fork:
+            await fork.feed(STORY)
+            assert await finds(fork)
+            assert held(fork) == ids_before(fork)
+        assert not await finds(ctx)
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "encrypted"])
+async def test_a_stored_session_finds_what_it_read_in_another_process(tmp_path: Path, key):
+    options = {"recall": RECALL, "store": tmp_path / "store", "key": key}
+    async with tiny(**options) as runtime, runtime.open("s") as ctx:
+        await ctx.feed(STORY)
+        assert ctx._session.index._index._private is (key is not None)
+    async with tiny(**options) as runtime, runtime.open("s") as ctx:
+        assert not ctx._session.index.complete, "the log is read when it is needed"
+        await ctx.feed("".join(LINES[:9]))
+        assert await finds(ctx)
+        await ctx.feed("".join(LINES[:9]))
+        assert held(ctx) == ids_before(ctx)
+        async with ctx.fork("t") as fork:
+            await fork.feed("The door code of the library is 7 now.\n" + "".join(LINES[:9]))
+            assert "is 7 now" in (await fork.recall(QUESTION, Recall(tokens=200)))[-1].text
+            assert held(fork) == ids_before(fork)
+
+
+async def test_what_was_rewound_is_not_found(tmp_path: Path):
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed("".join(LINES))
+        first = await ctx.snapshot()
+        await ctx.feed(STORY)
+        second = await ctx.snapshot()
+        for _ in range(2):
+            await ctx.rewind(first)
+            assert not await finds(ctx)
+            assert held(ctx) == ids_before(ctx)
+            await ctx.rewind(second)
+            assert await finds(ctx)
+            assert held(ctx) == ids_before(ctx)
+        await ctx.rewind(0)
+        assert await ctx.recall(QUESTION) == ()
+        await ctx.feed(STORY)
+        assert await finds(ctx)
+
+
+async def test_a_session_without_a_log_says_that_it_cannot(tmp_path: Path):
+    options = {"recall": True, "store": Store(tmp_path, log=False)}
+    async with tiny(**options) as runtime, runtime.open("s") as ctx:
+        await ctx.feed(STORY)
+        assert await ctx.recall(QUESTION), "what was read since it began is known"
+    async with tiny(**options) as runtime, runtime.open("s") as ctx:
+        with pytest.raises(ConfigError, match="cannot be recalled, as its store keeps no log"):
+            await ctx.ask(QUESTION)
+        assert isinstance(await ctx.ask(QUESTION, recall=False, max_new_tokens=1), str)
+        await ctx.feed("more")
+
+
+async def test_it_holds_through_swaps(tmp_path: Path):
+    async with tiny(recall=RECALL, store=tmp_path, max_live=1) as runtime:
+        async with runtime.open("a") as a, runtime.open("b") as b:
+            for piece in range(4):
+                await a.feed("".join(LINES[piece * 9:piece * 9 + 9]))
+                await b.feed(FACT + "".join(LINES[:9]))
+            assert held(a) == ids_before(a) and held(b) == ids_before(b)
+            assert await finds(b)
+
+
+async def test_a_fault_of_the_index_is_mended_from_the_log(tmp_path: Path, caplog):
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed(STORY[:900])
+        ctx._session.index._index._db.execute("drop table passages")
+        await ctx.feed(STORY[900:])
+        assert "will be made again from the log" in caplog.text
+        assert await finds(ctx) and held(ctx) == ids_before(ctx)
+        ctx._session.index._index._db.execute("drop table passages")
+        with pytest.raises(StoreError, match="the index for recall cannot be used: no such table"):
+            await ctx.ask(QUESTION)
+        assert await finds(ctx) and held(ctx) == ids_before(ctx)
+
+
+async def test_an_index_without_a_log_that_is_lost_is_missed(caplog):
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY[:900])
+        ctx._session.index._index._db.execute("drop table passages")
+        await ctx.feed(STORY[900:])
+        with pytest.raises(ConfigError, match="cannot be recalled"):
+            await ctx.recall(QUESTION)
+        assert isinstance(await ctx.ask(QUESTION, recall=False, max_new_tokens=1), str)
+
+
+async def test_closing_while_it_is_searched(monkeypatch):
+    async with tiny(recall=RECALL) as runtime:
+        async with runtime.open() as ctx:
+            await ctx.feed(STORY)
+            task = asyncio.create_task(ctx.recall(QUESTION))
+            await asyncio.sleep(0)
+            ctx._session.index._index.close()
+            await ctx.aclose()
+            (found,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(found, (tuple, ContextClosed)), found
+
+
+async def test_questions_at_the_same_time(asked: list[str]):
+    async with tiny(recall=RECALL, scratch=2, max_live=3) as runtime:
+        async def one(number: int) -> None:
+            async with runtime.open() as ctx:
+                fact = f"The code of gate {number} is {number}{number}71.\n"
+                await ctx.feed("".join(LINES[:30]) + fact + "".join(LINES[30:60]))
+                for _ in range(3):
+                    before = len(asked)
+                    generation = ctx.generate("Which code has the gate?", max_new_tokens=2)
+                    assert await drained(generation) and len(asked) > before
+                    assert any(fact.strip() in one.text for one in generation.recalled)
+                    await ctx.ask("Which code has the gate?", max_new_tokens=2)
+                    await ctx.feed("".join(LINES[:7]))
+                assert held(ctx) == ids_before(ctx)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(one(number))
+
+
+async def test_a_question_that_is_cancelled_leaves_nothing(monkeypatch):
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        before = await snap(ctx)
+        for delay in (0, .001, .003, .01):
+            task = asyncio.create_task(ctx.ask(QUESTION, max_new_tokens=50))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        expect_same(await snap(ctx), before)
+        scripted(monkeypatch, data(runtime, "y"))
+        assert await ctx.ask(QUESTION, max_new_tokens=1) == "y"
+
+
+async def finds(ctx) -> bool:
+    """Whether the fact is among what the question finds."""
+    return any(FACT.strip() in one.text for one in await ctx.recall(QUESTION))
+
+
+async def test_a_reply_with_recall_takes_in_what_one_without_does(asked: list[str], monkeypatch):
+    """The copy that reads again speaks; the memory has the prompt and the reply, as if it had spoken itself."""
+    async with tiny(acknowledge="OK.", recall=RECALL, max_live=2) as runtime:
+        reply = data(runtime, "It is 48213, of course, as was said before.")
+        async with runtime.open() as ctx, runtime.open() as other:
+            for each, recall in ((ctx, None), (other, False)):
+                await each.feed(STORY)
+                scripted(monkeypatch, reply * 2)
+                for _ in range(2):
+                    generation = each.generate(QUESTION, recall=recall, max_new_tokens=len(reply))
+                    assert [token.id async for token in generation] == reply
+                    passages = [one.text for one in generation.recalled]
+                    assert passages[:1] == ([FACT.strip()] if recall is None else [])
+            expect_same(await snap(ctx), await snap(other))
+        copy, own = asked[0], asked[1]
+        assert copy.endswith(own[-60:]) and FACT.strip() in copy[-300:] and FACT.strip() not in own[-300:]
+
+
+async def test_a_reply_is_spoken_by_the_copy(monkeypatch):
+    """Its tokens are those of a context that was fed what the copy read."""
+    async with tiny(acknowledge="OK.", recall=RECALL, max_live=2) as runtime:
+        async with runtime.open() as ctx, runtime.open() as other:
+            await ctx.feed(STORY)
+            generation = ctx.generate(QUESTION, max_new_tokens=9, ignore_eos=True)
+            found = [token.id async for token in generation]
+            await other.feed(STORY)
+            assert await other.recall(QUESTION) == generation.recalled != ()
+            assert await other.ask(QUESTION, max_new_tokens=9, ignore_eos=True) == generation.text
+            assert len(found) == 9
+
+
+async def test_ids_aside_are_read_by_the_copy_alone(asked: list[str], monkeypatch):
+    async with tiny(max_live=1) as runtime, runtime.open() as ctx:
+        await ctx.feed(TEXT)
+        scripted(monkeypatch, data(runtime, "y") * 2)
+        before = ids_in(ctx)
+        async for _ in ctx.generate("so?", aside=data(runtime, "only once"), max_new_tokens=1):
+            pass
+        assert "only once" in asked[0] and "only once" not in asked[1]
+        assert ids_in(ctx)[:len(before)] == before and "only once" not in runtime.codec.decode(ids_in(ctx))
+        with pytest.raises(InvalidTokens):
+            ctx.generate("so?", aside=[10**9])
+
+
+async def test_replies_with_recall_that_end_early_give_their_slot_back(monkeypatch):
+    async with tiny(recall=RECALL, slot_timeout_s=0.5) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        for _ in range(3):
+            async for _token in ctx.generate(QUESTION, max_new_tokens=50, ignore_eos=True):
+                break
+        generation = ctx.generate(QUESTION, max_new_tokens=50, ignore_eos=True)
+        await anext(generation)
+        with pytest.raises(NoSlot):
+            await ctx.ask(QUESTION)
+        await generation.aclose()
+        for delay in (0, .001, .005, .02):
+            task = asyncio.create_task(drained(ctx.generate(QUESTION, max_new_tokens=50, ignore_eos=True)))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert await ctx.ask(QUESTION, max_new_tokens=1) is not None
+        generation = ctx.generate(QUESTION, max_new_tokens=50, ignore_eos=True)
+        await anext(generation)
+        await ctx.aclose()
+        with pytest.raises(ContextClosed):
+            await anext(generation)
+
+
+async def test_inside_a_turn_it_needs_a_scratch_slot_more(monkeypatch):
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        async with ctx.turn():
+            with pytest.raises(NoSlot, match=r"the only scratch slot; expected a reply with recall after the turn"):
+                await drained(ctx.generate(QUESTION, max_new_tokens=3))
+            assert await drained(ctx.generate(QUESTION, recall=False, max_new_tokens=3, ignore_eos=True)) == 3
+    async with tiny(recall=RECALL, scratch=2) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        before = await snap(ctx)
+        with pytest.raises(KeyError):
+            async with ctx.turn():
+                assert await drained(ctx.generate(QUESTION, max_new_tokens=20, ignore_eos=True)) == 20
+                raise KeyError
+        expect_same(await snap(ctx), before)
+        assert held(ctx) == held(ctx)[:ctx._session.state.seen]
+
+
+async def drained(generation) -> int:
+    return len([token async for token in generation])
+
+
+def held(ctx) -> list[int]:
+    """All ids that its index has."""
+    return ctx._session.index._index._ids_from(0)
+
+
+def ids_before(ctx) -> list[int]:
+    """The committed ids of a stored or a short session, from where they are known."""
+    session = ctx._session
+    if session.branch is not None:
+        return np.asarray(session.branch.committed_ids(session.state.seen)).tolist()
+    return ids_in(ctx)[:session.state.seen] if ctx.memory.tokens <= 1024 else held(ctx)[:session.state.seen]
+
+
+assert END and TEXT

@@ -1,0 +1,173 @@
+"""What an index finds, and that it always holds just the ids that it was given."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+
+import numpy as np
+import pytest
+
+from locret_stream.errors import ConfigError
+from locret_stream.recall import Cutter, Index
+from locret_stream.text import TextCodec
+from tests.training.tiny import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec(make_tokenizer())
+
+
+@pytest.fixture
+def index(codec: TextCodec):
+    made = new(codec)
+    yield made
+    made.close()
+
+
+def new(codec: TextCodec, **more) -> Index:
+    return Index(lambda start: Cutter(codec, start=start, least=8, most=80), **more)
+
+
+def size(text: str) -> int:
+    return len(text.split())
+
+
+def held(index: Index):
+    """All that can be found, and the ids."""
+    rows = index._db.execute("select start, ids, text from passages order by start").fetchall()
+    words = index._db.execute("select count(*) from words where words match '\"line\" or \"code\"'").fetchone()
+    index._db.execute("insert into words (words) values ('integrity-check')")
+    index._db.commit()
+    return rows, words, index.end, index._cutter.ids, index._ids_from(0)
+
+
+STORY = "".join(f"Line {n} of the story says that the weather is {r} today.\n" for n, r in enumerate(
+    random.Random(1).choices(["mild", "cold", "wet"], k=300)))
+
+
+def test_the_words_of_a_question_find_the_passage(index: Index, codec: TextCodec):
+    lines = STORY.splitlines(keepends=True)
+    lines.insert(100, "The door code of the library is 48213.\n")
+    lines.insert(200, "Because the ferry came late, nobody opened the library.\n")
+    index.add(codec.encode_text("".join(lines) + "end"))
+    (found,) = index.search("What is the door code of the library?", 10, size)
+    assert found.text == "The door code of the library is 48213."
+    assert codec.decode(found.ids).strip() == found.text
+    whole = codec.encode_text("".join(lines) + "end")
+    assert whole[found.start:found.start + len(found.ids)] == found.ids
+    (found,) = index.search("WHY did nobody open it?", 10, size)
+    assert "Because the ferry" in found.text, "words are stemmed, whatever their case"
+
+
+def test_what_is_found_fits_and_is_in_order(index: Index, codec: TextCodec):
+    index.add(codec.encode_text(STORY))
+    for most in (5, 11, 40, 100):
+        found = index.search("line story wet", most, size)
+        assert sum(size(passage.text) for passage in found) <= most
+        assert [passage.start for passage in found] == sorted(passage.start for passage in found)
+    assert len(index.search("line story wet", 100, size)) > 3
+
+
+def test_of_equal_passages_the_newest_is_found(index: Index, codec: TextCodec):
+    index.add(codec.encode_text("The code of the gate is 1234 today.\n" * 3 + STORY))
+    index.add(codec.encode_text("The code of the gate is 1234 today.\nend"))
+    (found,) = index.search("code of the gate", 8, size)
+    assert found.start > len(codec.encode_text(STORY))
+
+
+def test_where_the_question_itself_was_asked_counts_half(index: Index, codec: TextCodec):
+    question = "What is the code of the gate?"
+    index.add(codec.encode_text("The code of the gate is 1234 today, they say.\n" + STORY[:600]))
+    index.add(codec.encode_text(f"{question}\nI do not know.\n" * 3 + STORY[:300]))
+    (found,) = index.search(question, 10, size)
+    assert found.text.startswith("The code of the gate is 1234")
+    assert any(question in passage.text for passage in index.search(question, 40, size))
+
+
+def test_what_shares_common_words_alone_is_left_out(index: Index, codec: TextCodec):
+    index.add(codec.encode_text("The door code of the library is 48213.\n" + STORY))
+    found = index.search("What is the door code of the library?", 500, size)
+    assert [passage.text for passage in found] == ["The door code of the library is 48213."]
+
+
+@pytest.mark.parametrize("question", ["", "?!", '"', 'near("a b")', "code OR", "*", "a:b", "text : code", "-",
+                                      "NOT code", "code\x00", "(", "^code", "日本", "x" * 9000, "word " * 500])
+def test_a_question_is_no_query_language(index: Index, codec: TextCodec, question: str):
+    index.add(codec.encode_text("The code of the gate is 1234, and a word beside it.\nAnd an end"))
+    assert isinstance(index.search(question, 50, size), list)
+
+
+def test_words_that_nothing_has(index: Index, codec: TextCodec):
+    assert index.search("library", 10, size) == []
+    index.add(codec.encode_text(STORY))
+    assert index.search("library", 10, size) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_holds_what_it_was_given(codec: TextCodec, seed: int):
+    """Adding, cutting back, following another stream, copying: as if the ids had been added at once."""
+    r = random.Random(seed)
+    text = codec.encode_text(STORY)
+    index, ids = new(codec), list[int]()
+    for _ in range(12):
+        step = r.random()
+        if step < 0.5:
+            more = text[(at := r.randrange(len(text) - 400)):at + r.randint(0, 400)]
+            index.add(more)
+            ids += more
+        elif step < 0.75:
+            end = r.choice([r.randint(0, len(ids) + 5), len(ids), 0])
+            index.truncate(end)
+            ids = ids[:end]
+        elif step < 0.9:
+            ids = ids[:r.randint(0, len(ids))] + text[:r.randint(0, 200)]
+            index.follow(np.asarray(ids, "<i4"))
+        else:
+            twin = index.copy()
+            index.add(text[:50])
+            index.close()
+            index = twin
+        fresh = new(codec)
+        fresh.add(ids)
+        assert held(index) == held(fresh)
+        assert index._ids_from(0) == ids and index.end == len(ids)
+        fresh.close()
+    index.close()
+
+
+def test_several_threads_may_use_it(codec: TextCodec):
+    index, ids, errors = new(codec), codec.encode_text(STORY), []
+
+    def use(adds: bool):
+        try:
+            for n in range(60):
+                index.add(ids[n * 20:n * 20 + 20]) if adds else index.search("line story cold", 30, size)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use, args=(n == 0,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and index.end == 1200
+    index.close()
+
+
+def test_nothing_has_a_name_on_disk(codec: TextCodec, tmp_path, monkeypatch):
+    monkeypatch.setenv("SQLITE_TMPDIR", str(tmp_path))
+    index = new(codec)
+    for _ in range(40):
+        index.add(codec.encode_text(STORY))
+    assert not list(tmp_path.iterdir())
+    index.close()
+
+
+def test_without_fts5_it_says_so(codec: TextCodec, monkeypatch):
+    monkeypatch.setattr("locret_stream.recall.index._TABLES", "create virtual table words using fts9 (text)")
+    with pytest.raises(ConfigError, match="recall needs SQLite with FTS5, and this Python's has no such module"):
+        new(codec)
+    assert sqlite3.sqlite_version

@@ -1,0 +1,109 @@
+"""Where passages are cut, and that it depends on the ids alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from locret_stream.recall import Cutter, headers
+from locret_stream.text import ChatFrame, TextCodec
+from tests.training.tiny import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def codec(tokenizer) -> TextCodec:
+    return TextCodec(tokenizer)
+
+
+def cut(codec: TextCodec, ids, sizes=(10**9,), **more):
+    cutter, done, at, turn = Cutter(codec, **more), [], 0, 0
+    while at < len(ids):
+        size = sizes[turn % len(sizes)]
+        done += cutter.push(ids[at:at + size])
+        at, turn = at + size, turn + 1
+    return done, cutter
+
+
+def test_passages_end_with_sentences_and_lines(codec: TextCodec):
+    text = 'The first one is short. He said "Stop!" and left. It cost 3.14 in all.\nA line of a log\n\nAnd more. End'
+    done, cutter = cut(codec, codec.encode_text(text), least=1)
+    assert [passage.text for passage in done] == [
+        "The first one is short.", 'He said "Stop!"', "and left.", "It cost 3.14 in all.", "A line of a log",
+        "And more."]
+    assert codec.decode(cutter.ids).strip() == "End"
+
+
+def test_sentences_without_spaces_between_them(codec: TextCodec):
+    done, _ = cut(codec, codec.encode_text("门的密码是四七一一。他说停！然后走了。End"), least=1)
+    assert [passage.text for passage in done] == ["门的密码是四七一一。", "他说停！", "然后走了。"]
+
+
+def test_passages_have_a_least_and_a_most(codec: TextCodec):
+    ids = codec.encode_text("One. Two. Three. Four. Five. Six. Seven. Eight. " * 20)
+    done, _ = cut(codec, ids, least=20, most=40)
+    assert all(20 <= len(passage.ids) <= 40 and passage.text.endswith(".") for passage in done)
+    done, _ = cut(codec, codec.encode_text("word " * 300), least=20, most=40)
+    assert all(len(passage.ids) == 40 for passage in done)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_they_depend_on_the_ids_alone(codec: TextCodec, tokenizer, seed: int):
+    r = random.Random(seed)
+    frame = ChatFrame(codec, tokenizer)
+    ids = []
+    for _ in range(60):
+        ids += r.choice([codec.encode_text(r.choice(["Yes. ", "a line\n", "日本語。", "é" * 3, "12.5 "])),
+                         frame.begin()[0], [r.randrange(codec.vocab)], sorted(codec.added_ids)[:1]])
+    tails = headers(frame.literal_runs, codec.control_ids)
+    whole, last = cut(codec, ids, headers=tails, least=5, most=12)
+    pieces, other = cut(codec, ids, [r.randint(1, 9) for _ in range(7)], headers=tails, least=5, most=12)
+    assert whole == pieces and last.ids == other.ids and last.start == other.start
+    assert [token for passage in whole for token in passage.ids] + last.ids == ids, "nothing is lost"
+    at = 0
+    for passage in whole:
+        assert passage.start == at
+        at += len(passage.ids)
+    begin = whole[len(whole) // 2].start
+    again, _ = cut(codec, ids[begin:], headers=tails, start=begin, least=5, most=12)
+    assert again == whole[len(whole) // 2:], "a passage begins as if nothing were before it"
+
+
+def test_what_a_template_writes_is_no_text(codec: TextCodec, tokenizer):
+    frame = ChatFrame(codec, tokenizer, acknowledge="OK.")
+    ids, state = frame.begin("Be brief.")
+    for said, reply in (("The code of the gate is 4711.", "Noted."), ("It rains.", "It does, and it is cold, too.")):
+        opened, state = frame.open_user(state)
+        ids += opened + codec.encode_text(said)
+        closed, state = frame.close_user_and_prompt(state.with_content())
+        ids += closed + codec.encode_text(reply)
+        ends, state = frame.close_reply(state, ids[-4:])
+        ids += ends
+    ids += frame.open_user(state)[0]
+    tails = headers(frame.literal_runs, codec.control_ids)
+    done, _ = cut(codec, ids + codec.encode_text("x"), headers=tails, least=1)
+    assert [passage.text for passage in done] == [
+        "Be brief.", "The code of the gate is 4711.", "Noted.", "It rains.", "It does, and it is cold, too."]
+    done, _ = cut(codec, ids + codec.encode_text("x"), headers=tails, least=24)
+    assert done[0].text.splitlines()[:2] == ["Be brief.", "The code of the gate is 4711."]
+    assert not any("user" in passage.text or "assistant" in passage.text for passage in done)
+
+
+def test_a_message_may_begin_like_a_header(codec: TextCodec, tokenizer):
+    """What is not wholly the template's is text."""
+    frame = ChatFrame(codec, tokenizer)
+    control = next(i for i in frame.begin()[0] if i in codec.control_ids)
+    tails = headers(frame.literal_runs, codec.control_ids)
+    tail = max(tails[control], key=len)
+    ids = [control, *tail[:1], *codec.encode_text(" is written here.\n"), control, *tail,
+           *codec.encode_text("Second.\nx")]
+    done, _ = cut(codec, ids, headers=tails, least=1)
+    said = "\n".join(passage.text for passage in done)
+    if len(tail) > 1:
+        assert said.startswith(codec.decode(list(tail[:1])).strip()) and "is written here." in said
+    assert done[-1].text == "Second."
