@@ -277,29 +277,36 @@ class Generation(_Operation):
         if aside and again:
             self._speaker = await self._copy()
             await self._read(self._speaker, again, ids)
-            again = ()
-        await self._read(session, again, ids)
+            # Whoever has a scratch slot waits for no live one (see `context.swapping`): the session commits later.
+            await self._read(session, (), ids, commits=False)
+        else:
+            await self._read(session, again, ids)
 
     async def _copy(self) -> Session:
         """A scratch copy of the session; it ends and gives its slot back with this generation."""
         session, slots = self._session, self._session.services.slots
-        if session.turn is not None:
-            await session.turn.keep_copy()
-            if session.services.scratch == 1:
-                raise NoSlot("the open turn() of this context holds the only scratch slot; expected a reply with recall"
-                             " after the turn, or Runtime(..., scratch=2)")
+        if session.turn is not None and session.turn.holds_scratch and session.services.scratch == 1:
+            raise NoSlot("the open turn() of this context holds the only scratch slot since its first commit; expected "
+                         "a reply with recall after the turn, or Runtime(..., scratch=2)")
         slot = await slots.acquire(scratch=True)
         self._leaving.callback(slots.release, slot, scratch=True)
         copy = await session.fork(slot)
         self._leaving.enter_context(session.answering_on(copy))
         return copy
 
-    async def _read(self, session: Session, again: Sequence[int], ids: list[int]) -> None:
+    async def _read(self, session: Session, again: Sequence[int], ids: list[int], *, commits: bool = True) -> None:
         """Read what stands before the prompt, and the prompt's `ids`, and begin the reply. Where there is no room for
-        either nothing of it is read."""
+        either nothing of it is read. `commits`: also commit whole chunks, for which the session needs a slot."""
         frames, engine = session.services.frames, session.services.engine
+
+        async def take(ids: list[int]) -> None:
+            if commits:
+                await session.take(ids)
+            else:
+                session.accept(ids)
+
         if session.raw:
-            await session.take([*again, *ids])
+            await take([*again, *ids])
         else:
             if again:
                 before = list(again)
@@ -307,18 +314,21 @@ class Generation(_Operation):
                     before[:0] = frames.question_separator(session.frame)[0]
                 engine.expect_room(session.state, len(before) + session.frame_room())
                 session.open_turn()
-                await session.take(before)
+                await take(before)
             fed = session.frame.turn == "user" and session.frame.has_content  # something, since the last reply
             if self._prompt is not None:
                 if fed:
                     ids = frames.question_separator(session.frame)[0] + ids
                 engine.expect_room(session.state, len(ids) + session.frame_room())
                 session.open_turn()
-                await session.take(ids)
+                await take(ids)
             elif not fed:
                 raise ConfigError("generate() was called without a prompt and nothing was fed since the last reply; "
                                   "expected a prompt, or a feed before it")
-            await session.begin_reply()
+            if commits:
+                await session.begin_reply()
+            else:
+                session.accept(*frames.close_user_and_prompt(session.frame))
         if session.state.position == 0:
             raise ConfigError("nothing was fed and the prompt is empty; expected something to continue")
 
@@ -337,10 +347,8 @@ class Generation(_Operation):
     async def _next_token(self) -> Token:
         session, state, speaker = self._session, self._session.state, self._speaker
         session.check_open()
-        await session.commit()
+        await speaker.commit()
         position = state.position
-        if speaker is not session:
-            await speaker.commit()
         token = await speaker.next_token(
             lambda logits: sample(logits, state.history, position, self._sampling, self._processors))
         if speaker is not session:

@@ -5,7 +5,8 @@ of calls can stall:
 
 1. the session, for one operation (`Session.claim`: nobody waits for it, ContextBusy is raised),
 2. a live slot: opening a context, and any step of a session that is swapped out,
-3. a scratch slot: `ask`, which needs no live one, and an open turn, whose session stays in its slot,
+3. a scratch slot: `ask` and a reply with recall, which need no live one, and an open turn, whose session stays in its
+   slot,
 4. the session's units, unchanged for a while (`Session.frozen`): saving, forking, rewinding, swapping,
 5. the engine's thread and the storing threads, for one bounded step.
 

@@ -119,13 +119,15 @@ class Agents(RuleBasedStateMachine):
 
     at_once = SESSIONS
     actions = ACTIONS
+    recall = False
     failed: tuple[int, BaseException] | None = None  # in which call, and how: the machine is not run again to see it
 
     def __init__(self) -> None:
         super().__init__()
         self.runner, self.folder, self.calls = asyncio.Runner(), tempfile.TemporaryDirectory(), 0
         self.store = Store(self.folder.name, keep_last=10_000)
-        self.runtime = unstarted(store=self.store, max_live=SLOTS, scratch=1, slot_timeout_s=2 * STALLED_S)
+        self.runtime = unstarted(store=self.store, max_live=SLOTS, scratch=1, slot_timeout_s=2 * STALLED_S,
+                                 recall=self.recall)
         self.agents = [Agent(number) for number in range(SESSIONS)]
         self.run(self.runtime.__aenter__())
 
@@ -178,6 +180,10 @@ class Agents(RuleBasedStateMachine):
         for agent in self.agents:
             if agent.ctx is not None:
                 assert agent.ctx.memory.tokens == len(agent.ids)
+                if self.recall:
+                    await agent.ctx.recall("whatever")  # then its index is complete
+                    seen = agent.ctx._session.state.seen
+                    assert agent.ctx._session.index._index._ids_from(0) == agent.ids[:seen], agent.name
                 await expect_replay(agent.ctx, agent.ids)
                 await agent.ctx.aclose()
         expect_free(self.runtime)
@@ -202,6 +208,12 @@ class Pairs(Agents):
     at_once = SLOTS
 
 
+class Recalling(Agents):
+    """Questions and replies read again what has their words, and every index holds what its session was told."""
+
+    recall = True
+
+
 def run(machine: type[Agents], examples: int, steps: int) -> None:
     # Not made smaller: a stall takes its time, and threads make no two runs alike.
     run_state_machine_as_test(type(machine.__name__, (machine,), {}), settings=settings(
@@ -209,12 +221,12 @@ def run(machine: type[Agents], examples: int, steps: int) -> None:
         phases=[Phase.explicit, Phase.generate], derandomize=True))
 
 
-@pytest.mark.parametrize("machine", [Pairs, Agents])
+@pytest.mark.parametrize("machine", [Pairs, Agents, Recalling])
 def test_sessions_far_above_the_slots_never_stall_and_are_each_what_their_tokens_give(machine: type[Agents]):
     run(machine, examples=4, steps=4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Pairs, Agents])
+@pytest.mark.parametrize("machine", [Pairs, Agents, Recalling])
 def test_sessions_far_above_the_slots_never_stall_in_long_runs(machine: type[Agents]):
     run(machine, examples=150, steps=12)
