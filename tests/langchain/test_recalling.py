@@ -54,10 +54,10 @@ def test_what_has_the_words_of_a_question_is_read_again(chat: LocretChatModel, a
     answer = chat.invoke(talk, A)
     found = receipt(answer)["recalled"]
     assert FACT in found[0]["text"] and receipt(answer)["source"] == "live"
-    (aside,) = asides
     texts = "\n".join(one["text"] for one in found)
-    assert aside == (f"<|im_start|>assistant\nOK.<|im_end|>\n<|im_start|>user\n{texts}<|im_end|>\n<|im_start|>assistant"
-                     f"\nOK.<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
+    assert asides == [
+        f"<|im_start|>user\n{texts}<|im_end|>\n<|im_start|>assistant\nOK.<|im_end|>\n"
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"]
     assert held(chat, "a") == rendered([*talk, answer]), "the memory has the question and the answer alone"
     assert answer.text == f"You said: {QUESTION}" and answer.usage_metadata["output_tokens"] > 3
 
@@ -91,6 +91,14 @@ def test_questions_about_one_state_each_recall(chat: LocretChatModel):
         assert FACT in receipt(answer)["recalled"][0]["text"]
         assert not any(f"({before})" in one["text"] for before in range(number)
                        for one in receipt(answer)["recalled"]), "what was undone is gone"
+
+
+def test_a_question_that_the_memory_holds_already_says_so(chat: LocretChatModel):
+    """It cannot be read again before a message that was read: the receipt tells."""
+    talk = [*told(chat), HumanMessage(QUESTION)]
+    chat.invoke(talk, A, recall=False)
+    again = receipt(chat.invoke(talk, A))
+    assert again["not_recalled"] == "the memory holds the last message already" and "recalled" not in again
 
 
 def test_results_of_tools_recall_nothing(chat: LocretChatModel):
@@ -134,7 +142,7 @@ def test_it_is_off_by_default(script: Script, tmp_path: Path):
     with model(Store(tmp_path)) as chat:
         talk = [*told(chat), HumanMessage(QUESTION)]
         assert "recalled" not in receipt(chat.invoke(talk, A))
-        with pytest.raises(ConfigError, match="keeps nothing for recall"):
+        with pytest.raises(ConfigError, match=r"keeps nothing for recall; expected LocretChatModel\(recalls=True\)"):
             chat.invoke(talk, A, recall=True)
         answer = chat.invoke(talk, A)
         assert held(chat, "a") == rendered([*talk, answer])

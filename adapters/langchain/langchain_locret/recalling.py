@@ -1,4 +1,4 @@
-"""What is read again for a question of a thread: passages of what it has read, in turns that only the answer sees."""
+"""What is read again for a question of a thread: passages of what it has read, in a turn that only the answer sees."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from locret_stream import ConfigError, Recalled, StreamingContext
 
 
 class Recollection:
-    """Passages, and the ids that are read for them behind the question.
+    """Passages, and the ids that are read for them before the question.
 
     Attributes:
-        receipt: of the passages, for `response_metadata`.
+        receipt: of the passages, for `response_metadata`. why_not: why nothing was looked for; "": it was, or nobody
+            wanted it.
     """
 
-    def __init__(self, passages: Sequence[Recalled] = (), ids: Sequence[int] = ()):
-        self.ids = list(ids)
+    def __init__(self, passages: Sequence[Recalled] = (), ids: Sequence[int] = (), why_not: str = ""):
+        self.ids, self.why_not = list(ids), why_not
         self.receipt: list[dict[str, Any]] = [
             {"start": one.start, "end": one.end, "text": one.text} for one in passages]
 
 
-async def recollect(context: StreamingContext, template: ChatTemplate, acknowledge: str, message: Message
-                    ) -> Recollection:
-    """What the words of a user's message find. The message itself is asked again behind it, as what stands last is
-    answered best.
+async def recollect(context: StreamingContext, template: ChatTemplate, acknowledge: str, question: str) -> Recollection:
+    """What the words of a user's message find. It is read in a turn of its own, which a short reply closes, right
+    before that message: what stands last is answered best.
 
     Raises:
-        ConfigError: the runtime keeps nothing for recall, or the template has no place for further turns.
+        ConfigError: the runtime keeps nothing for recall, or the template has no place for a turn more.
         SnapshotCorrupt, StoreError: the log of the thread cannot be read.
     """
-    passages = await context.recall(message.content)
+    passages = await context.recall(question)
     if not passages:
         return Recollection()
-    reply = Message("assistant", acknowledge)
-    talk = [Message("user", message.content), reply, Message("user", "\n".join(one.text for one in passages)), reply,
-            Message("user", message.content)]
+    user, reply = Message("user", "?"), Message("assistant", acknowledge)
+    talk = [user, reply, Message("user", "\n".join(one.text for one in passages)), reply, user]
     rendered = template.render(talk)
-    behind = template.after(talk, 1, (), rendered)
-    if behind is None or not rendered.body or rendered.left_out:
-        raise ConfigError("the chat template has no place behind a question for what is recalled; expected one that "
+    start, end = template.after(talk, 2, (), rendered), template.after(talk, 4, (), rendered)
+    if start is None or end is None or rendered.left_out:
+        raise ConfigError("the chat template has no place before a question for what is recalled; expected one that "
                           "shows further turns, or recall=False")
-    return Recollection(passages, template.encode(rendered.pieces(behind, rendered.body), start=False))
+    return Recollection(passages, template.encode(rendered.pieces(start, end), start=False))

@@ -78,15 +78,15 @@ class Turn:
         Raises:
             ConfigError: before anything is fed, if the template cannot show the messages or the call.
         """
-        reached, left_out = self._reached, self._left_out()
-        body = await self._encode(reached.at, reached.rendered.body)
-        prompt = await self._encode(max(reached.at, reached.rendered.body), None)
-        opening, forced = self._opening()
+        reached, left_out, (opening, forced) = self._reached, self._left_out(), self._opening()
+        recalled, at = await self._recollect()
+        body = [] if recalled.ids else await self._encode(at, reached.rendered.body)
+        prompt = await self._encode(at if recalled.ids else max(at, reached.rendered.body), None)
         if body:
             await self._thread.feed(body, self._request.focus)
             self._thread.rest_at(reached.boundary_behind(self._request.said, self._thread, self._request))
             await self._thread.save("turn" if self._request.sampling.get("stop") else self._request.save)
-        question, recalled = self._thread.boundary, await self._recollect()
+        question = self._thread.boundary if not recalled.ids else None
         await self._thread.feed([] if recalled.ids else prompt + opening, self._request.focus)
         begun = self._thread.context.memory.tokens + (len(prompt + opening) if recalled.ids else 0)
         reply, ended = await self._decode(forced, prompt + opening, recalled)
@@ -101,6 +101,7 @@ class Turn:
         receipt |= {"warnings": warnings} if warnings else {}
         receipt |= {"left_out": left_out} if left_out else {}
         receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
+        receipt |= {"not_recalled": recalled.why_not} if recalled.why_not else {}
         usage = UsageMetadata(input_tokens=begun, output_tokens=len(self._sampled),
                               total_tokens=begun + len(self._sampled),
                               input_token_details=InputTokenDetails(cache_read=self._before))
@@ -113,20 +114,34 @@ class Turn:
                 RECEIPT: receipt,
                 "finish_reason": "tool_calls" if called else "length" if ended == "length" else "stop"})
 
-    async def _recollect(self) -> Recollection:
-        """What is read again for the last message, if that is a user's and recall is on."""
-        threads, last = self._threads, self._request.said[-1]
-        recall = threads.runtime.recall is not None if self._request.recall is None else self._request.recall
+    async def _recollect(self) -> tuple[Recollection, int]:
+        """What is read again for the last message, if that is a user's and new and recall is on; and the character of
+        the rendering from which on nothing was fed yet: all messages before that one were."""
+        threads, request, reached = self._threads, self._request, self._reached
+        last = request.said[-1]
+        recall = threads.runtime.recall is not None if request.recall is None else request.recall
         if not recall or last.role != "user" or last.stream or not last.content:
-            return Recollection()
-        return await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.", last)
+            return Recollection(), reached.at
+        if threads.runtime.recall is None:
+            raise ConfigError("found recall=True in a call of a model that keeps nothing for recall; expected "
+                              "LocretChatModel(recalls=True)")
+        at = threads.template.after(reached.shown, len(reached.shown) - 1, request.tools, reached.rendered)
+        if at is None or at < reached.at:
+            return Recollection(why_not="the template has no place before the last message" if at is None else
+                                "the memory holds the last message already"), reached.at
+        early = await self._encode(reached.at, at)
+        if early:
+            await self._thread.feed(early, request.focus)
+        found = await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.",
+                                last.content)
+        return found, at
 
     async def _decode(self, forced: str, prompt: list[int], recalled: Recollection) -> tuple[Reply, str | None]:
         """The reply, and why generation ended.
 
         Args:
             forced: the beginning of the reply that the prompt wrote.
-            prompt: where something was recalled it was not fed yet: it follows that.
+            prompt: where something was recalled it was not fed yet, the last message in it: it follows that.
         """
         threads, request, rendered = self._threads, self._request, self._reached.rendered
         shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
