@@ -274,11 +274,11 @@ async def read(names: list[str], text: AsyncIterator[str], context: StreamingCon
 
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
                  as_json: bool, *, recall: bool) -> None:
-    """Answer every question from the same memory, and print the answers; `recall`: with what was read again."""
+    """Answer every question from the same memory, and print the answers; `recall`: as JSON with what was read again."""
     answers = []
     for question in questions:
         text = await context.ask(question, sampling=sampling)
-        again = await context.recall(question) if recall else ()
+        again = await context.recall(question) if recall and as_json else ()
         answers.append({"question": question, "answer": text.strip()} | (
             {"recalled": msgspec.to_builtins(again)} if recall else {}))
         if not as_json:

@@ -41,7 +41,8 @@ def begin(session: Session) -> None:
     """Keep an index from now on, where the runtime recalls."""
     services, branch = session.services, session.branch
     if services.recall is not None:
-        private = services.store is not None if branch is None else branch.encrypts
+        stored_in = services.store if branch is None else branch  # a context without a name is as private as the others
+        private = stored_in is not None and stored_in.encrypts
         session.keep_index(SessionIndex(services, session, private=private, complete=session.state.seen == 0))
 
 

@@ -57,6 +57,11 @@ class Store:
 
     # -- opening ----------------------------------------------------------------------------------------------
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether new sessions are encrypted."""
+        return self._key is not None
+
     def branch(self, name: str) -> Branch:
         """The branch of that name for a new owner: one that is stored, or the beginning of a new session."""
         removing.remove_dead_alias(self.files, folder_of(name), GRACE_S)

@@ -145,6 +145,8 @@ async def test_a_stored_session_finds_what_it_read_in_another_process(tmp_path: 
     async with tiny(**options) as runtime, runtime.open("s") as ctx:
         await ctx.feed(STORY)
         assert ctx._session.index._index._private is (key is not None)
+        async with runtime.open() as nameless:
+            assert nameless._session.index._index._private is (key is not None)
     async with tiny(**options) as runtime, runtime.open("s") as ctx:
         assert not ctx._session.index.complete, "the log is read when it is needed"
         await ctx.feed("".join(LINES[:9]))
