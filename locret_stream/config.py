@@ -159,16 +159,21 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         tokens: the most that are read again before a question. A passage has up to 64.
+        memory: the share of the budget that the copy which reads them keeps of its memory: its best units. With less
+            beside the passages a small model looks at these more; 1 keeps all.
 
     Raises:
-        ConfigError: not a whole number of at least 64.
+        ConfigError: `tokens` is not a whole number of at least 64, or `memory` no share.
     """
 
     tokens: int = 128
+    memory: float = 0.25
 
     def __post_init__(self) -> None:
         if not _is_whole(self.tokens) or not 64 <= self.tokens <= MOST_UNITS:
             raise ConfigError(f"recall: tokens is {self.tokens!r}; expected a whole number, at least 64")
+        if isinstance(self.memory, bool) or not isinstance(self.memory, int | float) or not 0 < self.memory <= 1:
+            raise ConfigError(f"recall: memory is {self.memory!r}; expected a share of the budget: above 0, at most 1")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from locret_stream.context.services import Services
     from locret_stream.context.session import Session
 
 
 class ReadAgain(NamedTuple):
-    """Passages that a question finds, and the ids that are read for them before it."""
+    """Passages that a question finds, the ids that are read for them before it, and the share of the budget that the
+    copy which reads them keeps of its memory."""
 
     passages: tuple[Recalled, ...] = ()
     ids: tuple[int, ...] = ()
+    memory: float = 1.0
 
 
 NOTHING = ReadAgain()
@@ -34,7 +37,13 @@ async def read_again(session: Session, question: str | list[int] | None, recall:
         return NOTHING
     around = "\n\n" if session.raw else ""
     text = around + "\n".join(passage.text for passage in passages) + around
-    return ReadAgain(tuple(passages), tuple(session.services.codec.encode_text(text)))
+    ids = session.services.codec.encode_text(text)
+    return ReadAgain(tuple(passages), tuple(ids), how(session.services, recall).memory)
+
+
+def how(services: Services, recall: bool | Recall | None) -> Recall:
+    """What is recalled, and how much, where `recall` is what a call says of it."""
+    return recall if isinstance(recall, Recall) else services.recall or Recall()
 
 
 def begin(session: Session) -> None:
@@ -62,8 +71,7 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         SnapshotCorrupt, StoreError: the log cannot be read. InvalidTokens: no ids of a question.
     """
     services, index = session.services, session.index
-    usual = services.recall
-    if recall is False or (recall is None and usual is None):
+    if recall is False or (recall is None and services.recall is None):
         return []
     if index is None:
         raise ConfigError("this context keeps nothing for recall; expected Runtime(..., recall=True)")
@@ -71,11 +79,11 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         async with session.frozen():
             if not index.complete:
                 await saving.storing(services, lambda: index.follow(_log_of(session)))
-    codec, how = services.codec, recall if isinstance(recall, Recall) else usual or Recall()
+    codec, most = services.codec, how(services, recall).tokens
     text = question if isinstance(question, str) else codec.decode(codec.validate_ids(question))
     try:
         return await asyncio.get_running_loop().run_in_executor(
-            services.storing, lambda: index.search(text, how.tokens, lambda text: len(codec.encode_text(text))))
+            services.storing, lambda: index.search(text, most, lambda text: len(codec.encode_text(text))))
     except StoreError:
         session.check_open()  # closing it meanwhile is no fault of the index
         raise

@@ -219,7 +219,9 @@ class StreamingContext:
         session, ids = self._live, tuple(self._services.codec.validate_ids(aside))
 
         async def before() -> recalling.ReadAgain:
-            return recalling.ReadAgain((), ids) if ids else await recalling.read_again(session, prompt, recall)
+            if ids:
+                return recalling.ReadAgain((), ids, recalling.how(self._services, recall).memory)
+            return await recalling.read_again(session, prompt, recall)
 
         return Generation(session, prompt, sampling_of(sampling, options), name="generate", skip_special=skip_special,
                           before=before)
@@ -248,7 +250,7 @@ class StreamingContext:
 
         Args:
             recall: whether the copy reads again, before the question, what has the question's words: what `recall`
-                returns. By default as the runtime was told.
+                returns. It keeps less of its memory beside that (see `Recall`). By default as the runtime was told.
 
         Raises:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the

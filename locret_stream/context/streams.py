@@ -226,9 +226,9 @@ class Generation(_Operation):
     """A running reply. `async for` gives its tokens, the end marker included (with text "").
 
     Args:
-        before: what is read right before the prompt, in a user's turn of its own where there are turns. Given as a
-            function, it is found when the reply begins, and read in a scratch copy alone, which then speaks: the
-            session takes in the prompt and the reply.
+        before: what is read right before the prompt, in a user's turn of its own where there are turns, by a session
+            that keeps less of its memory for it: a scratch copy. Given as a function, it is found when the reply
+            begins, and such a copy is made here, which then speaks: the session takes in the prompt and the reply.
 
     Attributes:
         recalled: the passages that were read again before the prompt.
@@ -273,14 +273,17 @@ class Generation(_Operation):
             await session.tokenize()
             await session.drain()
         aside = not isinstance(self._before, ReadAgain)
-        self.recalled, again = await self._before() if not isinstance(self._before, ReadAgain) else self._before
-        if aside and again:
+        before = self._before if isinstance(self._before, ReadAgain) else await self._before()
+        self.recalled, again = before.passages, before.ids
+        if not again:
+            await self._read(session, (), ids)
+            return
+        if aside:
             self._speaker = await self._copy()
-            await self._read(self._speaker, again, ids)
-            # Whoever has a scratch slot waits for no live one (see `context.swapping`): the session commits later.
+        await self._speaker.thin(before.memory)
+        await self._read(self._speaker, again, ids)
+        if aside:  # whoever has a scratch slot waits for no live one (see `context.swapping`): it commits later
             await self._read(session, (), ids, commits=False)
-        else:
-            await self._read(session, again, ids)
 
     async def _copy(self) -> Session:
         """A scratch copy of the session; it ends and gives its slot back with this generation."""

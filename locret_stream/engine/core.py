@@ -93,6 +93,25 @@ class Engine:
                 store.copy_from(state.store, state.provisional)
             return state.copy(store)
 
+    def thin(self, state: EngineState, share: float) -> None:
+        """Keep of every layer only its best units: that share of its budget, what its policy protects included. Layers
+        with a sliding window stay as they are, and so does the memory of a policy that never evicts.
+
+        For copies that answer: what is committed behind it is no function of the tokens alone.
+        """
+        self._check(state)
+        if not self.policy.bounded:
+            return
+        least = self.config.budget.sinks + self.config.budget.stabilizers + 1
+        with state.broken_by_failure():
+            state.provisional, state.tail_logits = 0, None  # their units stand at other ranks now
+            for layer, count in enumerate(state.store.counts):
+                most = max(int(share * self.budgets[layer]), least + len(state.focus))
+                if count > most and not self.shape.sliding[layer]:
+                    sinks, stabilizers = self.layout.protection_of(layer, len(state.focus), most)
+                    keep = select_units(state.store.scores(layer)[0], most, sinks, stabilizers)
+                    state.store.put_in_front(layer, None, keep, self.layout.tables.rotate)
+
     def export(self, state: EngineState) -> dict[str, Tensor]:
         """All that a context consists of, as copies by name (see `engine.serialisation`)."""
         self._check(state)

@@ -74,13 +74,15 @@ class Layout:
         """`protection_of` every layer, without a focus."""
         return [self.protection_of(layer) for layer in range(self.shape.layers)]
 
-    def protection_of(self, layer: int, focus_count: int = 0) -> tuple[int, int]:
+    def protection_of(self, layer: int, focus_count: int = 0, units: int | None = None) -> tuple[int, int]:
         """How many of the first units of a layer always stay, a focus of `focus_count` tokens included, and how many of
-        the last. Layers with a sliding window protect none, as they keep their last units."""
+        the last, where it keeps so many `units` (None: its budget). Layers with a sliding window protect none, as they
+        keep their last units."""
         if self.shape.sliding[layer]:
             return 0, 0
         budget = self.config.budget
-        return self.policy.protection(self.budgets[layer], focus_count + budget.sinks, budget.stabilizers)
+        return self.policy.protection(self.budgets[layer] if units is None else units, focus_count + budget.sinks,
+                                      budget.stabilizers)
 
     def fronts(self, focus: Sequence[int]) -> list[int]:
         """How many units the ids of a focus have in every layer: none where the layer has a sliding window."""

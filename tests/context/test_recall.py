@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from locret_stream import ConfigError, ContextClosed, InvalidTokens, NoSlot, Recall, Store, StoreError
+from locret_stream.config import Budget
 from locret_stream.context.session import Session
+from locret_stream.engine import Engine, EngineState
 from tests.context.support import END, TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, tiny
 
 FACT = "The door code of the library is 48213.\n"
@@ -104,6 +106,39 @@ async def test_how_much_is_recalled_can_be_said_for_each_question(asked: list[st
     with pytest.raises(ConfigError, match=r"recall is 128; expected True, False or Recall\(tokens=\.\.\.\)"):
         async with tiny(recall=128):
             pass
+
+
+async def test_the_copy_that_reads_again_keeps_its_best_units_and_the_memory_all(monkeypatch: pytest.MonkeyPatch):
+    thinned: list[tuple[list[int], list[int]]] = []
+    thin = Engine.thin
+
+    def record(self: Engine, state: EngineState, share: float) -> None:
+        before = list(state.store.counts)
+        thin(self, state, share)
+        thinned.append((before, list(state.store.counts)))
+
+    monkeypatch.setattr(Engine, "thin", record)
+    async with tiny(budget=Budget(units=64, sinks=2, stabilizers=4), recall=True) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        before = await snap(ctx)
+        layers = len(ctx._session.state.store.counts)
+        await ctx.ask(QUESTION, max_new_tokens=1)
+        await ctx.ask(QUESTION, max_new_tokens=1, recall=Recall(memory=0.5))
+        await ctx.ask(QUESTION, max_new_tokens=1, recall=Recall(memory=1))
+        await ctx.ask(QUESTION, max_new_tokens=1, recall=False)
+        await ctx.ask("zebra?", max_new_tokens=1)
+        assert thinned == [([64] * layers, [left] * layers) for left in (16, 32, 64)]
+        expect_same(await snap(ctx), before)
+        thinned.clear()
+        await anext(ctx.generate(QUESTION, max_new_tokens=1))
+        await anext(ctx.generate(QUESTION, max_new_tokens=1, aside=data(runtime, FACT)))
+        await anext(ctx.generate(QUESTION, max_new_tokens=1, aside=data(runtime, FACT), recall=Recall(memory=0.5)))
+        await anext(ctx.generate(QUESTION, max_new_tokens=1, recall=False))
+        assert thinned == [([64] * layers, [left] * layers) for left in (16, 16, 32)]
+        assert ctx._session.state.store.counts == [64] * layers
+    for wrong in (0, -0.1, 1.01, True, "half", float("nan")):
+        with pytest.raises(ConfigError, match=r"recall: memory is .*; expected a share of the budget: above 0"):
+            Recall(memory=wrong)
 
 
 async def test_nothing_committed_depends_on_it():

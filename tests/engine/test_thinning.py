@@ -1,0 +1,79 @@
+"""A copy that answers may keep less of its memory: the best units, where the memory they come from stays whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from locret_stream.engine import Engine
+from locret_stream.kernels import select_units
+from tests.kit import EVICTING, assert_same, build, feed, ids_of, logits_at_each, model
+
+CHUNK, UNITS, SINKS, STABILIZERS = 8, 20, 2, 3
+QUERY = ids_of(4, seed=11)
+
+
+def engine_of(policy: str = "h2o", on: str = "llama") -> Engine:
+    return build(policy, on=model(on), units=UNITS, chunk_size=CHUNK, sinks=SINKS, stabilizers=STABILIZERS, slots=3)
+
+
+@pytest.mark.parametrize("on", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_it_keeps_what_an_eviction_to_that_share_would(policy: str, on: str):
+    engine = engine_of(policy, on)
+    state = engine.open(0)
+    feed(engine, state, ids_of(6 * CHUNK + 3))
+    engine.focus(state, QUERY)
+    feed(engine, state, ids_of(CHUNK, seed=4))
+    engine.logits(state)
+    before, copy = engine.export(state), engine.fork(state, 1)
+    engine.thin(copy, 0.6)
+    assert_same(engine.export(state), before)
+    for layer, window in enumerate(engine.shape.sliding):
+        positions, old = copy.store.positions(layer), state.store.positions(layer)
+        if window:
+            assert torch.equal(positions, old)
+            continue
+        protected = engine.layout.protection_of(layer, len(QUERY), 12)
+        kept = select_units(state.store.scores(layer)[0], 12, *protected)
+        assert copy.store.counts[layer] == 12 and torch.equal(positions, old.gather(1, kept))
+        assert (positions[:, :len(QUERY) + SINKS] == torch.arange(-len(QUERY), SINKS)).all()
+        assert (positions[:, -STABILIZERS:] == old[:, -STABILIZERS:]).all()
+        for of_copy, of_state in ((copy.store.keys, state.store.keys), (copy.store.values, state.store.values)):
+            units = of_state(layer, UNITS)[0].gather(1, kept[..., None].expand(-1, -1, engine.shape.head_dim))
+            assert torch.equal(of_copy(layer, 12)[0], units)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "locret", "streaming_llm"])
+def test_it_answers_as_a_memory_of_these_units_does(policy: str):
+    """Pending tokens, and those that come behind, see the units that are left, at their new ranks."""
+    engine = engine_of(policy)
+    state, other = engine.open(0), engine.open(1)
+    feed(engine, state, ids_of(6 * CHUNK + 3))
+    engine.logits(state)
+    engine.thin(state, 0.5)
+    tensors = engine.export(state)
+    for layer in range(engine.shape.layers):
+        other.store.counts[layer] = tensors[f"{layer}.keys"].shape[1]
+    other.store.load(tensors, engine.layout.tables.rotate)
+    other.pending, other.seen, other.policy_state = list(state.pending), state.seen, dict(state.policy_state)
+    later = ids_of(2 * CHUNK, seed=7)
+    assert torch.equal(logits_at_each(engine, state, later), logits_at_each(engine, other, later))
+    assert state.store.counts == other.store.counts and state.store.counts[0] == UNITS
+
+
+def test_what_always_stays_stays_and_a_memory_that_never_evicts_is_left_whole():
+    engine = engine_of()
+    state = engine.open(0)
+    feed(engine, state, ids_of(6 * CHUNK))
+    whole = engine.export(state)
+    engine.thin(state, 1.0)
+    assert_same(engine.export(state), whole)
+    engine.thin(state, 0.01)
+    assert state.store.counts == [SINKS + STABILIZERS + 1] * engine.shape.layers
+    full = build("full", on=model("llama"), units=200, chunk_size=CHUNK)
+    state = full.open(0)
+    feed(full, state, ids_of(6 * CHUNK))
+    whole = full.export(state)
+    full.thin(state, 0.1)
+    assert_same(full.export(state), whole)
