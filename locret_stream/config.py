@@ -159,8 +159,9 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         tokens: the most that are read again before a question. A passage has up to 64.
-        memory: the share of the budget that the copy which reads them keeps of its memory: its best units. With less
-            beside the passages a small model looks at these more; 1 keeps all.
+        memory: the share of the budget that the copy which reads them keeps of a memory that evicted something: the
+            units that its policy scores highest. With less beside the passages a small model answers from these more
+            often. 1 keeps all.
 
     Raises:
         ConfigError: `tokens` is not a whole number of at least 64, or `memory` no share.
@@ -174,6 +175,12 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"recall: tokens is {self.tokens!r}; expected a whole number, at least 64")
         if isinstance(self.memory, bool) or not isinstance(self.memory, int | float) or not 0 < self.memory <= 1:
             raise ConfigError(f"recall: memory is {self.memory!r}; expected a share of the budget: above 0, at most 1")
+
+
+def check_recall(recall: object) -> None:
+    """Raises ConfigError: neither a truth value nor a Recall, nor None for what is usual."""
+    if recall is not None and not isinstance(recall, bool | Recall):
+        raise ConfigError(f"recall is {recall!r}; expected True, False or Recall(tokens=...)")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

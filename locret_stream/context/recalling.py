@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from locret_stream.config import Recall
 from locret_stream.context import saving
 from locret_stream.context.session_index import Recalled, SessionIndex
+from locret_stream.context.sources import as_piece
 from locret_stream.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -31,18 +32,20 @@ NOTHING = ReadAgain()
 
 
 async def read_again(session: Session, question: str | list[int] | None, recall: bool | Recall | None) -> ReadAgain:
-    """What is read again before a question; nothing where there is none. Raises as `recalled`."""
-    passages = [] if question is None else await recalled(session, question, recall)
+    """What is read again before a question; nothing where there is none, nor where the policy never evicts, as all
+    that was read is in the memory then. Raises as `recalled`."""
+    bounded = session.services.engine.policy.bounded
+    passages = [] if question is None or not bounded else await recalled(session, question, recall)
     if not passages:
         return NOTHING
     around = "\n\n" if session.raw else ""
     text = around + "\n".join(passage.text for passage in passages) + around
     ids = session.services.codec.encode_text(text)
-    return ReadAgain(tuple(passages), tuple(ids), how(session.services, recall).memory)
+    return ReadAgain(tuple(passages), tuple(ids), settings_of(session.services, recall).memory)
 
 
-def how(services: Services, recall: bool | Recall | None) -> Recall:
-    """What is recalled, and how much, where `recall` is what a call says of it."""
+def settings_of(services: Services, recall: bool | Recall | None) -> Recall:
+    """How much is recalled, and what stays beside it, where `recall` is what a call says."""
     return recall if isinstance(recall, Recall) else services.recall or Recall()
 
 
@@ -75,18 +78,25 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         return []
     if index is None:
         raise ConfigError("this context keeps nothing for recall; expected Runtime(..., recall=True)")
-    if not index.complete:
-        async with session.frozen():
-            if not index.complete:
-                await saving.storing(services, lambda: index.follow(_log_of(session)))
-    codec, most = services.codec, how(services, recall).tokens
-    text = question if isinstance(question, str) else codec.decode(codec.validate_ids(question))
-    try:
-        return await asyncio.get_running_loop().run_in_executor(
-            services.storing, lambda: index.search(text, most, lambda text: len(codec.encode_text(text))))
-    except StoreError:
-        session.check_open()  # closing it meanwhile is no fault of the index
-        raise
+    codec, most = services.codec, settings_of(services, recall).tokens
+    piece = as_piece(question)  # what cannot be read as a prompt is refused there
+    text = codec.decode(codec.validate_ids(piece)) if isinstance(piece, list) else piece if isinstance(
+        piece, str) else piece.decode(errors="replace")
+    while True:
+        if not index.complete:
+            async with session.frozen():
+                await asyncio.wrap_future(session.barrier())  # a commit that runs already is in the log behind it
+                if not index.complete:
+                    await saving.storing(services, lambda: index.follow(_log_of(session)))
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(
+                services.storing, lambda: index.search(text, most, lambda text: len(codec.encode_text(text))))
+        except StoreError:
+            session.check_open()  # closing it meanwhile is no fault of the index
+            raise
+        if found is not None:
+            return found
+        session.check_open()
 
 
 def _log_of(session: Session) -> NDArray[np.int32]:

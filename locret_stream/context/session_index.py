@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,13 +46,30 @@ class SessionIndex:
         self._make = lambda: Index(lambda start: Cutter(services.codec, runs, start), private=private)
         self._index, self._owner, self.complete = self._make(), owner, complete
         self._lock = threading.Lock()  # ids come on the engine's thread, all else on others
+        self._waiting: deque[tuple[object, Sequence[int], int]] = deque()
 
     def add(self, owner: object, ids: Sequence[int], position: int) -> None:
-        """Ids that were committed from that position on. Nothing fails here: what cannot be kept is read from the log
-        later."""
+        """Ids that were committed from that position on. It waits for nobody: while the index is searched they wait to
+        be taken in. Nothing fails here: what cannot be kept is read from the log later."""
+        self._waiting.append((owner, ids, position))
+        while self._waiting and self._lock.acquire(blocking=False):  # again, if some came while it was let go
+            try:
+                self._take_in()
+            finally:
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def _up_to_date(self) -> Iterator[None]:
+        """A block that has the index for itself, with all that was committed before."""
         with self._lock:
+            self._take_in()
+            yield
+
+    def _take_in(self) -> None:
+        while self._waiting:
+            owner, ids, position = self._waiting.popleft()
             if owner is not self._owner or not self.complete:
-                return
+                continue
             try:
                 self._index.truncate(position)  # it has more after a step that failed
                 self.complete = self._index.end == position
@@ -63,7 +81,7 @@ class SessionIndex:
     def hand_over(self, owner: object, end: int | None) -> None:
         """Go on for another session, in which the first `end` ids are the same; None: that has to be compared with the
         log."""
-        with self._lock:
+        with self._up_to_date():
             self._owner, self.complete = owner, self.complete and end is not None
             if self.complete and end is not None:
                 self._index.truncate(end)
@@ -72,10 +90,10 @@ class SessionIndex:
     def copy(self, owner: object, end: int) -> SessionIndex:
         """Those of a fork, which has the first `end` ids."""
         twin = object.__new__(SessionIndex)
-        with self._lock:
+        with self._up_to_date():
             twin._make, twin._index, twin._owner = self._make, self._index.copy(), owner
             twin.complete = self.complete
-        twin._lock = threading.Lock()
+        twin._lock, twin._waiting = threading.Lock(), deque()
         twin.hand_over(owner, end)
         return twin
 
@@ -88,13 +106,14 @@ class SessionIndex:
     def follow(self, ids: NDArray[np.int32]) -> None:
         """Hold all committed ids [n] of the session, which the log has. Raises StoreError."""
         with self._lock, self._reporting():
+            self._waiting.clear()  # the log has them
             self._index.follow(ids)
             self.complete = True
 
-    def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Recalled]:
-        """As `Index.search`. Raises StoreError."""
-        with self._reporting():
-            return [Recalled(start=start, end=start + len(ids), text=text)
+    def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Recalled] | None:
+        """As `Index.search`; None: it does not hold all, and has to `follow` first. Raises StoreError."""
+        with self._up_to_date(), self._reporting():
+            return None if not self.complete else [Recalled(start=start, end=start + len(ids), text=text)
                     for start, ids, text in self._index.search(question, most, measure)]
 
     @contextlib.contextmanager

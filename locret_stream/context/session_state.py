@@ -106,7 +106,8 @@ class SessionState:
         self.steps, self.used_at = 0, time.monotonic()
         self.came_at = self.used_at
         self._freeze, self._overwriting, self._undoing = Gate(), Gate(), Gate()
-        self._copies: set[SessionState] = set()  # scratch copies that answer now; they end with this session
+        # Scratch copies that answer now, which end with this session, and what then gives the slot of one back.
+        self._copies: dict[SessionState, Callable[[], None] | None] = {}
         self.turn: OpenTurn | None = None
 
     # -- who may act ------------------------------------------------------------------------------------------
@@ -133,8 +134,11 @@ class SessionState:
 
     def end(self, why: str) -> None:
         """End the session and its scratch copies: operations that still use them raise ContextClosed with `why`."""
-        for session in (self, *self._copies):
-            session.closed = why
+        self.closed = why
+        for copy, give_back in list(self._copies.items()):
+            copy.closed = why
+            if give_back is not None:
+                give_back()
 
     def own(self, keep: dict[int, bool]) -> None:
         """A context uses this session from now on; `keep` is the context's."""
@@ -394,15 +398,21 @@ class SessionState:
         return type(self)(self.services, copied, frame, raw=self.raw, trusted=self.trusted, buffered=buffered,
                           system=self.system, note=self.note)
 
+    @property
+    def replies_on_copy(self) -> bool:
+        """Whether a reply goes on that is written by a scratch copy."""
+        return any(give_back is not None for give_back in self._copies.values())
+
     @contextlib.contextmanager
-    def answering_on(self, copy: SessionState) -> Iterator[None]:
-        """A block in which a scratch copy answers. The copy ends with the block, or before with this session."""
+    def answering_on(self, copy: SessionState, give_back: Callable[[], None] | None = None) -> Iterator[None]:
+        """A block in which a scratch copy answers. The copy ends with the block, or before with this session, which
+        then calls `give_back`: of a reply that nobody waits for, as nobody else would end the block."""
         self.check_open()  # closed meanwhile, it could not end a copy that it did not know yet
-        self._copies.add(copy)
+        self._copies[copy] = give_back
         try:
             yield
         finally:
-            self._copies.discard(copy)
+            self._copies.pop(copy, None)
             copy.end(CLOSED)  # a reply that failed may live on in its error's traceback, longer than the runtime
 
 

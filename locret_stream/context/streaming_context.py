@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from locret_stream.config import Recall, Sampling
+from locret_stream.config import Recall, Sampling, check_recall
 from locret_stream.context import recalling, restoring, saving, swapping
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
@@ -216,11 +216,12 @@ class StreamingContext:
             ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to.
             NoSlot: with recall, no scratch slot came free. Otherwise as `recall`.
         """
+        check_recall(recall)
         session, ids = self._live, tuple(self._services.codec.validate_ids(aside))
 
         async def before() -> recalling.ReadAgain:
             if ids:
-                return recalling.ReadAgain((), ids, recalling.how(self._services, recall).memory)
+                return recalling.ReadAgain((), ids, recalling.settings_of(self._services, recall).memory)
             return await recalling.read_again(session, prompt, recall)
 
         return Generation(session, prompt, sampling_of(sampling, options), name="generate", skip_special=skip_special,
@@ -256,12 +257,16 @@ class StreamingContext:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
                 only one. Otherwise as `generate` and `recall`.
         """
+        check_recall(recall)
         session, settings = self._live, sampling_of(sampling, options)
         if isinstance(question, (str, bytes, list)) and not question:
             raise InputError(f"ask() was called with {question!r}; expected a question")
         if session.turn is not None and session.turn.holds_scratch and self._services.scratch == 1:
             raise NoSlot("the open turn() of this context holds the only scratch slot since its first commit; expected "
                          "the question after the turn, `generate` inside it, or Runtime(..., scratch=2)")
+        if session.replies_on_copy and self._services.scratch == 1:
+            raise NoSlot("a reply with recall of this context holds the only scratch slot until it ends; expected the "
+                         "question behind it, or Runtime(..., scratch=2)")
         if session.swapped_out and self._services.slots.has_room:  # otherwise it is copied from the store
             await session.resident()
         again = await recalling.read_again(session, question, recall)
@@ -286,6 +291,8 @@ class StreamingContext:
             ConfigError: the runtime keeps nothing for recall, or the store no log. SnapshotCorrupt, StoreError: the log
             of a stored session cannot be read. ContextClosed.
         """
+        if recall is not None and not isinstance(recall, Recall):
+            raise ConfigError(f"recall is {recall!r}; expected Recall(tokens=...)")
         return tuple(await recalling.recalled(self._live, question, recall or True))
 
     # -- copies and blocks ------------------------------------------------------------------------------------

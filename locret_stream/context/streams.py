@@ -12,6 +12,7 @@ import contextlib
 import functools
 import time
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Literal, Self
@@ -272,6 +273,7 @@ class Generation(_Operation):
             session.buffered.cut()
             await session.tokenize()
             await session.drain()
+        await session.commit()  # what a reply of a copy left pending; whoever has a scratch slot waits for no live one
         aside = not isinstance(self._before, ReadAgain)
         before = self._before if isinstance(self._before, ReadAgain) else await self._before()
         self.recalled, again = before.passages, before.ids
@@ -282,7 +284,7 @@ class Generation(_Operation):
             self._speaker = await self._copy()
         await self._speaker.thin(before.memory)
         await self._read(self._speaker, again, ids)
-        if aside:  # whoever has a scratch slot waits for no live one (see `context.swapping`): it commits later
+        if aside:  # it commits when the copy has given its slot back (see `context.swapping`)
             await self._read(session, (), ids, commits=False)
 
     async def _copy(self) -> Session:
@@ -294,7 +296,14 @@ class Generation(_Operation):
         slot = await slots.acquire(scratch=True)
         self._leaving.callback(slots.release, slot, scratch=True)
         copy = await session.fork(slot)
-        self._leaving.enter_context(session.answering_on(copy))
+        this = weakref.ref(self)  # a dropped reply must be collected
+
+        def give_back() -> None:
+            reply = this()
+            if reply is not None and not reply._awaited:  # else the task that awaits it ends it
+                reply._leaving.close()
+
+        self._leaving.enter_context(session.answering_on(copy, give_back))
         return copy
 
     async def _read(self, session: Session, again: Sequence[int], ids: list[int], *, commits: bool = True) -> None:
@@ -368,6 +377,10 @@ class Generation(_Operation):
             if ended != "stop":
                 rest, stopped = self._up_to_stop(self._detokenizer.flush())
                 text += rest if stopped else rest + self._kept_back
+            if speaker is not session:
+                self._leaving.close()
+                with contextlib.suppress(NoSlot):  # then the next operation commits it
+                    await session.commit()
             self._end(ended)
         self.text += text
         return Token(token, text, position)

@@ -94,13 +94,14 @@ class Engine:
             return state.copy(store)
 
     def thin(self, state: EngineState, share: float) -> None:
-        """Keep of every layer only its best units: that share of its budget, what its policy protects included. Layers
-        with a sliding window stay as they are, and so does the memory of a policy that never evicts.
+        """Keep of every layer that share of its budget: the units that its policy scores highest, and what it protects.
+        Layers with a sliding window stay as they are, and so does a memory that evicted nothing yet.
 
         For copies that answer: what is committed behind it is no function of the tokens alone.
         """
         self._check(state)
-        if not self.policy.bounded:
+        budgets = [units for units, window in zip(self.budgets, self.shape.sliding, strict=True) if not window]
+        if not self.policy.bounded or state.seen + len(state.focus) <= min(budgets, default=0):
             return
         least = self.config.budget.sinks + self.config.budget.stabilizers + 1
         with state.broken_by_failure():

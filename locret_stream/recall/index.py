@@ -6,6 +6,7 @@ It holds the passages as text, so of a session that is encrypted it stays in mem
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
 import threading
@@ -18,9 +19,11 @@ from locret_stream.errors import ConfigError
 from locret_stream.recall.passages import Cut, Cutter
 
 Passage = Cut
-MOST_WORDS = 64  # of a question
+MOST_WORDS = 64  # of a question: the last ones, as a pasted text comes before what is asked about it
 CANDIDATES = 64  # passages of which those that fit are taken
+MOST_READ = 1024  # passages that are looked at for these
 LEAST_SHARE = 0.3  # of the fit of the best passage
+LEAST_FIT = 0.2  # of what a word counts that one passage alone has; repeated questions make their own words common
 _WORD = re.compile(r"\w+")
 _TABLES = """
 create table passages (start integer primary key, ids blob not null, text text not null);
@@ -68,32 +71,49 @@ class Index:
 
     def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Passage]:
         """The passages that fit the words of a question best and have at most `most` tokens together, in the order in
-        which they were read. Of equal ones the newer is better. One in which the question itself was asked counts
-        half: it has all the words, and what it knows is what was answered then. Those that fit less than `LEAST_SHARE`
-        as well as the best one share little but common words with the question, and are left out.
+        which they were read. Of equally good ones the newer is better, of equal ones the newest is found alone.
+
+        One that has no word beside those of the question tells nothing, and one in which the question itself was asked
+        counts half: it has all the words, and what it knows is what was answered then. Left out is what shares only
+        common words with the question: that fits less than `LEAST_SHARE` as well as the best passage does, or less
+        than `LEAST_FIT`.
 
         Args:
             measure: tokens of a text.
         """
-        words = list(dict.fromkeys(word.lower() for word in _WORD.findall(question)))[:MOST_WORDS]
+        asked = _words(question)
+        words = list(dict.fromkeys(reversed(asked)))[:MOST_WORDS]
         if not words:
             return []
-        wanted = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
-            found = self._db.execute(
-                "select -rank, p.start, p.ids, p.text from words join passages p on p.start = words.rowid "
-                "where words match ? order by rank, p.start desc limit ?", (wanted, CANDIDATES)).fetchall()
-        asked = " ".join(_WORD.findall(question.lower()))
-        fits = [(fit / 2 if asked in " ".join(_WORD.findall(text.lower())) else fit, start, ids, text)
-                for fit, start, ids, text in found]
+            fits = self._candidates(asked, " OR ".join(f'"{word}"' for word in words))
+            (count,) = self._db.execute("select count(*) from passages").fetchone()
         fits.sort(key=lambda row: -row[0])  # stable
         chosen, left = list[Passage](), most
         for fit, start, ids, text in fits:
             size = measure(text)
-            if size <= left and fit >= LEAST_SHARE * fits[0][0]:
+            if size <= left and fit >= max(LEAST_SHARE * fits[0][0], LEAST_FIT * _weight_of_one(count)):
                 chosen.append(Passage(start, np.frombuffer(ids, "<i4").tolist(), text))
                 left -= size
         return sorted(chosen)
+
+    def _candidates(self, asked: list[str], wanted: str) -> list[tuple[float, int, bytes, str]]:
+        """The best passages for the words of a question, each text once: how well each fits, its start, ids and text.
+        Ranked before they are read, as many have a common word."""
+        rows = self._db.execute(
+            "select fit, start, ids, text from (select rowid, -rank as fit from words where words match ? "
+            "order by rank, rowid desc limit ?) join passages on start = rowid order by fit desc, start desc",
+            (wanted, MOST_READ)).fetchall()
+        whole, found, seen = " ".join(asked), list[tuple[float, int, bytes, str]](), set[str]()
+        for fit, start, ids, text in rows:
+            has = _words(text)
+            plain = " ".join(has)
+            if plain not in seen and not set(has) <= set(asked):
+                found.append((fit / 2 if whole in plain else fit, start, ids, text))
+            seen.add(plain)
+            if len(found) == CANDIDATES:
+                break
+        return found
 
     def truncate(self, end: int) -> None:
         """Forget all ids from position `end` on."""
@@ -154,6 +174,15 @@ class Index:
             if len(other) < len(held) or (other != held).any():
                 return start + _same(held, other)
         return self._cutter.start + _same(np.asarray(self._cutter.ids, "<i4"), ids[self._cutter.start:])
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _weight_of_one(count: int) -> float:
+    """What BM25 lets a word count that one of `count` passages has, where that is of average length."""
+    return math.log((count - 0.5) / 1.5) if count > 1 else 0.0
 
 
 def _same(held: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -3,7 +3,7 @@
 A passage ends
 
     behind a run of newlines or the end of a sentence, once it has `least` tokens,
-    behind `most` tokens,
+    behind `most` tokens, what a template writes around messages aside,
     where a chat template begins another message, if it has `least` tokens; otherwise the next message is part of it.
 
 What a template writes around messages is no part of the text of a passage.
@@ -77,6 +77,8 @@ class Cutter:
                 if self._read >= self._least:
                     done += self._end()
             if token in self._codec.control_ids and token != self._codec.unk_id:
+                if len(self.ids) >= 4 * self._most:  # control tokens alone
+                    done += self._end()
                 self._text += self._detokenizer.flush()
                 self._header = (token, [])
                 self.ids.append(token)

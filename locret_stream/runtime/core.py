@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from locret_stream.budgets import usual_memory
-from locret_stream.config import Budget, Recall, StreamConfig, budget_from, unit_bytes
+from locret_stream.config import Budget, Recall, StreamConfig, budget_from, check_recall, unit_bytes
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
@@ -135,8 +135,7 @@ class Runtime:
             raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.acknowledge = acknowledge
-        if recall is not None and not isinstance(recall, (bool, Recall)):
-            raise ConfigError(f"recall is {recall!r}; expected True, False or Recall(tokens=...)")
+        check_recall(recall)
         self.recall = Recall() if recall is True else recall or None
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._open = self._closing = False

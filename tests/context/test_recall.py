@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from locret_stream import ConfigError, ContextClosed, InvalidTokens, NoSlot, Recall, Store, StoreError
+from locret_stream import (
+    ConfigError,
+    ContextClosed,
+    InputError,
+    InvalidText,
+    InvalidTokens,
+    NoSlot,
+    Recall,
+    Store,
+    StoreError,
+)
 from locret_stream.config import Budget
 from locret_stream.context.session import Session
+from locret_stream.context.session_index import SessionIndex
 from locret_stream.engine import Engine, EngineState
 from tests.context.support import END, TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, tiny
 
@@ -18,6 +31,7 @@ FACT = "The door code of the library is 48213.\n"
 LINES = [f"Line {n} says that it is cold and wet today.\n" for n in range(90)]
 STORY = "".join([*LINES[:20], FACT, *LINES[20:]])
 QUESTION = "Which door code has the library?"
+SEVERAL = "Line 71, 72, 73, 74, 75, 76, 77, 78?"
 RECALL = Recall(tokens=64)
 
 
@@ -94,10 +108,10 @@ async def test_nothing_is_put_before_a_question_of_which_nothing_is_known(asked:
 async def test_how_much_is_recalled_can_be_said_for_each_question(asked: list[str]):
     async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
         await ctx.feed(STORY)
-        few, many = await ctx.recall("cold wet"), await ctx.recall("cold wet", Recall(tokens=200))
+        few, many = await ctx.recall(SEVERAL), await ctx.recall(SEVERAL, Recall(tokens=200))
         assert 0 < len(few) < len(many)
         assert [one.start for one in many] == sorted(one.start for one in many)
-        await ctx.ask("cold wet", recall=Recall(tokens=200), max_new_tokens=1)
+        await ctx.ask(SEVERAL, recall=Recall(tokens=200), max_new_tokens=1)
         assert "\n".join(one.text for one in many) in asked[0]
         assert sum(len(data(runtime, one.text)) for one in many) <= 200
     for wrong in (63, 64.5, True, "many"):
@@ -394,6 +408,170 @@ async def test_inside_a_turn_it_needs_a_scratch_slot_more(monkeypatch):
                 raise KeyError
         expect_same(await snap(ctx), before)
         assert held(ctx) == held(ctx)[:ctx._session.state.seen]
+
+
+async def test_a_talk_with_recall_is_committed_as_it_goes_on():
+    async with tiny(recall=RECALL, max_live=2) as runtime, runtime.open() as ctx, runtime.open() as other:
+        for each, recall in ((ctx, True), (other, False)):
+            await each.feed(STORY)
+            for _ in range(6):
+                assert await drained(each.generate(QUESTION, recall=recall, max_new_tokens=20, ignore_eos=True)) == 20
+                assert each.memory.pending < 2 * runtime.engine.chunk_size
+            assert each._session.state.seen > len(data(runtime, STORY)) + 5 * 20, recall
+
+
+async def test_a_reply_whose_session_finds_no_slot_ends_all_the_same(tmp_path: Path, monkeypatch):
+    """What it said is committed by the next operation."""
+    async with tiny(recall=RECALL, store=tmp_path, max_live=1, slot_timeout_s=0.2) as runtime:
+        async with runtime.open("a") as ctx, runtime.open("b") as other:
+            await other.feed(STORY)
+            await ctx.feed(STORY)
+            reply = ctx.generate(QUESTION, max_new_tokens=20, ignore_eos=True)
+            await anext(reply)
+            await other.feed("y ")  # it has the only live slot from here on
+            assert await drained(reply) == 19 and reply.finish_reason == "length"
+            await ctx.feed("z " * 20)
+            assert held(ctx) == ids_before(ctx)
+
+
+async def test_a_context_that_ends_ends_its_replies(tmp_path: Path):
+    """Their slots are free, also where somebody still holds the reply."""
+    async with tiny(recall=RECALL, store=tmp_path, slot_timeout_s=0.2, max_live=2) as runtime:
+        async with runtime.open("other") as other:
+            await other.feed(STORY)
+            ctx = runtime.open("s")
+            await ctx.__aenter__()
+            await ctx.feed(STORY)
+            reply = ctx.generate(QUESTION, max_new_tokens=50, ignore_eos=True)
+            await anext(reply)
+            await ctx.aclose()
+            assert isinstance(await other.ask(QUESTION, max_new_tokens=1), str)
+            with pytest.raises(ContextClosed):
+                await anext(reply)
+            async with runtime.open("s") as ctx:
+                waiting = ctx.generate(QUESTION, max_new_tokens=10_000, ignore_eos=True)
+                task = asyncio.create_task(drained(waiting))
+                await asyncio.sleep(0.05)
+                await ctx.aclose(save=False)
+                with pytest.raises(ContextClosed):
+                    await task
+            assert isinstance(await other.ask(QUESTION, max_new_tokens=1), str)
+
+
+async def test_a_question_between_the_tokens_of_a_reply_says_at_once_what_it_lacks():
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        async for _ in ctx.generate(QUESTION, max_new_tokens=3, ignore_eos=True):
+            with pytest.raises(NoSlot, match="a reply with recall of this context holds the only scratch slot"):
+                await asyncio.wait_for(ctx.ask(QUESTION), 1)
+            break
+    async with tiny(recall=RECALL, scratch=2) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        async for _ in ctx.generate(QUESTION, max_new_tokens=2, ignore_eos=True):
+            assert isinstance(await ctx.ask(QUESTION, max_new_tokens=1), str)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, "no", {}, 128])
+async def test_what_says_how_to_recall_is_checked(wrong):
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        expected = r"recall is .*; expected True, False or Recall\(tokens=...\)"
+        with pytest.raises(ConfigError, match=expected):
+            await ctx.ask(QUESTION, recall=wrong)
+        with pytest.raises(ConfigError, match=expected):
+            ctx.generate(QUESTION, recall=wrong)
+        with pytest.raises(ConfigError, match=r"recall is .*; expected Recall\(tokens=...\)"):
+            await ctx.recall(QUESTION, wrong)
+
+
+async def test_a_question_in_bytes_or_ids_is_one_in_text(asked: list[str]):
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        for question in (QUESTION, QUESTION.encode(), np.array(data(runtime, QUESTION))):
+            await ctx.ask(question, max_new_tokens=1)
+        assert asked[0] == asked[1] == asked[2]
+        with pytest.raises(InvalidText):
+            await ctx.ask(b"\xff\xfe", max_new_tokens=1)
+        with pytest.raises(InputError, match="found 5 as a question"):
+            await ctx.ask(5)
+
+
+async def test_a_memory_that_evicted_nothing_stays_whole():
+    """Its answers are those of the stock model, which saw the passages twice."""
+    async with tiny(budget=1500, recall=RECALL, max_live=2) as runtime, runtime.open() as ctx, runtime.open() as other:
+        for each in (ctx, other):
+            await each.feed(STORY[:1200])
+        kept = await ctx.ask(QUESTION, max_new_tokens=9, ignore_eos=True)
+        assert kept == await other.ask(QUESTION, max_new_tokens=9, ignore_eos=True, recall=Recall(tokens=64, memory=1))
+
+
+async def test_where_nothing_is_ever_evicted_nothing_is_read_again(asked: list[str]):
+    async with tiny(policy="full", budget=1500, recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY[:1200])
+        await ctx.ask(QUESTION, max_new_tokens=1)
+        assert await finds(ctx) and FACT.strip() not in asked[0].rpartition("today.\n")[2]
+
+
+async def test_a_search_holds_up_no_commit():
+    async with tiny(recall=RECALL, max_live=2) as runtime, runtime.open() as ctx, runtime.open() as other:
+        await ctx.feed(STORY)
+        with ctx._session.index._lock:  # as a search on another thread has it
+            await asyncio.wait_for(ctx.feed(FACT + STORY[:900]), 30)
+            await asyncio.wait_for(other.feed(STORY), 30)
+        assert await finds(ctx)
+        assert held(ctx) == held(ctx)[:ctx._session.state.seen] and len(held(ctx)) == ctx._session.state.seen
+
+
+async def test_an_index_that_is_made_again_misses_no_commit_that_runs_meanwhile(tmp_path: Path, monkeypatch):
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed(STORY)
+    add = SessionIndex.add
+
+    def late(self, *args):
+        time.sleep(0.05)
+        add(self, *args)
+
+    monkeypatch.setattr(SessionIndex, "add", late)
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        feeding = asyncio.create_task(ctx.feed("".join(LINES[:9])))
+        await asyncio.sleep(0.02)
+        await ctx.recall(QUESTION)
+        await feeding
+        assert ctx._session.index.complete and held(ctx) == ids_before(ctx)
+
+
+async def test_other_text_behind_the_same_snapshot_is_another_index(tmp_path: Path):
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed("".join(LINES))
+        first = await ctx.snapshot()
+        await ctx.feed(STORY)
+        second = await ctx.snapshot()
+        await ctx.rewind(first)
+        await ctx.feed("Something else is told in this place, word by word.\n" * 80)
+        assert not await finds(ctx)
+        await ctx.rewind(second)
+        assert await finds(ctx) and held(ctx) == ids_before(ctx)
+
+
+async def test_an_index_ends_with_its_context():
+    async with tiny(recall=RECALL) as runtime:
+        async with runtime.open() as ctx:
+            await ctx.feed(STORY)
+            database = ctx._session.index._index._db
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            database.execute("select 1")
+
+
+async def test_tokens_of_a_reply_have_the_places_that_the_memory_gives_them():
+    """Positions, noise and the penalty on repetitions are those of the session, which does not see the passages."""
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        before, reply = ctx.memory.tokens, ctx.generate(QUESTION, max_new_tokens=4, ignore_eos=True)
+        tokens = [token async for token in reply]
+        assert reply.recalled and tokens[0].position > before
+        state = ctx._session.state
+        for token in tokens:
+            assert state.history[token.position - state.position] == token.id
 
 
 async def drained(generation) -> int:

@@ -71,9 +71,24 @@ def test_what_always_stays_stays_and_a_memory_that_never_evicts_is_left_whole():
     assert_same(engine.export(state), whole)
     engine.thin(state, 0.01)
     assert state.store.counts == [SINKS + STABILIZERS + 1] * engine.shape.layers
+    engine.focus(state, QUERY)
+    engine.thin(state, 0.01)
+    assert state.store.counts == [len(QUERY) + SINKS + STABILIZERS + 1] * engine.shape.layers
     full = build("full", on=model("llama"), units=200, chunk_size=CHUNK)
     state = full.open(0)
     feed(full, state, ids_of(6 * CHUNK))
     whole = full.export(state)
     full.thin(state, 0.1)
     assert_same(full.export(state), whole)
+
+
+def test_a_memory_that_evicted_nothing_yet_is_left_whole():
+    engine = engine_of()
+    state = engine.open(0)
+    feed(engine, state, ids_of(2 * CHUNK))
+    whole = engine.export(state)
+    engine.thin(state, 0.4)
+    assert_same(engine.export(state), whole)
+    engine.focus(state, ids_of(5))
+    engine.thin(state, 0.4)
+    assert state.store.counts[0] < 2 * CHUNK

@@ -158,3 +158,16 @@ def test_mistakes(script: Script, tmp_path: Path):
     assert first.shared is second.shared and first.shared is not other.shared
     with model(Store(tmp_path)) as chat, pytest.raises(ConfigError, match="recall is 3; expected True or False"):
         chat.invoke("x", A, recall=3)
+
+
+@pytest.mark.parametrize("said", [1, 3])
+def test_an_appended_question_that_a_stop_string_ends_is_kept(chat: LocretChatModel, said: int):
+    """The answer is read again as it was given, where the memory was when the question came."""
+    told(chat)
+    more = [HumanMessage("Note this."), AIMessage("Noted."), HumanMessage(QUESTION)][-said:]
+    answer = chat.invoke(more, A, append=True, stop=["code"])
+    assert receipt(answer)["recalled"] and "code" not in answer.text and receipt(answer)["saved"]
+    after = chat.invoke([HumanMessage("So, what was asked?")], A, append=True, recall=False)
+    assert receipt(after)["source"] == "live"
+    text = held(chat, "a")
+    assert text.count(f"user\n{QUESTION}") == 1 and ("Note this." in text) == (said == 3)

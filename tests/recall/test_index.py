@@ -63,12 +63,12 @@ def test_the_words_of_a_question_find_the_passage(index: Index, codec: TextCodec
 
 
 def test_what_is_found_fits_and_is_in_order(index: Index, codec: TextCodec):
-    index.add(codec.encode_text(STORY))
+    index.add(codec.encode_text(STORY.replace("0 of the story", "0 of the hail")))
     for most in (5, 11, 40, 100):
-        found = index.search("line story wet", most, size)
+        found = index.search("line hail wet", most, size)
         assert sum(size(passage.text) for passage in found) <= most
         assert [passage.start for passage in found] == sorted(passage.start for passage in found)
-    assert len(index.search("line story wet", 100, size)) > 3
+    assert len(index.search("line hail wet", 100, size)) > 3
 
 
 def test_of_equal_passages_the_newest_is_found(index: Index, codec: TextCodec):
@@ -85,6 +85,48 @@ def test_where_the_question_itself_was_asked_counts_half(index: Index, codec: Te
     (found,) = index.search(question, 10, size)
     assert found.text.startswith("The code of the gate is 1234")
     assert any(question in passage.text for passage in index.search(question, 40, size))
+
+
+def test_words_that_are_everywhere_find_nothing(index: Index, codec: TextCodec):
+    index.add(codec.encode_text(STORY))
+    for question in ("Please go on with the story.", "Is that the weather of today?", "What is it?"):
+        assert index.search(question, 500, size) == []
+    (found,) = index.search("And line 217?", 500, size)
+    assert "Line 217" in found.text
+
+
+def test_equal_passages_are_found_once_and_an_echo_of_the_question_never(index: Index, codec: TextCodec):
+    question = "What is the code of the gate?"
+    index.add(codec.encode_text("The code of the gate is 1234 today, they say.\n" + STORY[:900]))
+    index.add(codec.encode_text(f"{question} What is the code of the gate?\n" * 70 + STORY))
+    index.add(codec.encode_text("Nobody is at the gate, it says again.\n" * 20 + STORY[:300]))
+    texts = [passage.text for passage in index.search(question, 500, size)]
+    assert texts == ["The code of the gate is 1234 today, they say."]
+    (found,) = index.search("Why is nobody at the gate?", 500, size)
+    assert found.text == "Nobody is at the gate, it says again."
+
+
+def test_a_question_behind_a_long_text_is_searched_for(index: Index, codec: TextCodec):
+    index.add(codec.encode_text("The code of the gate is 1234 today, they say.\n" + STORY))
+    pasted = " ".join(f"thing{n}" for n in range(200))
+    (found,) = index.search(f"{pasted}\n\nWhat is the code of the gate?", 10, size)
+    assert found.text.startswith("The code of the gate is 1234")
+
+
+def test_the_best_passage_is_found_behind_many_others(index: Index, codec: TextCodec):
+    """More than a few candidates are measured: long ones that do not fit leave room to others."""
+    long = " ".join(f"gate gate gate {n}" for n in range(14))
+    index.add(codec.encode_text("".join(f"{long} {n}\n" for n in range(12)) + STORY +
+                                "Nobody stands at the gate today.\n" + STORY[:300]))
+    (found,) = index.search("gate", 10, size)
+    assert found.text == "Nobody stands at the gate today."
+
+
+def test_control_tokens_alone_end_a_passage_too(codec: TextCodec):
+    control = next(iter(codec.control_ids))
+    cutter = Cutter(codec, least=8, most=10)
+    cuts = cutter.push([control] * 1000)
+    assert max(len(cut.ids) for cut in cuts) <= 40 and len(cutter.ids) <= 40
 
 
 def test_what_shares_common_words_alone_is_left_out(index: Index, codec: TextCodec):

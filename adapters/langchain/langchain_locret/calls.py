@@ -58,7 +58,7 @@ def request_of(defaults: Defaults, messages: list[BaseMessage], stop: list[str] 
         raise ConfigError(f"save is {save!r}; expected 'turn' or 'run'")
     focus, append = options.get("focus", defaults.focus), options.get("append") or False
     recall = options.get("recall")
-    if recall not in (True, False, None):
+    if recall is not None and not isinstance(recall, bool):
         raise ConfigError(f"recall is {recall!r}; expected True or False, or None for what the model was made with")
     timeout_s = options.get("timeout", defaults.timeout)
     check_timeout(timeout_s)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import msgspec
 from langchain_core.messages import AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
@@ -86,7 +87,7 @@ class Turn:
             await self._thread.feed(body, self._request.focus)
             self._thread.rest_at(reached.boundary_behind(self._request.said, self._thread, self._request))
             await self._thread.save("turn" if self._request.sampling.get("stop") else self._request.save)
-        question = self._thread.boundary if not recalled.ids else None
+        question = self._thread.boundary
         await self._thread.feed([] if recalled.ids else prompt + opening, self._request.focus)
         begun = self._thread.context.memory.tokens + (len(prompt + opening) if recalled.ids else 0)
         reply, ended = await self._decode(forced, prompt + opening, recalled)
@@ -132,6 +133,11 @@ class Turn:
         early = await self._encode(reached.at, at)
         if early:
             await self._thread.feed(early, request.focus)
+            if len(request.said) > 1:
+                behind = reached.boundary_behind(request.said[:-1], self._thread, request)
+                self._thread.rest_at(msgspec.structs.replace(behind, key=reached.keys[-2]))
+                if request.sampling.get("stop"):  # what is kept of the answer is read again from here
+                    await self._thread.save("turn")
         found = await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.",
                                 last.content)
         return found, at
