@@ -79,9 +79,11 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
     if index is None:
         raise ConfigError("this context keeps nothing for recall; expected Runtime(..., recall=True)")
     codec, most = services.codec, settings_of(services, recall).tokens
-    piece = as_piece(question)  # what cannot be read as a prompt is refused there
-    text = codec.decode(codec.validate_ids(piece)) if isinstance(piece, list) else piece if isinstance(
-        piece, str) else piece.decode(errors="replace")
+    text = as_piece(question)  # what cannot be read as a prompt is refused there
+    if isinstance(text, list):
+        text = codec.decode(codec.validate_ids(text))
+    elif isinstance(text, bytes):
+        text = text.decode(errors="replace")
     while True:
         if not index.complete:
             async with session.frozen():

@@ -21,7 +21,7 @@ from locret_stream.context.streams import Feed, Generation
 from locret_stream.context.turns import Turn
 from locret_stream.context.values import Memory, sampling_of
 from locret_stream.engine import Receipts
-from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, InputError, NoSlot, StaleOwner
+from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, InputError, StaleOwner
 from locret_stream.snapshot import NOTE_LIMIT, Branch, Restored, Snapshot, check_name
 from locret_stream.snapshot.identity import digest_text
 
@@ -261,12 +261,7 @@ class StreamingContext:
         session, settings = self._live, sampling_of(sampling, options)
         if isinstance(question, (str, bytes, list)) and not question:
             raise InputError(f"ask() was called with {question!r}; expected a question")
-        if session.turn is not None and session.turn.holds_scratch and self._services.scratch == 1:
-            raise NoSlot("the open turn() of this context holds the only scratch slot since its first commit; expected "
-                         "the question after the turn, `generate` inside it, or Runtime(..., scratch=2)")
-        if session.replies_on_copy and self._services.scratch == 1:
-            raise NoSlot("a reply with recall of this context holds the only scratch slot until it ends; expected the "
-                         "question behind it, or Runtime(..., scratch=2)")
+        swapping.expect_scratch(session, "the question after it, `generate` inside a turn")
         if session.swapped_out and self._services.slots.has_room:  # otherwise it is copied from the store
             await session.resident()
         again = await recalling.read_again(session, question, recall)

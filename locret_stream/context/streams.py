@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from locret_stream.config import Sampling
+from locret_stream.context import swapping
 from locret_stream.context.recalling import NOTHING, ReadAgain
 from locret_stream.context.session import Session
 from locret_stream.context.session_index import Recalled
@@ -290,9 +291,7 @@ class Generation(_Operation):
     async def _copy(self) -> Session:
         """A scratch copy of the session; it ends and gives its slot back with this generation."""
         session, slots = self._session, self._session.services.slots
-        if session.turn is not None and session.turn.holds_scratch and session.services.scratch == 1:
-            raise NoSlot("the open turn() of this context holds the only scratch slot since its first commit; expected "
-                         "a reply with recall after the turn, or Runtime(..., scratch=2)")
+        swapping.expect_scratch(session, "a reply with recall after it")
         slot = await slots.acquire(scratch=True)
         self._leaving.callback(slots.release, slot, scratch=True)
         copy = await session.fork(slot)

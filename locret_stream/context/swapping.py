@@ -25,9 +25,20 @@ from torch import Tensor
 from locret_stream.context import saving
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.session_state import SessionState
-from locret_stream.errors import ContextBusy, ContextClosed, LocretError
+from locret_stream.errors import ContextBusy, ContextClosed, LocretError, NoSlot
 
 _log = logging.getLogger(__name__)
+
+
+def expect_scratch(session: SessionState, instead: str) -> None:
+    """Raises NoSlot at once, and says what is expected `instead`, where the session itself holds the only scratch slot:
+    waiting for it would be in vain."""
+    holder = ("the open turn() of this context holds the only scratch slot since its first commit"
+              if session.turn is not None and session.turn.holds_scratch else
+              "a reply with recall of this context holds the only scratch slot until it ends"
+              if session.replies_on_copy else "")
+    if holder and session.services.scratch == 1:
+        raise NoSlot(f"{holder}; expected {instead}, or Runtime(..., scratch=2)")
 
 
 async def make_resident(session: SessionState) -> None:

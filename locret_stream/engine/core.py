@@ -1,6 +1,6 @@
 """The synchronous engine: commits chunks, keeps a provisional tail for answers, forks, exports. No async, no text.
 
-The state of a context is committed units + pending ids (fewer than `chunk_size` between two steps). A chunk is
+The state of a context is committed units + pending ids (fewer than `chunk_size` once they were committed). A chunk is
 committed by one forward of shape [1, chunk_size] over the committed units. Answers in between need units of pending
 tokens; these are provisional: a forward writes them behind the committed ones, nothing scores them, and the commit
 computes them anew. So the committed state is a pure function of model, config, tokens and focus (see `engine.focus`).

@@ -22,6 +22,7 @@ from locret_stream import (
     StoreError,
 )
 from locret_stream.config import Budget
+from locret_stream.context import streams
 from locret_stream.context.session import Session
 from locret_stream.context.session_index import SessionIndex
 from locret_stream.engine import Engine, EngineState
@@ -572,6 +573,31 @@ async def test_tokens_of_a_reply_have_the_places_that_the_memory_gives_them():
         state = ctx._session.state
         for token in tokens:
             assert state.history[token.position - state.position] == token.id
+
+
+async def test_an_index_takes_ids_from_its_session_alone():
+    """A step of a session that ended by then, undone or rewound, adds nothing."""
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        index, before = ctx._session.index, held(ctx)
+        index.add(object(), data(runtime, FACT), len(before))
+        await ctx.recall(QUESTION)
+        assert held(ctx) == before and index.complete
+
+
+async def test_a_penalty_on_repetitions_is_on_those_of_the_session(monkeypatch):
+    """Not on the words of the passages, which only the copy has read."""
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        seen, choose = [], streams.sample
+        monkeypatch.setattr(streams, "sample", lambda logits, history, *rest: seen.append(list(history)) or choose(
+            logits, history, *rest))
+        reply = ctx.generate(QUESTION, max_new_tokens=3, ignore_eos=True)
+        assert await drained(reply) == 3 and reply.recalled
+        fact = runtime.codec.encode_text(reply.recalled[0].text)
+        for history in seen:
+            assert not any(history[at:at + len(fact)] == fact for at in range(len(history)))
+        assert [len(history) for history in seen] == [1024] * 3
 
 
 async def drained(generation) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from locret_stream.engine import Engine
+from locret_stream.engine import Engine, EngineState
 from locret_stream.kernels import select_units
 from tests.kit import EVICTING, assert_same, build, feed, ids_of, logits_at_each, model
 
@@ -15,6 +15,12 @@ QUERY = ids_of(4, seed=11)
 
 def engine_of(policy: str = "h2o", on: str = "llama") -> Engine:
     return build(policy, on=model(on), units=UNITS, chunk_size=CHUNK, sinks=SINKS, stabilizers=STABILIZERS, slots=3)
+
+
+def expect_left_whole(engine: Engine, state: EngineState, share: float) -> None:
+    whole = engine.export(state)
+    engine.thin(state, share)
+    assert_same(engine.export(state), whole)
 
 
 @pytest.mark.parametrize("on", ["llama", "gemma3"])
@@ -66,9 +72,7 @@ def test_what_always_stays_stays_and_a_memory_that_never_evicts_is_left_whole():
     engine = engine_of()
     state = engine.open(0)
     feed(engine, state, ids_of(6 * CHUNK))
-    whole = engine.export(state)
-    engine.thin(state, 1.0)
-    assert_same(engine.export(state), whole)
+    expect_left_whole(engine, state, 1.0)
     engine.thin(state, 0.01)
     assert state.store.counts == [SINKS + STABILIZERS + 1] * engine.shape.layers
     engine.focus(state, QUERY)
@@ -77,18 +81,14 @@ def test_what_always_stays_stays_and_a_memory_that_never_evicts_is_left_whole():
     full = build("full", on=model("llama"), units=200, chunk_size=CHUNK)
     state = full.open(0)
     feed(full, state, ids_of(6 * CHUNK))
-    whole = full.export(state)
-    full.thin(state, 0.1)
-    assert_same(full.export(state), whole)
+    expect_left_whole(full, state, 0.1)
 
 
 def test_a_memory_that_evicted_nothing_yet_is_left_whole():
     engine = engine_of()
     state = engine.open(0)
     feed(engine, state, ids_of(2 * CHUNK))
-    whole = engine.export(state)
-    engine.thin(state, 0.4)
-    assert_same(engine.export(state), whole)
+    expect_left_whole(engine, state, 0.4)
     engine.focus(state, ids_of(5))
     engine.thin(state, 0.4)
     assert state.store.counts[0] < 2 * CHUNK

@@ -171,3 +171,13 @@ def test_an_appended_question_that_a_stop_string_ends_is_kept(chat: LocretChatMo
     assert receipt(after)["source"] == "live"
     text = held(chat, "a")
     assert text.count(f"user\n{QUESTION}") == 1 and ("Note this." in text) == (said == 3)
+
+
+def test_its_usage_is_that_of_what_the_memory_reads(chat: LocretChatModel):
+    """The passages, which only the copy read, are in the receipt and in no count."""
+    usages = []
+    for name, recall in (("a", None), ("b", False)):
+        answer = chat.invoke([*told(chat, name), HumanMessage(QUESTION)], thread(name), recall=recall)
+        usages.append((answer.usage_metadata, receipt(answer)["fed"]))
+        assert ("recalled" in receipt(answer)) == (recall is None)
+    assert usages[0] == usages[1]

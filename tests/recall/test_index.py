@@ -122,6 +122,17 @@ def test_the_best_passage_is_found_behind_many_others(index: Index, codec: TextC
     assert found.text == "Nobody stands at the gate today."
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_a_private_index_has_no_file(codec: TextCodec, monkeypatch: pytest.MonkeyPatch, private: bool):
+    """SQLite may spill a database of the empty name to disk, and one of this name never."""
+    opened, connect = list[str](), sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda name, **more: opened.append(name) or connect(name, **more))
+    index = new(codec, private=private)
+    index.copy().close()
+    index.close()
+    assert opened == [":memory:" if private else ""] * 2
+
+
 def test_control_tokens_alone_end_a_passage_too(codec: TextCodec):
     control = next(iter(codec.control_ids))
     cutter = Cutter(codec, least=8, most=10)
