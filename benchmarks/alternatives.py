@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import torch
@@ -84,6 +84,13 @@ System = Callable[[Runtime, Stream, int], Awaitable[Outcome]]
 
 async def memory(runtime: Runtime, stream: Stream, size: int) -> Outcome:
     """The stream is fed as a whole, and the runtime's policy decides what stays. The budget is the runtime's."""
+    (outcome,) = await memories(runtime, stream, (None,))
+    return outcome
+
+
+async def memories(runtime: Runtime, stream: Stream, recalls: Sequence[bool | None]) -> list[Outcome]:
+    """As `memory`, once with each `recall` of `ask`: the stream is read once for all of them, as what is committed does
+    not depend on it."""
     async with runtime.open() as ctx:
         begun, first = time.perf_counter(), ctx.memory.tokens  # behind the tokens that the template begins with
         if isinstance(policy := runtime.engine.policy, Pinned):
@@ -91,16 +98,17 @@ async def memory(runtime: Runtime, stream: Stream, size: int) -> Outcome:
         await ctx.feed(stream.tokens)
         read_s = time.perf_counter() - begun
         handed = statistics.mean(ctx.memory.units) + ctx.memory.pending
-        answers = []
+        answers: list[list[Answer]] = [[] for _ in recalls]
         for fact in stream.facts:
             kept = (await ctx.receipts(first + fact.start, first + fact.end)).kept.float()
             shares = [round(share, 4) for share in kept.mean((1, 2)).tolist()]
             value = kept[..., fact.value].mean().item()
-            answer = await asked(ctx, stream, fact, handed)
-            answers.append(msgspec.structs.replace(answer, kept=round(kept.mean().item(), 4),
+            for recall, own in zip(recalls, answers, strict=True):
+                answer = await asked(ctx, stream, fact, handed, recall)
+                own.append(msgspec.structs.replace(answer, kept=round(kept.mean().item(), 4),
                                                    kept_value=round(value, 4), kept_by_layer=shares))
-        return Outcome(answers=answers, read_s=read_s, tokens_read=ctx.memory.tokens + questions(runtime, stream),
-                       bytes_kept=ctx.memory.bytes_resident)
+        return [Outcome(answers=own, read_s=read_s, tokens_read=ctx.memory.tokens + questions(runtime, stream),
+                        bytes_kept=ctx.memory.bytes_resident) for own in answers]
 
 
 class Pinned(Locret):
@@ -258,10 +266,11 @@ async def told(runtime: Runtime, stream: Stream, fact: Planted, ids: list[int]) 
         return answer, ctx.memory.tokens + len(encode(runtime, fact.told.question))
 
 
-async def asked(ctx: StreamingContext, stream: Stream, fact: Planted, handed: float) -> Answer:
+async def asked(ctx: StreamingContext, stream: Stream, fact: Planted, handed: float,
+                recall: bool | None = None) -> Answer:
     """The free answer to one question; it is right if it contains the value."""
     begun = time.perf_counter()
-    found = await ctx.ask(fact.told.question, max_new_tokens=ANSWER_TOKENS)
+    found = await ctx.ask(fact.told.question, max_new_tokens=ANSWER_TOKENS, recall=recall)
     return Answer(question=fact.told.question, expected=fact.told.value, found=found,
                   right=bool(published.score(fact.told.asked(), found)), handed=handed,
                   position=round(fact.start / len(stream.tokens), 4), seconds=time.perf_counter() - begun)

@@ -10,7 +10,7 @@ Systems, all with the same model, the same form of question and room for the sam
     locret             the memory of the library; `--heads` for other heads
     pinned             the same, where units of facts go last: what it answers wrongly was there, and not found
     recall             the same, where a question first reads again what has its words (`Runtime(recall=True)`);
-                       `recall:POLICY` with another policy
+                       `recall:POLICY` with another policy. It reads a stream for the system without recall too
     streaming_llm      the first and the most recent tokens in the same space; `policy:NAME` for any other policy
     truncation         the last tokens, all of them; `truncation:N` for N tokens, at most what the window holds
     summary            a summary that the model itself brings up to date every so often, and the last tokens
@@ -147,25 +147,36 @@ class Workplace:
 
 
 async def measure(place: Workplace, cells: Sequence[Cell], out: Path) -> list[Measured]:
-    """All cells, read from their files or measured; those of one system share a runtime."""
-    results = []
-    for system in dict.fromkeys(cell.system for cell in cells):
-        own = [cell for cell in cells if cell.system == system]
-        for cell in own:
-            if (out / cell.file_name).is_file():
-                results.append(read(out / cell.file_name))
-        missing = [cell for cell in own if not (out / cell.file_name).is_file()]
-        if not missing:
+    """All cells, read from their files or measured; those of one system share a runtime, and those with recall and
+    without the reading of their streams."""
+    systems = list(dict.fromkeys(cell.system for cell in cells))
+    for system in sorted(systems, key=lambda system: not system.startswith(RECALL)):
+        wanted = [cell for cell in cells if cell.system == system and not (out / cell.file_name).is_file()]
+        if not wanted:
             continue
-        run = alternatives.SYSTEMS.get(system.partition(":")[0], alternatives.memory)
         async with place.runtime(system) as runtime:
-            for cell in missing:
+            for cell in wanted:
+                twins = [other for other in cells if other.system == without_recall(system) and
+                         other.stream == cell.stream and not (out / other.file_name).is_file()]
                 stream = place.stream(cell.stream, runtime)
-                measured = Measured(cell=cell, outcome=await run(runtime, stream, place.size(system)))
-                write(measured, out / cell.file_name)
-                results.append(measured)
-                told(measured)
-    return sorted(results, key=lambda result: result.cell.stream)
+                if twins:
+                    outcomes = await alternatives.memories(runtime, stream, (None, False))
+                else:
+                    run = alternatives.SYSTEMS.get(system.partition(":")[0], alternatives.memory)
+                    outcomes = [await run(runtime, stream, place.size(system))]
+                for one, outcome in zip([cell, *twins], outcomes, strict=True):
+                    measured = Measured(cell=one, outcome=outcome)
+                    write(measured, out / one.file_name)
+                    told(measured)
+    return [read(out / cell.file_name) for cell in sorted(cells, key=lambda cell: cell.stream)]
+
+
+def without_recall(system: str) -> str | None:
+    """The system that has the same memory and recalls nothing; None where `system` recalls nothing itself."""
+    kind, _, policy = system.partition(":")
+    if kind != RECALL:
+        return None
+    return "locret" if not policy else policy if policy in MEMORIES else f"policy:{policy}"
 
 
 def read(path: Path) -> Measured:

@@ -106,6 +106,17 @@ def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory):
     (tmp_path / "longer.json").write_text(json.dumps(longer))
     long_memory("--plot", "drawn.svg", "--of", "kept.json", "longer.json")
     assert "streaming_llm" in (tmp_path / "drawn.svg").read_text()
+    recalled, _ = long_memory(*toy, "--streams", 1, "--systems", "recall")
+    both, said = long_memory(*(word if word != "cells" else "both" for word in toy), "--streams", 1,
+                             "--systems", "locret", "recall")
+    assert said.count(" right, ") == 2
+    for system, alone in (("locret", found), ("recall", recalled)):
+        one, other = (_timeless(result["systems"][system]["streams"][0]) for result in (alone, both))
+        assert one == other, f"{system}: a stream that is read once for both is answered as one that is read for each"
+
+
+def _timeless(stream: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in answer.items() if name != "seconds"} for answer in stream["answers"]]
 
 
 @pytest.mark.parametrize("options, why", [
