@@ -158,7 +158,8 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
     """How what was evicted is found again: before a question, the passages that have its words are read once more.
 
     Args:
-        tokens: the most that are read again before a question. A passage has up to 64.
+        tokens: the most that are read again before a question. A passage has up to 64. They count in the budget: where
+            it holds hardly more than them and the share of `memory`, some are evicted before the reply begins.
         memory: the share of the budget that the copy which reads them keeps of a memory that evicted something: the
             units that its policy scores highest. With less beside the passages a small model answers from these more
             often. 1 keeps all.

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from locret_stream.config import Recall
-from locret_stream.context import FeedReport, Memory, Recalled, StreamingContext, Token
+from locret_stream.context import FeedReport, Generation, Memory, Recalled, StreamingContext, Token
 from locret_stream.context.sources import Source
+from locret_stream.context.streams import FinishReason
 from locret_stream.errors import ContextClosed
 from locret_stream.runtime import Runtime
 from locret_stream.snapshot import Snapshot
@@ -135,9 +136,12 @@ class SyncContext:
         """As `StreamingContext.recall`."""
         return self._run(self._context().recall(question, recall))
 
-    def generate(self, prompt: str | None = None, **options: Any) -> Iterator[Token]:
+    def generate(self, prompt: str | None = None, **options: Any) -> SyncGeneration:
         """As `StreamingContext.generate`; an ordinary iterator of tokens."""
         reply = self._context().generate(prompt, **options)
+        return SyncGeneration(self._tokens(reply), reply)
+
+    def _tokens(self, reply: Generation) -> Generator[Token, None, None]:
         try:
             while (token := self._run(anext(reply, None))) is not None:
                 yield token
@@ -161,3 +165,33 @@ class SyncContext:
     def memory(self) -> Memory:
         """As `StreamingContext.memory`."""
         return self._context().memory
+
+
+class SyncGeneration(Iterator[Token]):
+    """A running reply of a `SyncContext`: an iterator of its tokens. It ends with its last one, when it is closed, and
+    when it is dropped."""
+
+    def __init__(self, tokens: Generator[Token, None, None], reply: Generation):
+        self._tokens, self._reply = tokens, reply
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """End it here, as a `break` does. Idempotent."""
+        self._tokens.close()
+
+    @property
+    def text(self) -> str:
+        """The reply so far."""
+        return self._reply.text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while it runs; "closed" when it was left before its end."""
+        return self._reply.finish_reason
+
+    @property
+    def recalled(self) -> tuple[Recalled, ...]:
+        """The passages that were read again before the prompt."""
+        return self._reply.recalled

@@ -396,6 +396,10 @@ async def test_sync_context_does_the_same(folder: str):
             reply = [token.id for token in ctx.generate("q?", max_new_tokens=6, ignore_eos=True)]
             for _ in ctx.generate("again", max_new_tokens=6, ignore_eos=True):
                 break
+            left = ctx.generate("once more", max_new_tokens=6, ignore_eos=True)
+            assert left.finish_reason is None and next(left).text == left.text and not left.recalled
+            left.close()
+            assert left.finish_reason == "closed" and not list(left)
             ctx.feed([5, 6, 7])
             ids = ids_in(ctx._ctx)
             return report.tokens, answer, reply, ids, ctx.memory
@@ -423,6 +427,17 @@ def test_sync_context_pushes_and_saves(folder: str, tmp_path: Path):
         assert ctx.memory.tokens == tokens
         assert ctx.save_as("b").name == "b"
     assert [one.name for one in Store(tmp_path).list()] == ["a", "b"]
+    assert not our_threads()
+
+
+def test_sync_context_says_what_a_reply_recalled(folder: str):
+    with sync(folder, recall=True) as ctx:
+        ctx.feed("The badge of the ferry is blue.\n" + "The rain went on, and nobody came to see us there.\n" * 40)
+        dropped = ctx.generate("Which badge has the ferry?", max_new_tokens=6, ignore_eos=True)
+        next(dropped)
+        assert any("badge of the ferry" in passage.text for passage in dropped.recalled)
+        del dropped
+        assert ctx.feed([9]).tokens == 1, "a reply that is dropped has ended"
     assert not our_threads()
 
 

@@ -208,8 +208,9 @@ class StreamingContext:
 
         Args:
             recall: whether the reply is written by a scratch copy that reads again, before the prompt, what has the
-                prompt's words (see `recall`); by default as the runtime was told. The memory takes in the prompt and
-                the reply alone. The generation's `recalled` says what it was.
+                prompt's words (see `recall`); by default as the runtime was told. Without a prompt nothing is recalled,
+                though a question was fed. The memory takes in the prompt and the reply alone. The generation's
+                `recalled` says what it was.
             aside: ids that such a copy reads before the prompt, in place of what would be recalled.
 
         Raises:
