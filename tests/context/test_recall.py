@@ -29,10 +29,10 @@ from locret_stream.engine import Engine, EngineState
 from tests.context.support import END, TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, tiny
 
 FACT = "The door code of the library is 48213.\n"
-LINES = [f"Line {n} says that it is cold and wet today.\n" for n in range(90)]
-STORY = "".join([*LINES[:20], FACT, *LINES[20:]])
+LINES = [f"Line {n} says that it is cold and wet today.\n" for n in range(40)]
+STORY = "".join([*LINES[:10], FACT, *LINES[10:]])
 QUESTION = "Which door code has the library?"
-SEVERAL = "Line 71, 72, 73, 74, 75, 76, 77, 78?"
+SEVERAL = "Line 31, 32, 33, 34, 35, 36, 37, 38?"
 RECALL = Recall(tokens=64)
 
 
@@ -158,7 +158,7 @@ async def test_the_copy_that_reads_again_keeps_its_best_units_and_the_memory_all
 
 async def test_nothing_committed_depends_on_it():
     async with tiny() as plain, tiny(recall=True) as runtime, plain.open() as other, runtime.open() as ctx:
-        for piece in (STORY[:700], STORY[700:2000], STORY[2000:]):
+        for piece in (STORY[:500], STORY[500:1200], STORY[1200:]):
             await ctx.feed(piece)
             await other.feed(piece)
             await ctx.ask(QUESTION, max_new_tokens=3)
@@ -290,7 +290,7 @@ async def test_questions_at_the_same_time(asked: list[str]):
         async def one(number: int) -> None:
             async with runtime.open() as ctx:
                 fact = f"The code of gate {number} is {number}{number}71.\n"
-                await ctx.feed("".join(LINES[:30]) + fact + "".join(LINES[30:60]))
+                await ctx.feed("".join(LINES[:15]) + fact + "".join(LINES[15:30]))
                 for _ in range(3):
                     before = len(asked)
                     generation = ctx.generate("Which code has the gate?", max_new_tokens=2)
