@@ -17,7 +17,8 @@ from locret_stream.files import replace
 OWN = {"truncation": ("#56b4e9", "P"), "summary": ("#cc79a7", "^"), "bm25": ("#e69f00", "v")}
 TITLES = {"streaming_llm": "first + recent tokens (streaming_llm)", "truncation": "last tokens (truncation)",
           "summary": "rolling summary", "bm25": "search, whole text kept (bm25)", "oracle": "told the fact (oracle)",
-          "gathered": "told all facts (gathered)", "pinned": "facts go last (pinned)"}
+          "recall": "with recall, text kept (recall)", "gathered": "told all facts (gathered)",
+          "pinned": "facts go last (pinned)"}
 
 
 def draw(picture: Path, names: Sequence[str]) -> None:
