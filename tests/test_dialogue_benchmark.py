@@ -89,7 +89,7 @@ def test_a_dialogue_goes_on_in_another_process_and_is_kept(script: Any, tmp_path
 
 
 def test_a_model_may_reply_for_itself(tmp_path: Path):
-    run(tmp_path, "bundled", "locret,ceiling", 4, 1, replies="own")
+    run(tmp_path, "bundled", "locret", 4, 1, replies="own")
     one = json.loads((tmp_path / "out" / "locret-0.json").read_text())
     assert [turn["source"] for turn in one["turns"]] == ["new", "live", "snapshot", "live"]
 
