@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from locret_stream.context import StreamingContext
 from locret_stream.named_models import smollm2
 from tests.processes import run_python
 
@@ -71,7 +72,7 @@ def long_memory(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[dict[str, 
     return run
 
 
-def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory):
+def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory, monkeypatch):
     (tmp_path / "book.txt").write_text("".join(f"It was the {day} of May; it rained.\nWe\nstayed.\n\n"
                                                for day in range(400)))
     toy = ("--text", "book.txt", "--out", "cells", "--model", "bundled", "--tokens", 1500, "--asked", 3,
@@ -107,9 +108,16 @@ def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory):
     long_memory("--plot", "drawn.svg", "--of", "kept.json", "longer.json")
     assert "streaming_llm" in (tmp_path / "drawn.svg").read_text()
     recalled, _ = long_memory(*toy, "--streams", 1, "--systems", "recall")
+    recalls, ask = [], StreamingContext.ask
+
+    def asking(self: StreamingContext, question: str, **options: Any) -> Any:
+        recalls.append(options["recall"])
+        return ask(self, question, **options)
+
+    monkeypatch.setattr(StreamingContext, "ask", asking)
     both, said = long_memory(*(word if word != "cells" else "both" for word in toy), "--streams", 1,
                              "--systems", "locret", "recall")
-    assert said.count(" right, ") == 2
+    assert said.count(" right, ") == 2 and recalls == [None, False] * 3
     for system, alone in (("locret", found), ("recall", recalled)):
         one, other = (_timeless(result["systems"][system]["streams"][0]) for result in (alone, both))
         assert one == other, f"{system}: a stream that is read once for both is answered as one that is read for each"
