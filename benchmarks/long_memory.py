@@ -149,15 +149,16 @@ class Workplace:
 async def measure(place: Workplace, cells: Sequence[Cell], out: Path) -> list[Measured]:
     """All cells, read from their files or measured; those of one system share a runtime, and those with recall and
     without the reading of their streams."""
+    results = {cell.file_name: read(out / cell.file_name) for cell in cells if (out / cell.file_name).is_file()}
     systems = list(dict.fromkeys(cell.system for cell in cells))
     for system in sorted(systems, key=lambda system: not system.startswith(RECALL)):
-        wanted = [cell for cell in cells if cell.system == system and not (out / cell.file_name).is_file()]
-        if not wanted:
+        missing = [cell for cell in cells if cell.system == system and cell.file_name not in results]
+        if not missing:
             continue
         async with place.runtime(system) as runtime:
-            for cell in wanted:
+            for cell in missing:
                 twins = [other for other in cells if other.system == without_recall(system) and
-                         other.stream == cell.stream and not (out / other.file_name).is_file()]
+                         other.stream == cell.stream and other.file_name not in results]
                 stream = place.stream(cell.stream, runtime)
                 if twins:
                     outcomes = await alternatives.memories(runtime, stream, (None, False))
@@ -165,10 +166,10 @@ async def measure(place: Workplace, cells: Sequence[Cell], out: Path) -> list[Me
                     run = alternatives.SYSTEMS.get(system.partition(":")[0], alternatives.memory)
                     outcomes = [await run(runtime, stream, place.size(system))]
                 for one, outcome in zip([cell, *twins], outcomes, strict=True):
-                    measured = Measured(cell=one, outcome=outcome)
+                    results[one.file_name] = measured = Measured(cell=one, outcome=outcome)
                     write(measured, out / one.file_name)
                     told(measured)
-    return [read(out / cell.file_name) for cell in sorted(cells, key=lambda cell: cell.stream)]
+    return sorted(results.values(), key=lambda result: result.cell.stream)
 
 
 def without_recall(system: str) -> str | None:

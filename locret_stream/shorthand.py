@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -139,15 +139,18 @@ class SyncContext:
     def generate(self, prompt: str | None = None, **options: Any) -> SyncGeneration:
         """As `StreamingContext.generate`; an ordinary iterator of tokens."""
         reply = self._context().generate(prompt, **options)
-        return SyncGeneration(self._tokens(reply), reply)
+        return SyncGeneration(self._tokens(reply), reply, lambda: self._end(reply))
 
     def _tokens(self, reply: Generation) -> Generator[Token, None, None]:
         try:
             while (token := self._run(anext(reply, None))) is not None:
                 yield token
         finally:
-            if self._ctx is not None:
-                self._run(reply.aclose())
+            self._end(reply)
+
+    def _end(self, reply: Generation) -> None:
+        if self._ctx is not None:  # a reply may outlive the block, which ended it then
+            self._run(reply.aclose())
 
     def snapshot(self) -> Snapshot:
         """As `StreamingContext.snapshot`."""
@@ -171,8 +174,8 @@ class SyncGeneration(Iterator[Token]):
     """A running reply of a `SyncContext`: an iterator of its tokens. It ends with its last one, when it is closed, and
     when it is dropped."""
 
-    def __init__(self, tokens: Generator[Token, None, None], reply: Generation):
-        self._tokens, self._reply = tokens, reply
+    def __init__(self, tokens: Generator[Token, None, None], reply: Generation, end: Callable[[], None]):
+        self._tokens, self._reply, self._end = tokens, reply, end
 
     def __next__(self) -> Token:
         return next(self._tokens)
@@ -180,6 +183,7 @@ class SyncGeneration(Iterator[Token]):
     def close(self) -> None:
         """End it here, as a `break` does. Idempotent."""
         self._tokens.close()
+        self._end()  # also where no token was taken yet: a generator that never began has nothing to end
 
     @property
     def text(self) -> str:

@@ -108,6 +108,13 @@ def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory, mon
     long_memory("--plot", "drawn.svg", "--of", "kept.json", "longer.json")
     assert "streaming_llm" in (tmp_path / "drawn.svg").read_text()
     recalled, _ = long_memory(*toy, "--streams", 1, "--systems", "recall")
+    cell = next((tmp_path / "cells").glob("truncation-*"))
+    whole = cell.read_bytes()
+    cell.write_bytes(whole[:-9])
+    with pytest.raises(SystemExit):
+        long_memory(*toy, "--streams", 3, "--systems", "locret", "truncation")
+    assert not list((tmp_path / "cells").glob("locret-1500-002-*")), "a damaged file is found before hours of measuring"
+    cell.write_bytes(whole)
     recalls, ask = [], StreamingContext.ask
 
     def asking(self: StreamingContext, question: str, **options: Any) -> Any:

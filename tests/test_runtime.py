@@ -400,6 +400,9 @@ async def test_sync_context_does_the_same(folder: str):
             assert left.finish_reason is None and next(left).text == left.text and not left.recalled
             left.close()
             assert left.finish_reason == "closed" and not list(left)
+            unbegun = ctx.generate("never", max_new_tokens=6)
+            unbegun.close()
+            assert unbegun.finish_reason == "closed" and not list(unbegun)
             ctx.feed([5, 6, 7])
             ids = ids_in(ctx._ctx)
             return report.tokens, answer, reply, ids, ctx.memory
