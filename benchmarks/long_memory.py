@@ -109,7 +109,7 @@ class Workplace:
         origin = self._bench.origin(str(self.heads) if self.heads and kind not in alternatives.SYSTEMS else "")
         prompts = (alternatives.SUMMARY, alternatives.NEXT, alternatives.UPDATE, str(alternatives.SUMMARY_TOKENS),
                    str(alternatives.PENALTY)) if kind == "summary" else ()
-        prompts = (str(Recall()),) if kind == RECALL else prompts
+        prompts = (str(Recall()), "in the turn that was read") if kind == RECALL else prompts
         return Cell(system=system, stream=stream, tokens=options.tokens, facts=options.facts, asked=options.asked,
                     texts=tuple(book.name for book in self.books), budget=options.budget,
                     chunk_size=options.chunk_size, origin=msgspec.structs.replace(origin, text=""),

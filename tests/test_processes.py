@@ -26,6 +26,7 @@ def expect_ended(pid: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_tests_of_signals_pass_where_signals_are_ignored():
     """As under nohup, for what a shell runs in the background, and in some CI."""
     done = run_python(*PYTEST, "tests/test_runtime.py", "tests/training/test_loop.py", "-k",

@@ -228,7 +228,7 @@ class Generation(_Operation):
     """A running reply. `async for` gives its tokens, the end marker included (with text "").
 
     Args:
-        before: what is read right before the prompt, in a user's turn of its own where there are turns, by a session
+        before: what is read right before the prompt, in a user's turn where there are turns: the open one, or one of its own, by a session
             that keeps less of its memory for it: a scratch copy. Given as a function, it is found when the reply
             begins, and such a copy is made here, which then speaks: the session takes in the prompt and the reply.
 
@@ -322,7 +322,7 @@ class Generation(_Operation):
             if again:
                 before = list(again)
                 if session.frame.turn == "user":
-                    before[:0] = frames.question_separator(session.frame)[0]
+                    before[:0] = frames.blank_line(session.frame)
                 engine.expect_room(session.state, len(before) + session.frame_room())
                 session.open_turn()
                 await take(before)

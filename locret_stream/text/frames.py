@@ -128,6 +128,11 @@ class ChatFrame:
             return self.begin()
         return list(self._open), FrameState(turn="user", first=False)
 
+    def blank_line(self, state: FrameState) -> list[int]:
+        """The ids between what an open user turn has read and more text of another kind; none where it read nothing."""
+        assert state.turn == "user", f"no user turn is open: {state}"
+        return list(self._separator) if state.has_content else []
+
     def question_separator(self, state: FrameState) -> tuple[list[int], FrameState]:
         """The ids before a question in an open user turn: if the turn has content the acknowledgement, which closes the
         turn and opens another one, or a blank line; else none."""

@@ -61,7 +61,9 @@ async def test_a_question_reads_again_what_has_its_words(asked: list[str]):
         whole = literals(runtime, USER) + ids
         assert runtime.codec.decode(whole[passage.start:passage.end]).strip() == passage.text
         end = "<|im_end|>\n<|im_start|>assistant\nOK.<|im_end|>\n<|im_start|>user\n"
-        assert asked[0].endswith(f"today.\n{end}{passage.text}{end}{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
+        closed = "<|im_end|>\n<|im_start|>assistant\n"
+        assert asked[0].endswith(f"today.\n\n\n{passage.text}{end}{QUESTION}{closed}"), \
+            "at the end of what is being read: of two turns that end with 'OK.' a small model makes a third"
         expect_same(await snap(ctx), before)
         await ctx.ask(QUESTION, recall=False, max_new_tokens=2)
         assert FACT.strip() not in asked[1].rpartition("today.\n")[2]
