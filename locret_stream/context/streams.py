@@ -228,9 +228,9 @@ class Generation(_Operation):
     """A running reply. `async for` gives its tokens, the end marker included (with text "").
 
     Args:
-        before: what is read right before the prompt, in a user's turn where there are turns: the open one, or one of its own, by a session
-            that keeps less of its memory for it: a scratch copy. Given as a function, it is found when the reply
-            begins, and such a copy is made here, which then speaks: the session takes in the prompt and the reply.
+        before: what is read right before the prompt, in the open user's turn or one of its own where there are turns,
+            by a session that keeps less of its memory for it: a scratch copy. Given as a function, it is found when the
+            reply begins, and such a copy is made here, which then speaks: the session takes in the prompt and the reply.
 
     Attributes:
         recalled: the passages that were read again before the prompt.
