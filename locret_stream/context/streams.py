@@ -230,7 +230,7 @@ class Generation(_Operation):
     Args:
         before: what is read right before the prompt, in the open user's turn or one of its own where there are turns,
             by a session that keeps less of its memory for it: a scratch copy. Given as a function, it is found when the
-            reply begins, and such a copy is made here, which then speaks: the session takes in the prompt and the reply.
+            reply begins, and a copy is made here, which then speaks; the session takes in the prompt and the reply.
 
     Attributes:
         recalled: the passages that were read again before the prompt.
