@@ -23,8 +23,9 @@ from locret_stream.context import StreamingContext
 from locret_stream.errors import ConfigError
 from locret_stream.evaluation import published
 from locret_stream.evaluation.chat import ANSWER_TOKENS
-from locret_stream.policies import Chunk
+from locret_stream.policies import Chunk, Policy
 from locret_stream.policies.locret import Locret
+from locret_stream.policies.streaming_llm import StreamingLLM
 
 ROOM = 256  # units beside the text: frame, question, answer; instruction and summary
 CHUNK_TOKENS = 128  # of what BM25 searches
@@ -93,7 +94,7 @@ async def memories(runtime: Runtime, stream: Stream, recalls: Sequence[bool | No
     not depend on it."""
     async with runtime.open() as ctx:
         begun, first = time.perf_counter(), ctx.memory.tokens  # behind the tokens that the template begins with
-        if isinstance(policy := runtime.engine.policy, Pinned):
+        if isinstance(policy := runtime.engine.policy, Pinning):
             policy.facts = torch.tensor([first + at for fact in stream.facts for at in range(fact.start, fact.end)])
         await ctx.feed(stream.tokens)
         read_s = time.perf_counter() - begun
@@ -111,9 +112,9 @@ async def memories(runtime: Runtime, stream: Stream, recalls: Sequence[bool | No
                         bytes_kept=ctx.memory.bytes_resident) for own in answers]
 
 
-class Pinned(Locret):
-    """As `locret`, but units of the facts go last of all, in every layer and head: what it still answers wrongly was
-    not lost.
+class Pinning(Policy):
+    """Above another policy in the order of classes: units of the facts go last of all, in every layer and head. What it
+    still answers wrongly was not lost.
 
     Attributes:
         facts: [N], the absolute positions of the facts' tokens; set before the stream is read.
@@ -125,6 +126,14 @@ class Pinned(Locret):
         scores = super().score(chunk)
         positions = torch.arange(chunk.start, chunk.start + scores.shape[1], device=scores.device)
         return scores.masked_fill(torch.isin(positions, self.facts.to(scores.device)), torch.finfo(scores.dtype).max)
+
+
+class Pinned(Pinning, Locret):
+    """As `locret`, but for the facts."""
+
+
+class PinnedRecent(Pinning, StreamingLLM):
+    """As `streaming_llm`, but for the facts: no unit of any other sentence stands beside them but of the last ones."""
 
 
 async def truncation(runtime: Runtime, stream: Stream, size: int) -> Outcome:
@@ -210,6 +219,13 @@ async def gathered_recent(runtime: Runtime, stream: Stream, size: int) -> Outcom
     return await ask_of(runtime, stream, [*ids, *stream.tokens[-max(1, size - len(ids)):]][-size:])
 
 
+async def sentences_recent(runtime: Runtime, stream: Stream, size: int) -> Outcome:
+    """As `gathered_recent`, but of the facts nothing but their sentences: the text of which `PinnedRecent` holds the
+    units, read as one."""
+    ids = [token for fact in sorted(stream.facts, key=lambda fact: fact.start) for token in stream.ids[fact.piece]]
+    return await ask_of(runtime, stream, [*ids, *stream.tokens[-max(1, size - len(ids)):]][-size:])
+
+
 def surroundings(stream: Stream, fact: Planted) -> list[int]:
     """A fact, and about `AROUND_TOKENS` of the sentences beside it."""
     low, high, around = fact.piece, fact.piece + 1, 0
@@ -226,7 +242,7 @@ def surroundings(stream: Stream, fact: Planted) -> list[int]:
 
 SYSTEMS: dict[str, System] = {
     "truncation": truncation, "summary": summary, "bm25": bm25, "oracle": oracle, "gathered": gathered,
-    "gathered_recent": gathered_recent,
+    "gathered_recent": gathered_recent, "sentences_recent": sentences_recent,
 }
 """Those that hand text to a full cache. `memory` is the others'."""
 

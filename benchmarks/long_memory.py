@@ -8,7 +8,8 @@ Systems, all with the same model, the same form of question and room for the sam
 `--chunk-size` together):
 
     locret             the memory of the library; `--heads` for other heads
-    pinned             the same, where units of facts go last: what it answers wrongly was there, and not found
+    pinned             the same, where units of facts go last: what it answers wrongly was there, and not found.
+                       `pinned:streaming_llm` with the first and the most recent tokens beside them
     recall             the same, where a question first reads again what has its words (`Runtime(recall=True)`);
                        `recall:POLICY` with another policy. It reads a stream for the system without recall too
     streaming_llm      the first and the most recent tokens in the same space; `policy:NAME` for any other policy
@@ -18,6 +19,7 @@ Systems, all with the same model, the same form of question and room for the sam
     oracle             the fact among a hundred tokens of the book: how well the model answers at all
     gathered           all facts at once, each among its hundred tokens: how well the model tells them apart
     gathered_recent    the same with the last tokens behind them, as many as fit: the best choice that a memory can make
+    sentences_recent   the facts' sentences alone, then the last tokens: what `pinned:streaming_llm` holds, read at once
 
 An answer is right if it contains the value. Every stream of every system is a file in `--out`; what is there is not
 measured again, so that the same command goes on where it stopped, and parts (`--systems`, `--streams`,
@@ -127,10 +129,10 @@ class Workplace:
         budget: int | Budget = self.options.budget
         policy: str | Policy = name if kind == "policy" else name or "locret" if kind == RECALL else kind
         if kind == PINNED:
-            if not self.heads:
+            if not self.heads and not name:
                 raise ConfigError(f"the system {PINNED} needs retaining heads, and {self.options.model} has none; "
                                   "expected --heads")
-            policy = alternatives.Pinned(RetainingHeads.load(self.heads))
+            policy = alternatives.PinnedRecent() if name else alternatives.Pinned(RetainingHeads.load(self.heads))
         if kind in alternatives.SYSTEMS:
             policy, budget = "full", Budget(units=self.size(system) + alternatives.ROOM, allocation="uniform")
         return Runtime(self.model, self.tokenizer, heads=self.heads, policy=policy, budget=budget,
@@ -278,6 +280,8 @@ def expect_systems(options: argparse.Namespace) -> None:
         kind, colon, name = system.partition(":")
         if kind in ("policy", RECALL) and name:
             make_policy(name) if name not in MEMORIES else None
+        elif system == f"{PINNED}:streaming_llm":
+            continue
         elif kind not in KNOWN or (colon and (kind not in SIZED or not name.isdigit() or int(name) < 1)):
             raise ConfigError(f"there is no system {system!r}; expected some of {', '.join(KNOWN)}, policy:NAME, "
                               "recall:POLICY, truncation:TOKENS or bm25:TOKENS")

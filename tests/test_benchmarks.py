@@ -52,8 +52,8 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     assert len(found["choices"]) == 5
 
 
-SYSTEMS = ("locret", "pinned", "streaming_llm", "policy:random", "truncation", "truncation:300", "summary", "oracle",
-           "gathered", "gathered_recent")
+SYSTEMS = ("locret", "pinned", "streaming_llm", "policy:random", "pinned:streaming_llm", "truncation", "truncation:300",
+           "summary", "oracle", "gathered", "gathered_recent", "sentences_recent")
 
 
 @pytest.fixture
@@ -88,19 +88,22 @@ def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory, mon
         assert figures["questions"] == len(answers) == 6 and all(answer["expected"] for answer in answers), system
         assert figures["score"] == sum(answer["right"] for answer in answers) / 6, system
         assert figures["handed"] <= (300 if system.endswith("300") else 640), system
-        assert all(("kept_by_layer" in answer) == (system in SYSTEMS[:4]) for answer in answers), system
+        assert all(("kept_by_layer" in answer) == (system in SYSTEMS[:5]) for answer in answers), system
     recent = sorted((answer["position"], answer["kept"])
                     for answer in found["systems"]["streaming_llm"]["streams"][0]["answers"])
     assert [kept for _, kept in recent] == sorted(kept for _, kept in recent), "the most recent tokens stay"
-    kept, pinned = ([answer["kept"] for stream in found["systems"][system]["streams"] for answer in stream["answers"]]
-                    for system in ("locret", "pinned"))
-    assert max(pinned) == 1 and sum(pinned) > sum(kept) + 0.5, "units of facts go last"
+    for plain, system in ("locret", "pinned"), ("streaming_llm", "pinned:streaming_llm"):
+        kept, pinned = ([answer["kept"] for stream in found["systems"][one]["streams"] for answer in stream["answers"]]
+                        for one in (plain, system))
+        assert max(pinned) == 1 and sum(pinned) > sum(kept) + 0.5, "units of facts go last"
     gathered, alone = ([[answer["handed"] for answer in stream["answers"]]
                         for stream in found["systems"][system]["streams"]] for system in ("gathered", "oracle"))
     assert gathered == [[min(640, sum(some))] * 3 for some in alone], "all facts at once, each as the oracle has it"
     filled = [answer["handed"] for stream in found["systems"]["gathered_recent"]["streams"]
               for answer in stream["answers"]]
     assert filled == [640] * 6, "and the last tokens, as many as fit"
+    assert [answer["handed"] for stream in found["systems"]["sentences_recent"]["streams"]
+            for answer in stream["answers"]] == filled
     assert found["systems"]["summary"]["tokens_written"] > 0 == found["systems"]["oracle"]["bytes_kept"]
     (tmp_path / "kept.json").write_text(json.dumps({"result": found}))
     longer = {"result": found | {"tokens": 3000}}
