@@ -60,6 +60,7 @@ VERSION = 1  # of streams and systems: counted up when one changes, so that resu
 MEMORIES = "locret", "streaming_llm"
 DEFAULT = (*MEMORIES, *alternatives.SYSTEMS)
 PINNED, RECALL = "pinned", "recall"
+WHERE_RECALLED = "in the turn that was read"  # names the files anew: passages had a turn of their own until 5ea9917
 KNOWN = (*DEFAULT, PINNED, RECALL)
 SIZED = "truncation", "bm25"  # those that may be given a number of tokens
 LEAST = 3 * alternatives.SUMMARY_TOKENS  # what a summary needs: its old and its new form, and text
@@ -111,7 +112,7 @@ class Workplace:
         origin = self._bench.origin(str(self.heads) if self.heads and kind not in alternatives.SYSTEMS else "")
         prompts = (alternatives.SUMMARY, alternatives.NEXT, alternatives.UPDATE, str(alternatives.SUMMARY_TOKENS),
                    str(alternatives.PENALTY)) if kind == "summary" else ()
-        prompts = (str(Recall()), "in the turn that was read") if kind == RECALL else prompts
+        prompts = (str(Recall()), WHERE_RECALLED) if kind == RECALL else prompts
         return Cell(system=system, stream=stream, tokens=options.tokens, facts=options.facts, asked=options.asked,
                     texts=tuple(book.name for book in self.books), budget=options.budget,
                     chunk_size=options.chunk_size, origin=msgspec.structs.replace(origin, text=""),
