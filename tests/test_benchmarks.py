@@ -160,3 +160,21 @@ def test_smollm2_finds_facts_in_what_it_is_handed(long_memory):
     found, _ = long_memory("--text", ROOT / "README.md", "--out", "cells", "--tokens", 2000, "--streams", 1,
                            "--systems", "oracle", "locret")
     assert found["systems"]["oracle"]["score"] >= 5 / 6 and found["systems"]["locret"]["kept_value_where_right"] > 0.5
+
+
+async def test_the_sentences_alone_are_read_before_the_last_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import alternatives
+    import book
+    (tmp_path / "book.txt").write_text("".join(f"It was the {day} of May; it rained.\n\n" for day in range(90)))
+    books = [book.Book(tmp_path / "book.txt")]
+    stream = book.make_stream(0, books, 900, "numbers", 3, lambda text: list(text.encode()))
+    handed: list[list[int]] = []
+
+    async def ask_of(runtime: Any, stream: Any, ids: list[int]) -> None:
+        handed.append(ids)
+
+    monkeypatch.setattr(alternatives, "ask_of", ask_of)
+    await alternatives.sentences_recent(None, stream, 400)
+    told = b"".join(fact.told.line.encode() + b" " for fact in sorted(stream.facts, key=lambda fact: fact.start))
+    assert bytes(handed[0]) == told + bytes(stream.tokens[len(told) - 400:])
