@@ -309,8 +309,13 @@ def run(story: Story, base: Path, close: Callable[[], None]) -> int:
     return count
 
 
-@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+# Where keys of sessions are made, shared and destroyed, both ways are quick to have; the rest with a key is `slow`.
+AT_ANY_CALL = [pytest.param(scenario, key, id=f"{scenario.__name__}-{way}", marks=[pytest.mark.slow] if key and
+                            scenario not in (first_save, forked, forgotten) else [])
+               for key, way in ((None, "plain"), (KEY, "encrypted")) for scenario in SCENARIOS]
+
+
+@pytest.mark.parametrize(("scenario", "key"), AT_ANY_CALL)
 def test_after_a_power_cut_at_any_call_the_store_holds_old_or_new_and_goes_on(scenario, key, tmp_path, spools):
     story = record(scenario, tmp_path / "run", key)
     count = run(story, tmp_path, spools)
