@@ -22,7 +22,7 @@ from locret_stream import (
     StoreError,
 )
 from locret_stream.config import Budget
-from locret_stream.context import streams
+from locret_stream.context import recalling, streams
 from locret_stream.context.session import Session
 from locret_stream.context.session_index import SessionIndex
 from locret_stream.engine import Engine, EngineState
@@ -541,6 +541,27 @@ async def test_an_index_that_is_made_again_misses_no_commit_that_runs_meanwhile(
         await ctx.recall(QUESTION)
         await feeding
         assert ctx._session.index.complete and held(ctx) == ids_before(ctx)
+
+
+async def test_nothing_is_committed_between_the_reading_of_the_log_and_the_index_of_it(tmp_path: Path, monkeypatch):
+    """What was would be dropped, as the log is taken to have it, and not be found."""
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed("".join(LINES))
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        read, feeding = recalling._log_of, []
+
+        def late(session: Session):
+            ids = read(session)
+            if not feeding:
+                feeding.append(asyncio.run_coroutine_threadsafe(ctx.feed(FACT + LINES[0])._drain(), loop))
+                time.sleep(0.3)  # time enough for it to be committed, if it may
+            return ids
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(recalling, "_log_of", late)
+        await ctx.recall(QUESTION)
+        await asyncio.wrap_future(feeding[0])
+        assert await finds(ctx) and held(ctx) == ids_before(ctx)
 
 
 async def test_other_text_behind_the_same_snapshot_is_another_index(tmp_path: Path):
