@@ -75,16 +75,16 @@ def test_preferences_are_of_words_that_no_heads_were_trained_with(script: Any):
 
 
 def test_a_dialogue_goes_on_in_another_process_and_is_kept(script: Any, tmp_path: Path):
-    found = run(tmp_path, "bundled", "locret,ceiling,gathered_recent", 6, 2)
+    found = run(tmp_path, "bundled", "locret,gathered_recent", 6, 2)
     one = json.loads((tmp_path / "out" / "locret-0.json").read_text())
     assert one["starts"] == [1, 4] and [row["turn"] for row in one["turns"]] == [1, 2, 3, 4, 5, 6]
     assert one["turns"][3]["source"] == "snapshot", "the second process reads nothing again"
     assert len(one["talk"]) == 12 and len(one["answers"]) == 2 and all(answer["fed"] for answer in one["answers"])
     assert not (tmp_path / "out" / "locret-0").exists(), "its store is gone"
-    assert found["systems"]["locret"]["asked"] == 2 and found["systems"]["ceiling"]["asked"] == 2
+    assert found["systems"]["locret"]["asked"] == 2 and found["systems"]["gathered_recent"]["asked"] == 2
     assert [text for kind, text in one["talk"] if kind == "ai"] == [said.reply for said in script.dialogue(
         0, 6, 2, [BOOK])], "the replies are the script's"
-    again = run(tmp_path, "bundled", "locret,ceiling,gathered_recent", 6, 2)
+    again = run(tmp_path, "bundled", "locret,gathered_recent", 6, 2)
     assert again == found, "nothing was run again"
 
 

@@ -163,7 +163,7 @@ def test_a_background_may_be_conversations(tiny: Path, tmp_path: Path, monkeypat
 
 def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     data, heads, log = pairs(tmp_path), tmp_path / "heads", tmp_path / "service.log"
-    log.write_text("".join(f"service {n} answers in {n % 7} ms\n" for n in range(400)) + "no newline at the end")
+    log.write_text("".join(f"service {n} answers in {n % 7} ms\n" for n in range(100)) + "no newline at the end")
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 2, "--width", 16,
              "--held-out", 0.4, "--background", log]
     tune = ["--tune", 2, "--tune-units", 16, "--tune-chunk", 16]
