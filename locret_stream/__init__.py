@@ -18,7 +18,8 @@ from locret_stream.version import __version__
 
 if TYPE_CHECKING:
     from locret_stream.config import Budget, Recall, Sampling, StreamConfig
-    from locret_stream.context import FeedReport, Recalled, Replay, StreamingContext, Token
+    from locret_stream.context import Feed, FeedReport, Generation, Memory, Recalled, Replay, StreamingContext, Token
+    from locret_stream.engine import Receipts
     from locret_stream.errors import (
         BudgetExceeded,
         ConfigError,
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
         UnsupportedModel,
         WindowExceeded,
     )
-    from locret_stream.runtime import Runtime
-    from locret_stream.shorthand import SyncContext, open_context
+    from locret_stream.runtime import Runtime, RuntimeMemory
+    from locret_stream.shorthand import SyncContext, SyncGeneration, open_context
     from locret_stream.snapshot import Collected, Snapshot, Store, Verified
 
 
@@ -59,18 +60,23 @@ __all__ = [
     "ContextClosed",
     "ContextError",
     "EmptySource",
+    "Feed",
     "FeedReport",
+    "Generation",
     "HeadsMismatch",
     "InputError",
     "InvalidText",
     "InvalidTokens",
     "LocretError",
+    "Memory",
     "ModelError",
     "NoSlot",
     "Recall",
     "Recalled",
+    "Receipts",
     "Replay",
     "Runtime",
+    "RuntimeMemory",
     "Sampling",
     "Snapshot",
     "SnapshotCorrupt",
@@ -85,6 +91,7 @@ __all__ = [
     "StreamConfig",
     "StreamingContext",
     "SyncContext",
+    "SyncGeneration",
     "Token",
     "UnknownPolicy",
     "UnsupportedModel",
@@ -96,10 +103,12 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(("Budget", "Recall", "Sampling", "StreamConfig"), "config"),
-    **dict.fromkeys(("FeedReport", "Recalled", "Replay", "StreamingContext", "Token"), "context"),
-    **dict.fromkeys(("SyncContext", "open_context"), "shorthand"),
+    **dict.fromkeys(("Feed", "FeedReport", "Generation", "Memory", "Recalled", "Replay", "StreamingContext", "Token"),
+                    "context"),
+    **dict.fromkeys(("SyncContext", "SyncGeneration", "open_context"), "shorthand"),
     **dict.fromkeys(("Collected", "Snapshot", "Store", "Verified"), "snapshot"),
-    "Runtime": "runtime",
+    **dict.fromkeys(("Runtime", "RuntimeMemory"), "runtime"),
+    "Receipts": "engine",
 }
 
 

@@ -40,16 +40,16 @@ Examples:
 
 \b
   locret-stream run notes.txt --ask "What is the door code of falcon?"
-  journalctl | locret-stream run --ask "Which unit failed?" --ask "When?"
+  tail -n 100000 service.log | locret-stream run --ask "What is the port of the gateway?"
   # read two files, then chat
   locret-stream run part1.txt part2.txt
   # find again what was evicted, by the words of the question
-  locret-stream run big.log --recall --ask "Which unit failed?"
+  locret-stream run big.log --recall --ask "What is the port of the gateway?"
   # what to watch for, when it is known before reading
-  locret-stream run big.log --focus "Which unit failed?" --ask "Which unit failed?"
+  locret-stream run big.log --focus "What is the port of the gateway?" --ask "What is the port of the gateway?"
   # a memory that goes on tomorrow
   locret-stream run today.log --session builds
-  locret-stream run --session builds --ask "What broke on Monday?"
+  locret-stream run --session builds --ask "What is the port of the gateway?"
   # a model of your own, with its retaining heads
   locret-stream run big.txt --model ./llama --heads ./heads --budget 512MiB
   # or with a policy that needs no heads

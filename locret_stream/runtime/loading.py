@@ -208,7 +208,7 @@ def _readable(path: str | Path, files: str) -> Iterator[None]:
             why += f"; damaged: {'; '.join(damaged)}: download or copy the folder again"
         raise UnsupportedModel(f"{path} cannot be loaded as a causal language model with its tokenizer{hub}: {why}; "
                                'expected a folder with config.json, weights and tokenizer files, that of an adapter, a '
-                               'GGUF file, a hub id, or "bundled"') from error
+                               'GGUF file, a hub id, "smollm2" or "bundled"') from error
 
 
 def _damaged(folder: Path) -> list[str]:

@@ -79,7 +79,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     first use; `close()` frees them.
 
     Args:
-        model: "bundled", a hub id, or a folder.
+        model: "bundled", "smollm2", a hub id, a folder, or a GGUF file.
         heads, policy, budget, chunk_size, max_live, device, dtype, chat_template: of `locret_stream.Runtime`.
         store: where threads are kept: a folder, a URL that fsspec knows, or a `locret_stream.Store`. None: in a
             temporary folder, encrypted if the `encryption` extra is installed, until the process ends.
