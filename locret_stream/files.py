@@ -53,30 +53,32 @@ def flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Lock `folder` exclusively for the length of the block, against every other caller of this function.
+def alone_in(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Lock `folder` exclusively for the length of the block, against every other caller of this function. The block is
+    told whether it has the lock; `wait`: until others have done.
 
     The kernel keeps the lock on the folder itself, so a killed process leaves nothing behind. On a file system without
     locks on folders (some network ones), and where `folder` does not exist, the block runs without a lock.
 
     Raises:
-        ConfigError: another process, or another call in this one, has the lock.
+        ConfigError: another process, or another call in this one, has the lock, and it was not to be waited for.
     """
     import fcntl
 
     if not folder.is_dir():
-        yield
+        yield False
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle, locked = os.open(folder, os.O_RDONLY), False
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            locked = True
         except BlockingIOError:
             raise ConfigError(f"{folder}: another run trains, tunes or divides there; expected one at a time: wait for "
                               "it, or name another folder") from None
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP):
                 raise
-        yield
+        yield locked
     finally:
         os.close(handle)

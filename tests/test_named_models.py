@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_stream import Runtime, UnsupportedModel
 from locret_stream.budgets import usual_memory
@@ -87,8 +93,28 @@ def test_an_interrupted_conversion_leaves_nothing(package: Path, tmp_path: Path,
     assert Path(model_path("smollm2")).is_dir()
 
 
-def test_of_two_conversions_at_a_time_one_is_kept(package: Path, monkeypatch):
+def test_of_two_conversions_at_a_time_one_waits_for_the_other(package: Path, monkeypatch):
+    convert, begun, done = smollm2._convert, threading.Event(), []
+
+    def slow(source: Path, folder: Path) -> None:
+        begun.set()
+        time.sleep(0.5)
+        convert(source, folder)
+        done.append(folder)
+
+    monkeypatch.setattr(smollm2, "_convert", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(model_path, "smollm2")
+        begun.wait(60)
+        second = threads.submit(model_path, "smollm2")
+        folder = Path(first.result())
+        assert Path(second.result()) == folder and len(done) == 1
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_where_folders_cannot_be_locked_one_of_two_conversions_is_kept(package: Path, monkeypatch):
     convert = smollm2._convert
+    monkeypatch.setattr(smollm2, "alone_in", lambda *_, **__: contextlib.nullcontext(False))
 
     def overtaken(source: Path, folder: Path) -> None:
         with monkeypatch.context() as patch:
@@ -100,6 +126,28 @@ def test_of_two_conversions_at_a_time_one_is_kept(package: Path, monkeypatch):
         patch.setattr(smollm2, "_convert", overtaken)
         folder = Path(model_path("smollm2"))
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_a_killed_conversion_left_goes_at_the_next_one(package: Path, tmp_path: Path):
+    left = tmp_path / "cache" / f"smollm2-{smollm2.DIGEST[:12]}-13zsvfao"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    folder = Path(model_path("smollm2"))
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left on device (os error 28)"),
+                                   OSError(28, "No space left on device")], ids=["safetensors", "tokenizer"])
+def test_a_full_disk_is_named(package: Path, tmp_path: Path, monkeypatch, error: Exception):
+    fails = PreTrainedModel if isinstance(error, SafetensorError) else PreTrainedTokenizerBase
+
+    def full(*_, **__):
+        raise error if isinstance(error, SafetensorError) else Exception(str(error))  # as tokenizers raises it
+
+    monkeypatch.setattr(fails, "save_pretrained", full)
+    with pytest.raises(UnsupportedModel, match=r"No space left on device.*expected a folder with room for 300 MiB"):
+        model_path("smollm2")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_what_is_missing_is_named_with_the_command(package: Path, tmp_path: Path, monkeypatch):

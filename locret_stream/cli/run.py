@@ -115,8 +115,10 @@ def run(
 ) -> None:
     stored.check()
     session = stored.session
-    piped = not files and not stdin_is_terminal()
+    piped = not files and sys.stdin is not None and not stdin_is_terminal()
     names = ["-"] if piped else list(files or [])
+    if "-" in names and sys.stdin is None:
+        raise ConfigError('found "-" and no stdin; expected the names of files')
     if names.count("-") > 1:
         raise ConfigError('"-" is given more than once; stdin can be read only once')
     for name in names:
@@ -147,7 +149,8 @@ def run(
                     try:
                         row = await read(names, text, context, stored.save_every if session else 0) if text else None
                         if questions is None:
-                            await answer(list(ask or ()), context, sampling, row, as_json, recall=bool(options.recall))
+                            await answer(list(ask or ()), context, sampling, row, as_json, recall=bool(options.recall),
+                                         evicts=runtime.engine.policy.bounded)
                         else:
                             await chat(questions, context, sampling)
                             err.print(f"At the end: {describe(context.memory)}.", soft_wrap=True)
@@ -219,6 +222,8 @@ def similar(session: str, store: Store) -> str:
 def _questions(stdin_taken: bool) -> Reader:
     """Where questions are typed: stdin, or the terminal itself where stdin carries the text."""
     if not stdin_taken:
+        if sys.stdin is None:
+            raise ConfigError("there is no stdin to chat on; expected --ask")
         return Reader()
     try:
         return Reader("the terminal", open("/dev/tty", "rb", buffering=0))
@@ -273,12 +278,13 @@ async def read(names: list[str], text: AsyncIterator[str], context: StreamingCon
 
 
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
-                 as_json: bool, *, recall: bool) -> None:
-    """Answer every question from the same memory, and print the answers; `recall`: as JSON with what was read again."""
+                 as_json: bool, *, recall: bool, evicts: bool) -> None:
+    """Answer every question from the same memory, and print the answers; `recall`: as JSON with what was read again,
+    which is nothing where the policy never evicts."""
     answers = []
     for question in questions:
         text = await context.ask(question, sampling=sampling)
-        again = await context.recall(question) if recall and as_json else ()
+        again = await context.recall(question) if recall and as_json and evicts else ()
         answers.append({"question": question, "answer": text.strip()} | (
             {"recalled": msgspec.to_builtins(again)} if recall else {}))
         if not as_json:

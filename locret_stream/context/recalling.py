@@ -85,11 +85,7 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
     elif isinstance(text, bytes):
         text = text.decode(errors="replace")
     while True:
-        if not index.complete:
-            async with session.frozen():
-                await asyncio.wrap_future(session.barrier())  # a commit that runs already is in the log behind it
-                if not index.complete:
-                    await saving.storing(services, lambda: index.follow(_log_of(session)))
+        await complete(session)
         try:
             found = await asyncio.get_running_loop().run_in_executor(
                 services.storing, lambda: index.search(text, most, lambda text: len(codec.encode_text(text))))
@@ -99,6 +95,17 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         if found is not None:
             return found
         session.check_open()
+
+
+async def complete(session: Session) -> None:
+    """Let the index of a session hold all that is committed, out of the log if need be; nothing where it has none.
+    Raises as `recalled`."""
+    index = session.index
+    if index is not None and not index.complete:
+        async with session.frozen():
+            await asyncio.wrap_future(session.barrier())  # a commit that runs already is in the log behind it
+            if not index.complete:
+                await saving.storing(session.services, lambda: index.follow(session, _log_of(session)))
 
 
 def _log_of(session: Session) -> NDArray[np.int32]:

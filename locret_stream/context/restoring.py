@@ -132,6 +132,8 @@ async def resume(services: Services, branch: Branch, slot: int, generation: int 
 async def fork(origin: Session, slot: int, name: str | None) -> Session:
     """A copy of a session in another slot. With a name it is a branch of a stored session, and stored too."""
     if name is None:
+        if origin.branch is not None and origin.branch.keeps_log:
+            await recalling.complete(origin)  # the copy has no log to make its index of
         session = await origin.fork(slot)
         recalling.fork(origin, session)
         return session

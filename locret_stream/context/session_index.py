@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from locret_stream.errors import StoreError
+from locret_stream.errors import ConfigError, StoreError
 from locret_stream.recall import Cutter, Index, headers
 
 if TYPE_CHECKING:
@@ -70,13 +70,10 @@ class SessionIndex:
             owner, ids, position = self._waiting.popleft()
             if owner is not self._owner or not self.complete:
                 continue
-            try:
+            with self._failing_alone():
                 self._index.truncate(position)  # it has more after a step that failed
                 self.complete = self._index.end == position
                 self._index.add(ids if self.complete else ())
-            except sqlite3.Error as error:
-                _log.warning("the index for recall will be made again from the log: %s", error)
-                self._begin_anew()
 
     def hand_over(self, owner: object, end: int | None) -> None:
         """Go on for another session, in which the first `end` ids are the same; None: that has to be compared with the
@@ -84,15 +81,20 @@ class SessionIndex:
         with self._up_to_date():
             self._owner, self.complete = owner, self.complete and end is not None
             if self.complete and end is not None:
-                self._index.truncate(end)
-                self.complete = self._index.end == end
+                with self._failing_alone():
+                    self._index.truncate(end)
+                    self.complete = self._index.end == end
 
     def copy(self, owner: object, end: int) -> SessionIndex:
         """Those of a fork, which has the first `end` ids."""
         twin = object.__new__(SessionIndex)
         with self._up_to_date():
-            twin._make, twin._index, twin._owner = self._make, self._index.copy(), owner
-            twin.complete = self.complete
+            twin._make, twin._owner, twin.complete = self._make, owner, self.complete
+            try:
+                twin._index = self._index.copy()
+            except sqlite3.Error as error:
+                _log.warning("a fork has no index for recall: %s", error)
+                twin._index, twin.complete = self._make(), False
         twin._lock, twin._waiting = threading.Lock(), deque()
         twin.hand_over(owner, end)
         return twin
@@ -103,9 +105,12 @@ class SessionIndex:
             self._owner, self.complete = None, False
             self._index.close()
 
-    def follow(self, ids: NDArray[np.int32]) -> None:
-        """Hold all committed ids [n] of the session, which the log has. Raises StoreError."""
+    def follow(self, owner: object, ids: NDArray[np.int32]) -> None:
+        """Hold all committed ids [n] of a session, which its log has; nothing if another one took its place meanwhile.
+        Raises StoreError."""
         with self._lock, self._reporting():
+            if owner is not self._owner:
+                return
             self._waiting.clear()  # the log has them
             self._index.follow(ids)
             self.complete = True
@@ -126,8 +131,17 @@ class SessionIndex:
             raise StoreError(f"the index for recall cannot be used: {error}; expected room for temporary files, or "
                              "recall=False") from error
 
+    @contextlib.contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """A block whose failure costs the index, and nothing that the session does."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            _log.warning("the index for recall will be made again from the log: %s", error)
+            self._begin_anew()
+
     def _begin_anew(self) -> None:
         self.complete = False
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(sqlite3.Error, ConfigError):
             self._index.close()
             self._index = self._make()

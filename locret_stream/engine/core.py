@@ -23,7 +23,7 @@ from locret_stream.engine.decoding import Decoder, NextToken
 from locret_stream.engine.focus import Units, expect_focus, put_in_front, units_of
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.scorer import Scorer
-from locret_stream.engine.state import EngineState, Receipts
+from locret_stream.engine.state import MOST_PENDING, EngineState, Receipts
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
 from locret_stream.kernels import select_units
 from locret_stream.models import Attachment, Attended, LayerCall
@@ -180,11 +180,15 @@ class Engine:
                 f"smallest layer has space for {self.capacity}; expected a larger budget or an evicting policy")
 
     def accept(self, state: EngineState, ids: Iterable[int]) -> None:
-        """Append ids to the pending ones, all or none: raises as `expect_room`. Runs nothing: the caller calls
-        `commit` as long as `ready` is true."""
+        """Append ids to the pending ones, all or none: raises as `expect_room`, and ConfigError where more than
+        `MOST_PENDING` would be pending. Runs nothing: the caller calls `commit` as long as `ready` is true."""
         self._check(state)
         ids = list(ids)
         self.expect_room(state, len(ids))
+        if len(state.pending) + len(ids) > MOST_PENDING:
+            raise ConfigError(f"a prompt of {len(ids):,} tokens would wait to be committed, behind "
+                              f"{len(state.pending):,}; expected at most {MOST_PENDING:,} at once: feed() it before "
+                              "the question, or ask with recall=False")
         with state.lock:
             state.pending.extend(ids)
 

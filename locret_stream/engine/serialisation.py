@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locret_stream.engine.focus import Units, expect_focus
 from locret_stream.engine.layout import Layout
-from locret_stream.engine.state import EngineState
+from locret_stream.engine.state import MOST_PENDING, EngineState
 from locret_stream.errors import ConfigError, SnapshotCorrupt
 from locret_stream.snapshot import Moment
 from locret_stream.snapshot.format import expect
@@ -106,7 +106,7 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
             len(next_focus) and count < int(next_focus[0]) <= count + len(tensors["pending"])):
         raise SnapshotCorrupt(f"'next_focus' was given at {next_focus[:1].tolist()}; expected a place of the pending "
                               "ids")
-    for name, most in (("pending", 64 * layout.chunk_size), ("history", fresh.committed_ids.maxlen or 0),
+    for name, most in (("pending", MOST_PENDING), ("history", fresh.committed_ids.maxlen or 0),
                        ("focus", max(layout.budgets)), ("next_focus", max(layout.budgets))):
         ids = tensors.get(name, torch.zeros(0, dtype=torch.int64))[name == "next_focus":]
         if len(ids) > most or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab):

@@ -13,6 +13,7 @@ from torch import Tensor
 from locret_stream.cache import UnitStore
 
 HISTORY = 1024  # token ids kept in memory for repetition penalties; the store has a log of all of them
+MOST_PENDING = 1 << 20  # ids; a snapshot may come from anywhere, and what is accepted can be loaded again
 
 
 class EngineState:

@@ -18,9 +18,10 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError
 
 from locret_stream.errors import UnsupportedModel
-from locret_stream.files import flush
+from locret_stream.files import alone_in, flush
 
 _log = logging.getLogger(__name__)
 NAME = "smollm2"
@@ -41,8 +42,9 @@ class Converted(msgspec.Struct, frozen=True):
 def smollm2_folder() -> Path:
     """The converted model, ready to load; made on the first call, which takes about half a minute.
 
-    The folder lies in `cache_folder()`. A conversion that is interrupted leaves nothing that is used; of two at a time
-    one is kept. Every call compares the files with their digests.
+    The folder lies in `cache_folder()`, which is locked meanwhile: of two processes one converts, and the other waits
+    for it. A conversion that is interrupted leaves nothing that is used, and what it leaves goes at the next one. Every
+    call compares the files with their digests.
 
     Raises:
         UnsupportedModel: the package or what reads its file is not installed, the file is not the expected one, or the
@@ -52,16 +54,21 @@ def smollm2_folder() -> Path:
     if _is_whole(folder):
         return folder
     source = _source()
-    _log.warning("converting %s once, into %s", GGUF, folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))
-        try:
-            _convert(source, made)
-            _put_in_place(made, folder)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    except OSError as error:
+        with alone_in(folder.parent, wait=True) as alone:
+            if not _is_whole(folder):
+                if alone:  # whoever was killed in the middle of it left hundreds of megabytes
+                    for left in folder.parent.glob(f"{folder.name}-*"):
+                        shutil.rmtree(left, ignore_errors=True)
+                _log.warning("converting %s once, into %s", GGUF, folder)
+                made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))
+                try:
+                    _convert(source, made)
+                    _put_in_place(made, folder)
+                finally:
+                    shutil.rmtree(made, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
         raise UnsupportedModel(f"{NAME} cannot be converted into {folder}: {error}; expected a folder with room for "
                                "300 MiB: set LOCRET_CACHE to one") from error
     return folder
@@ -96,7 +103,11 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # tokenizers has no class of its own for errors of the file system
+        raise OSError(f"the tokenizer cannot be written: {error}") from error
     read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = copy.deepcopy(read.config)
     del config.quantization_config  # names GGUF, which transformers saves no model of
@@ -123,7 +134,7 @@ def _put_in_place(made: Path, folder: Path) -> None:
     try:
         made.rename(folder)
     except OSError:
-        if not _is_whole(folder):  # another process was first
+        if not _is_whole(folder):  # another process was first, where folders cannot be locked
             raise
     flush(folder.parent)
 

@@ -61,6 +61,8 @@ class Index:
         db = sqlite3.connect(":memory:" if self._private else "", check_same_thread=False)
         db.execute("pragma synchronous = off")
         db.execute("pragma journal_mode = off")
+        if self._private:
+            db.execute("pragma temp_store = memory")  # what it sorts would go into a file
         return db
 
     def add(self, ids: Sequence[int]) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
-from tests.cli.command import invoke
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli import command
+from tests.cli.command import invoke, mistake
 from tests.processes import run_python
 
 
@@ -38,6 +44,39 @@ def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):
     assert code == 0, err
     read = int(re.search(r"At the end: ([\d,]+) tokens", err)[1].replace(",", ""))
     assert read > len("Hello.\nWho?Why?")
+
+
+def test_json_tells_what_an_answer_read_again(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("The door code of falcon is 48213.\n" + "All work and no play.\n" * 8)
+    ask = ("run", note, "--recall", "--json", "--ask", "Which door code?", "--max-new-tokens", 1, *small)
+    for policy, found in (("keydiff", 1), ("full", 0)):  # a memory that never evicts reads nothing again
+        code, out, err = invoke(*ask, "--policy", policy, "--budget", 300)
+        assert code == 0 and len(json.loads(out)["answers"][0]["recalled"]) == found, err
+
+
+def test_without_stdin(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As of a job of cron's, or after `<&-`."""
+    note = tmp_path / "note.txt"
+    note.write_text("Hello.\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "CliRunner", lambda: WithoutStdin())
+        assert invoke("run", note, "--ask", "Who?", "--max-new-tokens", 1, *small)[0] == 0
+        assert "there is no stdin to chat on; expected --ask" in mistake("run", note, *small)
+        assert 'found "-" and no stdin; expected the names of files' in mistake("run", "-", "--ask", "Who?", *small)
+
+
+class WithoutStdin(CliRunner):
+    """Runs a command with no stdin at all."""
+
+    @contextlib.contextmanager
+    def isolation(self, *arguments: object, **options: object):
+        with super().isolation(*arguments, **options) as streams:
+            stdin, sys.stdin = sys.stdin, None
+            try:
+                yield streams
+            finally:
+                sys.stdin = stdin
 
 
 def test_inspect_prints_the_formula(small: list[str]):

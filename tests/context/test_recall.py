@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
@@ -641,3 +643,96 @@ def ids_before(ctx) -> list[int]:
 
 
 assert END and TEXT
+
+
+async def test_a_prompt_of_many_chunks_is_stored_and_comes_back(tmp_path: Path):
+    """A reply with recall leaves its whole prompt pending."""
+    prompt = QUESTION + " and the word is cold and wet." * 100
+    async with tiny(recall=RECALL, store=tmp_path, max_live=1) as runtime:
+        async with runtime.open("s") as ctx, runtime.open("other") as other:
+            await ctx.feed(STORY)
+            async for _ in ctx.generate(prompt, max_new_tokens=9, ignore_eos=True):
+                break
+            assert ctx.memory.pending > 64 * runtime.engine.chunk_size
+            await other.feed(STORY)  # swaps the first one out
+            assert ctx.memory.pending and await ctx.feed("more\n")
+            async for _ in ctx.generate(prompt, max_new_tokens=9, ignore_eos=True):
+                break
+            tokens, last = ctx.memory.tokens, ctx._session.state.history[-500:]
+        async with runtime.open("s") as again:
+            assert again.memory.tokens == tokens and again._session.state.history[-500:] == last
+
+
+async def test_more_than_can_be_stored_is_not_accepted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("locret_stream.engine.core.MOST_PENDING", 300)
+    long = QUESTION + " cold" * 400
+    async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        before = await snap(ctx)
+        with pytest.raises(ConfigError, match=r"at most 300 at once: feed\(\) it before .*, or ask with recall=False"):
+            await anext(ctx.generate(long))
+        expect_same(await snap(ctx), before)
+        assert await drained(ctx.generate(long, recall=False, max_new_tokens=2, ignore_eos=True)) == 2
+
+
+@pytest.mark.parametrize("way", ["opened again", "rewound"])
+async def test_a_fork_without_a_name_finds_what_a_session_read_before(tmp_path: Path, way: str):
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed(STORY)
+    async with tiny(recall=RECALL, store=tmp_path, max_live=2) as runtime, runtime.open("s") as ctx:
+        if way == "rewound":
+            saved = await ctx.snapshot()
+            await ctx.feed("".join(LINES[:9]))
+            await ctx.rewind(saved)
+        assert not ctx._session.index.complete
+        async with ctx.fork() as fork:
+            assert await finds(fork) and held(fork) == ids_before(fork)
+
+
+@pytest.mark.parametrize("way", ["undo", "rewind", "fork"])
+async def test_a_fault_of_the_index_costs_the_index_alone(tmp_path: Path, way: str):
+    async with tiny(recall=RECALL, store=tmp_path, max_live=2) as runtime, runtime.open("s") as ctx:
+        await ctx.feed("".join(LINES))
+        saved = await ctx.snapshot()
+        turn = ctx.turn()
+        if way == "undo":
+            await turn.__aenter__()
+        await ctx.feed(STORY)
+        ctx._session.index._index._db.execute("drop table passages")
+        if way == "undo":
+            assert not await turn.__aexit__(KeyError, KeyError(), None)
+        elif way == "rewind":
+            await ctx.rewind(saved)
+        else:
+            async with ctx.fork() as fork:
+                assert await fork.ask(QUESTION, recall=False, max_new_tokens=1, ignore_eos=True)
+        await ctx.feed(STORY)
+        with contextlib.suppress(StoreError):  # what it finds is damaged, which it says once
+            await ctx.recall(QUESTION)
+        assert await finds(ctx) and held(ctx) == ids_before(ctx)
+
+
+async def test_what_was_undone_while_the_log_was_read_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed("".join(LINES))
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        read, asking, was_read, undone = recalling._log_of, [], threading.Event(), threading.Event()
+
+        def late(session: Session):
+            ids = read(session)
+            was_read.set()
+            undone.wait(10)
+            return ids
+
+        with pytest.raises(KeyError):
+            async with ctx.turn():
+                await ctx.feed(STORY)
+                monkeypatch.setattr(recalling, "_log_of", late)
+                asking.append(asyncio.create_task(ctx.recall("cold and wet")))
+                await asyncio.to_thread(was_read.wait, 10)
+                monkeypatch.setattr(recalling, "_log_of", read)
+                threading.Timer(0.3, undone.set).start()
+                raise KeyError
+        undone.set()
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert not await finds(ctx) and held(ctx) == ids_before(ctx)

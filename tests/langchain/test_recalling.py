@@ -118,6 +118,15 @@ def test_replies_that_end_otherwise(chat: LocretChatModel, options: dict):
     assert receipt(last)["fed"] < 40 and held(chat, "a").endswith(rendered([HumanMessage("so?"), last])[-40:])
 
 
+def test_a_reply_that_ends_at_a_stop_string_keeps_a_memory_that_is_saved_later(script: Script, tmp_path: Path):
+    with model(None, on=runtime(Store(tmp_path, keep_last=64), recall=True), save="run") as chat:
+        talk = [*told(chat), HumanMessage(QUESTION)]
+        talk += [chat.invoke(talk, A, stop=["code"]), HumanMessage("so?")]
+        answer = chat.invoke(talk, A, recall=False)
+        assert receipt(answer)["source"] == "live" and receipt(answer)["fed"] < 40
+        assert held(chat, "a") == rendered([*talk, answer])
+
+
 def test_streams_give_the_same(chat: LocretChatModel):
     talk = [*told(chat), HumanMessage(QUESTION)]
     chunks = list(chat.stream(talk, A))

@@ -136,8 +136,8 @@ class Turn:
             if len(request.said) > 1:
                 behind = reached.boundary_behind(request.said[:-1], self._thread, request)
                 self._thread.rest_at(msgspec.structs.replace(behind, key=reached.keys[-2]))
-                if request.sampling.get("stop"):  # what is kept of the answer is read again from here
-                    await self._thread.save("turn")
+        if request.sampling.get("stop"):  # what is kept of the answer is read again from here
+            await self._thread.save("turn")
         found = await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.",
                                 last.content)
         return found, at
