@@ -6,10 +6,12 @@ It holds the passages as text, so of a session that is encrypted it stays in mem
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sqlite3
 import threading
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -25,9 +27,12 @@ MOST_READ = 1024  # passages that are looked at for these
 LEAST_SHARE = 0.3  # of the fit of the best passage
 LEAST_FIT = 0.2  # of what a word counts that one passage alone has; repeated questions make their own words common
 _WORD = re.compile(r"\w+")
+_WIDE = re.compile("[\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+                   "\U00020000-\U0003ffff]+")
 _TABLES = """
-create table passages (start integer primary key, ids blob not null, text text not null);
-create virtual table words using fts5 (text, content='passages', content_rowid='start',
+create table passages (start integer primary key, ids blob not null, text text not null, paired text);
+create view searched as select start, coalesce(paired, text) as text from passages;
+create virtual table words using fts5 (text, content='searched', content_rowid='start',
                                        tokenize='porter unicode61 remove_diacritics 2');
 """
 
@@ -88,7 +93,8 @@ class Index:
         if not words:
             return []
         with self._lock:
-            fits = self._candidates(asked, " OR ".join(f'"{word}"' for word in words))
+            fits = self._candidates(asked, " OR ".join(
+                f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"' for word in words))
             (count,) = self._db.execute("select count(*) from passages").fetchone()
         fits.sort(key=lambda row: -row[0])  # stable
         chosen, left = list[Passage](), most
@@ -147,8 +153,10 @@ class Index:
 
     def _write(self, cuts: Iterable[Cut]) -> None:
         for start, ids, text in cuts:
-            self._db.execute("insert into passages values (?, ?, ?)", (start, np.asarray(ids, "<i4").tobytes(), text))
-            self._db.execute("insert into words (rowid, text) values (?, ?)", (start, text))
+            paired = _paired(text) if _WIDE.search(text) else None
+            self._db.execute("insert into passages values (?, ?, ?, ?)",
+                             (start, np.asarray(ids, "<i4").tobytes(), text, paired))
+            self._db.execute("insert into words (rowid, text) values (?, ?)", (start, paired or text))
         self._db.commit()
 
     def _cut_back(self, end: int) -> None:
@@ -157,7 +165,7 @@ class Index:
         if begin is None or end >= self._cutter.start:
             begin = self._cutter.start if end >= self._cutter.start else 0
         ids = self._ids_from(begin)[:end - begin]
-        for start, text in self._db.execute("select start, text from passages where start >= ?", (begin,)).fetchall():
+        for start, text in self._db.execute("select start, text from searched where start >= ?", (begin,)).fetchall():
             self._db.execute("insert into words (words, rowid, text) values ('delete', ?, ?)", (start, text))
         self._db.execute("delete from passages where start >= ?", (begin,))
         self._cutter, self.end = self._new_cutter(begin), end
@@ -179,7 +187,13 @@ class Index:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
+    return _WORD.findall(_paired(unicodedata.normalize("NFC", text.lower())))
+
+
+def _paired(text: str) -> str:
+    """Runs of Chinese, Japanese and Korean characters as overlapping pairs, which are found as words are: nothing in a
+    run says where its words begin."""
+    return _WIDE.sub(lambda run: f" {' '.join(map(''.join, itertools.pairwise(run[0]))) or run[0]} ", text)
 
 
 def _weight_of_one(count: int) -> float:

@@ -3,7 +3,7 @@
 A passage ends
 
     behind a run of newlines or the end of a sentence, once it has `least` tokens,
-    behind `most` tokens, what a template writes around messages aside,
+    behind `most` tokens, what a template writes around messages aside, or up to three more to end a character,
     where a chat template begins another message, if it has `least` tokens; otherwise the next message is part of it.
 
 What a template writes around messages is no part of the text of a passage.
@@ -92,9 +92,13 @@ class Cutter:
         return done
 
     def _ends_before(self, piece: str) -> bool:
+        if self._read >= self._most + 3:  # the longest character of single bytes has four
+            return True
+        if self._read < self._least or not self._detokenizer.whole:
+            return False
         if self._read >= self._most:
             return True
-        if self._read < self._least or not piece:
+        if not piece:
             return False
         if self._text.endswith("\n"):
             return not piece.startswith("\n")

@@ -255,6 +255,11 @@ class Detokenizer:
             text, self._gap = self._gap + text.removesuffix(" "), " " * text.endswith(" ")
         return text
 
+    @property
+    def whole(self) -> bool:
+        """Whether the ids so far end with a whole character."""
+        return not self._utf8.getstate()[0]
+
     def flush(self) -> str:
         """The rest of the text: U+FFFD for an incomplete character, or nothing. The next id may begin another text."""
         self._gap = ""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 import threading
+import unicodedata
 
 import numpy as np
 import pytest
 
 from locret_stream.errors import ConfigError
 from locret_stream.recall import Cutter, Index
+from locret_stream.recall.passages import Cut
 from locret_stream.text import TextCodec
 from tests.training.tiny import make_tokenizer
 
@@ -224,3 +227,45 @@ def test_without_fts5_it_says_so(codec: TextCodec, monkeypatch):
     with pytest.raises(ConfigError, match="recall needs SQLite with FTS5, and this Python's has no such module"):
         new(codec)
     assert sqlite3.sqlite_version
+
+
+@pytest.mark.parametrize(("fact", "question", "others"), [
+    ("图书馆的门禁密码是48213。", "图书馆的门禁密码是多少？", ["今天的天气很冷，港口没有船。", "市场的面包很新鲜。"]),
+    ("図書館のドアコードは48213です。", "図書館のドアコードは何ですか？", ["今日は寒いです。", "港に船はありません。"]),
+    ("도서관의 출입문 번호는 48213입니다.", "도서관 출입문의 번호가 무엇입니까?", ["춥습니다.", "배가 없습니다."]),
+    ("猫の名前は48213です。", "猫?", ["今日は寒いです。", "港に船はありません。"])])
+def test_languages_without_spaces(codec: TextCodec, fact: str, question: str, others: list[str]):
+    index = Index(lambda start: Cutter(codec, start=start, least=8, most=200))
+    index.add(codec.encode_text("\n".join([*others * 9, fact, *others * 9]) + "\nend"))
+    (found,) = index.search(question, 60, lambda text: len(codec.encode_text(text)) // 3)
+    assert found.text == fact
+    whole = held(index)
+    index.truncate(index.end - 20)  # what it searches by goes, too
+    index.truncate(100)
+    index.add(codec.encode_text("\n".join([*others * 9, fact, *others * 9]) + "\nend")[100:])
+    assert held(index) == whole
+    index.close()
+
+
+def test_a_word_is_found_however_its_accents_are_written(index: Index, codec: TextCodec):
+    index.add(codec.encode_text("The code of the r\u00e9sum\u00e9 is 48213.\n" + STORY))
+    for form in "NFC", "NFD":
+        (found,) = index.search(unicodedata.normalize(form, "What of the r\u00e9sum\u00e9?"), 12, size)
+        assert "48213" in found.text
+
+
+def test_a_private_index_puts_nothing_into_files(codec: TextCodec):
+    """Where a search sorts more than fits SQLite's cache, too."""
+    index, files, looks = new(codec, private=True), set(), []
+    index._write(Cut(at * 64, [1] * 64, f"secret {at} alarm code " + "-" * 2500) for at in range(1200))
+
+    def look() -> int:
+        looks.append(1)
+        files.update(name for number in os.listdir("/proc/self/fd") if "etilqs" in (
+            name := os.readlink(path) if os.path.lexists(path := f"/proc/self/fd/{number}") else ""))
+        return 0
+
+    index._db.set_progress_handler(look, 500)
+    index.search("alarm code", 10, size)
+    assert len(looks) > 10 and not files
+    index.close()

@@ -52,6 +52,17 @@ def test_passages_have_a_least_and_a_most(codec: TextCodec):
     assert all(len(passage.ids) == 40 for passage in done)
 
 
+def test_a_passage_ends_with_a_whole_character(codec: TextCodec):
+    """Each of these is three or four tokens."""
+    for text in ("जहाँखाने" * 40, "🦉🐟" * 40, "门的密码" * 40):
+        done, cutter = cut(codec, codec.encode_text(text), least=20, most=40)
+        assert all(40 <= len(passage.ids) <= 43 for passage in done) and len(done) > 3
+        assert "".join(passage.text for passage in done) + codec.decode(cutter.ids) == text
+    half = codec.encode_text("🦉")[:2]  # bytes that are no text
+    done, _ = cut(codec, half * 100, least=20, most=40)
+    assert all(len(passage.ids) <= 43 for passage in done) and len(done) > 3
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_they_depend_on_the_ids_alone(codec: TextCodec, tokenizer, seed: int):
     r = random.Random(seed)
