@@ -5,6 +5,7 @@ Uses the public API. torch is imported only when a verb runs.
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
@@ -40,3 +41,5 @@ def options(
     = False,
 ) -> None:
     """Options that stand before the verb."""
+    for name in ("torchao", "torch.utils._pytree"):  # both log when transformers is imported where torchao is installed
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +76,6 @@ def bound_threads() -> None:
 
 def _before_loading(model: str) -> None:
     """Silence what others print while they load, bound the threads, and say where a hub is asked."""
-    for name in ("torchao", "torch.utils._pytree"):  # both log wherever torchao is installed
-        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
