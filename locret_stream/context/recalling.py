@@ -88,7 +88,7 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         await complete(session)
         try:
             found = await asyncio.get_running_loop().run_in_executor(
-                services.storing, lambda: index.search(text, most, lambda text: len(codec.encode_text(text))))
+                services.recalling, lambda: index.search(text, most, lambda text: len(codec.encode_text(text))))
         except StoreError:
             session.check_open()  # closing it meanwhile is no fault of the index
             raise
@@ -105,7 +105,7 @@ async def complete(session: Session) -> None:
         async with session.frozen():
             await asyncio.wrap_future(session.barrier())  # a commit that runs already is in the log behind it
             if not index.complete:
-                await saving.storing(session.services, lambda: index.follow(session, _log_of(session)))
+                await saving.storing_on(session.services.recalling, lambda: index.follow(session, _log_of(session)))
 
 
 def _log_of(session: Session) -> NDArray[np.int32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +19,7 @@ from locret_stream.context.saving import expect_no_turn, fingerprint, store_of, 
 from locret_stream.context.session import Session
 from locret_stream.context.session_state import REWOUND
 from locret_stream.context.sources import BufferedText, Segment
-from locret_stream.errors import ConfigError, ContextBusy, InputError, SnapshotCorrupt, SnapshotMismatch
+from locret_stream.errors import ConfigError, ContextBusy, InputError, SnapshotCorrupt, SnapshotError, SnapshotMismatch
 from locret_stream.snapshot import Branch, Frame, Restored, Snapshot
 from locret_stream.snapshot.identity import digest_text
 from locret_stream.text import FrameState
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from locret_stream.context.services import Services
     from locret_stream.snapshot.log import StoredLog
 
+_log = logging.getLogger(__name__)
 _SEGMENTS, _NO_SEGMENTS = msgspec.msgpack.Decoder(list[Segment]), msgspec.msgpack.encode([])
 
 
@@ -133,7 +135,10 @@ async def fork(origin: Session, slot: int, name: str | None) -> Session:
     """A copy of a session in another slot. With a name it is a branch of a stored session, and stored too."""
     if name is None:
         if origin.branch is not None and origin.branch.keeps_log:
-            await recalling.complete(origin)  # the copy has no log to make its index of
+            try:
+                await recalling.complete(origin)  # the copy has no log to make its index of
+            except SnapshotError as error:
+                _log.warning("a fork of %r has no index for recall: %s", origin.branch.name, error)
         session = await origin.fork(slot)
         recalling.fork(origin, session)
         return session

@@ -36,10 +36,11 @@ T = TypeVar("T")
 
 async def storing(services: Services, work: Callable[..., T], *arguments: Any) -> T:
     """Run blocking file work on one of the runtime's storing threads, to its end even when the caller is cancelled."""
-    return await _on(services.storing, work, *arguments)
+    return await storing_on(services.storing, work, *arguments)
 
 
-async def _on(threads: Executor, work: Callable[..., T], *arguments: Any) -> T:
+async def storing_on(threads: Executor, work: Callable[..., T], *arguments: Any) -> T:
+    """As `storing`, on threads of another kind."""
     try:
         future = threads.submit(work, *arguments)
     except RuntimeError as error:  # they were shut down
@@ -84,15 +85,15 @@ async def _save(session: SessionState) -> Snapshot:
         save = Save(session.stored_branch, moment, identity, services.geometry)
         thread = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
         try:
-            await _on(thread, save.__enter__)
+            await storing_on(thread, save.__enter__)
             try:
                 for start, end in save.plan.write:
                     layers = [await step(partial(engine.units_between, state, layer, start, end, stored))
                               for layer in range(engine.shape.layers)]
-                    await _on(thread, save.page, start, end, layers)
-                snapshot = await _on(thread, save.finish, services.library, moment.seen)
+                    await storing_on(thread, save.page, start, end, layers)
+                snapshot = await storing_on(thread, save.finish, services.library, moment.seen)
             finally:
-                await _on(thread, save.__exit__)
+                await storing_on(thread, save.__exit__)
         finally:
             thread.shutdown(wait=False)
     session.mark_saved(saved)

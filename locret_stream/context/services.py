@@ -74,6 +74,8 @@ class Services(Protocol):
     scratch: int  # how many scratch slots there are
     store: Store | None
     storing: ThreadPoolExecutor
+    recalling: ThreadPoolExecutor  # a log of weeks is read there, and nobody who opens or saves waits for it
+    forgetting: set[str]  # sessions that are being removed
     geometry: Geometry
     library: str  # version
     autosave: bool

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from locret_stream.context.services import Services
 
 _log = logging.getLogger(__name__)
+SLICE = 1 << 14  # ids of a log that are taken in at once: an undo waits for so many on the event loop
 
 
 class Recalled(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,12 +109,17 @@ class SessionIndex:
     def follow(self, owner: object, ids: NDArray[np.int32]) -> None:
         """Hold all committed ids [n] of a session, which its log has; nothing if another one took its place meanwhile.
         Raises StoreError."""
-        with self._lock, self._reporting():
-            if owner is not self._owner:
-                return
-            self._waiting.clear()  # the log has them
-            self._index.follow(ids)
-            self.complete = True
+        at = None
+        while at is None or at < len(ids):
+            with self._lock, self._reporting():
+                if owner is not self._owner:
+                    return
+                if at is None:
+                    self._waiting.clear()  # the log has them
+                    at = self._index.keep_shared(ids)
+                end = min(len(ids), at + SLICE)
+                self._index.add(ids[at:end].tolist())
+                at, self.complete = end, end == len(ids)
 
     def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Recalled] | None:
         """As `Index.search`; None: it does not hold all, and has to `follow` first. Raises StoreError."""

@@ -155,6 +155,13 @@ class BufferedText:
             self.segments.extend(self.segmenter.flush())
             raise
 
+    def cut_whole(self) -> None:
+        """End the text here, before a question: but the bytes of an unfinished character, whose rest comes later, stay
+        behind it."""
+        tail = self.segmenter.drop_partial()
+        self.segments.extend(self.segmenter.flush())
+        self.segmenter = Segmenter(SegmenterState(tail=tail))
+
     def tokenized(self, count: int, ids: list[int]) -> None:
         """Replace the first `count` segments by their token ids."""
         for _ in range(count):

@@ -61,6 +61,7 @@ class StreamingContext:
             self._session.check_open()
             raise ContextBusy(f"context {self.name!r} is open already; expected one `async with` per context")
         self._services.check_open()
+        self._expect_kept(self.name if self.stored else None)
         slots = self._services.slots
         with contextlib.ExitStack() as undoing:
             slots.adopt(self)
@@ -73,6 +74,7 @@ class StreamingContext:
                 session = await restoring.fork(self._origin._live, slot, self.name if self.stored else None)
             undoing.callback(session.close_branch)
             self._services.check_open()  # a runtime that began to close meanwhile does not close this context
+            self._expect_kept(session.branch.session if session.branch is not None else None)
             undoing.pop_all()
         self._session, self._loop, self.rebuilt = session, asyncio.get_running_loop(), session.rebuilt
         session.own(self._keep)
@@ -496,9 +498,16 @@ class StreamingContext:
             return True
 
     def stored_in(self, session: str) -> bool:
-        """Whether this open context is that stored session or a fork of it."""
-        branch = self._session.branch if self._session is not None else None
+        """Whether this context, which is open or being opened, is that stored session or a fork of it."""
+        if self._session is None:
+            return self.stored and self.name == session
+        branch = self._session.branch
         return branch is not None and branch.session == session
+
+    def _expect_kept(self, session: str | None) -> None:
+        """Raises ContextBusy while that session is being removed."""
+        if session in self._services.forgetting:
+            raise ContextBusy(f"session {session!r} is being forgotten; expected to open it when forget() has ended")
 
     def _stored_session(self, what: str) -> Session:
         session = self._live

@@ -25,7 +25,15 @@ from locret_stream.context.recalling import NOTHING, ReadAgain
 from locret_stream.context.session import Session
 from locret_stream.context.session_index import Recalled
 from locret_stream.context.sources import Puller, Source, as_piece
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextBusy, EmptySource, InputError, NoSlot
+from locret_stream.errors import (
+    BudgetExceeded,
+    ConfigError,
+    ContextBusy,
+    EmptySource,
+    InputError,
+    NoSlot,
+    SnapshotError,
+)
 from locret_stream.sampling import processors, sample
 from locret_stream.text import Detokenizer, Segmenter
 
@@ -271,7 +279,7 @@ class Generation(_Operation):
         session = self._session
         ids = await self._prompt_ids()  # a prompt that cannot be read changes nothing
         if not session.buffered.left_by_break:  # pushed text belongs before the question, the rest of a feed does not
-            session.buffered.cut()
+            session.buffered.cut_whole()
             await session.tokenize()
             await session.drain()
         await session.commit()  # what a reply of a copy left pending; whoever has a scratch slot waits for no live one
@@ -378,7 +386,7 @@ class Generation(_Operation):
                 text += rest if stopped else rest + self._kept_back
             if speaker is not session:
                 self._leaving.close()
-                with contextlib.suppress(NoSlot):  # then the next operation commits it
+                with contextlib.suppress(NoSlot, SnapshotError):  # then the next operation commits it, or says why not
                     await session.commit()
             self._end(ended)
         self.text += text

@@ -131,11 +131,13 @@ class Index:
 
     def follow(self, ids: NDArray[np.int32]) -> None:
         """Hold these ids [n] and no others; what they share with those before is not cut again."""
+        self.add(ids[self.keep_shared(ids):].tolist())
+
+    def keep_shared(self, ids: NDArray[np.int32]) -> int:
+        """Forget all but the first ids, which these share with those that are held; returns `end`."""
         with self._lock:
             self._cut_back(self._shared(ids))
-            rest = ids[self.end:].tolist()
-            self._write(self._cutter.push(rest))
-            self.end += len(rest)
+            return self.end
 
     def copy(self) -> Index:
         """Another index of the same passages, which goes on by itself."""

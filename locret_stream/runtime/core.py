@@ -227,6 +227,8 @@ class Runtime:
         self.worker: Worker = share_worker(attachment)
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
         self.storing = ThreadPoolExecutor(2, thread_name_prefix="locret-store")
+        self.recalling = ThreadPoolExecutor(2, thread_name_prefix="locret-recall")
+        self.forgetting: set[str] = set()
         shape = attachment.shape
         windows = [window for window in shape.sliding if window]
         if len(windows) == len(shape.sliding):
@@ -313,8 +315,8 @@ class Runtime:
             raise failed[0]
 
     def _stop(self) -> None:
-        threads = self.tokenizing, self.storing
-        del self.tokenizing, self.storing
+        threads = self.tokenizing, self.storing, self.recalling
+        del self.tokenizing, self.storing, self.recalling
         for each in threads:
             each.shutdown()
         leave_worker(self.attachment)
@@ -334,7 +336,8 @@ class Runtime:
         expect_own(self.worker.process)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("engine", "attachment", "model", "slots", "worker", "storing", "tokenizing"):  # set while it runs
+        if name in ("engine", "attachment", "model", "slots", "worker", "storing", "tokenizing", "recalling",
+                    "forgetting"):  # set while it runs
             raise ContextClosed(CLOSED)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -391,10 +394,14 @@ class Runtime:
         branches = [context.name for context in self.slots.contexts() if context.stored_in(name)]
         if branches:
             raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
+        if name in self.forgetting:
+            raise ContextBusy(f"session {name!r} is being forgotten already; expected one forget() at a time")
         thread = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves
+        self.forgetting.add(name)
         try:
             return await to_the_end(asyncio.wrap_future(thread.submit(store.forget, name)))
         finally:
+            self.forgetting.discard(name)
             thread.shutdown(wait=False)
 
     async def replay(self, name: str) -> Replay:

@@ -95,3 +95,17 @@ async def test_discard_drops_what_is_buffered():
         assert await ctx.discard() == 9 and ctx.memory.buffered == 0
         with pytest.warns(DeprecationWarning, match="Memory.buffered"):
             assert ctx.memory.held == 0
+
+
+async def test_a_question_between_the_bytes_of_a_character_leaves_them_behind_it():
+    whole = "one café two\n".encode()
+    async with tiny() as runtime, runtime.open() as ctx:
+        await ctx.push(whole[:8])
+        before = await snap(ctx)
+        await ctx.ask("so?", max_new_tokens=1)
+        expect_same(await snap(ctx), before)
+        await anext(ctx.generate("so?", max_new_tokens=1, ignore_eos=True))
+        await ctx.push(whole[8:])
+        await ctx.flush()
+        text = runtime.codec.decode(ids_in(ctx))
+        assert text.index("one caf\n\nso?") < text.index("é two")

@@ -28,6 +28,7 @@ from locret_stream.context import recalling, streams
 from locret_stream.context.session import Session
 from locret_stream.context.session_index import SessionIndex
 from locret_stream.engine import Engine, EngineState
+from locret_stream.recall import Index
 from tests.context.support import END, TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, tiny
 
 FACT = "The door code of the library is 48213.\n"
@@ -736,3 +737,68 @@ async def test_what_was_undone_while_the_log_was_read_is_not_found(tmp_path: Pat
         undone.set()
         await asyncio.gather(*asking, return_exceptions=True)
         assert not await finds(ctx) and held(ctx) == ids_before(ctx)
+
+
+async def test_a_fork_of_a_session_whose_index_cannot_be_made_is_made_all_the_same(tmp_path: Path, monkeypatch):
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed(STORY)
+    async with tiny(recall=RECALL, store=tmp_path, max_live=2) as runtime, runtime.open("s") as ctx:
+        def full(*_):
+            raise StoreError("the index for recall cannot be used: no room")
+
+        monkeypatch.setattr(SessionIndex, "follow", full)
+        async with ctx.fork() as fork:
+            assert await fork.ask(QUESTION, recall=False, max_new_tokens=1, ignore_eos=True)
+            with pytest.raises(ConfigError, match="cannot be recalled any more"):
+                await fork.recall(QUESTION)
+
+
+async def test_a_reply_is_given_whole_where_the_memory_cannot_commit_it_just_now(tmp_path: Path, monkeypatch):
+    """Its session was swapped out meanwhile, and the store cannot be read: the next call says so."""
+    monkeypatch.setattr("locret_stream.runtime.sharing.TURN_S", 0.05)
+    async with tiny(recall=RECALL, store=tmp_path, max_live=1) as runtime:
+        async with runtime.open("a") as ctx, runtime.open("b") as other:
+            await other.feed(STORY)
+            await ctx.feed(STORY)
+            reply = ctx.generate(QUESTION, max_new_tokens=20, ignore_eos=True)
+            await anext(reply)
+            await asyncio.sleep(0.1)
+            await other.feed(STORY)
+            await other.aclose()
+            assert ctx.swapped_out
+            with monkeypatch.context() as patch:
+                async def unreadable(*_):
+                    raise StoreError("the disk cannot be read just now")
+
+                patch.setattr("locret_stream.context.saving.storing_on", unreadable)
+                assert await drained(reply) == 19 and reply.finish_reason == "length"
+            await ctx.feed("more\n")
+            assert "more" in runtime.codec.decode(ctx._session.state.history)
+
+
+async def test_an_undo_waits_for_no_more_of_a_log_than_a_slice(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("locret_stream.context.session_index.SLICE", 64)
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        await ctx.feed("".join(LINES))
+    async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
+        add, slices, two = Index.add, [], threading.Event()
+
+        def slow(self: Index, ids):
+            add(self, ids)
+            if threading.current_thread().name.startswith("locret-recall"):
+                slices.append(len(ids))
+                if len(slices) == 2:
+                    two.set()
+                time.sleep(0.05)
+
+        monkeypatch.setattr(Index, "add", slow)
+        with pytest.raises(KeyError):
+            async with ctx.turn():
+                await ctx.feed(STORY)
+                asking = asyncio.create_task(ctx.recall("cold and wet"))
+                await asyncio.to_thread(two.wait, 20)
+                began = time.monotonic()
+                raise KeyError
+        assert time.monotonic() - began < 0.6 and len(slices) < 12
+        await asyncio.gather(asking, return_exceptions=True)
+        assert max(slices) == 64 and not await finds(ctx) and held(ctx) == ids_before(ctx)

@@ -678,3 +678,37 @@ async def test_the_most_that_was_ever_held_is_known_again(tmp_path: Path):
             assert all(most > units for most, units in zip(peak, ctx.memory.units, strict=True))
         async with runtime.open("a", raw=True) as again:
             assert again.memory.peak == peak
+
+
+async def test_what_is_being_opened_is_not_forgotten_and_what_is_being_forgotten_is_not_opened(tmp_path, monkeypatch):
+    async with tiny(store=tmp_path, max_live=2) as runtime:
+        async with runtime.open("a") as ctx:
+            await ctx.feed(TEXT)
+            async with ctx.fork("a/two") as fork:
+                await fork.feed(TEXT)
+        ctx = runtime.open("a")
+        opening = asyncio.create_task(ctx.__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(ContextBusy, match="'a' is open as 'a'"):
+            await runtime.forget("a")
+        await opening
+        await ctx.aclose()
+        forget, begun, go_on = Store.forget, threading.Event(), threading.Event()
+
+        def late(store, name):
+            begun.set()
+            go_on.wait(20)
+            return forget(store, name)
+
+        monkeypatch.setattr(Store, "forget", late)
+        forgetting = asyncio.create_task(runtime.forget("a"))
+        await asyncio.to_thread(begun.wait, 20)
+        for name in ("a", "a/two"):  # a fork is known as one once it was read
+            with pytest.raises(ContextBusy, match=r"'a' is being forgotten; expected .* when forget\(\) has ended"):
+                await runtime.open(name).__aenter__()
+        with pytest.raises(ContextBusy, match=r"one forget\(\) at a time"):
+            await runtime.forget("a")
+        go_on.set()
+        assert await forgetting and not files_in(tmp_path)
+        async with runtime.open("a") as ctx:
+            assert not ctx.resumed
