@@ -209,12 +209,12 @@ def test_nothing_imports_adapters():
 
 PUBLIC = [
     "Budget", "BudgetExceeded", "Collected", "ConfigError", "ContextBusy", "ContextClosed", "ContextError",
-    "EmptySource", "FeedReport", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens", "LocretError",
-    "ModelError", "NoSlot", "Recall", "Recalled", "Replay", "Runtime", "Sampling", "Snapshot", "SnapshotCorrupt",
-    "SnapshotError",
-    "SnapshotMismatch", "SnapshotNotFound", "SnapshotTooNew", "SourceError", "StaleOwner", "Store", "StoreError",
-    "StreamConfig", "StreamingContext", "SyncContext", "Token", "UnknownPolicy", "UnsupportedModel", "Verified",
-    "WindowExceeded", "__version__", "open_context",
+    "EmptySource", "Feed", "FeedReport", "Generation", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens",
+    "LocretError", "Memory", "ModelError", "NoSlot", "Recall", "Recalled", "Receipts", "Replay", "Runtime",
+    "RuntimeMemory", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError", "SnapshotMismatch", "SnapshotNotFound",
+    "SnapshotTooNew", "SourceError", "StaleOwner", "Store", "StoreError", "StreamConfig", "StreamingContext",
+    "SyncContext", "SyncGeneration", "Token", "UnknownPolicy", "UnsupportedModel", "Verified", "WindowExceeded",
+    "__version__", "open_context",
 ]  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class Services(Protocol):
     store: Store | None
     storing: ThreadPoolExecutor
     recalling: ThreadPoolExecutor  # a log of weeks is read there, and nobody who opens or saves waits for it
-    forgetting: set[str]  # sessions that are being removed
+    forgetting: list[str]  # sessions that are being removed
     geometry: Geometry
     library: str  # version
     autosave: bool

@@ -183,6 +183,7 @@ class Session(SessionState):
 
     def open_turn(self) -> None:
         """Make sure that a user turn is open and count it as having content. Accepts the template's literal ids."""
+        self.check_open()  # it closes no reply any more
         if self.raw:
             return
         self.close_reply()  # only if a policy that never evicts had no room for it when the reply ended

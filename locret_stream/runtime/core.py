@@ -228,7 +228,7 @@ class Runtime:
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
         self.storing = ThreadPoolExecutor(2, thread_name_prefix="locret-store")
         self.recalling = ThreadPoolExecutor(2, thread_name_prefix="locret-recall")
-        self.forgetting: set[str] = set()
+        self.forgetting: list[str] = []
         shape = attachment.shape
         windows = [window for window in shape.sliding if window]
         if len(windows) == len(shape.sliding):
@@ -394,14 +394,12 @@ class Runtime:
         branches = [context.name for context in self.slots.contexts() if context.stored_in(name)]
         if branches:
             raise ContextBusy(f"session {name!r} is open as {branches[0]!r}; expected it to be closed first")
-        if name in self.forgetting:
-            raise ContextBusy(f"session {name!r} is being forgotten already; expected one forget() at a time")
         thread = ThreadPoolExecutor(1, thread_name_prefix="locret-forget")  # it waits for saves
-        self.forgetting.add(name)
+        self.forgetting.append(name)  # of several at a time all but one find nothing
         try:
             return await to_the_end(asyncio.wrap_future(thread.submit(store.forget, name)))
         finally:
-            self.forgetting.discard(name)
+            self.forgetting.remove(name)
             thread.shutdown(wait=False)
 
     async def replay(self, name: str) -> Replay:

@@ -802,3 +802,23 @@ async def test_an_undo_waits_for_no_more_of_a_log_than_a_slice(tmp_path: Path, m
         assert time.monotonic() - began < 0.6 and len(slices) < 12
         await asyncio.gather(asking, return_exceptions=True)
         assert max(slices) == 64 and not await finds(ctx) and held(ctx) == ids_before(ctx)
+
+
+async def test_a_context_that_ends_while_a_prompt_is_read_beside_an_open_reply_says_so(tmp_path: Path, monkeypatch):
+    """The reply that was left open is closed by the next prompt: of a closed session it cannot be any more."""
+    async with tiny(recall=RECALL, store=tmp_path, acknowledge="OK.") as runtime, runtime.open("s") as ctx:
+        await ctx.feed(STORY)
+        reply = ctx.generate(QUESTION, max_new_tokens=50, ignore_eos=True)
+        await anext(reply)
+        await ctx.snapshot()
+        await ctx.aclose(save=False)
+    async with tiny(recall=RECALL, store=tmp_path, acknowledge="OK.") as runtime, runtime.open("s") as ctx:
+        begin = Session.begin_reply
+
+        async def then_end(self: Session) -> None:
+            await begin(self)
+            await ctx.aclose(save=False)
+
+        monkeypatch.setattr(Session, "begin_reply", then_end)
+        with pytest.raises(ContextClosed):
+            await drained(ctx.generate(QUESTION, max_new_tokens=5, ignore_eos=True))

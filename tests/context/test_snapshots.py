@@ -706,8 +706,6 @@ async def test_what_is_being_opened_is_not_forgotten_and_what_is_being_forgotten
         for name in ("a", "a/two"):  # a fork is known as one once it was read
             with pytest.raises(ContextBusy, match=r"'a' is being forgotten; expected .* when forget\(\) has ended"):
                 await runtime.open(name).__aenter__()
-        with pytest.raises(ContextBusy, match=r"one forget\(\) at a time"):
-            await runtime.forget("a")
         go_on.set()
         assert await forgetting and not files_in(tmp_path)
         async with runtime.open("a") as ctx:

@@ -212,7 +212,7 @@ class Agent:
 def inject(monkeypatch: pytest.MonkeyPatch, chance: float) -> dict[str, float]:
     """Slots are refused and the store fails now and then; the chance may be changed."""
     at, dice = {"chance": chance}, random.Random(SEED)
-    acquire, on = Slots.acquire, saving._on
+    acquire, on = Slots.acquire, saving.storing_on
 
     async def refused(self: Slots, *arguments) -> int:
         if dice.random() < at["chance"]:
@@ -225,7 +225,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, chance: float) -> dict[str, float]:
         return await on(threads, work, *arguments)
 
     monkeypatch.setattr(Slots, "acquire", refused)
-    monkeypatch.setattr(saving, "_on", failing)
+    monkeypatch.setattr(saving, "storing_on", failing)
     return at
 
 

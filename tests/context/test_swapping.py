@@ -456,14 +456,14 @@ def no_slot(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], N
 
 def no_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
     def inject(fails: Callable[[], bool]) -> None:
-        real = saving._on
+        real = saving.storing_on
 
         async def failing(threads, work, *arguments):
             if getattr(work, "__name__", "") not in ("__exit__", "prune") and fails():
                 raise StoreError("injected: the disk is full")
             return await real(threads, work, *arguments)
 
-        monkeypatch.setattr(saving, "_on", failing)
+        monkeypatch.setattr(saving, "storing_on", failing)
     return inject
 
 
