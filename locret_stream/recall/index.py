@@ -129,12 +129,9 @@ class Index:
             if end < self.end:
                 self._cut_back(end)
 
-    def follow(self, ids: NDArray[np.int32]) -> None:
-        """Hold these ids [n] and no others; what they share with those before is not cut again."""
-        self.add(ids[self.keep_shared(ids):].tolist())
-
     def keep_shared(self, ids: NDArray[np.int32]) -> int:
-        """Forget all but the first ids, which these share with those that are held; returns `end`."""
+        """Forget all but the first ids that are those of `ids` [n], too; returns `end`. With the rest of them added it
+        holds these and no others, and what is the same is not cut again."""
         with self._lock:
             self._cut_back(self._shared(ids))
             return self.end

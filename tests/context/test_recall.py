@@ -29,7 +29,7 @@ from locret_stream.context.session import Session
 from locret_stream.context.session_index import SessionIndex
 from locret_stream.engine import Engine, EngineState
 from locret_stream.recall import Index
-from tests.context.support import END, TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, tiny
+from tests.context.support import TEXT, USER, data, expect_same, ids_in, literals, scripted, snap, tiny
 
 FACT = "The door code of the library is 48213.\n"
 LINES = [f"Line {n} says that it is cold and wet today.\n" for n in range(40)]
@@ -641,9 +641,6 @@ def ids_before(ctx) -> list[int]:
     if session.branch is not None:
         return np.asarray(session.branch.committed_ids(session.state.seen)).tolist()
     return ids_in(ctx)[:session.state.seen] if ctx.memory.tokens <= 1024 else held(ctx)[:session.state.seen]
-
-
-assert END and TEXT
 
 
 async def test_a_prompt_of_many_chunks_is_stored_and_comes_back(tmp_path: Path):

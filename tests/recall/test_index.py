@@ -180,7 +180,7 @@ def test_it_holds_what_it_was_given(codec: TextCodec, seed: int):
             ids = ids[:end]
         elif step < 0.9:
             ids = ids[:r.randint(0, len(ids))] + text[:r.randint(0, 200)]
-            index.follow(np.asarray(ids, "<i4"))
+            index.add(ids[index.keep_shared(np.asarray(ids, "<i4")):])
         else:
             twin = index.copy()
             index.add(text[:50])
