@@ -208,7 +208,7 @@ def test_ctrl_c_keeps_what_is_done(small: list[str], tmp_path: Path):
     try:
         wait_for(process, "2 of 25: ")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 130 and out == "" and "Traceback" not in err, err

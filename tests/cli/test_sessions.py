@@ -144,7 +144,7 @@ def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path,
         process.stdin.flush()
         wait_until_idle(process)
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == status and f"{word}: " in err and "Traceback" not in err, err

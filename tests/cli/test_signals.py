@@ -26,7 +26,7 @@ def test_ctrl_c_while_a_stream_is_read_ends_with_a_summary(small: list[str]):
         process.stdin.flush()
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 130, err
@@ -41,7 +41,7 @@ def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str], tmp_path: Pa
         try:
             wait_for(process, word)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=240)
         finally:
             process.kill()
         assert process.returncode == 130 and "Interrupted: " in err and "Traceback" not in err, err
@@ -83,7 +83,7 @@ def test_a_named_pipe_is_read_as_it_comes(small: list[str], tmp_path: Path):
     after.write_text("More.\n")
     process = start("run", pipe, after, "--ask", "What?", "--max-new-tokens", 2, "--json", *small)
     start_python("-c", f"open({str(pipe)!r}, 'w').write('All work and no play.' * 9)")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert json.loads(out)["tokens_fed"] == 21 * 9 + len("\nMore.\n")
 

@@ -203,5 +203,5 @@ def test_train_heads_reads_its_data_once(tiny: Path, tmp_path: Path):
                     "--width", 8, "--held-out", 0.4, "--allocate", "--allocate-units", 16, "--allocate-chunk", 16,
                     "--json")
     start_python("-c", f"open({str(pipe)!r}, 'w').write(open({str(data)!r}).read())")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and json.loads(out)["steps"] == 2, err

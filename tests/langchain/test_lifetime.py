@@ -174,14 +174,13 @@ def main():
 main()
 """
     for _ in range(2):  # a new session, and one that goes on
-        done = run_python("-c", program, tmp_path, timeout_s=60)
+        done = run_python("-c", program, tmp_path)
         ours = [line for line in done.stderr.splitlines() if not TORCHAO.fullmatch(line)]
         assert done.returncode == 0 and not ours, done.stderr
         assert [row.name for row in Store(tmp_path).list()] == ["langchain/x"]
 
 
-@pytest.mark.parametrize("what", ["stream", "ingest"])
-@pytest.mark.parametrize("store", ["given", "temporary"])
+@pytest.mark.parametrize(("store", "what"), [("given", "ingest"), ("temporary", "stream")])
 def test_ctrl_c_and_the_end_of_the_process_are_clean(tmp_path: Path, store: str, what: str):
     import os
     import signal

@@ -8,6 +8,7 @@ combined in all 64 ways, of more a fixed sample; a file whose data is not safe i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -294,10 +295,10 @@ def check(tree: Tree, folder: Path, key: str | None, options: Options, story: St
     shutil.rmtree(folder)
 
 
-def run(story: Story, base: Path, close: Callable[[], None]) -> int:
-    """Check every state; how many there were."""
+def run(story: Story, base: Path, close: Callable[[], None], every: int = 1) -> int:
+    """Check every state, or one of `every` so many; how many were checked."""
     count = 0
-    for number, marks, tree in states(story.posix.calls, story.begins):
+    for number, marks, tree in itertools.islice(states(story.posix.calls, story.begins), 0, None, every):
         try:
             check(tree, base / "state", story.key, story.allowed[marks], story)
         except BaseException as error:
@@ -309,16 +310,19 @@ def run(story: Story, base: Path, close: Callable[[], None]) -> int:
     return count
 
 
-# Where keys of sessions are made, shared and destroyed, both ways are quick to have; the rest with a key is `slow`.
-AT_ANY_CALL = [pytest.param(scenario, key, id=f"{scenario.__name__}-{way}", marks=[pytest.mark.slow] if key and
-                            scenario not in (first_save, forked, forgotten) else [])
-               for key, way in ((None, "plain"), (KEY, "encrypted")) for scenario in SCENARIOS]
+# Where keys of sessions are made, shared and destroyed, both ways are quick to have; the rest with a key is `slow`. So
+# is every state of the scenarios with most of them: otherwise one of three is tried.
+AT_ANY_CALL = [pytest.param(scenario, key, every, id=f"{scenario.__name__}-{way}{'-every' * (every < usual)}",
+                            marks=[pytest.mark.slow] if every < usual or (key and scenario not in (
+                                first_save, forked, forgotten)) else [])
+               for key, way in ((None, "plain"), (KEY, "encrypted")) for scenario in SCENARIOS
+               for usual in [3 if scenario in (in_pages, forked, forgotten) else 1] for every in sorted({1, usual})]
 
 
-@pytest.mark.parametrize(("scenario", "key"), AT_ANY_CALL)
-def test_after_a_power_cut_at_any_call_the_store_holds_old_or_new_and_goes_on(scenario, key, tmp_path, spools):
+@pytest.mark.parametrize(("scenario", "key", "every"), AT_ANY_CALL)
+def test_after_a_power_cut_at_any_call_the_store_holds_old_or_new_and_goes_on(scenario, key, every, tmp_path, spools):
     story = record(scenario, tmp_path / "run", key)
-    count = run(story, tmp_path, spools)
+    count = run(story, tmp_path, spools, every)
     assert count >= 3
     print(f"{scenario.__name__}: {len(story.posix.calls) - story.begins} calls, {count} states")
 
@@ -420,7 +424,7 @@ def after_a_kill(scenario: Callable[[Story], None], base: Path, key: str | None,
 @pytest.mark.parametrize("scenario", [first_save, forked, deleted_all])
 def test_what_is_saved_after_another_process_died_rests_on_nothing_of_it(scenario, key, tmp_path, spools):
     """Page names, keys, aliases and folders are there and may not be safe: only the dead one would have synced them."""
-    assert after_a_kill(scenario, tmp_path, key, spools, 1 if scenario is first_save else 3) > 10
+    assert after_a_kill(scenario, tmp_path, key, spools, 2 if scenario is first_save else 5) > 10
 
 
 @pytest.mark.slow
