@@ -11,8 +11,10 @@ decodes --decode tokens, then the next one, --bursts times; one runs while the o
 what was decoded. The ratio is the median over the rounds of two neighbours' times.
 
     python benchmarks/decode.py --repeats 3
+    python benchmarks/decode.py --store-bits --repeats 3
     python benchmarks/decode.py --batched --contexts 8 --repeats 5
 
+With --store-bits: the engine with units in 8 and in 4 bits against the engine with exact ones, at equal units.
 With --batched: N contexts of the bundled model generate at once (asyncio.gather), and one after the other: tokens of
 all of them per second, and whether tokens and memories are the same bit for bit. Each reads other text, of a length of
 its own; the memories are compared after one more chunk was fed, so that what was generated is committed.
@@ -76,9 +78,9 @@ async def face(settings: SimpleNamespace) -> AsyncIterator[list[float]]:
 
 
 @torch.no_grad()
-def engine(settings: SimpleNamespace) -> Iterator[list[float]]:
+def engine(settings: SimpleNamespace, store_bits: int = 16) -> Iterator[list[float]]:
     """The engine without worker, sampling and text."""
-    ids, runtime = load_ids(settings), runtime_of(settings, lambda: load(settings))
+    ids, runtime = load_ids(settings), runtime_of(settings, lambda: load(settings), store_bits)
     runtime.start()
     core = runtime.engine
     state = core.open(0)
@@ -157,29 +159,31 @@ async def batched(settings: SimpleNamespace, together: bool) -> dict[str, Any]:
                 "units": [max(context.memory.units) for context in contexts]}
 
 
-TURNS = {"face": face, "engine": engine, "stock": stock}
+TURNS = {"face": face, "engine": engine, "stock": stock, "8 bits": lambda settings: engine(settings, 8),
+         "4 bits": lambda settings: engine(settings, 4)}
 CASES = {"at once": lambda settings: asyncio.run(batched(settings, together=True)),
          "in turn": lambda settings: asyncio.run(batched(settings, together=False))}
 
 
 def one_stream(options: argparse.Namespace) -> None:
     """All three, in turns."""
+    *others, base = ("8 bits", "4 bits", "engine") if options.store_bits else ("face", "engine", "stock")
     with tiny_llama(options.tokens) as folder:
         settings = settings_of(options, folder)
-        rounds: dict[str, list[float]] = {case: [] for case in TURNS}
+        rounds: dict[str, list[float]] = {case: [] for case in (*others, base)}
         for repeat in range(options.repeats):
             print(f"repeat {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
-            for case, spent in take_turns(Path(__file__).resolve(), TURNS, settings, options.bursts).items():
+            for case, spent in take_turns(Path(__file__).resolve(), rounds, settings, options.bursts).items():
                 rounds[case] += [1e3 * statistics.mean(burst) for burst in spent]
     rows = {case: [{"decode_ms": ms} for ms in found] for case, found in rounds.items()}
     ratios = {}
-    for case in ("face", "engine"):
-        pairs = [one / other for one, other in zip(rounds[case], rounds["stock"], strict=True)]
+    for case in others:
+        pairs = [one / other for one, other in zip(rounds[case], rounds[base], strict=True)]
         quarters = statistics.quantiles(pairs, n=4)
-        ratios[f"decode_ms {case}/stock"] = {"of_medians": statistics.median(rounds[case]) / statistics.median(
-            rounds["stock"]), "median_of_rounds": statistics.median(pairs), "quartiles": [quarters[0], quarters[2]],
+        ratios[f"decode_ms {case}/{base}"] = {"of_medians": statistics.median(rounds[case]) / statistics.median(
+            rounds[base]), "median_of_rounds": statistics.median(pairs), "quartiles": [quarters[0], quarters[2]],
             "min": min(pairs), "max": max(pairs)}
-    notes = [f"{name}: {one['median_of_rounds']:.3f}, median of {len(rounds['stock'])} rounds; half of them "
+    notes = [f"{name}: {one['median_of_rounds']:.3f}, median of {len(rounds[base])} rounds; half of them "
              f"{one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f}" for name, one in ratios.items()]
     finish(options, "decode", {case: spreads(found) for case, found in rows.items()}, ratios, notes,
            {name: settings[name] for name in ("tokens", "budget", "chunk", "decode")} | {"bursts": options.bursts})
@@ -208,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, tokens=8192, repeats=3)
     parser.add_argument("--bursts", type=int, default=12, help="turns of each case (default 12)")
+    parser.add_argument("--store-bits", action="store_true", help="units in 8 and in 4 bits against exact ones")
     parser.add_argument("--batched", action="store_true", help="several contexts of the bundled model")
     parser.add_argument("--contexts", type=int, default=8, metavar="N", help="with --batched (default 8)")
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""The arithmetic of budgets: whole units divided over layers, and the most units that fit. Knows numbers alone."""
+"""The arithmetic of budgets: whole units divided over layers, the most units that fit, and the bytes of units in few
+bits. Knows numbers alone."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 PYRAMID_BETA = 20
+GROUP = 32  # the most channels that share a scale and a zero
 MOST_USUAL = 6000, 1024  # budget and chunk size that Locret was measured with (arXiv:2410.01805, section 4)
 
 
@@ -16,6 +18,16 @@ def in_bytes(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
     return f"{count:,.1f} GiB"
+
+
+def group_of(dim: int) -> int:
+    """Channels of a head that share a scale and a zero: the largest divisor of the head dim, at most 32."""
+    return next(size for size in range(min(dim, GROUP), 0, -1) if dim % size == 0)
+
+
+def row_bytes(dim: int, bits: int) -> int:
+    """Bytes of one row of codes: D channels of so many bits, and 4 bytes for each group of channels."""
+    return dim * bits // 8 + 4 * (dim // group_of(dim))
 
 
 def usual_memory(window: int) -> tuple[int, int]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from locret_stream.budgets import PYRAMID_BETA, divide, largest, pyramid
+from locret_stream.budgets import PYRAMID_BETA, divide, group_of, largest, pyramid, row_bytes
 from locret_stream.errors import ConfigError, WindowExceeded
 
 ALLOCATIONS = ("auto", "adaptive", "uniform", "pyramid")
 MOST_SHARES = 1e100  # the sum of all shares stays below: keeps share × units finite
 MOST_UNITS = 2**31 - 1  # in a layer: the largest 32-bit index
+STORE_BITS = (16, 8, 4, 2)
 LOGIT_FACTORS = 1e-30, 1e30  # a logit divided or multiplied by a factor between these is still an fp32 number
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KIB|MIB|GIB)\s*$", re.IGNORECASE)
@@ -142,12 +145,22 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that the committed state of a context depends on, beside the model and the tokens."""
+    """The settings that the committed state of a context depends on, beside the model and the tokens.
+
+    Args:
+        store_bits: of a channel of committed K and of V; 16 keeps them as the model has them (`check_store_bits`).
+    """
 
     budget: Budget
     chunk_size: int = 1024
     policy: str = "locret"
     knobs: dict[str, float | int | str | bool] = {}
+    store_bits: tuple[int, int] = (16, 16)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether committed units are codes."""
+        return self.store_bits != (16, 16)
 
     def __post_init__(self) -> None:
         if not _is_whole(self.chunk_size) or self.chunk_size < 1:
@@ -226,24 +239,66 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         check("seed", _is_whole(self.seed), "a whole number")
 
 
-def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2) -> int:
-    """Bytes of one unit: K and V in the model's dtype, fp32 score planes, int64 position.
+def check_store_bits(value: object) -> tuple[int, int]:
+    """Bits of a channel of K and of V, of one number for both or of two.
 
-    `key_copies`: 2 where K is stored before and after RoPE, 1 where a layer has no RoPE or kernels apply it on read.
+    Raises:
+        ConfigError: neither.
     """
-    return (key_copies + 1) * shape.head_dim * shape.item_bytes + 4 * planes + 8
+    pair = (value, value) if _is_whole(value) else tuple(value) if isinstance(value, Sequence) else ()
+    if len(pair) != 2 or not all(_is_whole(bits) and bits in STORE_BITS for bits in pair):
+        raise ConfigError(f"store_bits is {value!r}; expected 16 (K and V as the model has them), 8, 4 or 2 (coarse, "
+                          "for experiments), or two of these for K and V")
+    return pair
+
+
+def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
+    """Raises ConfigError: groups of channels of this model do not fill whole bytes in so few bits."""
+    group = group_of(shape.head_dim)
+    for bits in store_bits:
+        if bits != 16 and group * bits % 8:
+            raise ConfigError(f"store_bits is {bits}: with a head dim of {shape.head_dim}, {group} channels share a "
+                              "scale and fill no whole bytes; expected 16 or 8")
+
+
+class UnitBytes(NamedTuple):
+    """Bytes in one KV head of one layer: of a kept unit, of a unit of the chunk, of each of the first units that are
+    kept exactly beside their codes, and of the mean that keys are stored without."""
+
+    kept: int
+    new: int
+    first: int = 0
+    mean: int = 0
+
+    def of(self, kept: int, new: int, first: int) -> int:
+        """Of so many units."""
+        return kept * self.kept + new * self.new + first * self.first + self.mean
+
+
+def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2,
+               store_bits: tuple[int, int] = (16, 16)) -> UnitBytes:
+    """What a unit takes: K and V in the model's dtype or in codes, fp32 score planes, int64 position.
+
+    `key_copies`: 2 where K is stored before and after RoPE, 1 where a layer has no RoPE or kernels apply it on read;
+    codes are of K before RoPE alone.
+    """
+    row, beside = shape.head_dim * shape.item_bytes, 4 * planes + 8
+    if store_bits == (16, 16):
+        return UnitBytes((key_copies + 1) * row + beside, (key_copies + 1) * row + beside)
+    rows = sum(row if bits == 16 else row_bytes(shape.head_dim, bits) for bits in store_bits)
+    return UnitBytes(rows + beside, 2 * row + beside, 2 * row, 4 * shape.head_dim)
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
                 stabilizers: int | None = None, shares: tuple[float, ...] | None = None,
-                per_unit: tuple[int, ...] | None = None) -> Budget:
+                per_unit: tuple[UnitBytes, ...] | None = None) -> Budget:
     """The Budget for what a user may give: units, a size such as "512MiB" of one slot, or a Budget.
 
     Without explicit values 4 sinks and 32 stabilizers are protected, in small budgets an eighth of the units each, and
     never more than a part of the smallest layer by the heads' `shares`.
 
     Args:
-        per_unit: bytes of a unit in each layer, [L] (see `unit_bytes`); None: those of a layer with RoPE.
+        per_unit: what a unit takes in each layer, [L] (see `unit_bytes`); None: as in a layer with RoPE.
 
     Raises:
         ConfigError: none of these, or a size too small for a single unit per head, or too large for any model.
@@ -265,23 +320,25 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
             raise ConfigError(f"budget is {value!r}; expected units per KV head (6000) or a size such as '512MiB'")
         size = float(match[1]) * _FACTORS[match[2].upper()]
         per_unit = per_unit or (unit_bytes(shape),) * shape.layers
-        if size >= MOST_UNITS * shape.kv_heads * sum(per_unit):
+        of_kept = shape.kv_heads * sum(unit.kept for unit in per_unit)
+        if size >= MOST_UNITS * of_kept:
             raise ConfigError(f"budget {match[0].strip()!r} is more than {MOST_UNITS:,} units per KV head take; "
                               "expected a smaller size")
 
         def slot_bytes(units: int) -> int:
+            budget = budget_of(units)
             try:
-                kept = budget_of(units).per_layer(shape, shares, most=shape.window - chunk_size)
+                kept = budget.per_layer(shape, shares, most=shape.window - chunk_size)
             except ConfigError:  # too few beside the protected ones: whoever uses the budget raises this again
                 kept = (units,) * shape.layers
-            return shape.kv_heads * sum((count + chunk_size) * of_unit
-                                        for count, of_unit in zip(kept, per_unit, strict=True))
+            return shape.kv_heads * sum(unit.of(count, chunk_size, 0 if window else budget.sinks)
+                                        for count, unit, window in zip(kept, per_unit, shape.sliding, strict=True))
 
         windows = [window for window in shape.sliding if window]  # no layer gets what is above another's window
         most = max(windows) if len(windows) == len(shape.sliding) else MOST_UNITS
         value = largest(lambda units: slot_bytes(units) <= size, most)
         if value < 1:
-            capacity = int(size // (shape.kv_heads * sum(per_unit)))
+            capacity = int(size // of_kept)
             raise ConfigError(f"budget {match[0].strip()!r} holds {capacity} units per KV head, chunk_size alone takes "
                               f"{chunk_size}; expected a larger size or a smaller chunk_size")
     if not _is_whole(value):

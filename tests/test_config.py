@@ -10,7 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from locret_stream.config import Budget, ModelShape, Sampling, StreamConfig, budget_from, check_window, unit_bytes
+from locret_stream.config import (
+    Budget,
+    ModelShape,
+    Sampling,
+    StreamConfig,
+    UnitBytes,
+    budget_from,
+    check_window,
+    unit_bytes,
+)
 from locret_stream.errors import ConfigError, LocretError, WindowExceeded
 
 
@@ -237,13 +246,14 @@ def test_budget_from_units_and_budgets():
 def test_budget_from_sizes(size: str, number: float):
     """The size holds budget + chunk_size units of every layer and head, and not one more."""
     shape = shape_of()
-    per_row = unit_bytes(shape) * shape.layers * shape.kv_heads
+    per_row = unit_bytes(shape).kept * shape.layers * shape.kv_heads
     units = budget_from(size, shape, 64).units
     assert (units + 64) * per_row <= number < (units + 65) * per_row
 
 
 @given(st.integers(60_000, 3_000_000), st.lists(st.sampled_from([None, 24, 200]), min_size=3, max_size=3).map(tuple),
-       st.lists(st.sampled_from([140, 204]), min_size=3, max_size=3).map(tuple),
+       st.lists(st.sampled_from([UnitBytes(140, 140), UnitBytes(204, 204), UnitBytes(40, 140, 128, 64)]), min_size=3,
+                max_size=3).map(tuple),
        st.none() | st.lists(st.floats(0.05, 20), min_size=3, max_size=3).map(tuple))
 def test_a_size_is_that_of_a_slot(size: int, sliding: tuple, per_unit: tuple, shares: tuple | None):
     """Whatever its layers hold: as many units as fit, and not one more where a layer can take one."""
@@ -251,7 +261,7 @@ def test_a_size_is_that_of_a_slot(size: int, sliding: tuple, per_unit: tuple, sh
 
     def takes(budget: Budget) -> int:
         kept = budget.per_layer(shape, shares)
-        return shape.kv_heads * sum((units + 16) * size for units, size in zip(kept, per_unit, strict=True))
+        return shape.kv_heads * sum(unit.of(units, 16, 0) for units, unit in zip(kept, per_unit, strict=True))
 
     budget = budget_from(f"{size}B", shape, 16, sinks=0, stabilizers=0, shares=shares, per_unit=per_unit)
     assert takes(budget) <= size
@@ -273,7 +283,10 @@ def test_unit_bytes_is_that_of_a_pool():
     from locret_stream.cache import Pool
     shape = shape_of()
     pool = Pool(shape, (50, 50, 50), 8, 1, rope=(True,) * 3, planes=2, dtype=torch.float32, device=torch.device("cpu"))
-    assert pool.slot_bytes == unit_bytes(shape, planes=2) * 58 * 3 * 2
+    assert pool.slot_bytes == unit_bytes(shape, planes=2).of(50, 8, 0) * 3 * 2
+    coded = Pool(shape, (50, 50, 50), 8, 1, rope=(True,) * 3, planes=2, dtype=torch.float32, device=torch.device("cpu"),
+                 store_bits=(8, 4), firsts=(3, 3, 3))
+    assert coded.slot_bytes == unit_bytes(shape, planes=2, store_bits=(8, 4)).of(50, 8, 3) * 3 * 2
 
 
 @pytest.mark.parametrize("value", ["512", "12 parsecs", "-5MiB", "MiB", "", "1KB", 1.5, None, True, [5]])

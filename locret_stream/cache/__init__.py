@@ -1,6 +1,13 @@
 """Where units live: one preallocated pool per runtime, and the store of one slot. Knows no policy."""
 
+from locret_stream.cache.buffers import stored_row
 from locret_stream.cache.pool import Pool
+from locret_stream.cache.quantised_store import QuantisedStore
 from locret_stream.cache.unit_store import UnitStore
 
-__all__ = ["Pool", "UnitStore"]
+__all__ = ["Pool", "QuantisedStore", "UnitStore", "store_of", "stored_row"]
+
+
+def store_of(pool: Pool, slot: int) -> UnitStore:
+    """The store of one slot, without units."""
+    return QuantisedStore(pool, slot) if pool.quantised else UnitStore(pool, slot)

@@ -4,60 +4,25 @@
     unit_l = (2 or 3) * D * item + 4 * planes + 8      (3: K, rotated K, V; 2 in a layer without RoPE, and where the
                                                         kernels rotate keys as they load them)
     scratch = H * max_l(b_l) * max(D * item, 8)        (on each device that holds layers)
+
+Where committed units are codes (see `cache.quantised_store`):
+
+    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l) * new + (b_l + chunk) * beside + 4 * D)
+            + scratch
+    kept = row(K) + row(V)                             (row: D * bits / 8 + 4 for each 32 channels; D * item at 16 bits)
+    new = 2 * D * item, beside = 4 * planes + 8        (first_l: the first units of layer l, which are kept exactly too)
+    scratch = H * max_l(b_l) * max(D * item, 8) + 3 * H * max_l(b_l + chunk) * D * item
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from locret_stream.cache.buffers import LayerBuffers, QuantisedBuffers
 from locret_stream.config import ModelShape, unit_bytes
-from locret_stream.kernels import slot_units
-
-
-@dataclass(slots=True)
-class LayerBuffers:
-    """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
-
-    `rotated` is `keys` itself where no rotated keys are kept. All layers of a device share one `scratch`.
-    """
-
-    keys: Tensor
-    rotated: Tensor
-    values: Tensor
-    scores: Tensor
-    positions: Tensor
-    scratch: Tensor
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of this layer, each once; `scratch`, which layers share, is left out."""
-        unrotated = [self.keys, self.values, self.scores, self.positions]
-        return unrotated if self.rotated is self.keys else [*unrotated, self.rotated]
-
-    def write_each(self, slots: Tensor, ranks: Tensor, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
-        """Write one new unit for each of A slots, behind its committed units.
-
-        On an accelerator the indices stay on the device, so that the host does not wait for it.
-
-        Args:
-            slots, ranks: [A], for every unit its slot and its rank there.
-            keys, rotated, values: [A, H, 1, D]; the keys before and after RoPE.
-        """
-        if len(slots) == 1 and slots.device.type == "cpu":
-            slot, rank = int(slots), int(ranks)
-            slot_units(self.keys, slot, rank, rank + 1).copy_(keys)
-            slot_units(self.values, slot, rank, rank + 1).copy_(values)
-            if self.rotated is not self.keys:
-                slot_units(self.rotated, slot, rank, rank + 1).copy_(rotated)
-            return
-        self.keys[slots, :, ranks] = keys[:, :, 0]
-        self.values[slots, :, ranks] = values[:, :, 0]
-        if self.rotated is not self.keys:
-            self.rotated[slots, :, ranks] = rotated[:, :, 0]
 
 
 class Pool:
@@ -68,47 +33,73 @@ class Pool:
         rope: for every layer, whether rotated keys are kept beside the keys.
         planes: fp32 numbers kept per unit: the score first, then what the policy declares.
         device: of all layers, or one for every layer; a layer's memory lies on the device that computes the layer.
+        store_bits: of a channel of K and of V; (16, 16) stores them in `dtype`, and `layers` are `LayerBuffers`, else
+            `QuantisedBuffers`, without rotated keys.
+        firsts: how many of the first units of each layer are kept exactly beside their codes, [L].
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
                  rope: tuple[bool, ...], planes: int, dtype: torch.dtype,
-                 device: torch.device | Sequence[torch.device]):
+                 device: torch.device | Sequence[torch.device], store_bits: tuple[int, int] = (16, 16),
+                 firsts: Sequence[int] = ()):
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
-        self.planes, self.rope = planes, rope
-        heads, dim = shape.kv_heads, shape.head_dim
-        row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
+        self.store_bits, self.quantised, self.dtype = store_bits, store_bits != (16, 16), dtype
+        self.planes, self.rope = planes, (False,) * len(budgets) if self.quantised else rope
+        self.firsts = tuple(firsts) or (0,) * len(budgets)
         devices = [device] * len(budgets) if isinstance(device, torch.device) else device
         self.devices = tuple(dict.fromkeys(devices))
+        heads, dim = shape.kv_heads, shape.head_dim
+        row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
         scratches = {device: torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=device)
                      for device in self.devices}
         self.scratch = next(iter(scratches.values()))
+        dense = {device: torch.zeros(3, heads, max(budgets) + chunk_size, dim, dtype=dtype, device=device)
+                 for device in self.devices if self.quantised}
         self.layers: list[LayerBuffers] = []
-        for units, rotates, device in zip(budgets, rope, devices, strict=True):
-            capacity = units + chunk_size
-            keys = torch.zeros(slots, heads, capacity, dim, dtype=dtype, device=device)
+        self.coded: list[QuantisedBuffers] = []
+        for units, rotates, first, device in zip(budgets, self.rope, self.firsts, devices, strict=True):
+            scores = torch.zeros(slots, planes, heads, units + chunk_size, device=device)
+            positions = torch.zeros(slots, heads, units + chunk_size, dtype=torch.int64, device=device)
+            if self.quantised:
+                self.coded.append(QuantisedBuffers.empty(
+                    slots, heads, dim, units, first + chunk_size, store_bits, scores=scores, positions=positions,
+                    scratch=scratches[device], dense=dense[device]))
+                continue
+            keys = torch.zeros(slots, heads, units + chunk_size, dim, dtype=dtype, device=device)
             self.layers.append(LayerBuffers(
                 keys=keys, rotated=torch.zeros_like(keys) if rotates else keys, values=torch.zeros_like(keys),
-                scores=torch.zeros(slots, planes, heads, capacity, device=device),
-                positions=torch.zeros(slots, heads, capacity, dtype=torch.int64, device=device),
-                scratch=scratches[device]))
+                scores=scores, positions=positions, scratch=scratches[device]))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of slots, layer by layer."""
+        return [t for layer in self.layers for t in layer.tensors] + [t for layer in self.coded for t in layer.tensors]
 
     @property
     def bytes_resident(self) -> int:
         """Bytes that the pool's tensors really take."""
-        scratches = {id(layer.scratch): layer.scratch for layer in self.layers}
-        tensors = [t for layer in self.layers for t in layer.tensors]
-        return sum(t.untyped_storage().nbytes() for t in (*tensors, *scratches.values()))
+        shared = {id(t): t for layer in self.layers for t in (layer.scratch,)}
+        shared |= {id(t): t for layer in self.coded for t in (layer.scratch, layer.dense)}
+        return sum(t.untyped_storage().nbytes() for t in (*self.tensors, *shared.values()))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, which is what one open context takes."""
-        return sum(t.untyped_storage().nbytes() for layer in self.layers for t in layer.tensors) // self.slots
+        return sum(t.untyped_storage().nbytes() for t in self.tensors) // self.slots
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of each layer of one slot, by the formula in this module's docstring."""
+        return [self.shape.kv_heads * unit_bytes(
+                    self.shape, self.planes, key_copies=2 if rotates else 1, store_bits=self.store_bits).of(
+                        budget, self.chunk_size, first)
+                for budget, rotates, first in zip(self.budgets, self.rope, self.firsts, strict=True)]
 
     def formula_bytes(self) -> int:
         """Bytes by the formula in this module's docstring; `bytes_resident` must equal them."""
         shape = self.shape
-        units = sum((budget + self.chunk_size) * unit_bytes(shape, self.planes, key_copies=2 if rotates else 1)
-                    for budget, rotates in zip(self.budgets, self.rope, strict=True))
-        row = max(shape.head_dim * shape.item_bytes, 8)
-        scratch = shape.kv_heads * max(self.budgets) * row
-        return self.slots * shape.kv_heads * units + len(self.devices) * scratch
+        row = shape.head_dim * shape.item_bytes
+        scratch = shape.kv_heads * max(self.budgets) * max(row, 8)
+        if self.quantised:
+            scratch += 3 * shape.kv_heads * (max(self.budgets) + self.chunk_size) * row
+        return self.slots * sum(self.layer_bytes) + len(self.devices) * scratch

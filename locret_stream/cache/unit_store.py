@@ -23,7 +23,7 @@ class UnitStore:
 
     def __init__(self, pool: Pool, slot: int):
         self.pool, self.slot = pool, slot
-        self.counts = [0] * len(pool.layers)
+        self.counts = [0] * len(pool.budgets)
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
         """Write new units [1, H, T, D] at ranks start .. start+T-1, which must lie behind the committed ones."""
@@ -45,6 +45,15 @@ class UnitStore:
     def values(self, layer: int, count: int) -> Tensor:
         """Values, [1, H, count, D]."""
         return self.pool.layers[layer].values[self.slot:self.slot + 1, :, :count]
+
+    def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys before and after RoPE (before it, where the pool holds no rotated ones), and values, of the first
+        `count` ranks, [1, H, count, D] each."""
+        return self.keys(layer, count), self.rotated(layer, count), self.values(layer, count)
+
+    def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `count` committed units as they are stored, [H, count, D]."""
+        return self.keys(layer, count)[0], self.values(layer, count)[0]
 
     def scores(self, layer: int) -> Tensor:
         """Scores of the committed units, [P, H, n] fp32; plane 0 is what they compete by."""
@@ -86,9 +95,11 @@ class UnitStore:
                 tensor[self.slot].narrow(axis, 0, count + tail).copy_(tensor[other.slot].narrow(axis, 0, count + tail))
         self.counts = list(other.counts)
 
-    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, rotate: Rotate) -> None:
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
+                     rotate: Rotate) -> None:
         """Write units (K before RoPE and V, [1, H, q, D] each; None for none) at the first ranks of a layer, and behind
-        them those of its units that are kept: those of the ascending ranks `keep` [H, n]."""
+        them those of its units that are kept: those of the ascending ranks `keep` [H, n]. Then the first `front` are of
+        a focus."""
         buffers, slot = self.pool.layers[layer], self.slot
         new = 0 if units is None else units[0].shape[2]
         total = new + keep.shape[1]
@@ -111,6 +122,10 @@ class UnitStore:
         buffers.scores[self.slot, :, :, :new] = 0
         buffers.positions[self.slot, :, :new] = torch.arange(-new, 0, device=buffers.positions.device)
         return new
+
+    def beside(self) -> dict[str, Tensor]:
+        """What is stored beside the units: nothing."""
+        return {}
 
     def export(self, fronts: Sequence[int] = ()) -> dict[str, Tensor]:
         """Copies of the committed units, without the first `fronts[l]` of each layer l: `l.keys`, `l.values` [H, n, D],

@@ -94,6 +94,9 @@ def evaluate(
         "more than once."))] = None,
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
+    store_bits: Annotated[list[int] | None, typer.Option(show_default="16", help=(
+        "Bits of a channel of the K and V that are kept: 16 (as the model has them), 8, 4 or 2; may be given more than "
+        "once."))] = None,
     focus: Annotated[bool, typer.Option("--focus", help=(
         "Tell the first question of each stream beforehand, and ask only that one (Locret-Q)."))] = False,
     text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, show_default="Python's standard library",
@@ -122,7 +125,8 @@ def evaluate(
                 model=model, heads=tuple(heads or ()), policies=tuple(policy or ()), tasks=tuple(task or ()),
                 files=tuple(file or ()), raw=raw, budgets=tuple(budget or ()), lengths=tuple(length or USUAL.lengths),
                 questions=questions, chunk_size=chunk_size, sinks=sinks, stabilizers=stabilizers,
-                allocations=tuple(allocation or USUAL.allocations), knobs=tuple(knob or ()), focus=focus, text=text)
+                allocations=tuple(allocation or USUAL.allocations), knobs=tuple(knob or ()), focus=focus, text=text,
+                store_bits=tuple(store_bits or USUAL.store_bits))
             summary |= run(request, to, plots, acknowledge, device=device, dtype=dtype)
         written = write_reports(to, plots)
         summary["reports"] = msgspec.to_builtins(written.reports)

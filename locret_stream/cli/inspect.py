@@ -27,6 +27,13 @@ Examples:
   locret-stream inspect --model ./llama --policy keydiff --budget 512MiB --json"""
 
 
+FORMULA = "bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)"
+FORMULA_IN_BITS = (
+    "bytes = slots · Σ H · (b_l · rows + (chunk + sinks) · 2 · D · item + (b_l + chunk) · (4 · planes + 8) + 4 · D)\n"
+    "        + H · max b_l · max(D · item, 8) + 3 · H · max(b_l + chunk) · D · item\n"
+    "rows: D · bits / 8 + 4 bytes for each 32 channels, of K and of V")
+
+
 @grouped
 def inspect(*, options: RuntimeOptions, as_json: Json = False) -> None:
     with interruptible(Summary("nothing was read")):
@@ -49,7 +56,9 @@ def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
         "dtype": str(runtime.attachment.dtype).removeprefix("torch."), "device": str(runtime.attachment.device),
         "acknowledge": runtime.acknowledge, "policy": policy, "chunk_size": engine.chunk_size,
         "budgets": list(engine.budgets), "sliding": list(shape.sliding), "rope": list(engine.pool.rope),
+        "store_bits": list(engine.config.store_bits), "firsts": list(engine.pool.firsts),
         "planes": engine.pool.planes, "slots": engine.pool.slots, "slot_bytes": engine.pool.slot_bytes,
+        "layer_bytes": engine.pool.layer_bytes,
         "bytes_resident": engine.pool.bytes_resident, "formula_bytes": engine.pool.formula_bytes(),
         "full_cache_bytes_per_token": 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.item_bytes,
     }
@@ -57,7 +66,7 @@ def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:
 
 def show(facts: dict[str, Any]) -> None:
     """Print the same as text and a table."""
-    heads, dim, item, chunk = facts["kv_heads"], facts["head_dim"], facts["item_bytes"], facts["chunk_size"]
+    heads, dim, chunk = facts["kv_heads"], facts["head_dim"], facts["chunk_size"]
     out.print(f"{facts['model']}: {facts['layers']} layers, {facts['query_heads']} query and {heads} KV heads of {dim},"
               f" {facts['window']:,} positions, {facts['dtype']} on {facts['device']}", soft_wrap=True)
     out.print(f"policy {facts['policy']}: budget {fmean(facts['budgets']):,.0f} + chunk {chunk} units per KV head, "
@@ -65,12 +74,12 @@ def show(facts: dict[str, Any]) -> None:
     table = Table(pad_edge=False)
     for heading in ("layer", "budget b_l", "kind", "b_l + chunk", "bytes of one context"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
-    for layer, (units, window, rope) in enumerate(zip(facts["budgets"], facts["sliding"], facts["rope"], strict=True)):
-        size = heads * (units + chunk) * ((3 if rope else 2) * dim * item + 4 * facts["planes"] + 8)
+    for layer, (units, window, size) in enumerate(zip(facts["budgets"], facts["sliding"], facts["layer_bytes"],
+                                                      strict=True)):
         table.add_row(str(layer), f"{units:,}", f"window {window:,}" if window else "full", f"{units + chunk:,}",
                       in_bytes(size))
     out.print(table)
-    out.print("bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)\n"
+    out.print(f"{FORMULA if facts['store_bits'] == [16, 16] else FORMULA_IN_BITS}\n"
               f"      = {facts['formula_bytes']:,} bytes for {facts['slots']} slots; the tensors hold "
               f"{facts['bytes_resident']:,}; one context is {in_bytes(facts['slot_bytes'])}", soft_wrap=True)
     per_token = facts["full_cache_bytes_per_token"]

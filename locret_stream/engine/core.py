@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.cache import Pool, UnitStore
+from locret_stream.cache import Pool, UnitStore, store_of, stored_row
 from locret_stream.config import StreamConfig
 from locret_stream.engine import serialisation
 from locret_stream.engine.attention import Attention
@@ -28,7 +28,7 @@ from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
 from locret_stream.kernels import select_units
 from locret_stream.models import Attachment, Attended, LayerCall
 from locret_stream.policies import Policy
-from locret_stream.snapshot import LayerUnits, Moment
+from locret_stream.snapshot import Geometry, LayerUnits, Moment
 
 
 class Engine:
@@ -56,7 +56,8 @@ class Engine:
         self.budgets, self.chunk_size, self.capacity = layout.budgets, layout.chunk_size, layout.capacity
         self.pool = Pool(self.shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
                          device=[place.device for place in attachment.places],
-                         rope=tuple(copies == 2 for copies in attachment.key_copies))
+                         rope=tuple(copies == 2 for copies in attachment.key_copies),
+                         store_bits=config.store_bits, firsts=layout.firsts)
         self.attention = Attention(layout, attachment)
         self.decoder = Decoder(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # the contexts of the last step of decoding
@@ -66,6 +67,15 @@ class Engine:
         """Bytes of the pool, the RoPE tables and the attention masks."""
         return self.pool.bytes_resident + self.layout.tables.bytes_resident + self.attention.bytes_resident
 
+    @property
+    def geometry(self) -> Geometry:
+        """What a unit's K and V are in snapshots."""
+        shape, dtype = self.shape, self.attachment.dtype
+        if not self.config.quantised:
+            return Geometry(shape.layers, shape.kv_heads, shape.head_dim, dtype)
+        keys, values = (stored_row(shape.head_dim, bits, dtype) for bits in self.config.store_bits)
+        return Geometry(shape.layers, shape.kv_heads, keys, torch.uint8, values)
+
     def replace_policy(self, policy: Policy) -> None:
         """Score with another policy from now on, which must declare and protect the same as the one before."""
         self.policy, self.layout = policy, dataclasses.replace(self.layout, policy=policy)
@@ -74,7 +84,7 @@ class Engine:
 
     def open(self, slot: int) -> EngineState:
         """An empty context in that slot."""
-        return EngineState(UnitStore(self.pool, slot), self.policy.begin(self.shape))
+        return EngineState(store_of(self.pool, slot), self.policy.begin(self.shape))
 
     def fork(self, state: EngineState, slot: int, stored: Mapping[str, Tensor] | None = None) -> EngineState:
         """A copy of a context in another slot, its provisional units included.
@@ -87,7 +97,7 @@ class Engine:
         """
         self._check(state)
         assert state.swapped_out == (stored is not None), "units are either in the slot or in the store"
-        store = UnitStore(self.pool, slot) if stored is None else self._store_of(state, stored, slot)
+        store = store_of(self.pool, slot) if stored is None else self._store_of(state, stored, slot)
         with state.lock:
             if stored is None:
                 store.copy_from(state.store, state.provisional)
@@ -111,7 +121,7 @@ class Engine:
                 if count > most and not self.shape.sliding[layer]:
                     sinks, stabilizers = self.layout.protection_of(layer, len(state.focus), most)
                     keep = select_units(state.store.scores(layer)[0], most, sinks, stabilizers)
-                    state.store.put_in_front(layer, None, keep, self.layout.tables.rotate)
+                    state.store.put_in_front(layer, None, keep, len(state.focus), self.layout.tables.rotate)
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
         """All that a context consists of, as copies by name (see `engine.serialisation`)."""
@@ -132,8 +142,7 @@ class Engine:
             return LayerUnits.between(start, end,
                                       *(stored[f"{layer}.{name}"] for name in ("positions", "keys", "values")))
         store, count = state.store, state.store.counts[layer]
-        return LayerUnits.between(start, end, store.positions(layer), store.keys(layer, count)[0],
-                                  store.values(layer, count)[0])
+        return LayerUnits.between(start, end, store.positions(layer), *store.rows(layer, count))
 
     def load(self, tensors: Mapping[str, Tensor], slot: int) -> EngineState:
         """A context from the tensors of `export` or of a snapshot, of an engine with the same model and config. Raises
@@ -159,7 +168,7 @@ class Engine:
         """The units of a swapped-out state in a slot, from its own snapshot."""
         serialisation.expect_loadable(self.layout, tensors, self.open(slot))
         serialisation.expect_units_of(state, tensors)
-        store = UnitStore(self.pool, slot)
+        store = store_of(self.pool, slot)
         store.load(tensors, self.layout.tables.rotate, self._focus_units(state.focus))
         return store
 
@@ -351,12 +360,12 @@ class Engine:
             store.write(layer, start, call.k, call.v, self.layout.tables.rotate)
             state.peaks[layer] = max(state.peaks[layer], total)
             q = self.layout.tables.rotate(layer, call.q, start)
-            k, v = store.rotated(layer, total), store.values(layer, total)
+            keys, k, v = store.attended(layer, total, self.layout.tables.rotate)
             if self.layout.on_load[layer]:
                 k = self.layout.tables.rotate(layer, k, 0)
             attended, lse = self.attention.attend(call, q, k, v)
             if scorer is not None:
-                scorer.see(call, q, k, lse)
+                scorer.see(call, q, keys[0], k, lse)
             return attended
 
         tensor = torch.tensor([ids], dtype=torch.int64, device=self.attachment.device)

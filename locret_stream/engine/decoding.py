@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret_stream.cache import Pool
+from locret_stream.cache import Pool, UnitStore
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import decode_attention
@@ -43,8 +43,8 @@ class Decoder:
 
     def __init__(self, layout: Layout, attachment: Attachment, pool: Pool):
         self.layout, self.attachment, self.pool = layout, attachment, pool
-        self._graphed = (all(layout.triton) and attachment.device.type == "cuda" and len(pool.devices) == 1
-                         and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
+        self._graphed = (all(layout.triton) and not pool.quantised and attachment.device.type == "cuda"
+                         and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph] = {}
 
     def run(self, states: Sequence[EngineState]) -> None:
@@ -67,6 +67,8 @@ class Decoder:
         for layer in range(self.layout.shape.layers):
             rows.append([store.counts[layer] + count for store, count in zip(stores, counts, strict=True)])
         device = self.attachment.device
+        if self.pool.quantised:
+            return self._forward_quantised(stores, torch.tensor(rows, device=device))
         if self._graphed:
             size = 1 << (len(states) - 1).bit_length()
             batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows],
@@ -121,6 +123,27 @@ class Decoder:
             return decode_attention(q, buffers.rotated, buffers.values, slots, lengths, call.scale, cos=cos, sin=sin,
                                     window=layout.shape.sliding[layer], softcap=call.softcap,
                                     sink_logits=call.sink_logits)
+
+        hidden = attachment.hidden(batch[0][:, None], step)
+        return attachment.logits(hidden)[:, -1].float()
+
+
+    def _forward_quantised(self, stores: Sequence[UnitStore], batch: Tensor) -> Tensor:
+        """`_forward` where committed units are codes: each context's layer is read, and attended to, by itself."""
+        tables, attachment = self.layout.tables, self.attachment
+        counts = batch[2:].tolist()
+
+        def step(call: LayerCall) -> Attended:
+            layer, out = call.layer, []
+            place = torch.zeros(1, dtype=torch.int64, device=call.q.device)
+            for a, store in enumerate(stores):
+                rank = counts[layer][a]
+                store.write(layer, rank, call.k[a:a + 1], call.v[a:a + 1], tables.rotate)
+                _, k, v = store.attended(layer, rank + 1, tables.rotate)
+                out.append(decode_attention(tables.rotate(layer, call.q[a:a + 1], rank), k, v, place, place + rank + 1,
+                                            call.scale, window=self.layout.shape.sliding[layer], softcap=call.softcap,
+                                            sink_logits=call.sink_logits))
+            return torch.cat(out)
 
         hidden = attachment.hidden(batch[0][:, None], step)
         return attachment.logits(hidden)[:, -1].float()

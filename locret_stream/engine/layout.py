@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from locret_stream.config import ModelShape, StreamConfig, check_window
+from locret_stream.config import ModelShape, StreamConfig, check_codes, check_window
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import uses_triton
 from locret_stream.models import Attachment, RopeTables
@@ -45,9 +45,10 @@ class Layout:
         check_window(budgets, config.chunk_size, shape)
         tables = attachment.tables(max(budgets) + config.chunk_size)
         policy.expect_declared()
+        check_codes(shape, config.store_bits)
         layout = cls(shape, config, policy, budgets, tables,
                      tuple(uses_triton(torch.empty(0, device=place.device)) for place in attachment.places),
-                     tuple(pair is not None and attachment.rotates_on_load(layer)
+                     tuple(pair is not None and attachment.rotates_on_load(layer) and not config.quantised
                            for layer, pair in enumerate(tables.layers)), attachment.dtype)
         for units, window, (sinks, stabilizers) in zip(budgets, shape.sliding, layout.protection, strict=True):
             if not window and sinks + stabilizers >= units:
@@ -73,6 +74,12 @@ class Layout:
     def protection(self) -> list[tuple[int, int]]:
         """`protection_of` every layer, without a focus."""
         return [self.protection_of(layer) for layer in range(self.shape.layers)]
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """How many of the first units of each layer are kept exactly where the others are codes, [L]: those that always
+        stay."""
+        return tuple(first if self.config.quantised else 0 for first, _ in self.protection)
 
     def protection_of(self, layer: int, focus_count: int = 0, units: int | None = None) -> tuple[int, int]:
         """How many of the first units of a layer always stay, a focus of `focus_count` tokens included, and how many of

@@ -24,16 +24,19 @@ class Scorer:
         self.scores: list[Tensor] = []
         self.chunks: list[Chunk] = []
 
-    def see(self, call: LayerCall, q: Tensor, k: Tensor, lse: Tensor | None) -> None:
+    def see(self, call: LayerCall, q: Tensor, keys: Tensor, k: Tensor, lse: Tensor | None) -> None:
         """The forward calls this for every layer, in order, after it wrote the new units behind the committed ones.
 
-        q [1, H*G, T, D] and k [1, H, n+T, D] after RoPE; lse [H*G, T], the rows' log-sum-exp, if attention returned it.
+        q [1, H*G, T, D] and k [1, H, n+T, D] after RoPE, keys [H, n+T, D] before it; lse [H*G, T], the rows'
+        log-sum-exp, if attention returned it.
         """
         store, layer = self.state.store, call.layer
+        if self.layout.config.quantised and "token_logprob" in self.needs:
+            keys, k = keys.clone(), k.clone()  # `finish` reads them, and the next layer is read into the same memory
         total = store.counts[layer] + call.k.shape[2]
         sinks, stabilizers = self.layout.protection_of(layer, len(self.state.focus))
         chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
-                      keys=store.keys(layer, total)[0], scores=store.scores(layer), budget=self.layout.budgets[layer],
+                      keys=keys, scores=store.scores(layer), budget=self.layout.budgets[layer],
                       sinks=sinks, stabilizers=stabilizers, state=self.policy_state)
         if "hidden" in self.needs:
             chunk.hidden = call.hidden[0]

@@ -3,6 +3,8 @@
 The tensors are the units of every layer l, those of the focus left out, as they follow from its ids (`l.keys`,
 `l.values` [H, n, D], `l.scores` [P, H, n], `l.positions` [H, n]); `seen`, `pending`, `history`, `focus`, `next_focus`
 (the position at which it was given, then its ids), `last_hidden`, `peaks`, and the state of the policy as `policy.*`.
+Where committed units are codes, `l.keys` and `l.values` are rows of them, [H, n, bytes] uint8, and `l.first_keys`,
+`l.first_values` and `l.key_mean` are what `QuantisedStore.beside` has.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from locret_stream.cache import stored_row
 from locret_stream.engine.focus import Units, expect_focus
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import MOST_PENDING, EngineState
 from locret_stream.errors import ConfigError, SnapshotCorrupt
 from locret_stream.snapshot import Moment
 from locret_stream.snapshot.format import expect
+
+_BESIDE = ("first_keys", "first_values", "key_mean")  # of every layer, where units are codes
 
 
 def export(layout: Layout, state: EngineState) -> dict[str, Tensor]:
@@ -31,10 +36,12 @@ def moment(layout: Layout, state: EngineState, position: int, stored: Mapping[st
     tensors = _small_tensors(state, position - state.seen)
     if stored is None:
         store, fronts = state.store, layout.fronts(state.focus)
+        tensors |= store.beside()
         scores = [store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)]
         positions = [store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)]
     else:
         expect_units_of(state, stored)
+        tensors |= {name: tensor for name, tensor in stored.items() if name.partition(".")[2] in _BESIDE}
         scores = [stored[f"{layer}.scores"] for layer in range(layout.shape.layers)]
         positions = [stored[f"{layer}.positions"] for layer in range(layout.shape.layers)]
     tensors |= {f"{layer}.scores": tensor for layer, tensor in enumerate(scores)}
@@ -90,7 +97,10 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
     units_of: dict[tuple[int, int | None], int] = {}  # layers of equal budget and window have equally many units
     for layer, kind in enumerate(zip(layout.budgets, shape.sliding, strict=True)):
         units = units_of.setdefault(kind, _expected_units(tensors.get(f"{layer}.keys"), count, *kind, tensors, layout))
-        expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
+        if layout.config.quantised:
+            expected |= _expected_codes(layout, layer, units, tensors)
+        else:
+            expected[f"{layer}.keys"] = expected[f"{layer}.values"] = (dtype, (heads, units, dim))
         expected[f"{layer}.scores"] = (torch.float32, (planes, heads, units))
         expected[f"{layer}.positions"] = (torch.int64, (heads, units))
     if count:
@@ -120,6 +130,19 @@ def expect_loadable(layout: Layout, tensors: Mapping[str, Tensor], fresh: Engine
             0 <= peak <= budget + layout.chunk_size
             for peak, budget in zip(tensors["peaks"].tolist(), layout.budgets, strict=True)):
         raise SnapshotCorrupt("'peaks' are not numbers of units that a layer can hold")
+
+
+def _expected_codes(layout: Layout, layer: int, units: int, tensors: Mapping[str, Tensor]
+                    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of a layer's codes, and of what is stored beside them."""
+    heads, dim, first = layout.shape.kv_heads, layout.shape.head_dim, min(layout.firsts[layer], units)
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        f"{layer}.{part}": (torch.uint8, (heads, units, stored_row(dim, bits, layout.dtype)))
+        for part, bits in zip(("keys", "values"), layout.config.store_bits, strict=True)}
+    expected |= {f"{layer}.{part}": (layout.dtype, (heads, first, dim)) for part in ("first_keys", "first_values")}
+    if units or _focus_in(tensors)[0] or f"{layer}.key_mean" in tensors:
+        expected[f"{layer}.key_mean"] = (torch.float32, (heads, dim))
+    return expected
 
 
 def _expected_units(keys: Tensor | None, seen: int, budget: int, window: int | None, tensors: Mapping[str, Tensor],

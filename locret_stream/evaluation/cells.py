@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         policy: one of `POLICIES`, or "oracle" or "oracle_per_head"; with `knobs`.
         units: the budget, None for everything. sinks, stabilizers, allocation: see `Budget`.
         heads: folder of retaining heads, "" for none.
+        store_bits: of a channel of the K and V that are kept; 16 keeps them as the model has them.
         focus: the first question of each stream is announced before it begins (Locret-Q), and no other one is asked.
     """
 
@@ -43,6 +45,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     streams: int = 16
     first_seed: int = 0
     file: str = ""
+    store_bits: int = 16
 
     @property
     def seeds(self) -> range:
@@ -133,7 +136,10 @@ def file_name(cell: Cell, origin: Origin) -> str:
     """The name of a result's file: readable, and another one for any other cell or origin. Shares of an allocation
     count as floats, as they are when they are read from a file."""
     shares = cell.allocation if isinstance(cell.allocation, str) else tuple(map(float, cell.allocation))
-    digest = _digest((msgspec.structs.replace(cell, heads="", file="", allocation=shares), origin), 6)
+    content = msgspec.to_builtins(msgspec.structs.replace(cell, heads="", file="", allocation=shares))
+    if cell.store_bits == 16:
+        del content["store_bits"]  # results that were measured before there was another number keep their names
+    digest = _digest((content, origin), 6)
     task = re.sub(r"[^\w.-]+", "_", cell.task).strip("_")
     return f"{task}-{cell.policy}-{cell.units or 'all'}-{cell.length}-{digest}.json"
 
@@ -143,7 +149,7 @@ def tag_of(origin: Origin) -> str:
     return _digest(msgspec.structs.replace(origin, heads="", knobs=""), 4)
 
 
-def _digest(content: Origin | tuple[Cell, Origin], size: int) -> str:
+def _digest(content: Origin | tuple[dict[str, Any], Origin], size: int) -> str:
     """`size` bytes in hexadecimal digits."""
     return hashlib.blake2b(msgspec.json.encode(content, order="sorted"), digest_size=size).hexdigest()
 
@@ -160,6 +166,7 @@ def in_words(cell: Cell) -> str:
     if cell.units is None:
         return f"{cell.task}, {cell.policy}, all units, {streams}"
     settings = [f"{name}={value}" for name, value in cell.knobs.items()] + [Path(cell.heads).name] * bool(cell.heads)
+    settings += [f"{cell.store_bits} bits"] * (cell.store_bits != 16)
     settings.append(cell.allocation if isinstance(cell.allocation, str) else ":".join(map(str, cell.allocation)))
     return f"{cell.task}, {cell.policy} ({', '.join(settings)}), {cell.units} units, {streams}"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from locret_stream.config import check_window
+from locret_stream.config import check_store_bits, check_window
 from locret_stream.errors import ConfigError, HeadsMismatch, UnknownPolicy, WindowExceeded
 from locret_stream.evaluation import suite
 from locret_stream.evaluation.cells import Cell, expect_streams
@@ -46,6 +46,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     sinks: int = 4
     stabilizers: int = 16
     focus: bool = False
+    store_bits: tuple[int, ...] = (16,)
 
 
 def with_heads(policy: str) -> bool:
@@ -67,7 +68,9 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
     """
     needless = {"budgets"} if set(axes.policies) <= {FULL} else set()
     needless |= {"tasks", "lengths"} if documents else set()
-    for name in ("tasks", "policies", "budgets", "lengths", "allocations"):
+    for bits in axes.store_bits:
+        check_store_bits(bits)
+    for name in ("tasks", "policies", "budgets", "lengths", "allocations", "store_bits"):
         if not getattr(axes, name) and name not in needless:
             raise ConfigError(f"evaluation: no {name}; expected at least one")
     tasks = [suite.task_named(name) for name in axes.tasks]
@@ -86,8 +89,8 @@ def planned(axes: Axes, documents: Sequence[FileTask] = ()) -> list[Cell]:
         for policy in axes.policies:
             cells += [full] if policy == FULL else [
                 msgspec.structs.replace(full, policy=policy, units=units, sinks=axes.sinks,
-                                        stabilizers=axes.stabilizers, **variant)
-                for units, variant in itertools.product(axes.budgets, variants[policy])]
+                                        stabilizers=axes.stabilizers, store_bits=bits, **variant)
+                for units, bits, variant in itertools.product(axes.budgets, axes.store_bits, variants[policy])]
     return list({msgspec.json.encode(cell): cell for cell in cells}.values())
 
 
@@ -140,7 +143,7 @@ def checked(cells: Iterable[Cell], bench: Bench) -> tuple[list[Cell], dict[str, 
         if cell.heads not in heads:
             heads[cell.heads] = _loaded(cell.heads, bench)
         streams = msgspec.json.encode(msgspec.structs.replace(  # what says which streams, and how they are cut
-            cell, policy=FULL, units=None, sinks=0, stabilizers=0, knobs={}, heads="", allocation=""))
+            cell, policy=FULL, units=None, sinks=0, stabilizers=0, knobs={}, heads="", allocation="", store_bits=16))
         in_bits = bench.task(cell).kind == "bits"
         reason = ""
         if cell.units is None:

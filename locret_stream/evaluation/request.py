@@ -42,6 +42,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         lengths: tokens of a stream. questions: at least so many in a cell.
         allocations: as in `Budget`, shares with commas between them.
         knobs: "POLICY.NAME=VALUE"; given again, another value of that knob.
+        store_bits: of a channel of the K and V that are kept.
         focus: the first question of each stream is announced before the stream begins, and is the only one asked.
         text: the file whose lines the facts lie in; None for the sources of Python's standard library.
     """
@@ -60,6 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stabilizers: int = 32
     allocations: tuple[str, ...] = ("auto",)
     knobs: tuple[str, ...] = ()
+    store_bits: tuple[int, ...] = (16,)
     focus: bool = False
     text: Path | None = None
 
@@ -93,7 +95,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             heads={name: _once(folders[name]) for name in folders if name in policies},
             shares_of=next(iter(folders.get("locret", ())), ""), knobs=knob_values(self.knobs),
             questions=self.questions, chunk_size=self.chunk_size or usual_chunk, sinks=self.sinks,
-            stabilizers=self.stabilizers, focus=self.focus)
+            stabilizers=self.stabilizers, focus=self.focus, store_bits=_once(self.store_bits))
 
     def documents(self) -> list[FileTask]:
         """The files as tasks, each content once. Raises ConfigError: one that cannot be run, or `raw` without any."""

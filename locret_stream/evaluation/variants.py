@@ -33,6 +33,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     stabilizers: int = 0
     chunk_size: int = 0
     focus: bool = False
+    store_bits: int = 16
     everything: bool = False
 
 
@@ -43,7 +44,8 @@ def variant_of(cell: Cell, origin: Origin) -> Variant:
                       chunk_size=cell.chunk_size, focus=cell.focus, everything=cell.units is None)
     if variant.everything:
         return variant
-    return msgspec.structs.replace(variant, allocation=cell.allocation, sinks=cell.sinks, stabilizers=cell.stabilizers)
+    return msgspec.structs.replace(variant, allocation=cell.allocation, sinks=cell.sinks, stabilizers=cell.stabilizers,
+                                   store_bits=cell.store_bits)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +95,10 @@ def _labels_within(folders: dict[Variant, str], usual: Settings | None, given: s
     alike = set.intersection(*(set(variant.knobs) for variant in folders))
     words = {variant: (" ".join(f"{name}={value}" for name, value in variant.knobs
                                 if name in given or (name, value) not in alike),
-                       *_settings_in(variant), heads.get(variant.heads, "no heads"), "focus" if variant.focus else "")
+                       *_settings_in(variant), heads.get(variant.heads, "no heads"), "focus" if variant.focus else "",
+                       f"{variant.store_bits} bits" if variant.store_bits != 16 else "")
              for variant in folders}
-    unusual = {0} | {at for at, word in enumerate(usual.words() if usual else (), 1)
+    unusual = {0, 7} | {at for at, word in enumerate(usual.words() if usual else (), 1)
                      if any(own[at] != word for variant, own in words.items() if not variant.everything)}
     others = [at for at in (1, 5, 6, 2, 3, 4) if at not in unusual]
     for count in range(len(others) + 1):

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from locret_stream.budgets import group_of
+
+CODES = (8, 4, 2)  # bits of a channel that rows of codes are made for
 _BLOCK_ELEMENTS = 1 << 22  # attention logits computed at once: bounds the memory of `attention`, `reduced_attention`
 
 
@@ -73,6 +76,49 @@ def compact_units(tensors: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> N
         out = out.view(*keep.shape, rows.shape[-1])
         torch.gather(rows, 1, keep[..., None].expand_as(out), out=out)
         rows[:, :keep.shape[1]].copy_(out)
+
+
+def quantise_units(x: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
+    """Rows of codes: x [..., D] -> uint8 [..., row_bytes(D, bits)].
+
+    Every row is rounded for itself, so that rows can be moved and never have to be rounded again (law 5). A row has its
+    groups of channels one after another, and a group its codes, the first channel in the lowest bits of the first byte,
+    then scale and zero, fp16 each: channel = code * scale + zero. Codes are rounded against the scale and the zero as
+    they are stored; the least and the greatest channel of a group get the first and the last code.
+
+    Args:
+        bits: of a code, one of `CODES`.
+        mean: [..., D] fp32, subtracted before. Keys whose channels lie far from 0 lose their differences without it.
+    """
+    x = x.float() if mean is None else x.float() - mean
+    size, most = group_of(x.shape[-1]), 2**bits - 1
+    groups = x.unflatten(-1, (-1, size))
+    least, greatest = groups.aminmax(dim=-1, keepdim=True)
+    limit = torch.finfo(torch.float16).max
+    scale = ((greatest - least) / most).clamp(max=limit).half()
+    zero = least.clamp(-limit, limit).half()
+    steps = (groups - zero.float()) / scale.float().masked_fill(scale == 0, 1.0)
+    codes = steps.round().clamp(0, most).nan_to_num(0).to(torch.uint8)
+    per_byte = 8 // bits
+    shifts = torch.arange(per_byte, device=x.device, dtype=torch.uint8) * bits
+    packed = (codes.unflatten(-1, (-1, per_byte)) << shifts).sum(-1, dtype=torch.uint8)
+    return torch.cat([packed, scale.view(torch.uint8), zero.view(torch.uint8)], dim=-1).flatten(-2)
+
+
+def dequantise_units(rows: Tensor, bits: int, out: Tensor, mean: Tensor | None = None) -> Tensor:
+    """What `quantise_units` made, again as channels: rows uint8 [H, N, row_bytes(D, bits)] -> out [H, N, D].
+
+    code * scale is exact in fp32, so that every implementation gives the same bits: it is rounded where zero is added,
+    where `mean` [H, 1, D] fp32 is, and to the dtype of `out`.
+    """
+    size, per_byte = group_of(out.shape[-1]), 8 // bits
+    groups = rows.unflatten(-1, (-1, size * bits // 8 + 4))
+    shifts = torch.arange(per_byte, device=rows.device, dtype=torch.uint8) * bits
+    codes = ((groups[..., :-4, None] >> shifts) & (2**bits - 1)).flatten(-2).float()
+    scale, zero = (groups[..., part].clone(memory_format=torch.contiguous_format).view(torch.float16).float()
+                   for part in (slice(-4, -2), slice(-2, None)))
+    channels = (codes * scale + zero).flatten(-2)
+    return out.copy_(channels if mean is None else channels + mean)
 
 
 def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],

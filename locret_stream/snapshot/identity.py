@@ -26,7 +26,7 @@ class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Args:
         weights: digest of all tensors of the model with their names, loaded adapters included.
         architecture: digest of the model's config: layers, RoPE, attention.
-        dtype: of K and V.
+        dtype: of K and V, and in how many bits they are stored where that is not their own.
         tokenizer, template: digests of the tokenizer's definition and of what the chat template writes.
         heads: digest of the retaining heads, "" if there are none.
         policy, knobs: its name, and its own settings as JSON.

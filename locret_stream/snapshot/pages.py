@@ -10,6 +10,11 @@ unit is live, so they are never in a page but in the manifest, for live units on
     manifest  "masks": page number [ceil(sum over layers of N_l / 8)] u8, a bit per unit, for pages with dead units
 
 The ranges of a manifest's pages are disjoint, ascending, and cover all units (a range without units has no page).
+
+Where units are stored in few bits, `l.keys` and `l.values` are rows of codes, [N_l, bytes] u8, as
+`kernels.reference.quantise_units` makes them, and the manifest's "state" has what is needed beside them:
+`l.first_keys`, `l.first_values` [H, n, D], the first units exactly, and `l.key_mean` [H, D] f32, which is added to
+what the codes of keys say. The `dtype` of its identity names the bits.
 """
 
 from __future__ import annotations
@@ -32,17 +37,28 @@ TAKEN_SHARE = 1.5  # a range that is written is merged with pages before it of u
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape and dtype that all pages of a session share."""
+    """The shape and dtype that all pages of a session share.
+
+    Args:
+        head_dim: items of a unit's K, D, and of its V; where units are stored as rows of codes, uint8, bytes of K.
+        value_dim: items of V where they are of another number.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    value_dim: int | None = None
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Items of a unit's K and of its V."""
+        return {"keys": self.head_dim, "values": self.head_dim if self.value_dim is None else self.value_dim}
 
     @property
     def unit_bytes(self) -> int:
         """Bytes of K and V of one unit."""
-        return 2 * self.head_dim * self.dtype.itemsize
+        return sum(self.dims.values()) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -190,8 +206,8 @@ def read_page(ref: PageRef, body: Page, sections: Mapping[str, memoryview], geom
     expect(index, {"counts": (torch.int32, (geometry.layers, heads)),
                    **{f"{layer}.positions": (torch.int32, (sizes[layer],)) for layer in layers}}, what)
     units = tensors(sections["units"], what)
-    expect(units, {f"{layer}.{part}": (geometry.dtype, (sizes[layer], geometry.head_dim))
-                   for layer in layers for part in ("keys", "values")}, what)
+    expect(units, {f"{layer}.{part}": (geometry.dtype, (sizes[layer], dim))
+                   for layer in layers for part, dim in geometry.dims.items()}, what)
     if sum(sizes) != ref.units:
         raise SnapshotCorrupt(f"{what}: {sum(sizes)} units; expected {ref.units}")
     positions = tuple(index[f"{layer}.positions"].numpy().astype(np.int64) + ref.start for layer in layers)
@@ -243,7 +259,7 @@ class Assembly:
 
     def __init__(self, counts: Sequence[int], geometry: Geometry, what: str):
         self.geometry, self.what, self.counts = geometry, what, tuple(counts)
-        heads, dim = geometry.kv_heads, geometry.head_dim
+        heads = geometry.kv_heads
         if len(self.counts) != geometry.layers:
             raise SnapshotCorrupt(f"{what}: units of {len(self.counts)} layers; expected {geometry.layers}")
         self.end = 0
@@ -253,7 +269,7 @@ class Assembly:
         self._bytes: dict[str, np.ndarray] = {}
         for layer, count in enumerate(self.counts):
             self._bytes[f"{layer}.positions"] = np.empty((heads, count), np.int64)
-            for part in ("keys", "values"):
+            for part, dim in geometry.dims.items():
                 self._bytes[f"{layer}.{part}"] = np.empty((heads, count, dim * geometry.dtype.itemsize), np.uint8)
 
     def add(self, page: PageIndex, units: Mapping[str, Tensor], mask: np.ndarray | None) -> None:

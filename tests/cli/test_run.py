@@ -88,6 +88,20 @@ def test_inspect_prints_the_formula(small: list[str]):
     assert code == 0 and "bytes" in out, err
 
 
+def test_units_in_few_bits(small: list[str]):
+    code, out, err = invoke("inspect", "--json", "--store-bits", 4, *small)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["store_bits"] == [4, 4] and found["bytes_resident"] == found["formula_bytes"]
+    assert sum(found["layer_bytes"]) == found["slot_bytes"]
+    code, out, _ = invoke("inspect", "--store-bits", 4, *small)
+    assert code == 0 and "D · bits / 8 + 4 bytes for each 32 channels" in out
+    code, out, err = invoke("run", "--store-bits", 4, *small, "--ask", "What?", "--max-new-tokens", 3, "--json",
+                            text="The pass key of falcon is 48213.\n" * 20)
+    assert code == 0 and json.loads(out)["answers"], err
+    assert "store_bits is 5" in mistake("inspect", "--store-bits", 5, *small)
+
+
 def test_output_in_an_encoding_that_lacks_characters(small: list[str], tmp_path: Path):
     """What it lacks is written out; JSON stays JSON."""
     note = tmp_path / "note.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -57,6 +58,7 @@ def unstarted(**options: Any) -> Runtime:
     options.setdefault("policy", "h2o")  # stateful, so that the order of commits would show
     options.setdefault("chunk_size", CHUNK)
     options.setdefault("slot_timeout_s", SLOT_S)
+    options.setdefault("store_bits", int(os.environ.get("LOCRET_TEST_STORE_BITS", "16")))  # as for `kit.build`
     options.setdefault("acknowledge", None)  # `test_acknowledge` has the other way
     return Runtime(on, reads, **options)
 

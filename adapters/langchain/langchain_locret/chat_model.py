@@ -51,6 +51,7 @@ from langchain_locret.runtimes import BOUNDARIES, Settings, SharedRuntime, is_re
 from langchain_locret.thread_methods import ThreadMethods
 from langchain_locret.tool_prompt import ToolPrompt
 from locret_stream import ConfigError, __version__
+from locret_stream.config import check_store_bits
 
 if TYPE_CHECKING:  # loads torch
     from langchain_locret.threads import Threads
@@ -58,7 +59,7 @@ if TYPE_CHECKING:  # loads torch
 _END = object()
 _taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
-                   "key", "boundaries", "recalls")
+                   "key", "boundaries", "recalls", "store_bits")
 _WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning}
 _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 
@@ -96,6 +97,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         recalls: whether what a thread has read is searched by the words of the last message, and what is found is read
             again for the answer, whether it was evicted or not; a `Recall` says how much. The receipt's `recalled` has
             it. A call may do without: `bind(recall=False)`.
+        store_bits: of a channel of the K and V that are kept: 16, as the model has them, or 8 or 4 (`Runtime`).
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
@@ -123,6 +125,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     on_mismatch: OnMismatch = "reread"
     focus: str | None = None
     recalls: Any = None
+    store_bits: int | None = None
     runtime: Any = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 512
     temperature: float | None = None
@@ -177,9 +180,11 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         check_timeout(self.timeout)
         if self.recalls not in (True, False, None) and not is_recall(self.recalls):
             raise ConfigError(f"recalls is {self.recalls!r}; expected True, False or Recall(tokens=...)")
+        if self.store_bits is not None:
+            check_store_bits(self.store_bits)
         sampling_of(self, {})
         options = {name: getattr(self, name) for name in
-                   ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
+                   ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "store_bits")}
         options |= {"template": self.chat_template, "recall": self.recalls}
         settings = Settings(
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),

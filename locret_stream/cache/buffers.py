@@ -1,0 +1,94 @@
+"""The tensors of one layer of a pool. Knows no slot's units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from locret_stream.budgets import row_bytes
+from locret_stream.kernels import slot_units
+
+
+@dataclass(slots=True)
+class LayerBuffers:
+    """All slots of one layer. keys, rotated, values [S, H, C, D]; scores [S, P, H, C]; positions [S, H, C].
+
+    `rotated` is `keys` itself where no rotated keys are kept. All layers of a device share one `scratch`.
+    """
+
+    keys: Tensor
+    rotated: Tensor
+    values: Tensor
+    scores: Tensor
+    positions: Tensor
+    scratch: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of this layer, each once; `scratch`, which layers share, is left out."""
+        unrotated = [self.keys, self.values, self.scores, self.positions]
+        return unrotated if self.rotated is self.keys else [*unrotated, self.rotated]
+
+    def write_each(self, slots: Tensor, ranks: Tensor, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
+        """Write one new unit for each of A slots, behind its committed units.
+
+        On an accelerator the indices stay on the device, so that the host does not wait for it.
+
+        Args:
+            slots, ranks: [A], for every unit its slot and its rank there.
+            keys, rotated, values: [A, H, 1, D]; the keys before and after RoPE.
+        """
+        if len(slots) == 1 and slots.device.type == "cpu":
+            slot, rank = int(slots), int(ranks)
+            slot_units(self.keys, slot, rank, rank + 1).copy_(keys)
+            slot_units(self.values, slot, rank, rank + 1).copy_(values)
+            if self.rotated is not self.keys:
+                slot_units(self.rotated, slot, rank, rank + 1).copy_(rotated)
+            return
+        self.keys[slots, :, ranks] = keys[:, :, 0]
+        self.values[slots, :, ranks] = values[:, :, 0]
+        if self.rotated is not self.keys:
+            self.rotated[slots, :, ranks] = rotated[:, :, 0]
+
+
+@dataclass(slots=True)
+class QuantisedBuffers:
+    """All slots of one layer whose committed units are codes.
+
+    keys, values: rows of codes, [S, H, b, bytes] uint8; those of a part that is not coded have its bytes.
+    exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
+    means: of keys, [S, H, D] fp32. scores [S, P, H, b + chunk]; positions [S, H, b + chunk].
+    dense: [3, H, C, D], shared with other layers: keys, values and rotated keys as they were read last.
+    """
+
+    keys: Tensor
+    values: Tensor
+    exact_keys: Tensor
+    exact_values: Tensor
+    means: Tensor
+    scores: Tensor
+    positions: Tensor
+    scratch: Tensor
+    dense: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, heads: int, dim: int, units: int, exact: int, store_bits: tuple[int, int], *,
+              scores: Tensor, positions: Tensor, scratch: Tensor, dense: Tensor) -> QuantisedBuffers:
+        """Buffers of `units` coded units and `exact` exact ones, in the dtype of `dense`."""
+        keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dense.dtype), dtype=torch.uint8,
+                                    device=dense.device) for bits in store_bits)
+        exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dense.dtype, device=dense.device)
+        return cls(keys, values, exact_keys, torch.zeros_like(exact_keys),
+                   torch.zeros(slots, heads, dim, device=dense.device), scores, positions, scratch, dense)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of this layer that have slots."""
+        return [self.keys, self.values, self.exact_keys, self.exact_values, self.means, self.scores, self.positions]
+
+
+def stored_row(dim: int, bits: int, dtype: torch.dtype) -> int:
+    """Bytes of a row of K or V: of codes, or, at 16 bits, of the channels themselves."""
+    return dim * dtype.itemsize if bits == 16 else row_bytes(dim, bits)

@@ -1,0 +1,207 @@
+"""Units in few bits: committed units are codes, rounded once at their commit and moved as they are. Knows no policy.
+
+Rank r of a layer is row r of its codes, as long as it is committed. Exact are, in rows of their own, the first units of
+the stream, to which models attend most, and the units behind the committed ones, chunk or provisional. Keys are coded
+without a mean per channel, which is that of the first units that were coded, and stays. Attention reads a layer from
+one scratch, into which its codes are read and its keys rotated; all layers of a device share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from locret_stream.cache.pool import Pool
+from locret_stream.cache.unit_store import Rotate, UnitStore
+from locret_stream.kernels import compact_units, dequantise_units, quantise_units
+
+
+class QuantisedStore(UnitStore):
+    """One slot of a pool of codes. What its methods do is said where `UnitStore` has them.
+
+    Attributes:
+        fronts: how many of each layer's committed units, at the first ranks, are of a focus.
+        has_mean: by layer, whether the mean of its keys is fixed.
+    """
+
+    def __init__(self, pool: Pool, slot: int):
+        self.pool, self.slot = pool, slot
+        self.counts, self.fronts = [0] * len(pool.coded), [0] * len(pool.coded)
+        self.has_mean = [False] * len(pool.coded)
+
+    # -- a forward pass ---------------------------------------------------------------------------------------
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
+        """As of `UnitStore`."""
+        buffers, first = self.pool.coded[layer], start - self.counts[layer]
+        assert 0 <= first and first + keys.shape[2] <= self.pool.chunk_size, "a forward writes the tail area only"
+        first += self.pool.firsts[layer]
+        buffers.exact_keys[self.slot, :, first:first + keys.shape[2]] = keys[0]
+        buffers.exact_values[self.slot, :, first:first + keys.shape[2]] = values[0]
+
+    def keys(self, layer: int, count: int) -> Tensor:
+        """Keys before RoPE, read from their codes, until the next read of any layer of this device."""
+        return self._dense(layer, count, 0)
+
+    rotated = keys
+
+    def values(self, layer: int, count: int) -> Tensor:
+        """Values, as `keys`."""
+        return self._dense(layer, count, 1)
+
+    def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `UnitStore`, until the next read of any layer of this device."""
+        keys, values = self.keys(layer, count), self.values(layer, count)
+        return keys, rotate(layer, keys, 0, self.pool.coded[layer].dense[2:, :, :count]), values
+
+    def _dense(self, layer: int, count: int, part: int) -> Tensor:
+        """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
+        buffers, committed, tail = self.pool.coded[layer], min(count, self.counts[layer]), self.pool.firsts[layer]
+        bits, rows, exact, mean = self._parts(layer)[part]
+        out = buffers.dense[part, :, :count]
+        if bits == 16:
+            out[:, :committed] = rows[:, :committed].view(out.dtype)
+        else:
+            dequantise_units(rows[:, :committed], bits, out[:, :committed], mean)
+        first = self._firsts(layer)
+        stop = max(first.start, min(first.stop, committed))
+        out[:, first.start:stop] = exact[:, :stop - first.start]
+        out[:, committed:] = exact[:, tail:tail + count - committed]
+        return out[None]
+
+    def _parts(self, layer: int) -> tuple[tuple[int, Tensor, Tensor, Tensor | None], ...]:
+        """Of K and of V: bits, rows of codes, exact units, and the mean."""
+        buffers, slot, (keys, values) = self.pool.coded[layer], self.slot, self.pool.store_bits
+        return ((keys, buffers.keys[slot], buffers.exact_keys[slot], buffers.means[slot][:, None]),
+                (values, buffers.values[slot], buffers.exact_values[slot], None))
+
+    def _firsts(self, layer: int) -> slice:
+        """The ranks of the first units of the stream, which are exact, whether or not they are there already."""
+        return slice(self.fronts[layer], self.fronts[layer] + self.pool.firsts[layer])
+
+    def _coded(self, layer: int, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Rows of codes [H, T, bytes] of keys and of values [H, T, D]; the first ones of a layer fix its mean."""
+        if not self.has_mean[layer] and keys.shape[1]:
+            self.pool.coded[layer].means[self.slot] = keys.float().mean(1)
+            self.has_mean[layer] = True
+        return [part.contiguous().view(torch.uint8) if bits == 16 else quantise_units(part, bits, mean)
+                for part, (bits, _, _, mean) in zip((keys, values), self._parts(layer), strict=True)]
+
+    # -- committed units --------------------------------------------------------------------------------------
+
+    def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """Rows of K and of V of the first `count` committed units as they are stored, [H, count, bytes]."""
+        buffers = self.pool.coded[layer]
+        return buffers.keys[self.slot, :, :count], buffers.values[self.slot, :, :count]
+
+    def scores(self, layer: int) -> Tensor:
+        """As of `UnitStore`."""
+        return self.pool.coded[layer].scores[self.slot, :, :, :self.counts[layer]]
+
+    def positions(self, layer: int) -> Tensor:
+        """As of `UnitStore`."""
+        return self.pool.coded[layer].positions[self.slot, :, :self.counts[layer]]
+
+    def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
+               rotate: Rotate) -> None:
+        """Code the last `new` written units, and keep of all units those at the ranks `keep`; as `UnitStore.commit`."""
+        buffers, slot, count = self.pool.coded[layer], self.slot, self.counts[layer]
+        total, tail, first = count + new, self.pool.firsts[layer], self._firsts(layer)
+        keys, values = (part[slot, :, tail:tail + new] for part in (buffers.exact_keys, buffers.exact_values))
+        at, missing = count - first.start, max(0, min(first.stop, total) - count)
+        buffers.exact_keys[slot, :, at:at + missing] = keys[:, :missing]
+        buffers.exact_values[slot, :, at:at + missing] = values[:, :missing]
+        coded = self._coded(layer, keys, values)
+        buffers.scores[slot, :, :, :total] = scores
+        positions = buffers.positions[slot]
+        positions[:, count:total] = torch.arange(first_position, first_position + new, device=positions.device)
+        joined = [torch.cat(parts, dim=1) for parts in zip(self.rows(layer, count), coded, strict=True)]
+        kept = total
+        if keep is not None:
+            kept = keep.shape[1]
+            compact_units([*joined, *buffers.scores[slot, :, :, :total], positions[:, :total]], keep, buffers.scratch)
+        for rows, moved in zip((buffers.keys, buffers.values), joined, strict=True):
+            rows[slot, :, :kept] = moved[:, :kept]
+        self.counts[layer] = kept
+
+    def copy_from(self, other: UnitStore, tail: int = 0) -> None:
+        """As of `UnitStore`."""
+        assert isinstance(other, QuantisedStore), "slots of one pool are of one kind"
+        for buffers, count, first in zip(self.pool.coded, other.counts, self.pool.firsts, strict=True):
+            for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
+                                         (buffers.exact_keys, 1, first + tail), (buffers.exact_values, 1, first + tail),
+                                         (buffers.means, 1, buffers.means.shape[-1]), (buffers.scores, 2, count),
+                                         (buffers.positions, 1, count)):
+                tensor[self.slot].narrow(axis, 0, length).copy_(tensor[other.slot].narrow(axis, 0, length))
+        self.counts, self.fronts, self.has_mean = list(other.counts), list(other.fronts), list(other.has_mean)
+
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
+                     rotate: Rotate) -> None:
+        """As `UnitStore.put_in_front`. What is put in front is coded as well."""
+        buffers, slot = self.pool.coded[layer], self.slot
+        new = 0 if units is None else units[0].shape[2]
+        total = new + keep.shape[1]
+        assert total <= buffers.keys.shape[2]
+        for rows in (buffers.keys[slot], buffers.values[slot]):
+            rows[:, new:total] = torch.stack([of_head[ranks] for of_head, ranks in zip(rows, keep, strict=True)])
+        for row in (*buffers.scores[slot], buffers.positions[slot]):
+            row[:, new:total] = row.gather(1, keep)
+        self._write_front(layer, units)
+        self.counts[layer], self.fronts[layer] = total, front
+
+    def _write_front(self, layer: int, units: tuple[Tensor, Tensor] | None) -> int:
+        """Write units at the first ranks, with score 0 and negative positions; returns how many they are."""
+        if units is None:
+            return 0
+        buffers, new = self.pool.coded[layer], units[0].shape[2]
+        keys, values = self._coded(layer, units[0][0], units[1][0])
+        buffers.keys[self.slot, :, :new], buffers.values[self.slot, :, :new] = keys, values
+        buffers.scores[self.slot, :, :, :new] = 0
+        buffers.positions[self.slot, :, :new] = torch.arange(-new, 0, device=buffers.positions.device)
+        return new
+
+    # -- as tensors -------------------------------------------------------------------------------------------
+
+    def beside(self) -> dict[str, Tensor]:
+        """Copies of what is stored beside the units of each layer l: `l.first_keys`, `l.first_values` [H, n, D], the
+        first units exactly, and `l.key_mean` [H, D] fp32, once it is fixed."""
+        out: dict[str, Tensor] = {}
+        for layer, buffers in enumerate(self.pool.coded):
+            count = max(0, min(self.pool.firsts[layer], self.counts[layer] - self.fronts[layer]))
+            out[f"{layer}.first_keys"] = buffers.exact_keys[self.slot, :, :count].clone()
+            out[f"{layer}.first_values"] = buffers.exact_values[self.slot, :, :count].clone()
+            if self.has_mean[layer]:
+                out[f"{layer}.key_mean"] = buffers.means[self.slot].clone()
+        return out
+
+    def export(self, fronts: Sequence[int] = ()) -> dict[str, Tensor]:
+        """As `UnitStore.export`, where K and V are rows of codes, and what `beside` has."""
+        out = self.beside()
+        fronts = fronts or [0] * len(self.counts)
+        for layer, (buffers, count, front) in enumerate(zip(self.pool.coded, self.counts, fronts, strict=True)):
+            out[f"{layer}.keys"] = buffers.keys[self.slot, :, front:count].clone()
+            out[f"{layer}.values"] = buffers.values[self.slot, :, front:count].clone()
+            out[f"{layer}.scores"] = buffers.scores[self.slot, :, :, front:count].clone()
+            out[f"{layer}.positions"] = buffers.positions[self.slot, :, front:count].clone()
+        return out
+
+    def load(self, units: Mapping[str, Tensor], rotate: Rotate,
+             fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:
+        """As `UnitStore.load`, of what `export` gave."""
+        for layer, buffers in enumerate(self.pool.coded):
+            slot, mean = self.slot, units.get(f"{layer}.key_mean")
+            self.has_mean[layer] = mean is not None
+            if mean is not None:
+                buffers.means[slot] = mean.to(buffers.means.device)
+            front = self._write_front(layer, fronts[layer] if fronts else None)
+            first_keys = units[f"{layer}.first_keys"]
+            buffers.exact_keys[slot, :, :first_keys.shape[1]] = first_keys.to(buffers.means.device)
+            buffers.exact_values[slot, :, :first_keys.shape[1]] = units[f"{layer}.first_values"]
+            count = front + units[f"{layer}.keys"].shape[1]
+            buffers.keys[slot, :, front:count] = units[f"{layer}.keys"].to(buffers.means.device)
+            buffers.values[slot, :, front:count] = units[f"{layer}.values"]
+            buffers.scores[slot, :, :, front:count] = units[f"{layer}.scores"]
+            buffers.positions[slot, :, front:count] = units[f"{layer}.positions"]
+            self.counts[layer], self.fronts[layer] = count, front

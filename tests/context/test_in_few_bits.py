@@ -1,0 +1,128 @@
+"""A runtime whose committed units are codes: sessions, swaps and forks, budgets in bytes, and the faces that set it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from langchain_locret import LocretChatModel
+from locret_stream import ConfigError, Runtime, SnapshotMismatch
+from locret_stream.evaluation.cells import Cell, Origin, file_name, in_words
+from locret_stream.evaluation.variants import labels
+from tests.context.support import TEXT, expect_same, model, replies, settled, snap, tiny, tokenizer
+
+TOLD = TEXT * 6
+
+
+@pytest.mark.parametrize("bits", [8, 4, (8, 4), (16, 4)])
+def test_a_session_is_resumed_as_it_was(tmp_path: Path, bits: Any):
+    async def main() -> None:
+        async with tiny(store=tmp_path, store_bits=bits) as runtime, runtime.open("a") as ctx:
+            await ctx.feed(TOLD)
+            said, held = await replies(ctx), await snap(ctx)
+        async with tiny(store=tmp_path, store_bits=bits) as runtime:
+            async with runtime.open("a") as ctx:
+                expect_same(settled(await snap(ctx)), settled(held))
+                more = await replies(ctx)
+            assert not (await runtime.replay("a")).differs
+        async with tiny(store_bits=bits) as runtime, runtime.open() as ctx:
+            await ctx.feed(TOLD)
+            assert (await replies(ctx), await replies(ctx)) == (said, more)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 8), (4, 16), (16, 8), ((8, 4), (4, 8))])
+def test_a_session_of_other_bits_is_refused_and_can_be_read_again(tmp_path: Path, first: Any, second: Any):
+    async def main() -> None:
+        async with tiny(store=tmp_path, store_bits=first) as runtime, runtime.open("a") as ctx:
+            await ctx.feed(TOLD)
+        async with tiny(store=tmp_path, store_bits=second) as runtime:
+            with pytest.raises(SnapshotMismatch, match=r"other dtype: found float32.*expected float32") as caught:
+                async with runtime.open("a"):
+                    pass
+            assert caught.value.field == "dtype"
+            async with runtime.open("a", on_mismatch="rebuild") as ctx:
+                again = await snap(ctx)
+        async with tiny(store_bits=second) as runtime, runtime.open() as ctx:
+            await ctx.feed(TOLD)
+            expect_same(settled(again), settled(await snap(ctx)))
+
+    asyncio.run(main())
+
+
+def test_contexts_that_share_a_slot_are_each_as_if_alone(tmp_path: Path):
+    async def main() -> None:
+        async with (tiny(store=tmp_path, max_live=1, store_bits=4) as few, tiny(max_live=3, store_bits=4) as many,
+                    few.open("a") as a, few.open("b") as b, many.open("a") as plain_a, many.open("b") as plain_b):
+            for at in range(0, len(TOLD), 200):
+                for one, plain in ((a, plain_a), (b, plain_b)):
+                    await one.feed(TOLD[at:at + 200])
+                    await plain.feed(TOLD[at:at + 200])
+                    assert await one.ask("?", max_new_tokens=3) == await plain.ask("?", max_new_tokens=3)
+            async with a.fork() as copy:
+                assert await replies(copy) == await replies(plain_a)
+            for one, plain in ((b, plain_b),):
+                expect_same(settled(await snap(one)), settled(await snap(plain)))
+
+    asyncio.run(main())
+
+
+def test_as_many_bytes_hold_more_units():
+    async def units(bits: int) -> tuple[int, int, int]:
+        async with tiny(on=model(hidden=128), budget="300KB", store_bits=bits, policy="streaming_llm") as runtime:
+            assert runtime.engine.pool.bytes_resident == runtime.engine.pool.formula_bytes()
+            async with runtime.open() as ctx:
+                return sum(runtime.engine.budgets), runtime.memory.slot_bytes, ctx.memory.bytes_resident
+
+    (exact, *sizes), (eight, *sizes8), (four, *sizes4) = (asyncio.run(units(bits)) for bits in (16, 8, 4))
+    assert four > 1.4 * eight and eight > 2 * exact
+    for size in (*sizes, *sizes8, *sizes4):
+        assert 0.97 * 300_000 < size <= 300_000
+
+
+def test_the_recalled_is_read_exactly_as_in_a_memory_of_its_own():
+    """What answers read is provisional, and what is committed does not depend on it."""
+    async def main() -> None:
+        async with tiny(store_bits=4, recall=True, units=150, chunk_size=32) as runtime, runtime.open() as ctx:
+            await ctx.feed(TOLD * 3)
+            before = await snap(ctx)
+            await ctx.ask("What is the pass key of falcon?", max_new_tokens=3)
+            expect_same(settled(await snap(ctx)), settled(before))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("bits", [5, "4", (8, 4, 2), True])
+def test_other_numbers_are_refused_before_anything_is_loaded(bits: Any):
+    with pytest.raises(ConfigError, match="store_bits is "):
+        Runtime(model(), tokenizer(), policy="keydiff", store_bits=bits)
+    if isinstance(bits, int) and not isinstance(bits, bool):
+        with pytest.raises(ValueError, match="store_bits is "):
+            LocretChatModel(model="bundled", store_bits=bits)
+
+
+def test_a_second_runtime_beside_has_the_same_bits():
+    async def main() -> None:
+        async with tiny(store_bits=(8, 4)) as runtime, runtime.beside("streaming_llm") as other:
+            assert other.engine.config.store_bits == (8, 4)
+
+    asyncio.run(main())
+
+
+def test_models_of_other_bits_share_no_runtime():
+    one, two, three = (LocretChatModel(model="bundled", store_bits=bits) for bits in (None, 4, 4))
+    assert two.shared is three.shared is not one.shared
+
+
+def test_results_of_an_evaluation_name_bits_only_where_there_are_few():
+    cell = Cell(task="sentences", policy="keydiff", length=99, units=20)
+    few = Cell(task="sentences", policy="keydiff", length=99, units=20, store_bits=4)
+    origin = Origin(weights="w", tokenizer="t", heads="", text="x", tasks=1)
+    assert file_name(cell, origin) == "sentences-keydiff-20-99-33c8a1eda201.json", "as before there were bits"
+    assert file_name(few, origin) != file_name(cell, origin)
+    assert "4 bits" in in_words(few) and "bits" not in in_words(cell)
+    assert sorted(labels([(cell, origin), (few, origin)]).values()) == ["keydiff", "keydiff, 4 bits"]

@@ -1,0 +1,100 @@
+"""Units in few bits: codes are within half a step of what they were made of, and every form reads them alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from locret_stream.budgets import group_of, row_bytes
+from locret_stream.kernels import reference, torch_ops
+from locret_stream.kernels.reference import CODES, quantise_units
+
+
+def units(dim: int, seed: int = 0, count: int = 37) -> Tensor:
+    """[H, N, D] with channels of different sizes and places, as keys have them."""
+    noise = torch.Generator().manual_seed(seed)
+    size, place = torch.rand(dim, generator=noise) * 3 + 0.1, torch.randn(dim, generator=noise) * 4
+    return torch.randn(2, count, dim, generator=noise) * size + place
+
+
+def read(rows: Tensor, bits: int, dim: int, mean: Tensor | None = None, dtype: torch.dtype = torch.float32,
+         by=reference) -> Tensor:
+    return by.dequantise_units(rows, bits, torch.full((*rows.shape[:2], dim), float("nan"), dtype=dtype), mean)
+
+
+@pytest.mark.parametrize("dim,group", [(64, 32), (128, 32), (80, 20), (16, 16), (96, 32), (24, 24)])
+def test_a_row_has_a_scale_and_a_zero_for_each_group_of_channels(dim: int, group: int):
+    assert group_of(dim) == group
+    for bits in CODES:
+        assert row_bytes(dim, bits) == dim * bits // 8 + 4 * dim // group == quantise_units(units(dim), bits).shape[-1]
+    assert 2 * row_bytes(64, 4) == 80 and 2 * row_bytes(64, 8) == 144
+
+
+@pytest.mark.parametrize("bits", CODES)
+@pytest.mark.parametrize("dim", [64, 80, 16])
+def test_every_channel_is_within_half_a_step(bits: int, dim: int):
+    x = units(dim)
+    found = read(quantise_units(x, bits), bits, dim)
+    groups = x.unflatten(-1, (-1, group_of(dim)))
+    span = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)).expand_as(groups).flatten(-2)
+    size = groups.abs().amax(-1, keepdim=True).expand_as(groups).flatten(-2)
+    fp16 = 2.0**-11  # of the stored scale and zero: it may move the ends of the range
+    assert ((found - x).abs() <= span / (2**bits - 1) / 2 + (span + size) * fp16).all()
+    least = (found - x).abs().amax()
+    assert least > 0, "the bound is not met by returning the input"
+
+
+def test_the_order_of_the_bytes_is_as_specified():
+    """Two groups: codes with the first channel in the lowest bits, then scale and zero, little-endian fp16."""
+    x = torch.stack([torch.arange(32.0) % 16, 100 + 2 * (torch.arange(32.0) % 16)]).flatten()[None, None]
+    row = quantise_units(x, 4)[0, 0]
+    nibbles = [at % 16 | (at + 1) % 16 << 4 for at in range(0, 32, 2)]
+    one, two, hundred, zero = ([*torch.tensor([value]).half().view(torch.uint8).tolist()]
+                               for value in (1.0, 2.0, 100.0, 0.0))
+    assert row.tolist() == [*nibbles, *one, *zero, *nibbles, *two, *hundred]
+    assert torch.equal(read(row[None, None], 4, 64), x)
+
+
+@pytest.mark.parametrize("bits", CODES)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_mean", [False, True])
+def test_all_forms_read_the_same_bits(bits: int, dim: int, dtype: torch.dtype, with_mean: bool):
+    x = units(dim)
+    mean = x.mean(1, keepdim=True) if with_mean else None
+    pool = torch.zeros(2, 50, row_bytes(dim, bits), dtype=torch.uint8)
+    pool[:, 3:40] = quantise_units(x, bits, mean)
+    expected = read(pool[:, 3:40], bits, dim, mean, dtype)
+    assert torch.equal(read(pool[:, 3:40], bits, dim, mean, dtype, torch_ops), expected)
+    assert torch.equal(read(pool[:, 3:4], bits, dim, mean, dtype, torch_ops), expected[:, :1]), "a row alone"
+    assert read(pool[:, 3:3], bits, dim, mean, dtype, torch_ops).shape == (2, 0, dim)
+
+
+@pytest.mark.parametrize("bits", CODES)
+def test_a_row_does_not_depend_on_its_neighbours(bits: int):
+    x = units(64)
+    assert torch.equal(torch.cat([quantise_units(x[:, at:at + 1], bits) for at in range(x.shape[1])], 1),
+                       quantise_units(x, bits))
+
+
+@pytest.mark.parametrize("bits", CODES)
+def test_keys_far_from_zero_keep_their_differences_once_the_mean_is_removed(bits: int):
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 64, 64, generator=noise) * 0.1 + torch.randn(64, generator=noise) * 13
+    mean = x.mean(1, keepdim=True)
+    raw, less = (read(quantise_units(x, bits, m), bits, 64, m) for m in (None, mean))
+    assert (less - x).square().mean() * 100 < (raw - x).square().mean()
+
+
+@pytest.mark.parametrize("bits", CODES)
+def test_strange_numbers_stay_where_they_are(bits: int):
+    x = torch.zeros(1, 6, 64)
+    x[0, 1] = 3.0  # equal channels have no steps between them
+    x[0, 2, 0], x[0, 3, 0], x[0, 4, 40], x[0, 5] = 1e30, -1e30, float("nan"), 1e-30
+    for by in (reference, torch_ops):
+        found = read(quantise_units(x, bits), bits, 64, by=by)
+        assert torch.equal(found[0, :2], x[0, :2]), "exact"
+        assert found[0, 2:4].isfinite().all() and found[0, 2, 0] > 1e4 > -1e4 > found[0, 3, 0]
+        assert found[0, 4, 32:].isnan().all() and torch.equal(found[0, 4, :32], x[0, 4, :32]), "its group alone"
+        assert found[0, 5].abs().max() < 1e-6
