@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 
 PYRAMID_BETA = 20
-GROUP = 32  # the most channels that share a scale and a zero
 MOST_USUAL = 6000, 1024  # budget and chunk size that Locret was measured with (arXiv:2410.01805, section 4)
 
 
@@ -20,14 +19,15 @@ def in_bytes(count: float) -> str:
     return f"{count:,.1f} GiB"
 
 
-def group_of(dim: int) -> int:
-    """Channels of a head that share a scale and a zero: the largest divisor of the head dim, at most 32."""
-    return next(size for size in range(min(dim, GROUP), 0, -1) if dim % size == 0)
+def group_of(dim: int, bits: int) -> int:
+    """Channels of a head that share a scale and a zero in codes of so many bits: the largest divisor of the head dim,
+    at most 64 at 8 bits, where the two are fp32, else at most 32, where they are fp16."""
+    return next(size for size in range(min(dim, 64 if bits == 8 else 32), 0, -1) if dim % size == 0)
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Bytes of one row of codes: D channels of so many bits, and 4 bytes for each group of channels."""
-    return dim * bits // 8 + 4 * (dim // group_of(dim))
+    """Bytes of one row of codes: D channels of so many bits, and a scale and a zero for each group of channels."""
+    return dim * bits // 8 + (8 if bits == 8 else 4) * (dim // group_of(dim, bits))
 
 
 def usual_memory(window: int) -> tuple[int, int]:

@@ -254,9 +254,8 @@ def check_store_bits(value: object) -> tuple[int, int]:
 
 def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
     """Raises ConfigError: groups of channels of this model do not fill whole bytes in so few bits."""
-    group = group_of(shape.head_dim)
     for bits in store_bits:
-        if bits != 16 and group * bits % 8:
+        if bits != 16 and (group := group_of(shape.head_dim, bits)) * bits % 8:
             raise ConfigError(f"store_bits is {bits}: with a head dim of {shape.head_dim}, {group} channels share a "
                               "scale and fill no whole bytes; expected 16 or 8")
 

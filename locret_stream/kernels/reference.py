@@ -83,20 +83,23 @@ def quantise_units(x: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
 
     Every row is rounded for itself, so that rows can be moved and never have to be rounded again (law 5). A row has its
     groups of channels one after another, and a group its codes, the first channel in the lowest bits of the first byte,
-    then scale and zero, fp16 each: channel = code * scale + zero. Codes are rounded against the scale and the zero as
-    they are stored; the least and the greatest channel of a group get the first and the last code.
+    then scale and zero, fp16 each, or at 8 bits fp32: channel = code * scale + zero. Codes are rounded against the
+    scale and the zero as they are stored; the least and the greatest channel of a group get the first and the last
+    code. It is the layout of torch's quantised embeddings, a group in place of a row.
 
     Args:
         bits: of a code, one of `CODES`.
         mean: [..., D] fp32, subtracted before. Keys whose channels lie far from 0 lose their differences without it.
     """
     x = x.float() if mean is None else x.float() - mean
-    size, most = group_of(x.shape[-1]), 2**bits - 1
+    size, most, stored = group_of(x.shape[-1], bits), 2**bits - 1, _stored(bits)
     groups = x.unflatten(-1, (-1, size))
     least, greatest = groups.aminmax(dim=-1, keepdim=True)
-    limit = torch.finfo(torch.float16).max
-    scale = ((greatest - least) / most).clamp(max=limit).half()
-    zero = least.clamp(-limit, limit).half()
+    limit = torch.finfo(stored).max
+    scale = ((greatest / most - least / most).clamp(max=limit)).to(stored)
+    if stored == torch.float32:  # to 16 bits, so that code * scale is exact
+        scale = ((scale.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
+    zero = least.clamp(-limit, limit).to(stored)
     steps = (groups - zero.float()) / scale.float().masked_fill(scale == 0, 1.0)
     codes = steps.round().clamp(0, most).nan_to_num(0).to(torch.uint8)
     per_byte = 8 // bits
@@ -111,14 +114,19 @@ def dequantise_units(rows: Tensor, bits: int, out: Tensor, mean: Tensor | None =
     code * scale is exact in fp32, so that every implementation gives the same bits: it is rounded where zero is added,
     where `mean` [H, 1, D] fp32 is, and to the dtype of `out`.
     """
-    size, per_byte = group_of(out.shape[-1]), 8 // bits
-    groups = rows.unflatten(-1, (-1, size * bits // 8 + 4))
+    per_byte, width = 8 // bits, _stored(bits).itemsize
+    groups = rows.unflatten(-1, (-1, group_of(out.shape[-1], bits) * bits // 8 + 2 * width))
     shifts = torch.arange(per_byte, device=rows.device, dtype=torch.uint8) * bits
-    codes = ((groups[..., :-4, None] >> shifts) & (2**bits - 1)).flatten(-2).float()
-    scale, zero = (groups[..., part].clone(memory_format=torch.contiguous_format).view(torch.float16).float()
-                   for part in (slice(-4, -2), slice(-2, None)))
+    codes = ((groups[..., :-2 * width, None] >> shifts) & (2**bits - 1)).flatten(-2).float()
+    scale, zero = (groups[..., part].clone(memory_format=torch.contiguous_format).view(_stored(bits)).float()
+                   for part in (slice(-2 * width, -width), slice(-width, None)))
     channels = (codes * scale + zero).flatten(-2)
     return out.copy_(channels if mean is None else channels + mean)
+
+
+def _stored(bits: int) -> torch.dtype:
+    """The dtype of the scale and the zero of a group of codes."""
+    return torch.float32 if bits == 8 else torch.float16
 
 
 def score_units(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, fc2: Tensor, act: Callable[[Tensor], Tensor],

@@ -19,7 +19,7 @@ from locret_stream.kernels.reference import slot_units
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
-_UNPACK = {4: "embedding_bag_4bit_unpack", 2: "embedding_bag_2bit_unpack"}  # torch's own, of rows of one group
+_UNPACK = {bits: f"embedding_bag_{name}_unpack" for bits, name in ((8, "byte"), (4, "4bit"), (2, "2bit"))}
 
 
 def compact_units(tensors: Sequence[Tensor], keep: Tensor, scratch: Tensor) -> None:
@@ -50,20 +50,22 @@ def select_units(scores: Tensor, budget: int, sinks: int = 0, stabilizers: int =
 
 
 def dequantise_units(rows: Tensor, bits: int, out: Tensor, mean: Tensor | None = None) -> Tensor:
-    """`reference.dequantise_units`; on a CPU codes of 4 and 2 bits by torch's unpacking of quantised embeddings, whose
-    rows are a group of these, up to fifteen times as fast."""
-    if bits not in _UNPACK or rows.device.type != "cpu" or not out.numel():
+    """`reference.dequantise_units`; on a CPU by torch's unpacking of quantised embeddings, whose rows are a group of
+    these, up to fifteen times as fast."""
+    if rows.device.type != "cpu" or not out.numel():
         return reference.dequantise_units(rows, bits, out, mean)
-    unpack = getattr(torch.ops.quantized, _UNPACK[bits])
-    group_bytes = group_of(out.shape[-1]) * bits // 8 + 4
-    for head, of_head in enumerate(rows):
-        channels = unpack(of_head.contiguous().view(-1, group_bytes)).view(out.shape[1:])
-        if mean is None:
-            out[head].copy_(channels)
+    unpack, dim = getattr(torch.ops.quantized, _UNPACK[bits]), out.shape[-1]
+    group_bytes = rows.shape[-1] // (dim // group_of(dim, bits))
+    whole = rows.is_contiguous()  # as where a layer is full
+    for part, of_part, of_mean in [(rows, out, mean)] if whole else [
+            (rows[head], out[head], None if mean is None else mean[head]) for head in range(len(rows))]:
+        channels = unpack(part.contiguous().view(-1, group_bytes)).view(of_part.shape)
+        if of_mean is None:
+            of_part.copy_(channels)
         elif out.dtype == torch.float32:
-            torch.add(channels, mean[head], out=out[head])
+            torch.add(channels, of_mean, out=of_part)
         else:
-            out[head].copy_(channels.add_(mean[head]))
+            of_part.copy_(channels.add_(of_mean))
     return out
 
 

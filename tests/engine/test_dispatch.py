@@ -58,6 +58,29 @@ def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_both_dispatches_keep_the_same_units_in_few_bits(bits: int, monkeypatch):
+    """A channel between two codes may get either of them."""
+    states, ids = {}, ids_of(4 * CHUNK + 3)
+    for dispatch in ("torch", "triton"):
+        monkeypatch.setenv("LOCRET_KERNELS", dispatch)
+        engine = build("locret", on=model("llama"), units=UNITS, chunk_size=CHUNK, slots=2, store_bits=bits)
+        state, again = engine.open(1), engine.open(0)
+        feed(engine, state, ids)
+        states[dispatch] = engine.export(state), engine.logits(state)
+        for start in range(0, len(ids), 5):
+            feed(engine, again, ids[start:start + 5])
+            engine.logits(again)
+        assert_same(engine.export(again), engine.export(state))
+    (expected, expected_logits), (found, logits) = states["torch"], states["triton"]
+    for layer, budget in enumerate(engine.budgets):
+        assert torch.equal(found[f"{layer}.positions"], expected[f"{layer}.positions"])
+        codes = [one[f"{layer}.values"][:, :, :-8].int() for one in (found, expected)]  # behind them are scale and zero
+        differ = (codes[0] != codes[1]).float().mean()
+        assert differ < 0.02, f"{differ:.3f} of the codes of {budget} units"
+    torch.testing.assert_close(logits, expected_logits, rtol=0.05, atol=0.05)
+
+
 def test_law_2_the_committed_state_is_a_function_of_the_tokens(triton):
     """Bit for bit: in pieces, with answers between, beside a neighbour, in another slot."""
     engine, ids = engine_of("h2o", "llama"), ids_of(3 * CHUNK + 2)

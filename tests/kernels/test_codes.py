@@ -23,11 +23,14 @@ def read(rows: Tensor, bits: int, dim: int, mean: Tensor | None = None, dtype: t
     return by.dequantise_units(rows, bits, torch.full((*rows.shape[:2], dim), float("nan"), dtype=dtype), mean)
 
 
-@pytest.mark.parametrize("dim,group", [(64, 32), (128, 32), (80, 20), (16, 16), (96, 32), (24, 24)])
-def test_a_row_has_a_scale_and_a_zero_for_each_group_of_channels(dim: int, group: int):
-    assert group_of(dim) == group
+@pytest.mark.parametrize(("dim", "group", "of_eight"), [(64, 32, 64), (128, 32, 64), (80, 20, 40), (16, 16, 16),
+                                                        (96, 32, 48), (24, 24, 24)])
+def test_a_row_has_a_scale_and_a_zero_for_each_group_of_channels(dim: int, group: int, of_eight: int):
     for bits in CODES:
-        assert row_bytes(dim, bits) == dim * bits // 8 + 4 * dim // group == quantise_units(units(dim), bits).shape[-1]
+        size, beside = (of_eight, 8) if bits == 8 else (group, 4)
+        assert group_of(dim, bits) == size
+        assert row_bytes(dim, bits) == dim * bits // 8 + beside * dim // size
+        assert row_bytes(dim, bits) == quantise_units(units(dim), bits).shape[-1]
     assert 2 * row_bytes(64, 4) == 80 and 2 * row_bytes(64, 8) == 144
 
 
@@ -36,11 +39,11 @@ def test_a_row_has_a_scale_and_a_zero_for_each_group_of_channels(dim: int, group
 def test_every_channel_is_within_half_a_step(bits: int, dim: int):
     x = units(dim)
     found = read(quantise_units(x, bits), bits, dim)
-    groups = x.unflatten(-1, (-1, group_of(dim)))
+    groups = x.unflatten(-1, (-1, group_of(dim, bits)))
     span = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)).expand_as(groups).flatten(-2)
     size = groups.abs().amax(-1, keepdim=True).expand_as(groups).flatten(-2)
-    fp16 = 2.0**-11  # of the stored scale and zero: it may move the ends of the range
-    assert ((found - x).abs() <= span / (2**bits - 1) / 2 + (span + size) * fp16).all()
+    stored = 2.0**-16 if bits == 8 else 2.0**-11  # precision of scale and zero: it may move the ends of the range
+    assert ((found - x).abs() <= span / (2**bits - 1) / 2 + (span + size) * stored).all()
     least = (found - x).abs().amax()
     assert least > 0, "the bound is not met by returning the input"
 
@@ -54,6 +57,10 @@ def test_the_order_of_the_bytes_is_as_specified():
                                for value in (1.0, 2.0, 100.0, 0.0))
     assert row.tolist() == [*nibbles, *one, *zero, *nibbles, *two, *hundred]
     assert torch.equal(read(row[None, None], 4, 64), x)
+    x = (torch.arange(64.0) * 4 + 1)[None, None]
+    x[..., -1] = 256  # 255 steps of one: the scale and the zero are 1, fp32 each
+    row = quantise_units(x, 8)[0, 0]
+    assert row.tolist() == [*(x[0, 0] - 1).int().tolist(), *torch.ones(2).view(torch.uint8).tolist()]
 
 
 @pytest.mark.parametrize("bits", CODES)
@@ -63,8 +70,11 @@ def test_the_order_of_the_bytes_is_as_specified():
 def test_all_forms_read_the_same_bits(bits: int, dim: int, dtype: torch.dtype, with_mean: bool):
     x = units(dim)
     mean = x.mean(1, keepdim=True) if with_mean else None
+    rows = quantise_units(x, bits, mean)
+    whole = read(rows, bits, dim, mean, dtype)
+    assert torch.equal(read(rows, bits, dim, mean, dtype, torch_ops), whole), "all of a layer at once"
     pool = torch.zeros(2, 50, row_bytes(dim, bits), dtype=torch.uint8)
-    pool[:, 3:40] = quantise_units(x, bits, mean)
+    pool[:, 3:40] = rows
     expected = read(pool[:, 3:40], bits, dim, mean, dtype)
     assert torch.equal(read(pool[:, 3:40], bits, dim, mean, dtype, torch_ops), expected)
     assert torch.equal(read(pool[:, 3:4], bits, dim, mean, dtype, torch_ops), expected[:, :1]), "a row alone"
@@ -96,5 +106,7 @@ def test_strange_numbers_stay_where_they_are(bits: int):
         found = read(quantise_units(x, bits), bits, 64, by=by)
         assert torch.equal(found[0, :2], x[0, :2]), "exact"
         assert found[0, 2:4].isfinite().all() and found[0, 2, 0] > 1e4 > -1e4 > found[0, 3, 0]
-        assert found[0, 4, 32:].isnan().all() and torch.equal(found[0, 4, :32], x[0, 4, :32]), "its group alone"
+        first = 0 if bits == 8 else 32
+        assert found[0, 4, first:].isnan().all(), "its group"
+        assert torch.equal(found[0, 4, :first], x[0, 4, :first]), "and no other"
         assert found[0, 5].abs().max() < 1e-6
