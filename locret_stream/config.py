@@ -165,6 +165,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not _is_whole(self.chunk_size) or self.chunk_size < 1:
             raise ConfigError(f"chunk_size is {self.chunk_size!r}; expected a whole number of tokens, at least 1")
+        msgspec.structs.force_setattr(self, "store_bits", check_store_bits(self.store_bits))
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,16 +254,21 @@ def check_store_bits(value: object) -> tuple[int, int]:
 
 
 def check_codes(shape: ModelShape, store_bits: tuple[int, int]) -> None:
-    """Raises ConfigError: groups of channels of this model do not fill whole bytes in so few bits."""
+    """Raises ConfigError: groups of channels of this model do not fill whole bytes in so few bits, or codes would take
+    no less than exact units."""
     for bits in store_bits:
         if bits != 16 and (group := group_of(shape.head_dim, bits)) * bits % 8:
             raise ConfigError(f"store_bits is {bits}: with a head dim of {shape.head_dim}, {group} channels share a "
-                              "scale and fill no whole bytes; expected 16 or 8")
+                              "scale and fill no whole bytes; expected 16, or 8")
+        if bits != 16 and row_bytes(shape.head_dim, bits) >= shape.head_dim * shape.item_bytes:
+            raise ConfigError(f"store_bits is {bits}: with a head dim of {shape.head_dim} codes take "
+                              f"{row_bytes(shape.head_dim, bits)} bytes and exact units "
+                              f"{shape.head_dim * shape.item_bytes}; expected 16")
 
 
 class UnitBytes(NamedTuple):
     """Bytes in one KV head of one layer: of a kept unit, of a unit of the chunk, of each of the first units that are
-    kept exactly beside their codes, and of the mean that keys are stored without."""
+    kept exactly beside their codes, and of the means that keys are stored without."""
 
     kept: int
     new: int
@@ -285,7 +291,7 @@ def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2,
     if store_bits == (16, 16):
         return UnitBytes((key_copies + 1) * row + beside, (key_copies + 1) * row + beside)
     rows = sum(row if bits == 16 else row_bytes(shape.head_dim, bits) for bits in store_bits)
-    return UnitBytes(rows + beside, 2 * row + beside, 2 * row, 4 * shape.head_dim)
+    return UnitBytes(rows + beside, 2 * row + beside, 2 * row, 8 * shape.head_dim)
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,
@@ -337,9 +343,8 @@ def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *
         most = max(windows) if len(windows) == len(shape.sliding) else MOST_UNITS
         value = largest(lambda units: slot_bytes(units) <= size, most)
         if value < 1:
-            capacity = int(size // of_kept)
-            raise ConfigError(f"budget {match[0].strip()!r} holds {capacity} units per KV head, chunk_size alone takes "
-                              f"{chunk_size}; expected a larger size or a smaller chunk_size")
+            raise ConfigError(f"budget {match[0].strip()!r}: one unit per KV head and a chunk of {chunk_size} take "
+                              f"{slot_bytes(1):,} bytes; expected a larger size or a smaller chunk_size")
     if not _is_whole(value):
         raise ConfigError(f"budget is {value!r}; expected units per KV head (6000), a size ('512MiB') or a Budget")
     return budget_of(value)

@@ -59,7 +59,8 @@ class QuantisedBuffers:
 
     keys, values: rows of codes, [S, H, b, bytes] uint8; those of a part that is not coded have its bytes.
     exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
-    means: of keys, [S, H, D] fp32. scores [S, P, H, b + chunk]; positions [S, H, b + chunk].
+    means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32.
+    scores [S, P, H, b + chunk]; positions [S, H, b + chunk].
     dense: [3, H, C, D], shared with other layers: keys, values and rotated keys as they were read last.
     """
 
@@ -81,7 +82,7 @@ class QuantisedBuffers:
                                     device=dense.device) for bits in store_bits)
         exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dense.dtype, device=dense.device)
         return cls(keys, values, exact_keys, torch.zeros_like(exact_keys),
-                   torch.zeros(slots, heads, dim, device=dense.device), scores, positions, scratch, dense)
+                   torch.zeros(slots, 2, heads, dim, device=dense.device), scores, positions, scratch, dense)
 
     @property
     def tensors(self) -> list[Tensor]:

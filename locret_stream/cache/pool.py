@@ -7,10 +7,11 @@
 
 Where committed units are codes (see `cache.quantised_store`):
 
-    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l) * new + (b_l + chunk) * beside + 4 * D)
+    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l) * new + (b_l + chunk) * beside + 8 * D)
             + scratch
-    kept = row(K) + row(V)                             (row: D * bits / 8 + 4 for each 32 channels; D * item at 16 bits)
-    new = 2 * D * item, beside = 4 * planes + 8        (first_l: the first units of layer l, which are kept exactly too)
+    kept = row(K) + row(V)                             (see `budgets.row_bytes`; D * item at 16 bits)
+    new = 2 * D * item, beside = 4 * planes + 8        (first_l: the first units of layer l, which are kept exactly too:
+                                                        its sinks, none where it has a sliding window)
     scratch = H * max_l(b_l) * max(D * item, 8) + 3 * H * max_l(b_l + chunk) * D * item
 """
 

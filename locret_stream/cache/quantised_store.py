@@ -2,8 +2,9 @@
 
 Rank r of a layer is row r of its codes, as long as it is committed. Exact are, in rows of their own, the first units of
 the stream, to which models attend most, and the units behind the committed ones, chunk or provisional. Keys are coded
-without a mean per channel, which is that of the first units that were coded, and stays. Attention reads a layer from
-one scratch, into which its codes are read and its keys rotated; all layers of a device share it.
+without a mean per channel, which is that of the first chunk, and stays; those of a focus without a mean of their own.
+Attention reads a layer from one scratch, into which its codes are read and its keys rotated; all layers of a device
+share it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ class QuantisedStore(UnitStore):
 
     Attributes:
         fronts: how many of each layer's committed units, at the first ranks, are of a focus.
-        has_mean: by layer, whether the mean of its keys is fixed.
     """
 
     def __init__(self, pool: Pool, slot: int):
-        self.pool, self.slot = pool, slot
-        self.counts, self.fronts = [0] * len(pool.coded), [0] * len(pool.coded)
-        self.has_mean = [False] * len(pool.coded)
+        super().__init__(pool, slot)
+        self.fronts = [0] * len(pool.coded)
 
     # -- a forward pass ---------------------------------------------------------------------------------------
 
@@ -59,35 +58,36 @@ class QuantisedStore(UnitStore):
     def _dense(self, layer: int, count: int, part: int) -> Tensor:
         """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
         buffers, committed, tail = self.pool.coded[layer], min(count, self.counts[layer]), self.pool.firsts[layer]
-        bits, rows, exact, mean = self._parts(layer)[part]
-        out = buffers.dense[part, :, :count]
+        bits, rows, exact, means = self._parts(layer)[part]
+        out, first = buffers.dense[part, :, :count], self._firsts(layer)
         if bits == 16:
             out[:, :committed] = rows[:, :committed].view(out.dtype)
         else:
-            dequantise_units(rows[:, :committed], bits, out[:, :committed], mean)
-        first = self._firsts(layer)
+            front = min(first.start, committed)
+            dequantise_units(rows[:, :front], bits, out[:, :front], means[1])
+            dequantise_units(rows[:, front:committed], bits, out[:, front:committed], means[0])
         stop = max(first.start, min(first.stop, committed))
         out[:, first.start:stop] = exact[:, :stop - first.start]
         out[:, committed:] = exact[:, tail:tail + count - committed]
         return out[None]
 
-    def _parts(self, layer: int) -> tuple[tuple[int, Tensor, Tensor, Tensor | None], ...]:
-        """Of K and of V: bits, rows of codes, exact units, and the mean."""
+    def _parts(self, layer: int) -> tuple[tuple[int, Tensor, Tensor, Sequence[Tensor | None]], ...]:
+        """Of K and of V: bits, rows of codes, exact units, and the means of the stream and of a focus, [H, 1, D]."""
         buffers, slot, (keys, values) = self.pool.coded[layer], self.slot, self.pool.store_bits
-        return ((keys, buffers.keys[slot], buffers.exact_keys[slot], buffers.means[slot][:, None]),
-                (values, buffers.values[slot], buffers.exact_values[slot], None))
+        return ((keys, buffers.keys[slot], buffers.exact_keys[slot], buffers.means[slot][:, :, None].unbind()),
+                (values, buffers.values[slot], buffers.exact_values[slot], (None, None)))
 
     def _firsts(self, layer: int) -> slice:
         """The ranks of the first units of the stream, which are exact, whether or not they are there already."""
         return slice(self.fronts[layer], self.fronts[layer] + self.pool.firsts[layer])
 
-    def _coded(self, layer: int, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Rows of codes [H, T, bytes] of keys and of values [H, T, D]; the first ones of a layer fix its mean."""
-        if not self.has_mean[layer] and keys.shape[1]:
-            self.pool.coded[layer].means[self.slot] = keys.float().mean(1)
-            self.has_mean[layer] = True
-        return [part.contiguous().view(torch.uint8) if bits == 16 else quantise_units(part, bits, mean)
-                for part, (bits, _, _, mean) in zip((keys, values), self._parts(layer), strict=True)]
+    def _coded(self, layer: int, keys: Tensor, values: Tensor, *, focus: bool) -> list[Tensor]:
+        """Rows of codes [H, T, bytes] of keys and of values [H, T, D]. All units of a focus come at once and fix its
+        mean; those of the first chunk fix that of the stream."""
+        if focus or self.counts[layer] == self.fronts[layer]:
+            self.pool.coded[layer].means[self.slot, int(focus)] = keys.float().mean(1)
+        return [part.contiguous().view(torch.uint8) if bits == 16 else quantise_units(part, bits, means[focus])
+                for part, (bits, _, _, means) in zip((keys, values), self._parts(layer), strict=True)]
 
     # -- committed units --------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class QuantisedStore(UnitStore):
         at, missing = count - first.start, max(0, min(first.stop, total) - count)
         buffers.exact_keys[slot, :, at:at + missing] = keys[:, :missing]
         buffers.exact_values[slot, :, at:at + missing] = values[:, :missing]
-        coded = self._coded(layer, keys, values)
+        coded = self._coded(layer, keys, values, focus=False)
         buffers.scores[slot, :, :, :total] = scores
         positions = buffers.positions[slot]
         positions[:, count:total] = torch.arange(first_position, first_position + new, device=positions.device)
@@ -132,10 +132,10 @@ class QuantisedStore(UnitStore):
         for buffers, count, first in zip(self.pool.coded, other.counts, self.pool.firsts, strict=True):
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
                                          (buffers.exact_keys, 1, first + tail), (buffers.exact_values, 1, first + tail),
-                                         (buffers.means, 1, buffers.means.shape[-1]), (buffers.scores, 2, count),
+                                         (buffers.means, 0, 2), (buffers.scores, 2, count),
                                          (buffers.positions, 1, count)):
                 tensor[self.slot].narrow(axis, 0, length).copy_(tensor[other.slot].narrow(axis, 0, length))
-        self.counts, self.fronts, self.has_mean = list(other.counts), list(other.fronts), list(other.has_mean)
+        self.counts, self.fronts = list(other.counts), list(other.fronts)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
                      rotate: Rotate) -> None:
@@ -156,7 +156,7 @@ class QuantisedStore(UnitStore):
         if units is None:
             return 0
         buffers, new = self.pool.coded[layer], units[0].shape[2]
-        keys, values = self._coded(layer, units[0][0], units[1][0])
+        keys, values = self._coded(layer, units[0][0], units[1][0], focus=True)
         buffers.keys[self.slot, :, :new], buffers.values[self.slot, :, :new] = keys, values
         buffers.scores[self.slot, :, :, :new] = 0
         buffers.positions[self.slot, :, :new] = torch.arange(-new, 0, device=buffers.positions.device)
@@ -166,14 +166,14 @@ class QuantisedStore(UnitStore):
 
     def beside(self) -> dict[str, Tensor]:
         """Copies of what is stored beside the units of each layer l: `l.first_keys`, `l.first_values` [H, n, D], the
-        first units exactly, and `l.key_mean` [H, D] fp32, once it is fixed."""
+        first units exactly, and `l.key_mean` [H, D] fp32, once there are any."""
         out: dict[str, Tensor] = {}
         for layer, buffers in enumerate(self.pool.coded):
             count = max(0, min(self.pool.firsts[layer], self.counts[layer] - self.fronts[layer]))
             out[f"{layer}.first_keys"] = buffers.exact_keys[self.slot, :, :count].clone()
             out[f"{layer}.first_values"] = buffers.exact_values[self.slot, :, :count].clone()
-            if self.has_mean[layer]:
-                out[f"{layer}.key_mean"] = buffers.means[self.slot].clone()
+            if self.counts[layer] > self.fronts[layer]:
+                out[f"{layer}.key_mean"] = buffers.means[self.slot, 0].clone()
         return out
 
     def export(self, fronts: Sequence[int] = ()) -> dict[str, Tensor]:
@@ -192,9 +192,8 @@ class QuantisedStore(UnitStore):
         """As `UnitStore.load`, of what `export` gave."""
         for layer, buffers in enumerate(self.pool.coded):
             slot, mean = self.slot, units.get(f"{layer}.key_mean")
-            self.has_mean[layer] = mean is not None
             if mean is not None:
-                buffers.means[slot] = mean.to(buffers.means.device)
+                buffers.means[slot, 0] = mean.to(buffers.means.device)
             front = self._write_front(layer, fronts[layer] if fronts else None)
             first_keys = units[f"{layer}.first_keys"]
             buffers.exact_keys[slot, :, :first_keys.shape[1]] = first_keys.to(buffers.means.device)

@@ -29,9 +29,10 @@ Examples:
 
 FORMULA = "bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)"
 FORMULA_IN_BITS = (
-    "bytes = slots · Σ H · (b_l · rows + (chunk + sinks) · 2 · D · item + (b_l + chunk) · (4 · planes + 8) + 4 · D)\n"
+    "bytes = slots · Σ H · (b_l · rows + (chunk + sinks) · 2 · D · item + (b_l + chunk) · (4 · planes + 8) + 8 · D)\n"
     "        + H · max b_l · max(D · item, 8) + 3 · H · max(b_l + chunk) · D · item\n"
-    "rows: D · bits / 8 + 4 bytes for each 32 channels, of K and of V")
+    "rows: of K and of V, D · bits / 8, and for each group of at most 32 channels 4 (at 8 bits: of at most 64, 8); no "
+    "sinks in layers with a sliding window")
 
 
 @grouped

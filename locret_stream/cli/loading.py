@@ -39,6 +39,10 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
             raise ConfigError(f"budget is a number of {len(budget):,} digits; expected units per KV head, or a size "
                               "such as '512MiB'")
         given["budget"] = int(budget)
+    if options.store_bits is not None:
+        bits = [int(part) if part.strip().isdecimal() and len(part) < 9 else part[:9]
+                for part in options.store_bits.split(",", 2)]
+        given["store_bits"] = bits[0] if len(bits) == 1 else tuple(bits)
     given = {name: value for name, value in given.items() if value is not None}
     if options.acknowledge == "":
         given["acknowledge"] = None

@@ -31,9 +31,9 @@ Acknowledge = Annotated[str | None, typer.Option(show_default="OK.; none for bun
     'The reply between what was read and a question, which then has a turn of its own; "" for both in one turn.'))]
 Recall = Annotated[bool | None, typer.Option("--recall", help=(
     "Before each question read again what has its words, evicted or not; all that is read is kept as text for that."))]
-StoreBits = Annotated[int | None, typer.Option(show_default="16", help=(
-    "Bits of a channel of the K and V that are kept: 16 (as the model has them), or 8 or 4, which hold two to five "
-    "times as many units in the same bytes."))]
+StoreBits = Annotated[str | None, typer.Option(show_default="16", metavar="BITS[,BITS]", help=(
+    "Bits of a channel of the K and V that are kept, or of each: 16 (as the model has them), or 8 or 4, which hold "
+    "more units in the same bytes; 2 is coarse."))]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
 DEFAULT_STORE = "~/.local/share/locret"

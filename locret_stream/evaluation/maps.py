@@ -173,7 +173,8 @@ async def _retention(bench: Bench, cell: Cell, label: str) -> Retention:
     wanted: list[tuple[int, int]] = []
     moments: list[tuple[int, Tensor]] = []  # (tokens read, kept [L, H, tokens])
     async with Runtime(bench.model, bench.tokenizer, policy=cell.policy, knobs=cell.knobs, heads=cell.heads or None,
-                       budget=cell.budget, chunk_size=cell.chunk_size, max_live=1) as runtime:
+                       budget=cell.budget, chunk_size=cell.chunk_size, max_live=1,
+                       store_bits=cell.store_bits) as runtime:
         items = list(task.items(cell.first_seed, cell.length, runtime.count_tokens, bench.text.lines))
         step = max(cell.chunk_size, cell.length // LOOKS)
         async with runtime.open(raw=True if task.raw else None) as ctx:
@@ -251,7 +252,7 @@ def _ids(bench: Bench, cell: Cell) -> list[int]:
 async def _overlaps(bench: Bench, cell: Cell, ids: list[int], prefixes: list[int]) -> list[float]:
     whole = Budget(units=len(ids), sinks=0, stabilizers=0, allocation="uniform")
     async with (Runtime(bench.model, bench.tokenizer, policy=cell.policy, knobs=cell.knobs, heads=cell.heads or None,
-                        budget=whole, chunk_size=cell.chunk_size, max_live=1) as runtime,
+                        budget=whole, chunk_size=cell.chunk_size, max_live=1, store_bits=cell.store_bits) as runtime,
                 runtime.open(raw=True) as ctx):
         scored = [layer for layer, window in enumerate(runtime.engine.shape.sliding) if not window]
         early = []

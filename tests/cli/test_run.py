@@ -95,11 +95,14 @@ def test_units_in_few_bits(small: list[str]):
     assert found["store_bits"] == [4, 4] and found["bytes_resident"] == found["formula_bytes"]
     assert sum(found["layer_bytes"]) == found["slot_bytes"]
     code, out, _ = invoke("inspect", "--store-bits", 4, *small)
-    assert code == 0 and "D · bits / 8 + 4 bytes for each 32 channels" in out
+    assert code == 0 and "D · bits / 8, and for each group of at most 32 channels" in out
+    code, out, _ = invoke("inspect", "--json", "--store-bits", "8,4", *small)
+    assert code == 0 and json.loads(out)["store_bits"] == [8, 4]
     code, out, err = invoke("run", "--store-bits", 4, *small, "--ask", "What?", "--max-new-tokens", 3, "--json",
                             text="The pass key of falcon is 48213.\n" * 20)
     assert code == 0 and json.loads(out)["answers"], err
-    assert "store_bits is 5" in mistake("inspect", "--store-bits", 5, *small)
+    for wrong, said in (("5", "5"), ("8,", "(8, '')"), ("four", "'four'"), ("9" * 5000, "'999")):
+        assert f"store_bits is {said}" in mistake("inspect", "--store-bits", wrong, *small)
 
 
 def test_output_in_an_encoding_that_lacks_characters(small: list[str], tmp_path: Path):

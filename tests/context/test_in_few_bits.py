@@ -100,9 +100,8 @@ def test_the_recalled_is_read_exactly_as_in_a_memory_of_its_own():
 def test_other_numbers_are_refused_before_anything_is_loaded(bits: Any):
     with pytest.raises(ConfigError, match="store_bits is "):
         Runtime(model(), tokenizer(), policy="keydiff", store_bits=bits)
-    if isinstance(bits, int) and not isinstance(bits, bool):
-        with pytest.raises(ValueError, match="store_bits is "):
-            LocretChatModel(model="bundled", store_bits=bits)
+    with pytest.raises(ValueError, match="store_bits is "):
+        LocretChatModel(model="bundled", store_bits=bits)
 
 
 def test_a_second_runtime_beside_has_the_same_bits():
@@ -114,8 +113,10 @@ def test_a_second_runtime_beside_has_the_same_bits():
 
 
 def test_models_of_other_bits_share_no_runtime():
-    one, two, three = (LocretChatModel(model="bundled", store_bits=bits) for bits in (None, 4, 4))
-    assert two.shared is three.shared is not one.shared
+    given = (None, 16, 4, (4, 4), [8, 4])
+    plain, exact, two, three, four = (LocretChatModel(model="bundled", store_bits=bits) for bits in given)
+    assert plain.shared is exact.shared and two.shared is three.shared
+    assert len({id(one.shared) for one in (plain, two, four)}) == 3
 
 
 def test_results_of_an_evaluation_name_bits_only_where_there_are_few():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,7 +83,7 @@ def test_law_1_cap_during_decode_of_five_chunks(bits: int | tuple[int, int]):
     shape, dtype = engine.shape, engine.attachment.dtype
     heads, dim, item = shape.kv_heads, shape.head_dim, dtype.itemsize
     rows = sum(stored_row(dim, one, dtype) for one in check_store_bits(bits))
-    of_slot = sum(heads * (units * rows + (SINKS + CHUNK) * 2 * dim * item + (units + CHUNK) * 12 + 4 * dim)
+    of_slot = sum(heads * (units * rows + (SINKS + CHUNK) * 2 * dim * item + (units + CHUNK) * 12 + 8 * dim)
                   for units in engine.budgets)
     scratch = heads * max(engine.budgets) * dim * item + 3 * heads * (max(engine.budgets) + CHUNK) * dim * item
     assert pool.slot_bytes == of_slot
@@ -127,7 +128,7 @@ def test_law_5_no_drift(policy: str, bits: int | tuple[int, int], monkeypatch: p
     for at in range(0, len(ids), CHUNK):
         feed(engine, state, ids[at:at + CHUNK])
         for layer, (keys, values) in seen.items():
-            stored_mean = engine.pool.coded[layer].means[0][:, None]
+            stored_mean = engine.pool.coded[layer].means[0, 0][:, None]
             mean = means.setdefault(layer, stored_mean.clone())
             assert torch.equal(mean, stored_mean), "it stays"
             assert at or torch.allclose(mean, keys.mean(1, keepdim=True), atol=1e-6)
@@ -200,6 +201,25 @@ def test_a_focus_is_coded_as_well_and_comes_back_from_its_ids():
     assert torch.equal(engine.logits(state), engine.logits(loaded))
 
 
+@pytest.mark.parametrize("on", ["llama", "gemma3", "gpt-oss"])
+def test_a_focus_before_the_first_commit_comes_back_and_changes_no_mean(on: str):
+    engine = engine_of(4, "locret", on, units=40, allocation="uniform")
+    plain, state, ids = engine.open(0), engine.open(1), ids_of(3 * CHUNK, seed=3)
+    engine.focus(state, ids_of(9, seed=5))
+    engine.focus(state, ids_of(7, seed=6))
+    state = engine.load(engine.export(state), 2)
+    again = engine.open(3)
+    engine.focus(again, ids_of(7, seed=6))
+    for one in (plain, state, again):
+        feed(engine, one, ids)
+    assert_same(engine.export(state), engine.export(again))
+    first = engine.shape.sliding.index(None) if None in engine.shape.sliding else 0
+    means = engine.pool.coded[first].means[:, 0]
+    assert torch.equal(means[2], means[3])
+    found, exact = (engine.pool.coded[0].means[slot, 0] for slot in (2, 0))
+    assert torch.allclose(found, exact, atol=1e-5), "of the first layer, whose keys see no other units"
+
+
 def test_a_thinned_memory_keeps_its_first_units_exact():
     engine = engine_of(4, units=60, allocation="uniform")
     state = engine.open(0)
@@ -237,9 +257,20 @@ def test_other_numbers_of_bits_are_refused(value: object):
         check_store_bits(value)
 
 
+def test_a_config_holds_two_numbers_whatever_it_was_given():
+    budget = Budget(units=20)
+    assert StreamConfig(budget=budget, store_bits=4).store_bits == (4, 4) == StreamConfig(
+        budget=budget, store_bits=[4, 4]).store_bits
+    assert not StreamConfig(budget=budget, store_bits=16).quantised
+    with pytest.raises(ConfigError, match="store_bits is"):
+        StreamConfig(budget=budget, store_bits=(5, 3))
+
+
 def test_a_head_dim_whose_groups_fill_no_bytes_is_refused():
     shape = ModelShape(layers=1, kv_heads=1, groups=1, head_dim=35, vocab=9, window=99, item_bytes=4, sliding=(None,))
     check_codes(shape, (8, 16))
+    with pytest.raises(ConfigError, match="head dim of 6 codes take 14 bytes and exact units 12"):
+        check_codes(msgspec.structs.replace(shape, head_dim=6, item_bytes=2), (8, 8))
     with pytest.raises(ConfigError, match="head dim of 35, 7 channels"):
         check_codes(shape, (8, 4))
 

@@ -97,7 +97,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         recalls: whether what a thread has read is searched by the words of the last message, and what is found is read
             again for the answer, whether it was evicted or not; a `Recall` says how much. The receipt's `recalled` has
             it. A call may do without: `bind(recall=False)`.
-        store_bits: of a channel of the K and V that are kept: 16, as the model has them, or 8 or 4 (`Runtime`).
+        store_bits: of a channel of the K and V that are kept, of `locret_stream.Runtime`: 16, 8, 4, or two numbers.
         runtime: one of your own in place of all these; it needs a store to keep threads.
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
@@ -125,7 +125,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     on_mismatch: OnMismatch = "reread"
     focus: str | None = None
     recalls: Any = None
-    store_bits: int | None = None
+    store_bits: Any = None
     runtime: Any = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 512
     temperature: float | None = None
@@ -180,12 +180,12 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         check_timeout(self.timeout)
         if self.recalls not in (True, False, None) and not is_recall(self.recalls):
             raise ConfigError(f"recalls is {self.recalls!r}; expected True, False or Recall(tokens=...)")
-        if self.store_bits is not None:
-            check_store_bits(self.store_bits)
+        bits = None if self.store_bits is None else check_store_bits(self.store_bits)
         sampling_of(self, {})
         options = {name: getattr(self, name) for name in
-                   ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "store_bits")}
-        options |= {"template": self.chat_template, "recall": self.recalls}
+                   ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype")}
+        options |= {"template": self.chat_template, "recall": self.recalls,
+                    "store_bits": bits if bits != (16, 16) else None}
         settings = Settings(
             model=self.model, options=tuple((name, value) for name, value in options.items() if value is not None),
             store=store, key=key,

@@ -78,7 +78,7 @@ def is_recall(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    return not isinstance(value, (str, int, float, Path, type(None), msgspec.Struct))
+    return not isinstance(value, (str, int, float, tuple, Path, type(None), msgspec.Struct))
 
 
 class RuntimeLoop:
