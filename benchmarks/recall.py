@@ -43,9 +43,11 @@ def one_seed(seed: int, options: argparse.Namespace) -> dict:
     torch.set_num_threads(max(1, torch.get_num_threads() // options.jobs))
 
     async def whole() -> dict:
-        async with Runtime.from_pretrained(options.model, policy=options.policy, max_live=1) as runtime:
+        async with Runtime.from_pretrained(options.model, policy=options.policy, max_live=1, budget=options.budget,
+                                           recall=options.recall, store_bits=options.store_bits) as runtime:
             row = await one_stream(runtime, seed, options.tokens, options.forms, options.decoys)
-            return {**row, "budgets": runtime.engine.budgets, "chunk_size": runtime.engine.chunk_size}
+            return {**row, "budgets": runtime.engine.budgets, "chunk_size": runtime.engine.chunk_size,
+                    "slot_bytes": runtime.memory.slot_bytes}
 
     return asyncio.run(whole())
 
@@ -61,9 +63,11 @@ def run(options: argparse.Namespace) -> dict:
             print(f"seed {rows[-1]['seed']}: recall {rows[-1]['recall']:.3f}, mean of {len(rows)} {mean:.3f}, "
                   f"{rows[-1]['tok_per_s']:,.0f} tok/s", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row["seed"])
-    budgets, chunk_size = rows[0]["budgets"], rows[0]["chunk_size"]
-    rows = [{name: value for name, value in row.items() if name not in ("budgets", "chunk_size")} for row in rows]
+    budgets, chunk_size, slot_bytes = (rows[0].pop(name) for name in ("budgets", "chunk_size", "slot_bytes"))
+    rows = [{name: value for name, value in row.items() if name not in ("budgets", "chunk_size", "slot_bytes")}
+            for row in rows]
     return {"policy": options.policy, "forms": options.forms, "tokens": options.tokens, "decoys": options.decoys,
+            "recall": options.recall, "store_bits": options.store_bits, "slot_bytes": slot_bytes,
             "budgets": budgets, "mean_units_with_chunk": statistics.mean(budgets) + chunk_size, "jobs": options.jobs,
             "recall_mean": statistics.mean(r["recall"] for r in rows),
             "recall_min": min(r["recall"] for r in rows), "seeds": rows}
@@ -78,6 +82,9 @@ def main() -> None:
     parser.add_argument("--decoys", type=int, default=110)
     parser.add_argument("--policy", default="locret")
     parser.add_argument("--model", default="bundled")
+    parser.add_argument("--budget", type=int, help="units per KV head; by default those of the model")
+    parser.add_argument("--store-bits", type=int, default=16, help="bits of a channel of the units that are kept")
+    parser.add_argument("--recall", action="store_true", help="read again, before each question, what has its words")
     parser.add_argument("--jobs", type=int, default=2, help="streams at a time; they share the cores evenly")
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
