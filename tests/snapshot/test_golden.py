@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from locret_stream.errors import SnapshotTooNew
+from locret_stream.kernels import dequantise_units
 from locret_stream.snapshot.format import VERSION
+from tests.snapshot.golden import make_codes
 from tests.snapshot.golden.make_golden import plain
-from tests.snapshot.support import KEY, load, local_store, of_version, resume, save
+from tests.snapshot.support import IDENTITY, KEY, load, local_store, of_version, resume, save
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.glob("v*"))
@@ -56,3 +59,18 @@ def test_one_of_a_later_version_is_too_new(golden: Path):
     with pytest.raises(SnapshotTooNew, match=f"version {VERSION + 1}"):
         for name in ("alice", "alice/fork"):
             load(store, name)[0].close()
+
+
+@pytest.mark.parametrize("name", make_codes.BITS)
+def test_codes_that_an_earlier_library_wrote_mean_what_they_meant(name: str, tmp_path: Path):
+    """Each channel is within half a step, by the formula that the store was made with."""
+    bits = make_codes.BITS[name]
+    branch = local_store(shutil.copytree(GOLDEN / "codes", tmp_path / "codes")).branch(name)
+    tensors = branch.load(IDENTITY, make_codes.geometry(bits), (make_codes.SEEN,) * make_codes.LAYERS).tensors
+    branch.close()
+    for layer in range(make_codes.LAYERS):
+        for part, of, exact in zip(("keys", "values"), bits, make_codes.channels(layer), strict=True):
+            rows, mean = tensors[f"{layer}.{part}"], tensors[f"{layer}.key_mean"][:, None] if part == "keys" else None
+            found = rows.view(torch.float32) if of == 16 else dequantise_units(rows, of, torch.empty_like(exact), mean)
+            assert (found - exact).abs().max() <= (0 if of == 16 else 1.01 / (2**of - 1))
+            assert torch.equal(tensors[f"{layer}.first_{part}"], exact[:, :make_codes.FIRST])
