@@ -63,12 +63,12 @@ def run(options: argparse.Namespace) -> dict:
             print(f"seed {rows[-1]['seed']}: recall {rows[-1]['recall']:.3f}, mean of {len(rows)} {mean:.3f}, "
                   f"{rows[-1]['tok_per_s']:,.0f} tok/s", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row["seed"])
-    budgets, chunk_size, slot_bytes = (rows[0].pop(name) for name in ("budgets", "chunk_size", "slot_bytes"))
-    rows = [{name: value for name, value in row.items() if name not in ("budgets", "chunk_size", "slot_bytes")}
-            for row in rows]
+    alike = {name: rows[0][name] for name in ("budgets", "chunk_size", "slot_bytes")}
+    rows = [{name: value for name, value in row.items() if name not in alike} for row in rows]
     return {"policy": options.policy, "forms": options.forms, "tokens": options.tokens, "decoys": options.decoys,
-            "recall": options.recall, "store_bits": options.store_bits, "slot_bytes": slot_bytes,
-            "budgets": budgets, "mean_units_with_chunk": statistics.mean(budgets) + chunk_size, "jobs": options.jobs,
+            "recall": options.recall, "store_bits": options.store_bits, "slot_bytes": alike["slot_bytes"],
+            "budgets": alike["budgets"],
+            "mean_units_with_chunk": statistics.mean(alike["budgets"]) + alike["chunk_size"], "jobs": options.jobs,
             "recall_mean": statistics.mean(r["recall"] for r in rows),
             "recall_min": min(r["recall"] for r in rows), "seeds": rows}
 

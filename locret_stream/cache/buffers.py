@@ -54,24 +54,19 @@ class LayerBuffers:
 
 
 @dataclass(slots=True)
-class QuantisedBuffers:
+class QuantisedBuffers(LayerBuffers):
     """All slots of one layer whose committed units are codes.
 
-    keys, values: rows of codes, [S, H, b, bytes] uint8; those of a part that is not coded have its bytes.
+    keys (also as `rotated`), values: rows of codes, [S, H, b, bytes] uint8; those of a part that is not coded have its
+    bytes.
     exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
     means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32.
-    scores [S, P, H, b + chunk]; positions [S, H, b + chunk].
     dense: [3, H, C, D], shared with other layers: keys, values and rotated keys as they were read last.
     """
 
-    keys: Tensor
-    values: Tensor
     exact_keys: Tensor
     exact_values: Tensor
     means: Tensor
-    scores: Tensor
-    positions: Tensor
-    scratch: Tensor
     dense: Tensor
 
     @classmethod
@@ -81,8 +76,9 @@ class QuantisedBuffers:
         keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dense.dtype), dtype=torch.uint8,
                                     device=dense.device) for bits in store_bits)
         exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dense.dtype, device=dense.device)
-        return cls(keys, values, exact_keys, torch.zeros_like(exact_keys),
-                   torch.zeros(slots, 2, heads, dim, device=dense.device), scores, positions, scratch, dense)
+        return cls(keys=keys, rotated=keys, values=values, scores=scores, positions=positions, scratch=scratch,
+                   exact_keys=exact_keys, exact_values=torch.zeros_like(exact_keys),
+                   means=torch.zeros(slots, 2, heads, dim, device=dense.device), dense=dense)
 
     @property
     def tensors(self) -> list[Tensor]:

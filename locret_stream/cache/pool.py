@@ -57,12 +57,11 @@ class Pool:
         dense = {device: torch.zeros(3, heads, max(budgets) + chunk_size, dim, dtype=dtype, device=device)
                  for device in self.devices if self.quantised}
         self.layers: list[LayerBuffers] = []
-        self.coded: list[QuantisedBuffers] = []
         for units, rotates, first, device in zip(budgets, self.rope, self.firsts, devices, strict=True):
             scores = torch.zeros(slots, planes, heads, units + chunk_size, device=device)
             positions = torch.zeros(slots, heads, units + chunk_size, dtype=torch.int64, device=device)
             if self.quantised:
-                self.coded.append(QuantisedBuffers.empty(
+                self.layers.append(QuantisedBuffers.empty(
                     slots, heads, dim, units, first + chunk_size, store_bits, scores=scores, positions=positions,
                     scratch=scratches[device], dense=dense[device]))
                 continue
@@ -74,13 +73,13 @@ class Pool:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of slots, layer by layer."""
-        return [t for layer in self.layers for t in layer.tensors] + [t for layer in self.coded for t in layer.tensors]
+        return [t for layer in self.layers for t in layer.tensors]
 
     @property
     def bytes_resident(self) -> int:
         """Bytes that the pool's tensors really take."""
-        shared = {id(t): t for layer in self.layers for t in (layer.scratch,)}
-        shared |= {id(t): t for layer in self.coded for t in (layer.scratch, layer.dense)}
+        shared = {id(t): t for layer in self.layers for t in (
+            (layer.scratch, layer.dense) if isinstance(layer, QuantisedBuffers) else (layer.scratch,))}
         return sum(t.untyped_storage().nbytes() for t in (*self.tensors, *shared.values()))
 
     @property

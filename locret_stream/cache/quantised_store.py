@@ -14,27 +14,24 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.cache.pool import Pool
+from locret_stream.cache.buffers import QuantisedBuffers
 from locret_stream.cache.unit_store import Rotate, UnitStore
 from locret_stream.kernels import compact_units, dequantise_units, quantise_units
 
 
 class QuantisedStore(UnitStore):
-    """One slot of a pool of codes. What its methods do is said where `UnitStore` has them.
+    """One slot of a pool of codes. What its methods do is said where `UnitStore` has them."""
 
-    Attributes:
-        fronts: how many of each layer's committed units, at the first ranks, are of a focus.
-    """
-
-    def __init__(self, pool: Pool, slot: int):
-        super().__init__(pool, slot)
-        self.fronts = [0] * len(pool.coded)
+    def _buffers(self, layer: int) -> QuantisedBuffers:
+        buffers = self.pool.layers[layer]
+        assert isinstance(buffers, QuantisedBuffers), "a pool of codes has no others"
+        return buffers
 
     # -- a forward pass ---------------------------------------------------------------------------------------
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
         """As of `UnitStore`."""
-        buffers, first = self.pool.coded[layer], start - self.counts[layer]
+        buffers, first = self._buffers(layer), start - self.counts[layer]
         assert 0 <= first and first + keys.shape[2] <= self.pool.chunk_size, "a forward writes the tail area only"
         first += self.pool.firsts[layer]
         buffers.exact_keys[self.slot, :, first:first + keys.shape[2]] = keys[0]
@@ -53,11 +50,11 @@ class QuantisedStore(UnitStore):
     def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
         """As of `UnitStore`, until the next read of any layer of this device."""
         keys, values = self.keys(layer, count), self.values(layer, count)
-        return keys, rotate(layer, keys, 0, self.pool.coded[layer].dense[2:, :, :count]), values
+        return keys, rotate(layer, keys, 0, self._buffers(layer).dense[2:, :, :count]), values
 
     def _dense(self, layer: int, count: int, part: int) -> Tensor:
         """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
-        buffers, committed, tail = self.pool.coded[layer], min(count, self.counts[layer]), self.pool.firsts[layer]
+        buffers, committed, tail = self._buffers(layer), min(count, self.counts[layer]), self.pool.firsts[layer]
         bits, rows, exact, means = self._parts(layer)[part]
         out, first = buffers.dense[part, :, :count], self._firsts(layer)
         if bits == 16:
@@ -73,7 +70,7 @@ class QuantisedStore(UnitStore):
 
     def _parts(self, layer: int) -> tuple[tuple[int, Tensor, Tensor, Sequence[Tensor | None]], ...]:
         """Of K and of V: bits, rows of codes, exact units, and the means of the stream and of a focus, [H, 1, D]."""
-        buffers, slot, (keys, values) = self.pool.coded[layer], self.slot, self.pool.store_bits
+        buffers, slot, (keys, values) = self._buffers(layer), self.slot, self.pool.store_bits
         return ((keys, buffers.keys[slot], buffers.exact_keys[slot], buffers.means[slot][:, :, None].unbind()),
                 (values, buffers.values[slot], buffers.exact_values[slot], (None, None)))
 
@@ -81,39 +78,27 @@ class QuantisedStore(UnitStore):
         """The ranks of the first units of the stream, which are exact, whether or not they are there already."""
         return slice(self.fronts[layer], self.fronts[layer] + self.pool.firsts[layer])
 
-    def _coded(self, layer: int, keys: Tensor, values: Tensor, *, focus: bool) -> list[Tensor]:
-        """Rows of codes [H, T, bytes] of keys and of values [H, T, D]. All units of a focus come at once and fix its
-        mean; those of the first chunk fix that of the stream."""
-        if focus or self.counts[layer] == self.fronts[layer]:
-            self.pool.coded[layer].means[self.slot, int(focus)] = keys.float().mean(1)
-        return [part.contiguous().view(torch.uint8) if bits == 16 else quantise_units(part, bits, means[focus])
-                for part, (bits, _, _, means) in zip((keys, values), self._parts(layer), strict=True)]
-
     # -- committed units --------------------------------------------------------------------------------------
 
-    def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """Rows of K and of V of the first `count` committed units as they are stored, [H, count, bytes]."""
-        buffers = self.pool.coded[layer]
-        return buffers.keys[self.slot, :, :count], buffers.values[self.slot, :, :count]
-
-    def scores(self, layer: int) -> Tensor:
-        """As of `UnitStore`."""
-        return self.pool.coded[layer].scores[self.slot, :, :, :self.counts[layer]]
-
-    def positions(self, layer: int) -> Tensor:
-        """As of `UnitStore`."""
-        return self.pool.coded[layer].positions[self.slot, :, :self.counts[layer]]
+    def _stored(self, layer: int, keys: Tensor, values: Tensor, *, focus: bool) -> tuple[Tensor, Tensor]:
+        """Rows of codes, [H, T, bytes] each. All units of a focus come at once and fix its mean; those of the first
+        chunk fix that of the stream."""
+        if focus or self.counts[layer] == self.fronts[layer]:
+            self._buffers(layer).means[self.slot, int(focus)] = keys.float().mean(1)
+        coded = [part.contiguous().view(torch.uint8) if bits == 16 else quantise_units(part, bits, means[focus])
+                 for part, (bits, _, _, means) in zip((keys, values), self._parts(layer), strict=True)]
+        return coded[0], coded[1]
 
     def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
                rotate: Rotate) -> None:
         """Code the last `new` written units, and keep of all units those at the ranks `keep`; as `UnitStore.commit`."""
-        buffers, slot, count = self.pool.coded[layer], self.slot, self.counts[layer]
+        buffers, slot, count = self._buffers(layer), self.slot, self.counts[layer]
         total, tail, first = count + new, self.pool.firsts[layer], self._firsts(layer)
         keys, values = (part[slot, :, tail:tail + new] for part in (buffers.exact_keys, buffers.exact_values))
         at, missing = count - first.start, max(0, min(first.stop, total) - count)
         buffers.exact_keys[slot, :, at:at + missing] = keys[:, :missing]
         buffers.exact_values[slot, :, at:at + missing] = values[:, :missing]
-        coded = self._coded(layer, keys, values, focus=False)
+        coded = self._stored(layer, keys, values, focus=False)
         buffers.scores[slot, :, :, :total] = scores
         positions = buffers.positions[slot]
         positions[:, count:total] = torch.arange(first_position, first_position + new, device=positions.device)
@@ -128,8 +113,8 @@ class QuantisedStore(UnitStore):
 
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """As of `UnitStore`."""
-        assert isinstance(other, QuantisedStore), "slots of one pool are of one kind"
-        for buffers, count, first in zip(self.pool.coded, other.counts, self.pool.firsts, strict=True):
+        for layer, (count, first) in enumerate(zip(other.counts, self.pool.firsts, strict=True)):
+            buffers = self._buffers(layer)
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
                                          (buffers.exact_keys, 1, first + tail), (buffers.exact_values, 1, first + tail),
                                          (buffers.means, 0, 2), (buffers.scores, 2, count),
@@ -137,38 +122,14 @@ class QuantisedStore(UnitStore):
                 tensor[self.slot].narrow(axis, 0, length).copy_(tensor[other.slot].narrow(axis, 0, length))
         self.counts, self.fronts = list(other.counts), list(other.fronts)
 
-    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
-                     rotate: Rotate) -> None:
-        """As `UnitStore.put_in_front`. What is put in front is coded as well."""
-        buffers, slot = self.pool.coded[layer], self.slot
-        new = 0 if units is None else units[0].shape[2]
-        total = new + keep.shape[1]
-        assert total <= buffers.keys.shape[2]
-        for rows in (buffers.keys[slot], buffers.values[slot]):
-            rows[:, new:total] = torch.stack([of_head[ranks] for of_head, ranks in zip(rows, keep, strict=True)])
-        for row in (*buffers.scores[slot], buffers.positions[slot]):
-            row[:, new:total] = row.gather(1, keep)
-        self._write_front(layer, units)
-        self.counts[layer], self.fronts[layer] = total, front
-
-    def _write_front(self, layer: int, units: tuple[Tensor, Tensor] | None) -> int:
-        """Write units at the first ranks, with score 0 and negative positions; returns how many they are."""
-        if units is None:
-            return 0
-        buffers, new = self.pool.coded[layer], units[0].shape[2]
-        keys, values = self._coded(layer, units[0][0], units[1][0], focus=True)
-        buffers.keys[self.slot, :, :new], buffers.values[self.slot, :, :new] = keys, values
-        buffers.scores[self.slot, :, :, :new] = 0
-        buffers.positions[self.slot, :, :new] = torch.arange(-new, 0, device=buffers.positions.device)
-        return new
-
     # -- as tensors -------------------------------------------------------------------------------------------
 
     def beside(self) -> dict[str, Tensor]:
         """Copies of what is stored beside the units of each layer l: `l.first_keys`, `l.first_values` [H, n, D], the
         first units exactly, and `l.key_mean` [H, D] fp32, once there are any."""
         out: dict[str, Tensor] = {}
-        for layer, buffers in enumerate(self.pool.coded):
+        for layer in range(len(self.counts)):
+            buffers = self._buffers(layer)
             count = max(0, min(self.pool.firsts[layer], self.counts[layer] - self.fronts[layer]))
             out[f"{layer}.first_keys"] = buffers.exact_keys[self.slot, :, :count].clone()
             out[f"{layer}.first_values"] = buffers.exact_values[self.slot, :, :count].clone()
@@ -176,31 +137,17 @@ class QuantisedStore(UnitStore):
                 out[f"{layer}.key_mean"] = buffers.means[self.slot, 0].clone()
         return out
 
-    def export(self, fronts: Sequence[int] = ()) -> dict[str, Tensor]:
-        """As `UnitStore.export`, where K and V are rows of codes, and what `beside` has."""
-        out = self.beside()
-        fronts = fronts or [0] * len(self.counts)
-        for layer, (buffers, count, front) in enumerate(zip(self.pool.coded, self.counts, fronts, strict=True)):
-            out[f"{layer}.keys"] = buffers.keys[self.slot, :, front:count].clone()
-            out[f"{layer}.values"] = buffers.values[self.slot, :, front:count].clone()
-            out[f"{layer}.scores"] = buffers.scores[self.slot, :, :, front:count].clone()
-            out[f"{layer}.positions"] = buffers.positions[self.slot, :, front:count].clone()
-        return out
+    def export(self) -> dict[str, Tensor]:
+        """As of `UnitStore`, where K and V are rows of codes, and what `beside` has."""
+        return self.beside() | super().export()
 
     def load(self, units: Mapping[str, Tensor], rotate: Rotate,
              fronts: Sequence[tuple[Tensor, Tensor] | None] = ()) -> None:
-        """As `UnitStore.load`, of what `export` gave."""
-        for layer, buffers in enumerate(self.pool.coded):
-            slot, mean = self.slot, units.get(f"{layer}.key_mean")
-            if mean is not None:
-                buffers.means[slot, 0] = mean.to(buffers.means.device)
-            front = self._write_front(layer, fronts[layer] if fronts else None)
-            first_keys = units[f"{layer}.first_keys"]
-            buffers.exact_keys[slot, :, :first_keys.shape[1]] = first_keys.to(buffers.means.device)
-            buffers.exact_values[slot, :, :first_keys.shape[1]] = units[f"{layer}.first_values"]
-            count = front + units[f"{layer}.keys"].shape[1]
-            buffers.keys[slot, :, front:count] = units[f"{layer}.keys"].to(buffers.means.device)
-            buffers.values[slot, :, front:count] = units[f"{layer}.values"]
-            buffers.scores[slot, :, :, front:count] = units[f"{layer}.scores"]
-            buffers.positions[slot, :, front:count] = units[f"{layer}.positions"]
-            self.counts[layer], self.fronts[layer] = count, front
+        """As of `UnitStore`."""
+        super().load(units, rotate, fronts)
+        for layer in range(len(self.counts)):
+            buffers, first = self._buffers(layer), units[f"{layer}.first_keys"].shape[1]
+            buffers.exact_keys[self.slot, :, :first] = units[f"{layer}.first_keys"].to(buffers.keys.device)
+            buffers.exact_values[self.slot, :, :first] = units[f"{layer}.first_values"]
+            if self.counts[layer] > self.fronts[layer]:
+                buffers.means[self.slot, 0] = units[f"{layer}.key_mean"].to(buffers.keys.device)

@@ -19,11 +19,15 @@ Rotate = Callable[[int, Tensor, int, Tensor], Tensor]
 
 
 class UnitStore:
-    """One slot of a pool. All views are of batch 1: keys, values [1, H, n, D]; scores [P, H, n]; positions [H, n]."""
+    """One slot of a pool. All views are of batch 1: keys, values [1, H, n, D]; scores [P, H, n]; positions [H, n].
+
+    Attributes:
+        counts: committed units of each layer. fronts: how many of them, at the first ranks, are of a focus.
+    """
 
     def __init__(self, pool: Pool, slot: int):
         self.pool, self.slot = pool, slot
-        self.counts = [0] * len(pool.budgets)
+        self.counts, self.fronts = [0] * len(pool.layers), [0] * len(pool.layers)
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
         """Write new units [1, H, T, D] at ranks start .. start+T-1, which must lie behind the committed ones."""
@@ -53,7 +57,8 @@ class UnitStore:
 
     def rows(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `count` committed units as they are stored, [H, count, D]."""
-        return self.keys(layer, count)[0], self.values(layer, count)[0]
+        buffers = self.pool.layers[layer]
+        return buffers.keys[self.slot, :, :count], buffers.values[self.slot, :, :count]
 
     def scores(self, layer: int) -> Tensor:
         """Scores of the committed units, [P, H, n] fp32; plane 0 is what they compete by."""
@@ -93,7 +98,7 @@ class UnitStore:
             for tensor in buffers.tensors:
                 axis = -1 if tensor is buffers.scores or tensor is buffers.positions else -2
                 tensor[self.slot].narrow(axis, 0, count + tail).copy_(tensor[other.slot].narrow(axis, 0, count + tail))
-        self.counts = list(other.counts)
+        self.counts, self.fronts = list(other.counts), list(other.fronts)
 
     def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
                      rotate: Rotate) -> None:
@@ -111,14 +116,19 @@ class UnitStore:
         self._write_front(layer, units)
         if buffers.rotated is not buffers.keys and total:
             rotate(layer, self.keys(layer, total), 0, self.rotated(layer, total))
-        self.counts[layer] = total
+        self.counts[layer], self.fronts[layer] = total, front
+
+    def _stored(self, layer: int, keys: Tensor, values: Tensor, *, focus: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, T, D] of new committed units, of a `focus` or of the stream, as rows of the buffers."""
+        return keys, values
 
     def _write_front(self, layer: int, units: tuple[Tensor, Tensor] | None) -> int:
         """Write units at the first ranks, with score 0 and negative positions; returns how many they are."""
         if units is None:
             return 0
         buffers, new = self.pool.layers[layer], units[0].shape[2]
-        buffers.keys[self.slot, :, :new], buffers.values[self.slot, :, :new] = units[0][0], units[1][0]
+        keys, values = self._stored(layer, units[0][0], units[1][0], focus=True)
+        buffers.keys[self.slot, :, :new], buffers.values[self.slot, :, :new] = keys, values
         buffers.scores[self.slot, :, :, :new] = 0
         buffers.positions[self.slot, :, :new] = torch.arange(-new, 0, device=buffers.positions.device)
         return new
@@ -127,12 +137,11 @@ class UnitStore:
         """What is stored beside the units: nothing."""
         return {}
 
-    def export(self, fronts: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Copies of the committed units, without the first `fronts[l]` of each layer l: `l.keys`, `l.values` [H, n, D],
+    def export(self) -> dict[str, Tensor]:
+        """Copies of the committed units of each layer l, without those of a focus: `l.keys`, `l.values` [H, n, D],
         `l.scores` [P, H, n], `l.positions` [H, n]."""
         out: dict[str, Tensor] = {}
-        fronts = fronts or [0] * len(self.counts)
-        for layer, (buffers, count, front) in enumerate(zip(self.pool.layers, self.counts, fronts, strict=True)):
+        for layer, (buffers, count, front) in enumerate(zip(self.pool.layers, self.counts, self.fronts, strict=True)):
             out[f"{layer}.keys"] = buffers.keys[self.slot, :, front:count].clone()
             out[f"{layer}.values"] = buffers.values[self.slot, :, front:count].clone()
             out[f"{layer}.scores"] = buffers.scores[self.slot, :, :, front:count].clone()
@@ -153,4 +162,4 @@ class UnitStore:
             buffers.positions[self.slot, :, front:count] = units[f"{layer}.positions"]
             if buffers.rotated is not buffers.keys and count:
                 rotate(layer, self.keys(layer, count), 0, self.rotated(layer, count))
-            self.counts[layer] = count
+            self.counts[layer], self.fronts[layer] = count, front

@@ -126,7 +126,7 @@ class Engine:
     def export(self, state: EngineState) -> dict[str, Tensor]:
         """All that a context consists of, as copies by name (see `engine.serialisation`)."""
         self._check(state)
-        return serialisation.export(self.layout, state)
+        return serialisation.export(state)
 
     def moment(self, state: EngineState, position: int, stored: Mapping[str, Tensor] | None = None) -> Moment:
         """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU.

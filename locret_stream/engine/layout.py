@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +89,3 @@ class Layout:
         budget = self.config.budget
         return self.policy.protection(self.budgets[layer] if units is None else units, focus_count + budget.sinks,
                                       budget.stabilizers)
-
-    def fronts(self, focus: Sequence[int]) -> list[int]:
-        """How many units the ids of a focus have in every layer: none where the layer has a sliding window."""
-        return [0 if window else len(focus) for window in self.shape.sliding]

@@ -25,9 +25,9 @@ from locret_stream.snapshot.format import expect
 _BESIDE = ("first_keys", "first_values", "key_mean")  # of every layer, where units are codes
 
 
-def export(layout: Layout, state: EngineState) -> dict[str, Tensor]:
+def export(state: EngineState) -> dict[str, Tensor]:
     """All tensors of a context but `peaks`, as copies."""
-    return {**state.store.export(layout.fronts(state.focus)), **_small_tensors(state)}
+    return {**state.store.export(), **_small_tensors(state)}
 
 
 def moment(layout: Layout, state: EngineState, position: int, stored: Mapping[str, Tensor] | None) -> Moment:
@@ -35,7 +35,7 @@ def moment(layout: Layout, state: EngineState, position: int, stored: Mapping[st
     assert state.seen <= position <= state.position and state.swapped_out == (stored is not None)
     tensors = _small_tensors(state, position - state.seen)
     if stored is None:
-        store, fronts = state.store, layout.fronts(state.focus)
+        store, fronts = state.store, state.store.fronts
         tensors |= store.beside()
         scores = [store.scores(layer)[..., front:].clone() for layer, front in enumerate(fronts)]
         positions = [store.positions(layer)[:, front:].cpu().clone() for layer, front in enumerate(fronts)]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import reference, torch_ops
-from locret_stream.kernels.reference import CODES, order_keys, quantise_units, rotate_halves, slot_units
+from locret_stream.kernels.reference import order_keys, quantise_units, rotate_halves, slot_units
 from locret_stream.kernels.torch_ops import dequantise_units
 
-__all__ = ["CODES", "compact_units", "decode_attention", "dequantise_units", "order_keys", "prefill_attention",
+__all__ = ["compact_units", "decode_attention", "dequantise_units", "order_keys", "prefill_attention",
            "quantise_units", "reduced_attention", "rotate_halves", "score_units", "select_units",
            "slot_units", "uses_triton"]
 

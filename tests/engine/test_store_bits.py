@@ -88,7 +88,7 @@ def test_law_1_cap_during_decode_of_five_chunks(bits: int | tuple[int, int]):
     scratch = heads * max(engine.budgets) * dim * item + 3 * heads * (max(engine.budgets) + CHUNK) * dim * item
     assert pool.slot_bytes == of_slot
     assert pool.bytes_resident == pool.formula_bytes() == 4 * of_slot + scratch
-    assert [layer.keys.shape[2] for layer in pool.coded] == list(engine.budgets)
+    assert [layer.keys.shape[2] for layer in pool.layers] == list(engine.budgets)
 
 
 def test_codes_take_less_than_exact_units():
@@ -128,7 +128,7 @@ def test_law_5_no_drift(policy: str, bits: int | tuple[int, int], monkeypatch: p
     for at in range(0, len(ids), CHUNK):
         feed(engine, state, ids[at:at + CHUNK])
         for layer, (keys, values) in seen.items():
-            stored_mean = engine.pool.coded[layer].means[0, 0][:, None]
+            stored_mean = engine.pool.layers[layer].means[0, 0][:, None]
             mean = means.setdefault(layer, stored_mean.clone())
             assert torch.equal(mean, stored_mean), "it stays"
             assert at or torch.allclose(mean, keys.mean(1, keepdim=True), atol=1e-6)
@@ -214,9 +214,9 @@ def test_a_focus_before_the_first_commit_comes_back_and_changes_no_mean(on: str)
         feed(engine, one, ids)
     assert_same(engine.export(state), engine.export(again))
     first = engine.shape.sliding.index(None) if None in engine.shape.sliding else 0
-    means = engine.pool.coded[first].means[:, 0]
+    means = engine.pool.layers[first].means[:, 0]
     assert torch.equal(means[2], means[3])
-    found, exact = (engine.pool.coded[0].means[slot, 0] for slot in (2, 0))
+    found, exact = (engine.pool.layers[0].means[slot, 0] for slot in (2, 0))
     assert torch.allclose(found, exact, atol=1e-5), "of the first layer, whose keys see no other units"
 
 
