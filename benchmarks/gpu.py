@@ -100,11 +100,12 @@ class Bench:
 
 
 def kernels(bench: Bench) -> dict[str, Any]:
-    """The parity tests of every kernel, on this device."""
+    """The parity tests of every kernel, on this device; on a GPU also those that need one."""
     env = dict(os.environ) if bench.cuda else os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o",
-                           "filterwarnings=default", "tests/kernels"], cwd=ROOT, capture_output=True, text=True,
-                          env=env | {"PYTHONPATH": str(ROOT)}, check=False)
+                           "filterwarnings=default", "-n", str(min(12, os.cpu_count() or 1)), "-m",
+                           "not slow" if bench.cuda else "not slow and not gpu", "tests/kernels"], cwd=ROOT,
+                          capture_output=True, text=True, env=env | {"PYTHONPATH": str(ROOT)}, check=False)
     tail = done.stdout.strip().splitlines()[-12:]
     if done.returncode:
         raise RuntimeError("kernels disagree with their references:\n" + "\n".join(tail) + done.stderr[-2000:])

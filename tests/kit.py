@@ -22,6 +22,7 @@ from locret_stream.policies import make_policy
 from tests.architectures import BASE, make
 
 VOCAB = BASE["vocab_size"]
+DEVICE = os.environ.get("LOCRET_TEST_DEVICE", "cpu")  # "cuda" holds the laws of the engine on a GPU
 EVICTING = ("locret", "streaming_llm", "random", "keydiff", "h2o", "sirllm", "nacl", "snapkv", "tova", "scissorhands",
             "infllm", "kvzap", "trimkv")
 POLICIES = (*EVICTING, "full")
@@ -36,7 +37,7 @@ def examples(count: int) -> int:
 @cache
 def model(name: str = "llama", attn: str | None = None) -> PreTrainedModel:
     """One random model per architecture and process; tests never change it."""
-    return make(name, attn=attn)
+    return make(name, attn=attn).to(DEVICE)
 
 
 def random_heads(attachment: Attachment, seed: int = 3, width: int = 24, policy: str = "locret") -> RetainingHeads:
@@ -48,7 +49,7 @@ def random_heads(attachment: Attachment, seed: int = 3, width: int = 24, policy:
     noise = torch.Generator().manual_seed(seed)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=noise) * parameter.shape[-1] ** -0.5
-    return heads.eval().requires_grad_(False)
+    return heads.to(attachment.device).eval().requires_grad_(False)
 
 
 def saved_heads(of: PreTrainedModel, folder: Path, policy: str = "locret", **more: object) -> Path:
@@ -101,7 +102,7 @@ def logits_at_each(engine: Engine, state: EngineState, ids: Iterable[int]) -> Te
 @torch.no_grad()
 def stock_logits(of: PreTrainedModel, ids: list[int]) -> Tensor:
     """What the user's own model computes in one forward, [len(ids), vocab]."""
-    return of(torch.tensor([ids]), use_cache=False).logits[0].float()
+    return of(torch.tensor([ids], device=of.device), use_cache=False).logits[0].float()
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -14,13 +14,13 @@ import torch
 from locret_stream import kernels
 from locret_stream.engine import Engine, NextToken
 from locret_stream.errors import ConfigError
-from tests.kit import assert_same, build, feed, ids_of, model, stock_logits
+from tests.kit import DEVICE, assert_same, build, feed, ids_of, model, stock_logits
 from tests.limits import SLOW_LIMIT_S
 from tests.processes import run_python
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process has Triton's compiler or its "
-                                "interpreter; tests/kernels run on the GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available() and DEVICE == "cpu", reason="one process has Triton's "
+                                "compiler or its interpreter; LOCRET_TEST_DEVICE=cuda runs this on the GPU")
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, UNITS = 8, 12
 MATRIX = [("llama", "locret"), ("llama", "h2o"), ("gemma3", "keydiff"), ("gpt-oss", "locret"), ("gemma2", "h2o"),
