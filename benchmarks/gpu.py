@@ -247,10 +247,7 @@ def choices(bench: Bench) -> dict[str, float]:
             score_units.VARIANT = variant
             return score_units.score_units(q, own_k, own_v, fc1, fc2, nn.functional.silu)
 
-        default = score_units.VARIANT
-        ways |= {f"score_units triton {variant}": functools.partial(score, variant)
-                 for variant in ("fused", "cublas") if variant != default} | {
-                     f"score_units triton {default}": functools.partial(score, default)}
+        ways |= {f"score_units triton {variant}": functools.partial(score, variant) for variant in ("fused", "cublas")}
     return {name: 1e3 * bench.seconds(way, 10) for name, way in ways.items()}
 
 

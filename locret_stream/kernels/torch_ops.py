@@ -141,4 +141,4 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, len
             k = reference.rotate_halves(k, cos[first:length], sin[first:length])
         out.append(F.scaled_dot_product_attention(rows, k, v, scale=scale) if q.is_cuda
                    else _FLASH_CPU(rows, k, v, scale=scale)[0])
-    return (torch.cat(out) if len(out) > 1 else out[0]).view(q.shape)
+    return (torch.cat(out) if len(out) > 1 else out[0]).reshape(q.shape)  # on CUDA it is a view of [A, T, H, D]

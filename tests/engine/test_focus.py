@@ -85,7 +85,7 @@ def test_it_stays_in_front_inside_the_budget_and_off_the_grid(policy: str, on: s
         feed(engine, state, ids[start:start + CHUNK])
         assert state.seen == start + CHUNK
         for layer, units in enumerate(engine.budgets):
-            positions, scores = state.store.positions(layer), state.store.scores(layer)
+            positions, scores = state.store.positions(layer).cpu(), state.store.scores(layer).cpu()
             assert state.store.counts[layer] <= units and (positions.diff(dim=1) > 0).all()
             if engine.shape.sliding[layer]:
                 assert (positions >= 0).all()
@@ -141,8 +141,9 @@ def test_it_takes_effect_at_the_next_grid_point_and_revises_nothing():
         feed(engine, state, ids[2 * CHUNK + 3:3 * CHUNK])
     q = len(QUERY)
     for layer in range(engine.shape.layers):
-        found, scores = with_focus.store.positions(layer)[:, q:], with_focus.store.scores(layer)[0, :, q:]
-        all_found, all_scores = without.store.positions(layer), without.store.scores(layer)[0]
+        found, scores = (of(layer).cpu()[..., q:] for of in (with_focus.store.positions, with_focus.store.scores))
+        scores = scores[0]
+        all_found, all_scores = without.store.positions(layer).cpu(), without.store.scores(layer)[0].cpu()
         assert found.shape[1] == UNITS - q
         for head, row in enumerate(found):
             place = torch.searchsorted(all_found[head], row)

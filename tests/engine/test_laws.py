@@ -19,6 +19,7 @@ from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, Sna
 from locret_stream.models import attach
 from locret_stream.policies import Chunk, Policy
 from tests.kit import (
+    DEVICE,
     EVICTING,
     POLICIES,
     Boom,
@@ -96,7 +97,7 @@ class Rig:
         assert state.pending == self.tokens[state.seen:]
         assert state.history == self.tokens[-engine_module.HISTORY:]
         for layer, units in enumerate(engine.budgets):
-            count, positions = state.store.counts[layer], state.store.positions(layer)
+            count, positions = state.store.counts[layer], state.store.positions(layer).cpu()
             assert count <= units and count + len(state.pending) <= units + engine.chunk_size
             assert count == min(state.seen, units)
             assert (positions.diff(dim=1) > 0).all()
@@ -284,10 +285,10 @@ class Toy(Policy):
         total = chunk.state["sum"].clone()
         total[chunk.layer] += chunk.k.sum()
         chunk.state["commits"], chunk.state["sum"] = commits, total
-        position = torch.arange(chunk.start, chunk.start + chunk.k.shape[1]).float().expand(heads, -1)
+        position = torch.arange(chunk.start, chunk.start + chunk.k.shape[1], device=DEVICE).float().expand(heads, -1)
         old = torch.cat([chunk.scores[2], position], 1)
         age = torch.cat([chunk.scores[1] + 1, torch.zeros_like(position)], 1)
-        score = torch.sin(old * (1 + torch.arange(heads))[:, None] + total[chunk.layer]) - 0.1 * age
+        score = torch.sin(old * (1 + torch.arange(heads, device=DEVICE))[:, None] + total[chunk.layer]) - 0.1 * age
         return torch.stack([score, age, old])
 
 

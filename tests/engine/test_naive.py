@@ -22,7 +22,7 @@ def assert_same_units(engine: Engine, state: EngineState, naive: NaiveStream) ->
     for layer in range(naive.layers):
         assert state.store.positions(layer).tolist() == naive.positions(layer), f"layer {layer} at {state.seen}"
         scores = torch.tensor(naive.scores(layer), dtype=torch.float64)
-        assert torch.allclose(state.store.scores(layer)[0].double(), scores, rtol=0, atol=1e-5)
+        assert torch.allclose(state.store.scores(layer)[0].double().cpu(), scores, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("sinks", "stabilizers", "allocation"), [

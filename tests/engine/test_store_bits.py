@@ -17,7 +17,7 @@ from locret_stream.kernels import dequantise_units, quantise_units
 from locret_stream.models import attach
 from locret_stream.policies import Chunk
 from tests.engine.test_laws import CHUNK, SHARES, SINKS, STABILIZERS, UNITS, Toy, operation, play
-from tests.kit import assert_same, build, examples, feed, ids_of, logits_at_each, model, stock_logits
+from tests.kit import DEVICE, assert_same, build, examples, feed, ids_of, logits_at_each, model, stock_logits
 
 BITS = [8, 4, 2, (8, 4), (16, 4), (4, 16)]
 
@@ -95,7 +95,8 @@ def test_codes_take_less_than_exact_units():
     def slot(bits: int) -> int:
         return engine_of(bits, units=1000, allocation="uniform").pool.slot_bytes
 
-    assert slot(2) < slot(4) < 0.25 * slot(16) < slot(8) < 0.3 * slot(16), "fp32, with rotated keys beside"
+    exact = slot(16) if DEVICE == "cpu" else 1.5 * slot(16)  # with rotated keys beside, which a GPU's kernels need not
+    assert slot(2) < slot(4) < 0.25 * exact < slot(8) < 0.3 * exact, "fp32"
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -146,7 +147,7 @@ def test_law_5_no_drift(policy: str, bits: int | tuple[int, int], monkeypatch: p
                 assert torch.equal(stored[part][head], torch.stack([expected[layer][p][part][head] for p in kept]))
                 assert torch.equal(read[2 * part][0, head, :SINKS],
                                    torch.stack([expected[layer][p][2 + part][head] for p in kept[:SINKS]]))
-        dense = torch.empty(engine.shape.kv_heads, count, engine.shape.head_dim)
+        dense = torch.empty(engine.shape.kv_heads, count, engine.shape.head_dim, device=DEVICE)
         for part, of in ((0, key_bits), (1, value_bits)):
             said = (stored[part].view(torch.float32) if of == 16 else
                     dequantise_units(stored[part], of, dense, None if part else means[layer]))

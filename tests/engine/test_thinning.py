@@ -36,18 +36,18 @@ def test_it_keeps_what_an_eviction_to_that_share_would(policy: str, on: str):
     engine.thin(copy, 0.6)
     assert_same(engine.export(state), before)
     for layer, window in enumerate(engine.shape.sliding):
-        positions, old = copy.store.positions(layer), state.store.positions(layer)
+        positions, old = copy.store.positions(layer).cpu(), state.store.positions(layer).cpu()
         if window:
             assert torch.equal(positions, old)
             continue
         protected = engine.layout.protection_of(layer, len(QUERY), 12)
-        kept = select_units(state.store.scores(layer)[0], 12, *protected)
+        kept = select_units(state.store.scores(layer)[0].cpu(), 12, *protected)
         assert copy.store.counts[layer] == 12 and torch.equal(positions, old.gather(1, kept))
         assert (positions[:, :len(QUERY) + SINKS] == torch.arange(-len(QUERY), SINKS)).all()
         assert (positions[:, -STABILIZERS:] == old[:, -STABILIZERS:]).all()
         for of_copy, of_state in ((copy.store.keys, state.store.keys), (copy.store.values, state.store.values)):
-            units = of_state(layer, UNITS)[0].gather(1, kept[..., None].expand(-1, -1, engine.shape.head_dim))
-            assert torch.equal(of_copy(layer, 12)[0], units)
+            units = of_state(layer, UNITS)[0].cpu().gather(1, kept[..., None].expand(-1, -1, engine.shape.head_dim))
+            assert torch.equal(of_copy(layer, 12)[0].cpu(), units)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "locret", "streaming_llm"])

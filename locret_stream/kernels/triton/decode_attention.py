@@ -153,7 +153,7 @@ def _combine(partial, lse, out, stride_out, T, HEADS, SPLITS, D: tl.constexpr, B
 def _blocks(dtype: tl.dtype, dim: int, unit_bytes: int) -> dict[str, int]:
     """Units of a block, warps and stages, where one unit takes `unit_bytes` of shared memory.
 
-    Whether they are the fastest has yet to be measured on a GPU.
+    Reckoned, and not yet tried against others on a GPU.
     """
     most = 64
     if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers

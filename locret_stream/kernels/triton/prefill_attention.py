@@ -144,7 +144,7 @@ def _prefill(q, k, v, sink_logits, out, lse, stride_q, stride_k, stride_v, strid
 
 
 def _blocks(dtype: tl.dtype, dim: int, rows: int, heads: int) -> dict[str, int]:
-    """Block shapes, warps and stages. Whether they are the fastest has yet to be measured on a GPU."""
+    """Block shapes, warps and stages: reckoned, and not yet tried against others on a GPU."""
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     if dtype == tl.float32:  # "ieee" products are FMAs on operands in registers
         values = (16, 16, 4, 2) if dim > 128 else (16, 32, 4, 2) if rows <= 16 else (32, 32, 8, 2)
