@@ -1,7 +1,8 @@
 """Recall of planted facts after a long stream, over many seeds: `python benchmarks/recall.py --seeds 20`.
 
 Every seed is a stream of its own: the standard library's held-out sources, 12 facts and 110 decoys, all entities held
-out of training. An answer counts if it is exactly the value. Seeds are 0, 1, 2, ...: none is chosen.
+out of training. An answer counts if it is exactly the value. Seeds are 0, 1, 2, ...: none is chosen. The growth of the
+process is counted from token 100,000 on, before the questions.
 """
 
 from __future__ import annotations
@@ -12,29 +13,48 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 from record import record
+from timing import resident_bytes
 
 from locret_stream import Runtime
 from locret_stream.evaluation import facts, haystack
 
+RESIDENT_FROM, EVERY = 100_000, 1_000_000  # tokens
 FORMS = {"all": facts.FORMS + facts.HELD_OUT_FORMS, "trained": facts.FORMS, "held-out": facts.HELD_OUT_FORMS}
 
 
-async def one_stream(runtime: Runtime, seed: int, tokens: int, forms: str, decoys: int) -> dict:
+async def one_stream(runtime: Runtime, seed: int, options: argparse.Namespace) -> dict:
     """Feed stream number `seed` and ask its facts."""
     measure = haystack.line_measure(runtime.count_tokens)
-    planted = haystack.planted_stream(seed, tokens, decoys=decoys, forms=FORMS[forms], measure=measure)
-    started = time.perf_counter()
+    planted = haystack.planted_stream(seed, options.tokens, facts=options.facts, decoys=options.decoys,
+                                      forms=FORMS[options.forms], measure=measure)
+    answers, seconds = [], []
     async with runtime.open(f"seed {seed}") as ctx:
-        report = await ctx.feed(iter(planted))
+        started, resident = time.perf_counter(), list[int]()
+
+        def watched() -> Iterator[str]:
+            for piece in planted:
+                yield piece
+                if ctx.memory.tokens >= RESIDENT_FROM + len(resident) * EVERY:
+                    resident.append(resident_bytes())
+                    print(f"seed {seed}: {ctx.memory.tokens:,} tokens in {time.perf_counter() - started:,.0f} s, "
+                          f"{resident[-1] / 2**20:,.0f} MiB resident", file=sys.stderr, flush=True)
+
+        await ctx.feed(watched())
         fed_s = time.perf_counter() - started
-        answers = [(fact.question, fact.answer, await ctx.ask(fact.question, max_new_tokens=16))
-                   for fact in planted.facts]
+        grown = max(resident_bytes(), *resident) - resident[0] if resident else None
+        for fact in planted.facts:
+            started = time.perf_counter()
+            answers.append((fact.question, fact.answer, await ctx.ask(fact.question, max_new_tokens=16)))
+            seconds.append(time.perf_counter() - started)
+        memory = ctx.memory
     right = sum(answer.strip() == expected for _, expected, answer in answers)
-    return {"seed": seed, "recall": right / len(answers), "tokens": report.tokens, "tok_per_s": report.tokens / fed_s,
+    return {"seed": seed, "recall": right / len(answers), "tokens": memory.tokens, "tok_per_s": memory.tokens / fed_s,
+            "question_s": statistics.median(seconds), "bytes_recall": memory.bytes_recall, "grown_bytes": grown,
             "wrong": [row for row in answers if row[2].strip() != row[1]]}
 
 
@@ -45,7 +65,7 @@ def one_seed(seed: int, options: argparse.Namespace) -> dict:
     async def whole() -> dict:
         async with Runtime.from_pretrained(options.model, policy=options.policy, max_live=1, budget=options.budget,
                                            recall=options.recall, store_bits=options.store_bits) as runtime:
-            row = await one_stream(runtime, seed, options.tokens, options.forms, options.decoys)
+            row = await one_stream(runtime, seed, options)
             return {**row, "budgets": runtime.engine.budgets, "chunk_size": runtime.engine.chunk_size,
                     "slot_bytes": runtime.memory.slot_bytes}
 
@@ -65,7 +85,8 @@ def run(options: argparse.Namespace) -> dict:
     rows.sort(key=lambda row: row["seed"])
     alike = {name: rows[0][name] for name in ("budgets", "chunk_size", "slot_bytes")}
     rows = [{name: value for name, value in row.items() if name not in alike} for row in rows]
-    return {"policy": options.policy, "forms": options.forms, "tokens": options.tokens, "decoys": options.decoys,
+    return {"policy": options.policy, "forms": options.forms, "tokens": options.tokens, "facts": options.facts,
+            "decoys": options.decoys,
             "recall": options.recall, "store_bits": options.store_bits, "slot_bytes": alike["slot_bytes"],
             "budgets": alike["budgets"],
             "mean_units_with_chunk": statistics.mean(alike["budgets"]) + alike["chunk_size"], "jobs": options.jobs,
@@ -79,6 +100,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=400_000)
     parser.add_argument("--forms", choices=FORMS, default="all", help="which sentence forms the facts have")
+    parser.add_argument("--facts", type=int, default=12, help="of each stream; all are asked")
     parser.add_argument("--decoys", type=int, default=110)
     parser.add_argument("--policy", default="locret")
     parser.add_argument("--model", default="bundled")

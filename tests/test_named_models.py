@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_stream import Runtime, UnsupportedModel
 from locret_stream.budgets import usual_memory
+from locret_stream.config import Recall
 from locret_stream.evaluation.haystack import stdlib_lines
 from locret_stream.heads import RetainingHeads
 from locret_stream.named_models import NAMED_MODELS, model_path, named_model, smollm2
@@ -46,6 +47,14 @@ def test_a_name_is_text_and_nothing_else():
     assert named_model("smollm2") is NAMED_MODELS["smollm2"] and named_model("./smollm2") is None
     assert named_model(Path("bundled")) is None and model_path(Path("bundled")) == Path("bundled")
     assert model_path("bundled") == NAMED_MODELS["bundled"].heads and model_path("org/model") == "org/model"
+
+
+def test_what_recall_means_is_the_model_s_unless_it_is_said():
+    usual, own = Recall(tokens=256, memory=0.05), Recall(tokens=64)
+    assert Runtime.from_pretrained("bundled", recall=True).recall == usual
+    assert Runtime.from_pretrained("smollm2", recall=True).recall == Recall()
+    assert Runtime.from_pretrained("bundled", recall=own).recall == own
+    assert Runtime.from_pretrained("bundled").recall is None
 
 
 def test_it_is_converted_once(package: Path, monkeypatch):

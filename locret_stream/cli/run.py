@@ -296,6 +296,7 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
             "units": fmean(memory.units),
             "bytes_resident": memory.bytes_resident,
             "bytes_full_cache": memory.bytes_full_cache,
+            **({"bytes_recall": memory.bytes_recall} if recall else {}),
             "tok_per_s": round(row.tok_per_s, 1) if row else 0.0,
             "answers": answers,
         })

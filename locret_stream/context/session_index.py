@@ -49,6 +49,11 @@ class SessionIndex:
         self._lock = threading.Lock()  # ids come on the engine's thread, all else on others
         self._waiting: deque[tuple[object, Sequence[int], int]] = deque()
 
+    @property
+    def bytes(self) -> int:
+        """What it takes, in the temporary file or in memory."""
+        return self._index.bytes
+
     def add(self, owner: object, ids: Sequence[int], position: int) -> None:
         """Ids that were committed from that position on. It waits for nobody: while the index is searched they wait to
         be taken in. Nothing fails here: what cannot be kept is read from the log later."""

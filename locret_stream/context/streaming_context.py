@@ -529,7 +529,8 @@ class StreamingContext:
                       capacity=tuple(units + engine.chunk_size for units in engine.budgets),
                       peak=tuple(state.peaks),
                       bytes_resident=0 if session.swapped_out else engine.pool.slot_bytes,
-                      bytes_full_cache=state.position * per_token, focus=len(state.focus))
+                      bytes_full_cache=state.position * per_token, focus=len(state.focus),
+                      bytes_recall=session.index.bytes if session.index is not None else 0)
 
     async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:
         """Which of the tokens start .. end-1 are kept, per layer and KV head, and with which score."""

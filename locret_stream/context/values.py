@@ -23,6 +23,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         bytes_resident: of the tensors in this context's slot; 0 while it is swapped out.
         bytes_full_cache: of K and V of all accepted tokens, which a cache that never evicts would need.
         focus: how many tokens the focus has that is in force.
+        bytes_recall: of the index of all that was read, which recall keeps in a temporary file (of an encrypted session
+            in memory); the one number here that grows with the stream. 0 without recall.
     """
 
     tokens: int
@@ -34,6 +36,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     bytes_resident: int
     bytes_full_cache: int
     focus: int = 0
+    bytes_recall: int = 0
 
     @property
     def held(self) -> int:

@@ -49,11 +49,12 @@ class Index:
 
     Attributes:
         end: position behind the last id that was added.
+        bytes: that the passages and their words take, in memory or in the temporary file.
     """
 
     def __init__(self, cutter: Callable[[int], Cutter], *, private: bool = False):
         self._new_cutter, self._private, self._lock = cutter, private, threading.Lock()
-        self._cutter, self.end = cutter(0), 0
+        self._cutter, self.end, self.bytes = cutter(0), 0, 0
         self._db = self._connect()
         try:
             self._db.executescript(_TABLES)
@@ -141,7 +142,7 @@ class Index:
         twin = Index(self._new_cutter, private=self._private)
         with self._lock:
             self._db.backup(twin._db)
-            twin._cutter, twin.end = self._new_cutter(self._cutter.start), self.end
+            twin._cutter, twin.end, twin.bytes = self._new_cutter(self._cutter.start), self.end, self.bytes
             twin._cutter.push(self._cutter.ids)
         return twin
 
@@ -157,6 +158,8 @@ class Index:
                              (start, np.asarray(ids, "<i4").tobytes(), text, paired))
             self._db.execute("insert into words (rowid, text) values (?, ?)", (start, paired or text))
         self._db.commit()
+        (pages,), (size,) = (self._db.execute(f"pragma page_{what}").fetchone() for what in ("count", "size"))
+        self.bytes = pages * size
 
     def _cut_back(self, end: int) -> None:
         """Drop the passage that `end` lies in and those behind it, and cut what is left of it again."""

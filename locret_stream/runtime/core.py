@@ -160,7 +160,7 @@ class Runtime:
                 the layers: each one's memory lies beside it.
             quantization: a quantiser's config of transformers (such as BitsAndBytesConfig), applied while loading.
             options: as for `Runtime(...)`. Models with a name bring heads, a budget, a chunk size and an
-                acknowledgement of their own.
+                acknowledgement of their own, and what `recall=True` means.
         """
         named = named_model(model)
         if named is not None:
@@ -168,6 +168,8 @@ class Runtime:
                 if options.get(name) is None:
                     options[name] = getattr(named, name)
             options.setdefault("acknowledge", named.acknowledge)
+            if options.get("recall") is True:
+                options["recall"] = named.recall
             dtype = named.dtype if dtype == "auto" else dtype
         device = check_device(device)
         dtype = check_dtype(dtype)

@@ -68,6 +68,7 @@ async def test_a_question_reads_again_what_has_its_words(asked: list[str]):
         assert asked[0].endswith(f"today.\n\n\n{passage.text}{end}{QUESTION}{closed}"), \
             "at the end of what is being read: of two turns that end with 'OK.' a small model makes a third"
         expect_same(await snap(ctx), before)
+        assert ctx.memory.bytes_recall >= len(STORY.encode()), "the text is there"
         await ctx.ask(QUESTION, recall=False, max_new_tokens=2)
         assert FACT.strip() not in asked[1].rpartition("today.\n")[2]
 
@@ -77,6 +78,7 @@ async def test_it_is_off_unless_it_is_asked_for(asked: list[str]):
         await ctx.feed(STORY)
         await ctx.ask(QUESTION, max_new_tokens=1)
         assert FACT.strip() not in asked[0].rpartition("today.\n")[2] and ctx._session.index is None
+        assert ctx.memory.bytes_recall == 0
         for ask in (ctx.ask(QUESTION, recall=True), ctx.recall(QUESTION), anext(ctx.generate(QUESTION, recall=True))):
             with pytest.raises(ConfigError, match=r"keeps nothing for recall; expected Runtime\(\.\.\., recall=True\)"):
                 await ask

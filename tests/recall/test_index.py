@@ -51,6 +51,15 @@ STORY = "".join(f"Line {n} of the story says that the weather is {r} today.\n" f
     random.Random(1).choices(["mild", "cold", "wet"], k=300)))
 
 
+def test_its_bytes_are_those_of_the_database_and_grow_with_the_text(index: Index, codec: TextCodec):
+    assert index.bytes == 0
+    index.add(codec.encode_text(STORY))
+    small = index.bytes
+    assert len(STORY) < small == len(index._db.serialize())
+    index.add(codec.encode_text(STORY * 3))
+    assert small < index.bytes == index.copy().bytes == len(index._db.serialize())
+
+
 def test_the_words_of_a_question_find_the_passage(index: Index, codec: TextCodec):
     lines = STORY.splitlines(keepends=True)
     lines.insert(100, "The door code of the library is 48213.\n")
