@@ -18,7 +18,6 @@ from torch import Tensor
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import reference, torch_ops
 from locret_stream.kernels.reference import order_keys, quantise_units, rotate_halves, slot_units
-from locret_stream.kernels.torch_ops import dequantise_units
 
 __all__ = ["compact_units", "decode_attention", "dequantise_units", "order_keys", "prefill_attention",
            "quantise_units", "reduced_attention", "rotate_halves", "score_units", "select_units",
@@ -69,6 +68,7 @@ def _dispatched(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 compact_units = _dispatched(torch_ops.compact_units)
 decode_attention = _dispatched(torch_ops.decode_attention)
+dequantise_units = _dispatched(torch_ops.dequantise_units)
 prefill_attention = _dispatched(torch_ops.prefill_attention)
 reduced_attention = _dispatched(reference.reduced_attention)
 score_units = _dispatched(torch_ops.score_units)

@@ -10,6 +10,8 @@ from locret_stream.budgets import group_of, row_bytes
 from locret_stream.kernels import reference, torch_ops
 from locret_stream.kernels.reference import CODES, quantise_units
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def units(dim: int, seed: int = 0, count: int = 37) -> Tensor:
     """[H, N, D] with channels of different sizes and places, as keys have them."""
@@ -79,6 +81,30 @@ def test_all_forms_read_the_same_bits(bits: int, dim: int, dtype: torch.dtype, w
     assert torch.equal(read(pool[:, 3:40], bits, dim, mean, dtype, torch_ops), expected)
     assert torch.equal(read(pool[:, 3:4], bits, dim, mean, dtype, torch_ops), expected[:, :1]), "a row alone"
     assert read(pool[:, 3:3], bits, dim, mean, dtype, torch_ops).shape == (2, 0, dim)
+
+
+@pytest.mark.parametrize("bits", CODES)
+@pytest.mark.parametrize(("dim", "count"), [(64, 37), (80, 5), (24, 200), (16, 1), (128, 70)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_mean", [False, True])
+def test_triton_reads_the_same_bits(bits: int, dim: int, count: int, dtype: torch.dtype, with_mean: bool):
+    """Rows and channels in the middle of larger tensors, which stay as they are around them."""
+    pytest.importorskip("triton", reason="triton is published for Linux only")
+    from locret_stream.kernels.triton.dequantise_units import dequantise_units
+
+    x = units(dim, count=count).to(DEVICE)
+    mean = x.mean(1, keepdim=True) if with_mean else None
+    rows = torch.full((2, count + 9, row_bytes(dim, bits)), 255, dtype=torch.uint8, device=DEVICE)
+    rows[:, 3:3 + count] = quantise_units(x, bits, mean)
+    whole = torch.full((2, count + 5, dim), 7.0, dtype=dtype, device=DEVICE)
+    found = dequantise_units(rows[:, 3:3 + count], bits, whole[:, 2:2 + count], mean)
+    expected = read(rows[:, 3:3 + count].cpu(), bits, dim, None if mean is None else mean.cpu(), dtype)
+    if dtype == torch.bfloat16 and DEVICE == "cpu":  # to which the interpreter truncates
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(found.cpu(), expected)
+    assert (whole[:, :2] == 7).all() and (whole[:, 2 + count:] == 7).all()
+    assert dequantise_units(rows[:, 3:3], bits, whole[:, 2:2], mean).shape == (2, 0, dim)
 
 
 @pytest.mark.parametrize("bits", CODES)
