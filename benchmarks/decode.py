@@ -14,6 +14,7 @@ what was decoded. The ratio is the median over the rounds of two neighbours' tim
     python benchmarks/decode.py --store-bits --repeats 3
     python benchmarks/decode.py --batched --contexts 8 --repeats 5
 
+With --smollm2 the random Llama has the shape of SmolLM2-135M: 30 layers, 9 query heads over 3 KV heads of 64.
 With --store-bits: the engine with units in 8 and in 4 bits against the engine with exact ones, at equal units.
 With --batched: N contexts of the bundled model generate at once (asyncio.gather), and one after the other: tokens of
 all of them per second, and whether tokens and memories are the same bit for bit. Each reads other text, of a length of
@@ -159,6 +160,8 @@ async def batched(settings: SimpleNamespace, together: bool) -> dict[str, Any]:
                 "units": [max(context.memory.units) for context in contexts]}
 
 
+SMOLLM2 = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+           "num_attention_heads": 9, "num_key_value_heads": 3}
 TURNS = {"face": face, "engine": engine, "stock": stock, "8 bits": lambda settings: engine(settings, 8),
          "4 bits": lambda settings: engine(settings, 4)}
 CASES = {"at once": lambda settings: asyncio.run(batched(settings, together=True)),
@@ -168,7 +171,7 @@ CASES = {"at once": lambda settings: asyncio.run(batched(settings, together=True
 def one_stream(options: argparse.Namespace) -> None:
     """All three, in turns."""
     *others, base = ("8 bits", "4 bits", "engine") if options.store_bits else ("face", "engine", "stock")
-    with tiny_llama(options.tokens) as folder:
+    with tiny_llama(options.tokens, **(SMOLLM2 if options.smollm2 else {})) as folder:
         settings = settings_of(options, folder)
         rounds: dict[str, list[float]] = {case: [] for case in (*others, base)}
         for repeat in range(options.repeats):
@@ -213,6 +216,7 @@ def main() -> None:
     add_options(parser, tokens=8192, repeats=3)
     parser.add_argument("--bursts", type=int, default=12, help="turns of each case (default 12)")
     parser.add_argument("--store-bits", action="store_true", help="units in 8 and in 4 bits against exact ones")
+    parser.add_argument("--smollm2", action="store_true", help="a random Llama of SmolLM2-135M's shape")
     parser.add_argument("--batched", action="store_true", help="several contexts of the bundled model")
     parser.add_argument("--contexts", type=int, default=8, metavar="N", help="with --batched (default 8)")
     options = parser.parse_args()

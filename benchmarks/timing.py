@@ -62,19 +62,22 @@ def heads_width() -> int:
 
 
 @contextlib.contextmanager
-def tiny_llama(tokens: int) -> Iterator[str]:
-    """A temporary folder with a random Llama, random retaining heads for it, and `tokens` random ids."""
+def tiny_llama(tokens: int, **sizes: int) -> Iterator[str]:
+    """A temporary folder with a random Llama, random retaining heads for it, and `tokens` random ids; `sizes` take the
+    place of the usual ones, by their names in LlamaConfig."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     from locret_stream.heads import HeadsConfig, RetainingHeads
     disable_progress_bar()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
+    config = LlamaConfig(**{**dict(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=1 << 20,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None))
-    heads = RetainingHeads(HeadsConfig(layers=LAYERS, query_heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None), **sizes})
+    model = LlamaForCausalLM(config)
+    heads = RetainingHeads(HeadsConfig(layers=config.num_hidden_layers, query_heads=config.num_attention_heads,
+                                       kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
                                        width=heads_width()))
     with tempfile.TemporaryDirectory(prefix="locret-timing-") as folder:
         model.save_pretrained(folder)
