@@ -47,7 +47,7 @@ def describe(memory: Memory) -> str:
     """The state of a context in one sentence."""
     among = f", a focus of {memory.focus:,} tokens among them," if memory.focus else ""
     among += f" and the newest {memory.pending:,} tokens" if memory.pending else ""
-    recall = f"; {in_bytes(memory.bytes_recall)} of text for recall" if memory.bytes_recall else ""
+    recall = f"; {in_bytes(memory.bytes_recall)} of an index for recall" if memory.bytes_recall else ""
     buffered = f"; {memory.buffered:,} more buffered" if memory.buffered else ""
     return (f"{memory.tokens:,} tokens read, {fmean(memory.units):,.0f} units per KV head (mean over layers){among} "
             f"kept in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}"

@@ -23,8 +23,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         bytes_resident: of the tensors in this context's slot; 0 while it is swapped out.
         bytes_full_cache: of K and V of all accepted tokens, which a cache that never evicts would need.
         focus: how many tokens the focus has that is in force.
-        bytes_recall: of the index of all that was read, which recall keeps in a temporary file (of an encrypted session
-            in memory); the one number here that grows with the stream. 0 without recall.
+        bytes_recall: of the index that recall keeps of all that was read, in a temporary file (of an encrypted session
+            in memory). It grows with the stream, some 10 bytes a token, and does not shrink. 0 without recall, and
+            after reopening until the first question.
     """
 
     tokens: int

@@ -49,7 +49,7 @@ class Index:
 
     Attributes:
         end: position behind the last id that was added.
-        bytes: that the passages and their words take, in memory or in the temporary file.
+        bytes: of the temporary file, or in memory: the passages and their words. What is forgotten leaves room in it.
     """
 
     def __init__(self, cutter: Callable[[int], Cutter], *, private: bool = False):
@@ -150,6 +150,7 @@ class Index:
         """Drop everything. Idempotent."""
         with self._lock:
             self._db.close()
+            self.bytes = 0
 
     def _write(self, cuts: Iterable[Cut]) -> None:
         for start, ids, text in cuts:

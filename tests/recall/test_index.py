@@ -57,7 +57,10 @@ def test_its_bytes_are_those_of_the_database_and_grow_with_the_text(index: Index
     small = index.bytes
     assert len(STORY) < small == len(index._db.serialize())
     index.add(codec.encode_text(STORY * 3))
-    assert small < index.bytes == index.copy().bytes == len(index._db.serialize())
+    twin = index.copy()
+    assert small < index.bytes == twin.bytes == len(index._db.serialize())
+    twin.close()
+    assert twin.bytes == 0 < index.bytes
 
 
 def test_the_words_of_a_question_find_the_passage(index: Index, codec: TextCodec):
