@@ -37,7 +37,7 @@ async def remembered(bits: int, exact: int, streams: int) -> dict[str, object]:
         for seed in range(streams):
             case = markers.recall(random.Random(f"equal bytes {seed}"), FACTS, asked=ASKED)
             async with runtime.open(f"stream {seed}", raw=True) as ctx:
-                await ctx.feed(iter(list(markers.planted(case, stdlib_lines(seed), TOKENS, runtime.count_tokens))))
+                await ctx.feed(markers.planted(case, stdlib_lines(seed), TOKENS, runtime.count_tokens))
                 found = [await ctx.ask(question.ask, max_new_tokens=6, stop="\n") for question in case.questions]
             rows.append([float(text.strip() == question.answer)
                          for text, question in zip(found, case.questions, strict=True)])
@@ -67,7 +67,7 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--units", type=int, nargs="+", default=[20, 32], help="exact ones, per KV head")
+    parser.add_argument("--units", type=int, nargs="+", default=[20, 28], help="exact ones, per KV head")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
