@@ -173,7 +173,7 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         tokens: the most that are read again before a question. A passage has up to 64. They count in the budget: where
-            it holds hardly more than them and the share of `memory`, some are evicted before the reply begins.
+            it has no room for so many beside the share of `memory`, fewer are read, those that fit best.
         memory: the share of the budget that the copy which reads them keeps of a memory that evicted something: the
             units that its policy scores highest. With less beside the passages a small model answers from these more
             often. 1 keeps all.

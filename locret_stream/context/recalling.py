@@ -29,13 +29,15 @@ class ReadAgain(NamedTuple):
 
 
 NOTHING = ReadAgain()
+REPLY = 32  # tokens of a reply that still see all passages, where the budget is so small that its commits evict some
+LEAST = 64  # tokens of passages that are read in any case: one of the longest
 
 
 async def read_again(session: Session, question: str | list[int] | None, recall: bool | Recall | None) -> ReadAgain:
     """What is read again before a question; nothing where there is none, nor where the policy never evicts, as all
     that was read is in the memory then. Raises as `recalled`."""
     bounded = session.services.engine.policy.bounded
-    passages = [] if question is None or not bounded else await recalled(session, question, recall)
+    passages = [] if question is None or not bounded else await recalled(session, question, recall, to_read=True)
     if not passages:
         return NOTHING
     around = "\n\n" if session.raw else ""
@@ -64,10 +66,11 @@ def fork(origin: Session, session: Session) -> None:
         session.keep_index(origin.index.copy(session, session.state.seen))
 
 
-async def recalled(session: Session, question: str | list[int], recall: bool | Recall | None) -> list[Recalled]:
+async def recalled(session: Session, question: str | list[int], recall: bool | Recall | None, *,
+                   to_read: bool = False) -> list[Recalled]:
     """What was read that has the words of a question, in the order in which it was read; of committed ids alone, as
     what is pending stands before the question anyway. Nothing where `recall` is False, or None and the runtime recalls
-    nothing.
+    nothing. With `to_read` no more than a copy has room for beside the question and the beginning of a reply.
 
     Raises:
         ConfigError: the session keeps nothing for recall, or was opened from a store that keeps no log.
@@ -78,12 +81,16 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         return []
     if index is None:
         raise ConfigError("this context keeps nothing for recall; expected Runtime(..., recall=True)")
-    codec, most = services.codec, settings_of(services, recall).tokens
+    codec, settings = services.codec, settings_of(services, recall)
     text = as_piece(question)  # what cannot be read as a prompt is refused there
     if isinstance(text, list):
         text = codec.decode(codec.validate_ids(text))
     elif isinstance(text, bytes):
         text = text.decode(errors="replace")
+    most = settings.tokens
+    if to_read:
+        room = services.engine.room_to_read(settings.memory, len(session.state.focus))
+        most = min(most, max(LEAST, room - len(codec.encode_text(text)) - session.frame_room() - REPLY))
     while True:
         await complete(session)
         try:

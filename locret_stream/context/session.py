@@ -217,10 +217,10 @@ class Session(SessionState):
 
     # -- copies -----------------------------------------------------------------------------------------------
 
-    async def thin(self, share: float) -> None:
-        """Keep that share of the budget, of a copy that answers (see `Engine.thin`)."""
+    async def thin(self, share: float, reading: int) -> None:
+        """Keep that share of the budget, of a copy that answers and reads so many tokens before (see `Engine.thin`)."""
         engine, state = self.services.engine, self.state
-        await self.step(lambda: engine.thin(state, share))
+        await self.step(lambda: engine.thin(state, share, reading))
 
     async def fork(self, slot: int) -> Session:
         """A copy in another slot, as of this call: at the last accepted token. Buffered text is copied too.

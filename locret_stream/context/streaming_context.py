@@ -283,7 +283,7 @@ class StreamingContext:
         nothing is found: it stands before a question anyway.
 
         Args:
-            recall: how much; by default as the runtime was told.
+            recall: how much, whether the budget has room for it or not; by default what `ask` reads.
 
         Raises:
             ConfigError: the runtime keeps nothing for recall, or the store no log. SnapshotCorrupt, StoreError: the log
@@ -291,7 +291,7 @@ class StreamingContext:
         """
         if recall is not None and not isinstance(recall, Recall):
             raise ConfigError(f"recall is {recall!r}; expected Recall(tokens=...)")
-        return tuple(await recalling.recalled(self._live, question, recall or True))
+        return tuple(await recalling.recalled(self._live, question, recall or True, to_read=recall is None))
 
     # -- copies and blocks ------------------------------------------------------------------------------------
 

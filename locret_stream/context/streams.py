@@ -21,7 +21,7 @@ import msgspec
 
 from locret_stream.config import Sampling
 from locret_stream.context import swapping
-from locret_stream.context.recalling import NOTHING, ReadAgain
+from locret_stream.context.recalling import NOTHING, REPLY, ReadAgain
 from locret_stream.context.session import Session
 from locret_stream.context.session_index import Recalled
 from locret_stream.context.sources import Puller, Source, as_piece
@@ -291,7 +291,8 @@ class Generation(_Operation):
             return
         if aside:
             self._speaker = await self._copy()
-        await self._speaker.thin(before.memory)
+        room = session.frame_room() + REPLY
+        await self._speaker.thin(before.memory, len(again) + len(ids) + room)
         await self._read(self._speaker, again, ids)
         if aside:  # it commits when the copy has given its slot back (see `context.swapping`)
             await self._read(session, (), ids, commits=False)

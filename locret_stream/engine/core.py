@@ -103,25 +103,43 @@ class Engine:
                 store.copy_from(state.store, state.provisional)
             return state.copy(store)
 
-    def thin(self, state: EngineState, share: float) -> None:
+    def thin(self, state: EngineState, share: float, reading: int = 0) -> None:
         """Keep of every layer that share of its budget: the units that its policy scores highest, and what it protects.
         Layers with a sliding window stay as they are, and so does a memory that evicted nothing yet.
 
         For copies that answer: what is committed behind it is no function of the tokens alone.
+
+        Args:
+            reading: tokens that are read next. What is pending is committed before, as the short chunk that it is,
+                where the next commit would evict some of them, see `room_to_read`.
         """
         self._check(state)
         budgets = [units for units, window in zip(self.budgets, self.shape.sliding, strict=True) if not window]
         if not self.policy.bounded or state.seen + len(state.focus) <= min(budgets, default=0):
             return
-        least = self.config.budget.sinks + self.config.budget.stabilizers + 1
+        if state.pending and len(state.pending) + reading > self.room_to_read(share, len(state.focus)):
+            self._commit(state, len(state.pending))
         with state.broken_by_failure():
             state.provisional, state.tail_logits = 0, None  # their units stand at other ranks now
             for layer, count in enumerate(state.store.counts):
-                most = max(int(share * self.budgets[layer]), least + len(state.focus))
+                most = self._thinned(layer, share, len(state.focus))
                 if count > most and not self.shape.sliding[layer]:
                     sinks, stabilizers = self.layout.protection_of(layer, len(state.focus), most)
                     keep = select_units(state.store.scores(layer)[0], most, sinks, stabilizers)
                     state.store.put_in_front(layer, None, keep, len(state.focus), self.layout.tables.rotate)
+
+    def room_to_read(self, share: float, focus_count: int = 0) -> int:
+        """Tokens that a copy with that share of its memory, and nothing pending, reads before a commit evicts any unit.
+        Layers with a sliding window do not count."""
+        free = min((units - self._thinned(layer, share, focus_count)
+                    for layer, (units, window) in enumerate(zip(self.budgets, self.shape.sliding, strict=True))
+                    if not window), default=0)
+        return (max(0, free) // self.chunk_size + 1) * self.chunk_size - 1
+
+    def _thinned(self, layer: int, share: float, focus_count: int) -> int:
+        """Units that `thin` leaves in a layer without a sliding window."""
+        least = self.config.budget.sinks + self.config.budget.stabilizers + 1
+        return max(int(share * self.budgets[layer]), least + focus_count)
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
         """All that a context consists of, as copies by name (see `engine.serialisation`)."""
@@ -215,9 +233,13 @@ class Engine:
 
     def commit(self, state: EngineState) -> None:
         """Commit one chunk of pending ids: one forward, then every layer keeps its budget. Whole or not at all."""
-        self._check(state)
         assert self.ready(state), "commit needs a whole chunk pending"
-        ids = state.pending[:self.chunk_size]
+        self._commit(state, self.chunk_size)
+
+    def _commit(self, state: EngineState, count: int) -> None:
+        """Commit the first `count` pending ids, at most a chunk of them."""
+        self._check(state)
+        ids = state.pending[:count]
         state.provisional, state.tail_logits = 0, None  # the forward overwrites the provisional units
         focus_units = None if state.next_focus is None else self._focus_units(state.next_focus)
         scorer = Scorer(self.layout, self.attachment.logits, state)

@@ -134,9 +134,9 @@ async def test_the_copy_that_reads_again_keeps_its_best_units_and_the_memory_all
     thinned: list[tuple[list[int], list[int]]] = []
     thin = Engine.thin
 
-    def record(self: Engine, state: EngineState, share: float) -> None:
+    def record(self: Engine, state: EngineState, share: float, reading: int) -> None:
         before = list(state.store.counts)
-        thin(self, state, share)
+        thin(self, state, share, reading)
         thinned.append((before, list(state.store.counts)))
 
     monkeypatch.setattr(Engine, "thin", record)
@@ -161,6 +161,31 @@ async def test_the_copy_that_reads_again_keeps_its_best_units_and_the_memory_all
     for wrong in (0, -0.1, 1.01, True, "half", float("nan")):
         with pytest.raises(ConfigError, match=r"recall: memory is .*; expected a share of the budget: above 0"):
             Recall(memory=wrong)
+
+
+@pytest.mark.parametrize("pending", [0, 1, 100, 128, 200, 255])
+async def test_in_a_small_budget_all_that_is_read_again_stands_before_the_reply(monkeypatch: pytest.MonkeyPatch,
+                                                                                pending: int):
+    """However much is pending: no more is read than has room, and what is pending is committed first."""
+    read, begin = list[int](), Session.begin_reply
+    async with tiny(budget=Budget(units=16, sinks=2, stabilizers=2), chunk_size=256,
+                    recall=Recall(tokens=4096)) as runtime, runtime.open() as ctx:
+        async def record(self: Session) -> None:
+            await begin(self)
+            assert runtime.engine.receipts(self.state, ctx.memory.tokens).kept.all()
+            read.append(self.state.position - ctx.memory.tokens)
+
+        await ctx.feed(STORY)
+        while ctx.memory.pending != pending:
+            await ctx.feed(data(runtime, "a"))
+        monkeypatch.setattr(Session, "begin_reply", record)
+        before = await snap(ctx)
+        await ctx.ask(SEVERAL, max_new_tokens=1)
+        await ctx.ask(QUESTION, max_new_tokens=1, recall=Recall(tokens=64))
+        assert 150 < read[0] < 256 - recalling.REPLY + 1 and read[1] < 150
+        expect_same(await snap(ctx), before)
+        found, as_asked = await ctx.recall(SEVERAL), await ctx.recall(SEVERAL, Recall(tokens=4096))
+        assert found and set(found) <= set(as_asked) and (pending or len(found) < len(as_asked))
 
 
 async def test_nothing_committed_depends_on_it():

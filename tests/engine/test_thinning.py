@@ -92,3 +92,35 @@ def test_a_memory_that_evicted_nothing_yet_is_left_whole():
     engine.focus(state, ids_of(5))
     engine.thin(state, 0.4)
     assert state.store.counts[0] < 2 * CHUNK
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+def test_what_a_copy_reads_stays_where_there_is_room(policy: str, share: float):
+    """Of as many tokens as it has room for none is evicted; what was pending is committed only where it must give way."""
+    engine = engine_of(policy)
+    state = engine.open(0)
+    feed(engine, state, ids_of(6 * CHUNK + 5))
+    room = engine.room_to_read(share)
+    assert room == {0.01: 2 * CHUNK - 1, 0.5: 2 * CHUNK - 1, 1.0: CHUNK - 1}[share]
+    for reading in (1, CHUNK - 6, CHUNK - 5, room - 5, room - 4, room):
+        copy = engine.fork(state, 1)
+        engine.thin(copy, share, reading)
+        assert len(copy.pending) == (5 if reading <= room - 5 else 0) and copy.position == state.position
+        feed(engine, copy, ids_of(reading, seed=9))
+        engine.logits(copy)
+        assert engine.receipts(copy, state.position).kept.all()
+        assert max(copy.peaks) <= UNITS + CHUNK
+
+
+def test_a_copy_that_reads_more_than_has_room_commits_on_the_grid_from_there_on():
+    engine = engine_of()
+    state = engine.open(0)
+    feed(engine, state, ids_of(6 * CHUNK + 5))
+    before, copy = engine.export(state), engine.fork(state, 1)
+    engine.thin(copy, 0.5, 10 * CHUNK)
+    assert (copy.seen, len(copy.pending)) == (6 * CHUNK + 5, 0)
+    assert list(copy.committed_ids) == [*state.committed_ids, *state.pending]
+    feed(engine, copy, ids_of(3 * CHUNK, seed=9))
+    assert copy.seen == 9 * CHUNK + 5 and copy.store.counts == [UNITS] * engine.shape.layers
+    assert_same(engine.export(state), before)
