@@ -97,7 +97,7 @@ def test_a_memory_that_evicted_nothing_yet_is_left_whole():
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 def test_what_a_copy_reads_stays_where_there_is_room(policy: str, share: float):
-    """Of as many tokens as it has room for none is evicted; what was pending is committed only where it must give way."""
+    """Of as many tokens as it has room for none is evicted; what is pending is committed where it must give way."""
     engine = engine_of(policy)
     state = engine.open(0)
     feed(engine, state, ids_of(6 * CHUNK + 5))
