@@ -13,6 +13,7 @@ import sqlite3
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,21 +21,29 @@ from numpy.typing import NDArray
 from locret_stream.errors import ConfigError
 from locret_stream.recall.passages import Cut, Cutter
 
-Passage = Cut
 MOST_WORDS = 64  # of a question: the last ones, as a pasted text comes before what is asked about it
 CANDIDATES = 64  # passages of which those that fit are taken
 MOST_READ = 1024  # passages that are looked at for these
-LEAST_SHARE = 0.3  # of the fit of the best passage
+LEAST_SHARE = 0.5  # of the fit of the best passage: with 0.3 a passage of every second question named another fact
 LEAST_FIT = 0.2  # of what a word counts that one passage alone has; repeated questions make their own words common
+NEAR = 64  # passages, of which the first may depend on what the last has: far more than begin in one of the longest
 _WORD = re.compile(r"\w+")
 _WIDE = re.compile("[\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
                    "\U00020000-\U0003ffff]+")
 _TABLES = """
-create table passages (start integer primary key, ids blob not null, text text not null, paired text);
+create table passages (start integer primary key, seen integer, ids blob not null, text text not null, paired text);
 create view searched as select start, coalesce(paired, text) as text from passages;
 create virtual table words using fts5 (text, content='searched', content_rowid='start',
                                        tokenize='porter unicode61 remove_diacritics 2');
 """
+
+
+class Passage(NamedTuple):
+    """What was read from position `start` on: its ids and its text."""
+
+    start: int
+    ids: list[int]
+    text: str
 
 
 class Index:
@@ -153,19 +162,20 @@ class Index:
             self.bytes = 0
 
     def _write(self, cuts: Iterable[Cut]) -> None:
-        for start, ids, text in cuts:
+        for start, ids, text, seen in cuts:
             paired = _paired(text) if _WIDE.search(text) else None
-            self._db.execute("insert into passages values (?, ?, ?, ?)",
-                             (start, np.asarray(ids, "<i4").tobytes(), text, paired))
+            self._db.execute("insert into passages values (?, ?, ?, ?, ?)",
+                             (start, seen, np.asarray(ids, "<i4").tobytes(), text, paired))
             self._db.execute("insert into words (rowid, text) values (?, ?)", (start, paired or text))
         self._db.commit()
         (pages,), (size,) = (self._db.execute(f"pragma page_{what}").fetchone() for what in ("count", "size"))
         self.bytes = pages * size
 
     def _cut_back(self, end: int) -> None:
-        """Drop the passage that `end` lies in and those behind it, and cut what is left of it again."""
-        (begin,) = self._db.execute("select max(start) from passages where start < ?", (end,)).fetchone()
-        if begin is None or end >= self._cutter.start:
+        """Drop the passages whose ends depend on what is behind `end`, and cut what is left of them again."""
+        (begin,) = self._db.execute("select min(start) from (select start, seen from passages where start < ? "
+                                    "order by start desc limit ?) where seen > ?", (end, NEAR, end)).fetchone()
+        if begin is None:
             begin = self._cutter.start if end >= self._cutter.start else 0
         ids = self._ids_from(begin)[:end - begin]
         for start, text in self._db.execute("select start, text from searched where start >= ?", (begin,)).fetchall():

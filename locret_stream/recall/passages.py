@@ -3,8 +3,11 @@
 A passage ends
 
     behind a run of newlines or the end of a sentence, once it has `least` tokens,
-    behind `most` tokens, what a template writes around messages aside, or up to three more to end a character,
-    where a chat template begins another message, if it has `least` tokens; otherwise the next message is part of it.
+    where a chat template begins another message, if it has `least` tokens; otherwise the next message is part of it,
+    before it has more than `most` tokens, what a template writes around messages aside: behind the last semicolon or
+    dash once it has `least` tokens, else behind the last comma or bracket, else between two words but behind no colon,
+    so that what belongs together is less often cut in two; else behind `most` tokens, or up to three more to end a
+    character.
 
 What a template writes around messages is no part of the text of a passage.
 """
@@ -20,6 +23,8 @@ from locret_stream.text import Detokenizer, TextCodec
 
 _SENTENCE = re.compile(r"[.!?…][\"'”’»)\]]*$")  # where white space follows
 _WIDE_SENTENCE = re.compile(r"[。！？][」』”’]*$")  # where none does
+_ABBREVIATED = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Mx|Dr|Prof|St|Rev|Hon|Gen|Col|Maj|Capt|Lt|Sgt|No|vs|e\.g|i\.e)\.$")
+_ENDS_OF_PARTS = {**dict.fromkeys(";—–；", 3), **dict.fromkeys(",)]}，、", 2), ":": 0}
 Headers = Mapping[int, frozenset[tuple[int, ...]]]
 """Of each control token what a chat template may write behind it, as ids: the role and a newline."""
 
@@ -35,11 +40,13 @@ def headers(literals: Iterable[Sequence[int]], control: frozenset[int]) -> Heade
 
 
 class Cut(NamedTuple):
-    """A passage: its first position, its ids, what the template wrote between its messages included, and its text."""
+    """A passage: its first position, its ids, what the template wrote between its messages included, its text, and the
+    position behind the last id that its end depends on."""
 
     start: int
     ids: list[int]
     text: str
+    seen: int
 
 
 class Cutter:
@@ -57,6 +64,7 @@ class Cutter:
     def _begin(self, start: int) -> None:
         self.start, self.ids = start, list[int]()
         self._text, self._read = "", 0  # tokens of the text alone
+        self._part = (0, 0, 0)  # where it may be cut: how well, ids and characters before
         self._header: tuple[int, list[int]] | None = None  # a control token, and what came behind it so far
         self._detokenizer = Detokenizer(self._codec, skip_special=False, start=False)
 
@@ -86,25 +94,44 @@ class Cutter:
             piece = self._codec.piece(token).decode(errors="replace")
             if self._ends_before(piece):
                 done += self._end()
+            elif self._is_full():
+                done += self._end_part()
             self.ids.append(token)
             self._text += self._detokenizer.push(token)
             self._read += 1
         return done
 
     def _ends_before(self, piece: str) -> bool:
-        if self._read >= self._most + 3:  # the longest character of single bytes has four
-            return True
-        if self._read < self._least or not self._detokenizer.whole:
-            return False
-        if self._read >= self._most:
-            return True
-        if not piece:
+        """Whether a line or a sentence ends before this piece, of a passage that may end. Notes where parts end."""
+        if self._read < self._least or not self._detokenizer.whole or not piece:
             return False
         if self._text.endswith("\n"):
             return not piece.startswith("\n")
-        if piece[0].isspace():
-            return _SENTENCE.search(self._text) is not None
-        return piece[0] not in "」』”’" and _WIDE_SENTENCE.search(self._text) is not None
+        spaced = piece[0].isspace()
+        if spaced and _SENTENCE.search(self._text) and not _ABBREVIATED.search(self._text):
+            return True
+        if not spaced and piece[0] not in "」』”’" and _WIDE_SENTENCE.search(self._text):
+            return True
+        last = self._text[-1:]
+        well = _ENDS_OF_PARTS.get(last, 1) if spaced or last in "；，、" else 0
+        if well and well >= self._part[0]:
+            self._part = well, len(self.ids), len(self._text)
+        return False
+
+    def _is_full(self) -> bool:
+        if self._read >= self._most:
+            return self._part[0] > 0 or self._detokenizer.whole or self._read >= self._most + 3  # a character has four
+        return False
+
+    def _end_part(self) -> list[Cut]:
+        """End the passage where its last part does, and go on with what is left of it."""
+        well, count, characters = self._part
+        if not well:
+            return self._end()
+        seen, left = self.start + len(self.ids) + 1, self.ids[count:]
+        cut = Cut(self.start, self.ids[:count], self._text[:characters].strip(), seen)
+        self._begin(self.start + count)
+        return [cut, *self.push(left)]
 
     def _again(self, behind: list[int], tails: frozenset[tuple[int, ...]]) -> None:
         """What stood behind a control token: the template's own part of it is dropped, and the rest is text."""
@@ -117,6 +144,6 @@ class Cutter:
 
     def _end(self) -> list[Cut]:
         """End the passage here."""
-        cut = Cut(self.start, self.ids, self._text.strip())
+        cut = Cut(self.start, self.ids, self._text.strip(), self.start + len(self.ids) + 1)
         self._begin(self.start + len(self.ids))
         return [cut]
