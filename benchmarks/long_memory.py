@@ -60,7 +60,7 @@ VERSION = 1  # of streams and systems: counted up when one changes, so that resu
 MEMORIES = "locret", "streaming_llm"
 DEFAULT = (*MEMORIES, *alternatives.SYSTEMS)
 PINNED, RECALL = "pinned", "recall"
-WHERE_RECALLED = "in the turn that was read"  # names the files anew: passages had a turn of their own until 5ea9917
+WHERE_RECALLED = "in the turn that was read, of sentences cut between their parts"  # names the files anew
 KNOWN = (*DEFAULT, PINNED, RECALL)
 SIZED = "truncation", "bm25"  # those that may be given a number of tokens
 LEAST = 3 * alternatives.SUMMARY_TOKENS  # what a summary needs: its old and its new form, and text
@@ -102,6 +102,7 @@ class Workplace:
         named = named_model(options.model)
         self.heads = options.heads or (named.heads if named else None)
         self.acknowledge = named.acknowledge if named else "OK."
+        self.recall = named.recall if named else Recall()
         self.model, self.tokenizer = Runtime.from_pretrained(options.model).load()
         self.books = [Book(path) for path in options.text]
         self.options, self._bench = options, Bench(self.model, self.tokenizer, acknowledge=self.acknowledge)
@@ -112,7 +113,7 @@ class Workplace:
         origin = self._bench.origin(str(self.heads) if self.heads and kind not in alternatives.SYSTEMS else "")
         prompts = (alternatives.SUMMARY, alternatives.NEXT, alternatives.UPDATE, str(alternatives.SUMMARY_TOKENS),
                    str(alternatives.PENALTY)) if kind == "summary" else ()
-        prompts = (str(Recall()), WHERE_RECALLED) if kind == RECALL else prompts
+        prompts = (str(self.recall), WHERE_RECALLED) if kind == RECALL else prompts
         return Cell(system=system, stream=stream, tokens=options.tokens, facts=options.facts, asked=options.asked,
                     texts=tuple(book.name for book in self.books), budget=options.budget,
                     chunk_size=options.chunk_size, origin=msgspec.structs.replace(origin, text=""),
@@ -138,7 +139,7 @@ class Workplace:
             policy, budget = "full", Budget(units=self.size(system) + alternatives.ROOM, allocation="uniform")
         return Runtime(self.model, self.tokenizer, heads=self.heads, policy=policy, budget=budget,
                        chunk_size=self.options.chunk_size, max_live=1, acknowledge=self.acknowledge,
-                       recall=kind == RECALL)
+                       recall=self.recall if kind == RECALL else False)
 
     def stream(self, number: int, runtime: Runtime) -> Stream:
         """Made once, because cutting a long one takes a while."""

@@ -95,7 +95,8 @@ class Cutter:
             if self._ends_before(piece):
                 done += self._end()
             elif self._is_full():
-                done += self._end_part()
+                done += [*self._end_part(), *self.push([token])]
+                continue
             self.ids.append(token)
             self._text += self._detokenizer.push(token)
             self._read += 1

@@ -88,7 +88,7 @@ def test_a_passage_ends_with_a_whole_character(codec: TextCodec):
     assert all(len(passage.ids) <= 43 for passage in done) and len(done) > 3
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(60))
 def test_they_depend_on_the_ids_alone(codec: TextCodec, tokenizer, seed: int):
     r = random.Random(seed)
     frame = ChatFrame(codec, tokenizer)
@@ -106,9 +106,14 @@ def test_they_depend_on_the_ids_alone(codec: TextCodec, tokenizer, seed: int):
     for passage in whole:
         assert passage.start == at
         at += len(passage.ids)
-    begin = whole[len(whole) // 2].start
-    again, _ = cut(codec, ids[begin:], headers=tails, start=begin, least=5, most=12)
-    assert again == whole[len(whole) // 2:], "a passage begins as if nothing were before it"
+    for number in range(len(whole)):
+        begin = whole[number].start
+        again, _ = cut(codec, ids[begin:], headers=tails, start=begin, least=5, most=12)
+        assert again == whole[number:], "a passage begins as if nothing were before it"
+        shorter, _ = cut(codec, ids[:whole[number].seen], headers=tails, least=5, most=12)
+        assert shorter == whole[:len(shorter)] and len(shorter) > number, "its end depends on no more than it says"
+        shorter, _ = cut(codec, ids[:whole[number].seen - 1], headers=tails, least=5, most=12)
+        assert len(shorter) <= number, "and on no less"
 
 
 def test_what_a_template_writes_is_no_text(codec: TextCodec, tokenizer):
