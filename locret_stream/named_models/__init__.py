@@ -24,8 +24,8 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
         budget, chunk_size: what it runs with by default; the budget in units per KV head.
         dtype: what "auto" means for it; the figures of the bundled model are of float32.
         acknowledge: see `Runtime`; the bundled model was trained to be asked in the turn that it reads.
-        recall: how much is read again where recall is asked for. What the bundled model reads again it confuses with
-            what else it remembers, so that hardly any of that stays beside it (`benchmarks/results/recall_*`).
+        recall: how much is read again where recall is asked for. What a small model reads again it confuses with what
+            else it remembers, so that little of that stays beside it (`benchmarks/results/recall_*`, `long_memory_*`).
         tools: whether its chat template shows tools.
         bounded: whether it never learnt to hold a whole stream, so that a full cache of it is no yardstick.
     """
@@ -44,7 +44,8 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
 NAMED_MODELS = {
     "bundled": NamedModel(folder=lambda: BUNDLED, heads=BUNDLED, budget=768, chunk_size=256, dtype="float32",
                           acknowledge=None, recall=Recall(tokens=256, memory=0.05), tools=True, bounded=True),
-    smollm2.NAME: NamedModel(folder=smollm2.smollm2_folder, heads=smollm2.HEADS, budget=1024, chunk_size=256),
+    smollm2.NAME: NamedModel(folder=smollm2.smollm2_folder, heads=smollm2.HEADS, budget=1024, chunk_size=256,
+                             recall=Recall(memory=0.1)),
 }
 
 
