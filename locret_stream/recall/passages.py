@@ -23,6 +23,7 @@ from locret_stream.text import Detokenizer, TextCodec
 
 _SENTENCE = re.compile(r"[.!?…][\"'”’»)\]]*$")  # where white space follows
 _WIDE_SENTENCE = re.compile(r"[。！？][」』”’]*$")  # where none does
+_CLOSING, _WIDE_CLOSING = ".!?…\"'”’»)]", "。！？」』”’"  # what these end with
 _ABBREVIATED = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Mx|Dr|Prof|St|Rev|Hon|Gen|Col|Maj|Capt|Lt|Sgt|No|vs|e\.g|i\.e)\.$")
 _ENDS_OF_PARTS = {**dict.fromkeys(";—–；", 3), **dict.fromkeys(",)]}，、", 2), ":": 0}
 Headers = Mapping[int, frozenset[tuple[int, ...]]]
@@ -104,16 +105,15 @@ class Cutter:
 
     def _ends_before(self, piece: str) -> bool:
         """Whether a line or a sentence ends before this piece, of a passage that may end. Notes where parts end."""
-        if self._read < self._least or not self._detokenizer.whole or not piece:
+        if self._read < self._least or not piece or not self._text or not self._detokenizer.whole:
             return False
-        if self._text.endswith("\n"):
-            return not piece.startswith("\n")
-        spaced = piece[0].isspace()
-        if spaced and _SENTENCE.search(self._text) and not _ABBREVIATED.search(self._text):
+        last, spaced = self._text[-1], piece[0].isspace()
+        if last == "\n":
+            return piece[0] != "\n"
+        if spaced and last in _CLOSING and _SENTENCE.search(self._text) and not _ABBREVIATED.search(self._text):
             return True
-        if not spaced and piece[0] not in "」』”’" and _WIDE_SENTENCE.search(self._text):
+        if not spaced and last in _WIDE_CLOSING and piece[0] not in "」』”’" and _WIDE_SENTENCE.search(self._text):
             return True
-        last = self._text[-1:]
         well = _ENDS_OF_PARTS.get(last, 1) if spaced or last in "；，、" else 0
         if well and well >= self._part[0]:
             self._part = well, len(self.ids), len(self._text)
