@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from locret_stream.cli import eval as cli_eval
-from locret_stream.evaluation import cells, plan, plots, reporting, suite
+from locret_stream.evaluation import cells, chat, plan, plots, reporting, suite
 from locret_stream.evaluation.cells import Cell
 from locret_stream.evaluation.report import report_of
 from locret_stream.evaluation.runner import ORACLES
@@ -54,6 +54,22 @@ def cells_of(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[C
         code, _, err = invoke(*words, "--json")
         assert code == 0, err
     return found
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_every_chat_task_is_run_with_the_full_cache_and_the_memory(tmp_path: Path):
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\necho "$@" >> told\n')
+    stub.chmod(0o755)
+    (tmp_path / "a book.txt").write_text("Once.")
+    run("bash", ROOT / "research" / "chat_tasks.sh", "a book.txt", "out", cwd=tmp_path,
+        env=os.environ | {"PYTHON": str(stub), "JOBS": "2"}).check_returncode()
+    *cells, report = (tmp_path / "told").read_text().splitlines()
+    assert report == "-m locret_stream eval --out out --report-only"
+    common = ("-m locret_stream eval --model smollm2 --text a book.txt --out out --length 1024 --chunk-size 128 "
+              "--questions 256")
+    assert sorted(cells) == sorted(f"{common} --task {task} --policy {policy} --budget {units}" for task in chat.MADE
+                                   for policy, units in (("full", 512), *(("locret", n) for n in (512, 256, 128))))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
