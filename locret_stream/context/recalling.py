@@ -30,7 +30,7 @@ class ReadAgain(NamedTuple):
 
 NOTHING = ReadAgain()
 REPLY = 32  # tokens of a reply that still see all passages, where the budget is so small that its commits evict some
-LEAST = 64  # tokens of passages that are read in any case: one of the longest
+LEAST = 64  # tokens of passages that are read whether they have room or not: one of the longest
 
 
 async def read_again(session: Session, question: str | list[int] | None, recall: bool | Recall | None) -> ReadAgain:
@@ -89,7 +89,7 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         text = text.decode(errors="replace")
     most = settings.tokens
     if to_read:
-        room = services.engine.room_to_read(settings.memory, len(session.state.focus))
+        room = services.engine.room_to_read(session.state, settings.memory)
         most = min(most, max(LEAST, room - len(codec.encode_text(text)) - session.frame_room() - REPLY))
     while True:
         await complete(session)

@@ -283,7 +283,7 @@ class StreamingContext:
         nothing is found: it stands before a question anyway.
 
         Args:
-            recall: how much, whether the budget has room for it or not; by default what `ask` reads.
+            recall: how much, whether the budget has room for it or not; by default as much as `ask` would read.
 
         Raises:
             ConfigError: the runtime keeps nothing for recall, or the store no log. SnapshotCorrupt, StoreError: the log

@@ -105,20 +105,23 @@ class Engine:
 
     def thin(self, state: EngineState, share: float, reading: int = 0) -> None:
         """Keep of every layer that share of its budget: the units that its policy scores highest, and what it protects.
-        Layers with a sliding window stay as they are, and so does a memory that evicted nothing yet.
+        Layers with a sliding window stay as they are, and so does a memory that evicted nothing yet, where all that is
+        read has room in it.
 
         For copies that answer: what is committed behind it is no function of the tokens alone.
 
         Args:
-            reading: tokens that are read next. What is pending is committed before, as the short chunk that it is,
-                where the next commit would evict some of them, see `room_to_read`.
+            reading: tokens that are read next. Where a commit would evict some of them, and none if what is pending is
+                committed before, as the short chunk that it is, into the places that became free, that is done.
         """
         self._check(state)
-        budgets = [units for units, window in zip(self.budgets, self.shape.sliding, strict=True) if not window]
-        if not self.policy.bounded or state.seen + len(state.focus) <= min(budgets, default=0):
+        if not self.policy.bounded:
             return
-        if state.pending and len(state.pending) + reading > self.room_to_read(share, len(state.focus)):
-            self._commit(state, len(state.pending))
+        budgets = [units for units, window in zip(self.budgets, self.shape.sliding, strict=True) if not window]
+        room = self._room_behind([state.seen + _longer_focus(state)] * len(self.budgets)) - len(state.pending)
+        if state.seen + len(state.focus) <= min(budgets, default=0) and reading <= max(0, room):
+            return
+        whole, early = self._rooms(state, share)
         with state.broken_by_failure():
             state.provisional, state.tail_logits = 0, None  # their units stand at other ranks now
             for layer, count in enumerate(state.store.counts):
@@ -127,12 +130,25 @@ class Engine:
                     sinks, stabilizers = self.layout.protection_of(layer, len(state.focus), most)
                     keep = select_units(state.store.scores(layer)[0], most, sinks, stabilizers)
                     state.store.put_in_front(layer, None, keep, len(state.focus), self.layout.tables.rotate)
+        if whole < reading <= early and 0 < len(state.pending) < self.chunk_size:
+            self._commit(state, len(state.pending))
 
-    def room_to_read(self, share: float, focus_count: int = 0) -> int:
-        """Tokens that a copy with that share of its memory, and nothing pending, reads before a commit evicts any unit.
-        Layers with a sliding window do not count."""
-        free = min((units - self._thinned(layer, share, focus_count)
-                    for layer, (units, window) in enumerate(zip(self.budgets, self.shape.sliding, strict=True))
+    def room_to_read(self, state: EngineState, share: float) -> int:
+        """Tokens that a copy of a context reads, once it keeps that share of its memory, before a commit evicts any of
+        them (see `thin`). Layers with a sliding window do not count."""
+        return max(self._rooms(state, share))
+
+    def _rooms(self, state: EngineState, share: float) -> tuple[int, int]:
+        """`room_to_read` where what is pending stays so, and where it is committed first."""
+        focus_count, pending = _longer_focus(state), len(state.pending)
+        left = [self._thinned(layer, share, focus_count) for layer in range(self.shape.layers)]
+        return (self._room_behind(left) - pending,
+                self._room_behind([min(units, count + pending)
+                                          for units, count in zip(self.budgets, left, strict=True)]))
+
+    def _room_behind(self, counts: Sequence[int]) -> int:
+        """Tokens that can be read behind so many units of each layer before a commit evicts any."""
+        free = min((units - count for units, count, window in zip(self.budgets, counts, self.shape.sliding, strict=True)
                     if not window), default=0)
         return (max(0, free) // self.chunk_size + 1) * self.chunk_size - 1
 
@@ -239,6 +255,7 @@ class Engine:
     def _commit(self, state: EngineState, count: int) -> None:
         """Commit the first `count` pending ids, at most a chunk of them."""
         self._check(state)
+        assert count <= self.chunk_size, "a slot has room for one chunk"
         ids = state.pending[:count]
         state.provisional, state.tail_logits = 0, None  # the forward overwrites the provisional units
         focus_units = None if state.next_focus is None else self._focus_units(state.next_focus)

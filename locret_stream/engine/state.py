@@ -20,7 +20,7 @@ class EngineState:
     """One context inside the engine: a slot, how many tokens were committed, and the pending ids.
 
     Attributes:
-        seen: tokens committed; always a multiple of the chunk size.
+        seen: tokens committed; a multiple of the chunk size, but in copies that answer (see `Engine.thin`).
         pending: accepted ids that are not committed yet.
         provisional: how many of the pending ids have units behind the committed ones.
         committed_ids: the last 1,024 committed ids.

@@ -5,9 +5,9 @@ A passage ends
     behind a run of newlines or the end of a sentence, once it has `least` tokens,
     where a chat template begins another message, if it has `least` tokens; otherwise the next message is part of it,
     before it has more than `most` tokens, what a template writes around messages aside: behind the last semicolon or
-    dash once it has `least` tokens, else behind the last comma or bracket, else between two words but behind no colon,
-    so that what belongs together is less often cut in two; else behind `most` tokens, or up to three more to end a
-    character.
+    dash once it has `least` tokens, else behind the last comma or bracket, else between two words but behind no colon
+    or equals sign, so that what belongs together is less often cut in two; else behind `most` tokens, or up to three
+    more to end a character.
 
 What a template writes around messages is no part of the text of a passage.
 """
@@ -25,7 +25,7 @@ _SENTENCE = re.compile(r"[.!?…][\"'”’»)\]]*$")  # where white space follo
 _WIDE_SENTENCE = re.compile(r"[。！？][」』”’]*$")  # where none does
 _CLOSING, _WIDE_CLOSING = ".!?…\"'”’»)]", "。！？」』”’"  # what these end with
 _ABBREVIATED = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Mx|Dr|Prof|St|Rev|Hon|Gen|Col|Maj|Capt|Lt|Sgt|No|vs|e\.g|i\.e)\.$")
-_ENDS_OF_PARTS = {**dict.fromkeys(";—–；", 3), **dict.fromkeys(",)]}，、", 2), ":": 0}
+_ENDS_OF_PARTS = {**dict.fromkeys(";—–；", 3), **dict.fromkeys(",)]}，、", 2), ":": 0, "=": 0}
 Headers = Mapping[int, frozenset[tuple[int, ...]]]
 """Of each control token what a chat template may write behind it, as ids: the role and a newline."""
 
@@ -55,10 +55,12 @@ class Cutter:
 
     Args:
         headers: of the chat template. start: position of the first id.
+        least, most: tokens of a passage. The text of one has up to 64: a character may be ended, and it is tokenised
+            without what stood before it.
     """
 
     def __init__(self, codec: TextCodec, headers: Headers | None = None, start: int = 0, *, least: int = 24,
-                 most: int = 64):
+                 most: int = 60):
         self._codec, self._headers, self._least, self._most = codec, headers or {}, least, most
         self._begin(start)
 

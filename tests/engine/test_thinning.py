@@ -94,33 +94,72 @@ def test_a_memory_that_evicted_nothing_yet_is_left_whole():
     assert state.store.counts[0] < 2 * CHUNK
 
 
+PENDING = 5
+
+
 @pytest.mark.parametrize("policy", EVICTING)
-@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
-def test_what_a_copy_reads_stays_where_there_is_room(policy: str, share: float):
-    """Of as many tokens as it has room for none is evicted; what is pending is committed where it must give way."""
+@pytest.mark.parametrize(("share", "left", "whole", "early"), [
+    (0.01, SINKS + STABILIZERS + 1, 2 * CHUNK - 1 - PENDING, 2 * CHUNK - 1),
+    (0.5, UNITS // 2, 2 * CHUNK - 1 - PENDING, CHUNK - 1),
+    (1.0, UNITS, CHUNK - 1 - PENDING, CHUNK - 1)])
+def test_what_a_copy_reads_stays_where_there_is_room(policy: str, share: float, left: int, whole: int, early: int):
+    """Of as many tokens as it has room for none is evicted. What is pending is committed before where that makes room,
+    and takes the places that became free."""
     engine = engine_of(policy)
     state = engine.open(0)
-    feed(engine, state, ids_of(6 * CHUNK + 5))
-    room = engine.room_to_read(share)
-    assert room == {0.01: 2 * CHUNK - 1, 0.5: 2 * CHUNK - 1, 1.0: CHUNK - 1}[share]
-    for reading in (1, CHUNK - 6, CHUNK - 5, room - 5, room - 4, room):
+    feed(engine, state, ids_of(6 * CHUNK + PENDING))
+    before = engine.export(state)
+    assert engine.room_to_read(state, share) == max(whole, early)
+    for reading in {1, CHUNK - PENDING, *range(max(1, whole - 1), max(whole, early) + 1)}:
         copy = engine.fork(state, 1)
         engine.thin(copy, share, reading)
-        assert len(copy.pending) == (5 if reading <= room - 5 else 0) and copy.position == state.position
+        assert copy.position == state.position
+        if reading <= whole:
+            assert copy.pending == state.pending and copy.store.counts[0] == left
+        else:
+            assert not copy.pending and copy.store.counts[0] == min(UNITS, left + PENDING)
+            pending = engine.receipts(copy, state.seen).kept
+            assert pending.all() if left + PENDING <= UNITS else pending[..., -STABILIZERS:].all()
         feed(engine, copy, ids_of(reading, seed=9))
         engine.logits(copy)
         assert engine.receipts(copy, state.position).kept.all()
         assert max(copy.peaks) <= UNITS + CHUNK
+    assert_same(engine.export(state), before)
 
 
-def test_a_copy_that_reads_more_than_has_room_commits_on_the_grid_from_there_on():
+def test_where_there_is_no_room_for_all_it_is_committed_on_the_grid():
     engine = engine_of()
     state = engine.open(0)
-    feed(engine, state, ids_of(6 * CHUNK + 5))
-    before, copy = engine.export(state), engine.fork(state, 1)
-    engine.thin(copy, 0.5, 10 * CHUNK)
-    assert (copy.seen, len(copy.pending)) == (6 * CHUNK + 5, 0)
-    assert list(copy.committed_ids) == [*state.committed_ids, *state.pending]
-    feed(engine, copy, ids_of(3 * CHUNK, seed=9))
-    assert copy.seen == 9 * CHUNK + 5 and copy.store.counts == [UNITS] * engine.shape.layers
-    assert_same(engine.export(state), before)
+    feed(engine, state, ids_of(6 * CHUNK + PENDING))
+    engine.thin(state, 0.01, 2 * CHUNK)
+    assert (state.seen, len(state.pending)) == (6 * CHUNK, PENDING)
+
+
+def test_a_memory_that_evicted_nothing_yet_gives_way_to_what_has_no_room_behind_it():
+    engine = build("keydiff", on=model("llama"), units=2 * CHUNK, chunk_size=CHUNK, sinks=SINKS,
+                   stabilizers=STABILIZERS, slots=3)
+    state = engine.open(0)
+    feed(engine, state, ids_of(2 * CHUNK + PENDING))
+    for reading in (1, CHUNK - 1 - PENDING, CHUNK - PENDING, engine.room_to_read(state, 0.25)):
+        copy = engine.fork(state, 1)
+        engine.thin(copy, 0.25, reading)
+        assert (copy.store.counts[0] == 2 * CHUNK) == (reading < CHUNK - PENDING)
+        feed(engine, copy, ids_of(reading, seed=9))
+        engine.logits(copy)
+        assert engine.receipts(copy, state.position).kept.all()
+
+
+def test_a_focus_that_waits_takes_its_room():
+    engine = build("keydiff", on=model("llama"), units=5 * CHUNK, chunk_size=CHUNK, sinks=SINKS,
+                   stabilizers=STABILIZERS, slots=3)
+    state = engine.open(0)
+    feed(engine, state, ids_of(8 * CHUNK + PENDING))
+    before = engine.room_to_read(state, 0.01)
+    engine.focus(state, ids_of(CHUNK, seed=11))
+    room = engine.room_to_read(state, 0.01)
+    assert room < before
+    copy = engine.fork(state, 1)
+    engine.thin(copy, 0.01, room)
+    feed(engine, copy, ids_of(room, seed=9))
+    engine.logits(copy)
+    assert copy.focus and engine.receipts(copy, state.position).kept.all()
