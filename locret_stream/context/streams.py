@@ -291,8 +291,7 @@ class Generation(_Operation):
             return
         if aside:
             self._speaker = await self._copy()
-        room = session.frame_room() + REPLY
-        await self._speaker.thin(before.memory, len(again) + len(ids) + room)
+        await self._speaker.thin(before.memory, len(again) + len(ids) + session.frame_room() + REPLY)
         await self._read(self._speaker, again, ids)
         if aside:  # it commits when the copy has given its slot back (see `context.swapping`)
             await self._read(session, (), ids, commits=False)

@@ -144,7 +144,7 @@ class Engine:
         left = [self._thinned(layer, share, focus_count) for layer in range(self.shape.layers)]
         return (self._room_behind(left) - pending,
                 self._room_behind([min(units, count + pending)
-                                          for units, count in zip(self.budgets, left, strict=True)]))
+                                   for units, count in zip(self.budgets, left, strict=True)]))
 
     def _room_behind(self, counts: Sequence[int]) -> int:
         """Tokens that can be read behind so many units of each layer before a commit evicts any."""

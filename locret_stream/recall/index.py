@@ -24,7 +24,7 @@ from locret_stream.recall.passages import Cut, Cutter
 MOST_WORDS = 64  # of a question: the last ones, as a pasted text comes before what is asked about it
 CANDIDATES = 64  # passages of which those that fit are taken
 MOST_READ = 1024  # passages that are looked at for these
-LEAST_SHARE = 0.5  # of the fit of the best passage: with 0.3 a passage of every second question named another fact
+LEAST_SHARE = 0.5  # of the fit of the best passage: others mostly name another thing, which small models confuse
 LEAST_FIT = 0.2  # of what a word counts that one passage alone has; repeated questions make their own words common
 NEAR = 64  # passages, of which the first may depend on what the last has: far more than begin in one of the longest
 _WORD = re.compile(r"\w+")
