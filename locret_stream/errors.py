@@ -23,6 +23,7 @@ LocretError
     ├── SnapshotNotFound     no session or snapshot of that name
     ├── SnapshotTooNew       written in a later format than this library reads
     ├── StaleOwner           another owner has saved this session meanwhile
+    ├── StateLost            messages name an absorbed stream that no memory at hand holds
     └── StoreError           the store itself failed: disk full, no access, a missing key
 
 Every message says what was found, what was expected, and what to do. After any of these errors the context is exactly
@@ -148,6 +149,11 @@ class SnapshotTooNew(SnapshotError):
 class StaleOwner(SnapshotError):
     """Raised when another owner saved this session since it was opened here: save under a new name, or open it again;
     nothing was written, and the live context is intact."""
+
+
+class StateLost(SnapshotError):
+    """Raised when messages name an absorbed stream, and no memory that holds it can be reached. The messages do not
+    contain the stream: absorb it again, or take its stand-in out of the history."""
 
 
 class StoreError(SnapshotError):

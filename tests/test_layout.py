@@ -25,7 +25,7 @@ TABLE = (
     ("langchain_locret", "locret_serve", "cli"),
     ("making",),
     ("training", "evaluation"),
-    ("shorthand",),
+    ("shorthand", "conversation"),
     ("runtime",),
     ("context",),
     ("worker",),
@@ -212,8 +212,9 @@ PUBLIC = [
     "EmptySource", "Feed", "FeedReport", "Generation", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens",
     "LocretError", "Memory", "ModelError", "NoSlot", "Recall", "Recalled", "Receipts", "Replay", "Runtime",
     "RuntimeMemory", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError", "SnapshotMismatch", "SnapshotNotFound",
-    "SnapshotTooNew", "SourceError", "StaleOwner", "Store", "StoreError", "StreamConfig", "StreamingContext",
-    "SyncContext", "SyncGeneration", "Token", "UnknownPolicy", "UnsupportedModel", "Verified", "WindowExceeded",
+    "SnapshotTooNew", "SourceError", "StaleOwner", "StateLost", "Store", "StoreError", "StreamConfig",
+    "StreamingContext", "SyncContext", "SyncGeneration", "Token", "UnknownPolicy", "UnsupportedModel", "Verified",
+    "WindowExceeded",
     "__version__", "open_context",
 ]  # fmt: skip
 

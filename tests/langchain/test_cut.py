@@ -9,12 +9,13 @@ import pytest
 from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.messages.utils import message_chunk_to_message
 
-from langchain_locret.ingesting import Absorption
 from langchain_locret.messages import read
-from langchain_locret.render import ChatTemplate
-from langchain_locret.request import Request
-from langchain_locret.threads import Threads
-from langchain_locret.turns import turn
+from langchain_locret.replies import chunk_of
+from locret_stream.conversation.absorbing import Absorption
+from locret_stream.conversation.render import ChatTemplate
+from locret_stream.conversation.request import Request
+from locret_stream.conversation.threads import Threads
+from locret_stream.conversation.turns import turn
 from tests.context.support import cut_at_every_await
 from tests.langchain.support import rendered, runtime, scripted, tokenizer
 
@@ -22,7 +23,7 @@ from tests.langchain.support import rendered, runtime, scripted, tokenizer
 async def answered(threads: Threads, messages: list[BaseMessage], name: str | None) -> list[BaseMessage]:
     """The messages and the answer to them."""
     chunks: list[AIMessageChunk] = []
-    await turn(threads, Request(said=read(messages), thread=name), chunks.append)
+    await turn(threads, Request(said=read(messages), thread=name), lambda part: chunks.append(chunk_of(part)))
     whole = chunks[0]
     for chunk in chunks[1:]:
         whole += chunk

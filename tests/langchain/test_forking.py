@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
 
-from langchain_locret import LocretChatModel, RebuildWarning
+from langchain_locret import LateWarning, LocretChatModel, RebuildWarning
 from locret_stream import ConfigError, ContextBusy, InputError, Store
 from tests.langchain.support import Script, held, memory, model, receipt, rendered, thread
 from tests.langchain.test_undone import SECRET, traces
@@ -132,23 +132,45 @@ def test_appending_goes_on_after_a_restart_and_behind_a_stream(script: Script, t
         assert receipt(chat.invoke([stub, HumanMessage("what?"), answer, HumanMessage("x")], A))["source"] == "live"
 
 
-def test_appending_to_nothing_or_with_other_tools_is_refused_and_changes_nothing(chat: LocretChatModel):
-    def look(at: str) -> str:
-        """Look a thing up."""
-        return at
+def test_appending_to_nothing_or_with_other_tools_is_refused_and_changes_nothing(script: Script, tmp_path: Path):
+    with model(Store(tmp_path), on_change="reread") as chat:
+        append = chat.bind(append=True)
+        with pytest.raises(InputError, match="thread 'a' was told nothing yet"):
+            append.invoke("one", A)
+        with pytest.raises(InputError, match="without a thread_id"):
+            append.invoke("one")
+        with pytest.raises(ConfigError, match="append is 'yes'"):
+            chat.bind(append="yes").invoke("one", A)
+        chat.invoke("one", A)
+        before = held(chat, "a")
+        with pytest.raises(ConfigError, match="other tools"):
+            chat.bind_tools([look], append=True).invoke("two", A)
+        assert held(chat, "a") == before
 
-    append = chat.bind(append=True)
-    with pytest.raises(InputError, match="thread 'a' was told nothing yet"):
-        append.invoke("one", A)
-    with pytest.raises(InputError, match="without a thread_id"):
-        append.invoke("one")
-    with pytest.raises(ConfigError, match="append is 'yes'"):
-        chat.bind(append="yes").invoke("one", A)
-    chat.invoke("one", A)
+
+def look(at: str) -> str:
+    """Look a thing up."""
+    return at
+
+
+def test_what_is_appended_may_bring_another_system_text_and_other_tools(chat: LocretChatModel):
+    told = [SystemMessage("Be brief."), HumanMessage("one")]
+    told += [chat.invoke(told, A)]
+    append, before = chat.bind(append=True), held(chat, "a")
+    asked = [SystemMessage("Be brief."), HumanMessage("two")]  # what the thread was told is not told again
+    assert "late" not in receipt(append.invoke(asked, A))
+    assert held(chat, "a").count("Be brief.") == 1 and held(chat, "a").startswith(before)
+    with pytest.warns(LateWarning, match="the system prompt of thread 'a' changed"):
+        changed = append.invoke([SystemMessage("Be loud."), HumanMessage("three")], A)
+    assert receipt(changed)["late"] == "the system prompt" and held(chat, "a").count("Be loud.") == 1
     before = held(chat, "a")
-    with pytest.raises(ConfigError, match="other tools"):
-        chat.bind_tools([look], append=True).invoke("two", A)
-    assert held(chat, "a") == before
+    with pytest.warns(LateWarning, match="the tools of thread 'a' changed"):
+        answer = chat.bind_tools([look], append=True).invoke("four", A)
+    assert receipt(answer)["source"] == "live" and held(chat, "a").startswith(before)
+    assert "Look a thing up." in held(chat, "a").removeprefix(before)
+    before = held(chat, "a")
+    assert "late" not in receipt(chat.bind_tools([look], append=True).invoke("five", A))
+    assert held(chat, "a").startswith(before)
 
 
 @pytest.mark.parametrize("how", ["field", "bind", "ingest"])

@@ -9,8 +9,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
 from langchain_locret import LocretChatModel, StateLost
-from langchain_locret.boundaries import session_name
 from locret_stream import Store, StoreError
+from locret_stream.conversation.boundaries import session_name
 from locret_stream.snapshot import check_name
 from tests.langchain.support import Script, held, memory, model, receipt, rendered, thread, tokenizer
 

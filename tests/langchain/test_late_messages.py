@@ -10,9 +10,9 @@ import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 
 from langchain_locret import LateWarning, LocretChatModel, RebuildWarning, StateLost
-from langchain_locret.late_messages import write
 from langchain_locret.messages import read
 from locret_stream import Store
+from locret_stream.conversation.late_messages import write
 from tests.langchain.support import Script, held, model, receipt, rendered, thread
 from tests.langchain.test_render import TOOL, made
 
@@ -157,7 +157,7 @@ def test_a_changed_budget_costs_what_messages_do_not_hold_unless_the_log_is_read
         for number in range(3):
             chat.invoke([SystemMessage("Harmful?"), HumanMessage(str(number))], A)
     with model(tmp_path, budget=2048) as chat:
-        with pytest.warns(RebuildWarning, match=r'LocretChatModel\(on_mismatch="rebuild"\) reads its log'):
+        with pytest.warns(RebuildWarning, match=r'on_mismatch="rebuild" reads its log'):
             answer = chat.invoke([history[-1], HumanMessage("two")], A)
         assert receipt(answer)["source"] == "rebuild"
     with model(Store(tmp_path / "other")) as chat:

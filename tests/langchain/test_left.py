@@ -13,12 +13,13 @@ import pytest
 from langchain_core.callbacks import AsyncCallbackHandler
 from langchain_core.messages import HumanMessage
 
-from langchain_locret import LocretChatModel, forking, runtimes
-from langchain_locret.ingesting import Absorption
-from langchain_locret.request import Delivery
-from langchain_locret.thread import Thread
-from langchain_locret.threads import Threads
+from langchain_locret import LocretChatModel, runtimes
 from locret_stream import ContextClosed, SourceError, Store, StoreError
+from locret_stream.conversation import forking
+from locret_stream.conversation.absorbing import Absorption
+from locret_stream.conversation.request import Delivery
+from locret_stream.conversation.thread import Thread
+from locret_stream.conversation.threads import Threads
 from locret_stream.snapshot.local import LocalFiles, Posix
 from locret_stream.snapshot.names import folder_of
 from tests.langchain.support import Script, held, model, receipt, runtime, thread

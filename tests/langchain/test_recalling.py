@@ -151,7 +151,7 @@ def test_it_is_off_by_default(script: Script, tmp_path: Path):
     with model(Store(tmp_path)) as chat:
         talk = [*told(chat), HumanMessage(QUESTION)]
         assert "recalled" not in receipt(chat.invoke(talk, A))
-        with pytest.raises(ConfigError, match=r"keeps nothing for recall; expected LocretChatModel\(recalls=True\)"):
+        with pytest.raises(ConfigError, match=r"of a runtime that keeps nothing for recall"):
             chat.invoke(talk, A, recall=True)
         answer = chat.invoke(talk, A)
         assert held(chat, "a") == rendered([*talk, answer])

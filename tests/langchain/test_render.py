@@ -11,8 +11,8 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from langchain_core.messages.tool import tool_call
 
 from langchain_locret.messages import read
-from langchain_locret.render import ChatTemplate
 from locret_stream import ConfigError
+from locret_stream.conversation.render import ChatTemplate
 from locret_stream.text import ChatFrame, TextCodec
 from tests.langchain.templates import TEMPLATES, TOKENS
 from tests.tiny_tokenizers import trained, wrap

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from functools import reduce
+from operator import add
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.utils import message_chunk_to_message
 
-from langchain_locret.replies import Reply, response_template, shows_special
+from langchain_locret.messages import read
+from langchain_locret.replies import chunk_of
 from locret_stream import ConfigError
+from locret_stream.conversation.replies import Reply, response_template, shows_special
 from tests.langchain.support import PROMPT, tokenizer
 
 THINKING = {"start_anchor": PROMPT, "fields": {
@@ -22,12 +27,14 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the <b>shed</b> 🙂"
 
 
 def parsed(text: str, *, cuts: tuple[int, ...] = (), prefix: str = PROMPT, template: dict = THINKING) -> AIMessage:
-    reply, at = Reply(template, prefix, []), 0
+    """The message that LangChain adds up; the one that the memory is bound to reads the same."""
+    reply, at, whole = Reply(template, prefix, []), 0, AIMessageChunk(content="")
     for cut in (*sorted(cuts), len(text)):
-        list(reply.feed(text[at:cut]))
+        whole = reduce(add, map(chunk_of, reply.feed(text[at:cut])), whole)
         at = max(at, cut)
-    list(reply.finish())
-    return reply.message
+    message = message_chunk_to_message(reduce(add, map(chunk_of, reply.finish()), whole))
+    assert read([message])[0].digest == reply.message.digest
+    return message
 
 
 @settings(max_examples=60)
@@ -62,7 +69,8 @@ def test_a_malformed_call_is_an_invalid_one_that_says_what_was_written(inside: s
 def test_calls_of_one_reply_are_numbered_one_by_one():
     """LangChain merges the chunks of a call by the call's number."""
     reply = Reply(THINKING, PROMPT, [])
-    chunks = [*reply.feed(CALL + "<tool_call>[]</tool_call>" + CALL.replace("look", "find")), *reply.finish()]
+    parts = [*reply.feed(CALL + "<tool_call>[]</tool_call>" + CALL.replace("look", "find")), *reply.finish()]
+    chunks = list(map(chunk_of, parts))
     assert [call["index"] for chunk in chunks for call in chunk.tool_call_chunks] == [0, 1, 2]
 
 

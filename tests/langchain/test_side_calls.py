@@ -11,10 +11,10 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from langchain_core.runnables import RunnableLambda
 
 from langchain_locret import LocretChatModel, StateLost
-from langchain_locret.boundaries import Boundary
-from langchain_locret.boundary_pruning import LINEAGES, SHARE, kept, tip_of
-from langchain_locret.thread import Thread
 from locret_stream import SnapshotMismatch, StaleOwner, Store, StoreError
+from locret_stream.conversation.boundaries import Boundary
+from locret_stream.conversation.boundary_pruning import LINEAGES, SHARE, kept, tip_of
+from locret_stream.conversation.thread import Thread
 from locret_stream.snapshot import Branch
 from locret_stream.snapshot.session_folder import SessionFolder
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread

@@ -13,8 +13,8 @@ import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
 
 from langchain_locret import LocretChatModel, StateLost
-from langchain_locret.threads import Threads
 from locret_stream import ContextClosed, EmptySource, InputError, InvalidText, SourceError, Store
+from locret_stream.conversation.threads import Threads
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread
 
 

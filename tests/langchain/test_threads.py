@@ -9,7 +9,8 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
-from langchain_locret import LocretChatModel, threads
+from langchain_locret import LocretChatModel
+from locret_stream.conversation import threads
 from tests.langchain.support import Script, held, model, receipt, rendered, thread
 
 
@@ -147,7 +148,7 @@ def test_two_processes_on_one_thread_never_mix(script: Script, tmp_path: Path, c
 
 
 def test_threads_beyond_those_at_hand_come_back(script: Script, tmp_path: Path, monkeypatch):
-    from langchain_locret import threads
+    from locret_stream.conversation import threads
     monkeypatch.setattr(threads, "THREADS", 3)
     with model(tmp_path, max_live=2, save="run") as chat:
         histories: dict[int, list[Any]] = {number: [] for number in range(8)}

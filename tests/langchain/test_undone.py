@@ -168,9 +168,9 @@ async def test_a_call_cut_short_while_it_goes_back_leaves_the_thread_where_it_wa
 
 async def test_a_turn_cut_short_when_its_context_was_closed_leaves_no_byte(script: Script, tmp_path: Path, monkeypatch):
     """Another owner saved meanwhile, so that the context is closed; the call is cancelled before its answer is out."""
-    from langchain_locret.threads import Threads
     from locret_stream import StaleOwner
     from locret_stream.context import StreamingContext
+    from locret_stream.conversation.threads import Threads
 
     snapshot, rest, loop, saves = StreamingContext.snapshot, Threads.rest, asyncio.get_running_loop(), []
 

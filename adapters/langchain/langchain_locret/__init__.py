@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_locret.chat_model import LocretChatModel
-    from langchain_locret.request import LateWarning, RebuildWarning, StateLost, ToolsWarning
+    from langchain_locret.warned import LateWarning, RebuildWarning, ToolsWarning
+    from locret_stream import StateLost
 
 __all__ = ["LateWarning", "LocretChatModel", "RebuildWarning", "StateLost", "ToolsWarning"]
 
@@ -19,8 +20,8 @@ __all__ = ["LateWarning", "LocretChatModel", "RebuildWarning", "StateLost", "Too
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "chat_model" if name == "LocretChatModel" else "request"
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    home = {"LocretChatModel": f"{__name__}.chat_model", "StateLost": "locret_stream.errors"}
+    value = getattr(importlib.import_module(home.get(name, f"{__name__}.warned")), name)
     globals()[name] = value
     return value
 

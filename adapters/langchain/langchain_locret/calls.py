@@ -13,12 +13,12 @@ from langchain_core.runnables import RunnableConfig, ensure_config
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from langchain_locret.messages import read
-from langchain_locret.request import Delivery, OnChange, OnMismatch, Request, Save
 from langchain_locret.runtimes import CLOSED
 from locret_stream import ConfigError, ContextClosed, InputError, Sampling
+from locret_stream.conversation.request import Delivery, OnChange, OnMismatch, Request, Save
 
 if TYPE_CHECKING:  # loads torch
-    from langchain_locret.threads import Threads
+    from locret_stream.conversation.threads import Threads
 
 T = TypeVar("T")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -90,9 +90,10 @@ def check_timeout(seconds: Any) -> None:
 
 
 async def run_turn(threads: Threads, request: Request, emit: Callable[[AIMessageChunk], None]) -> None:
-    """`turns.turn`, imported where it is first used: it loads torch."""
-    from langchain_locret.turns import turn
-    await turn(threads, request, emit)
+    """`turns.turn` with LangChain's chunks. It loads torch, so it is imported here."""
+    from langchain_locret.replies import chunk_of
+    from locret_stream.conversation.turns import turn
+    await turn(threads, request, lambda part: emit(chunk_of(part)))
 
 
 def expect_ended(turn: Future[None]) -> None:

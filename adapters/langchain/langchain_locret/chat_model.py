@@ -35,26 +35,19 @@ from langchain_locret.calls import (
     with_thread,
 )
 from langchain_locret.json_mode import structured
-from langchain_locret.messages import RECEIPT, Message, read
+from langchain_locret.messages import WARNINGS, read
 from langchain_locret.profile import check_heads, check_key, check_policy, may_show_tools
-from langchain_locret.request import (
-    TOOLS_LEFT_OUT,
-    Delivery,
-    LateWarning,
-    OnChange,
-    OnMismatch,
-    RebuildWarning,
-    Save,
-    ToolsWarning,
-)
 from langchain_locret.runtimes import BOUNDARIES, Settings, SharedRuntime, is_recall, is_store
 from langchain_locret.thread_methods import ThreadMethods
-from langchain_locret.tool_prompt import ToolPrompt
+from langchain_locret.warned import LateWarning, RebuildWarning, ToolsWarning
 from locret_stream import ConfigError, __version__
 from locret_stream.config import check_store_bits
+from locret_stream.conversation.messages import Message
+from locret_stream.conversation.request import TOOLS_LEFT_OUT, Delivery, OnChange, OnMismatch, Save
+from locret_stream.conversation.tool_prompt import ToolPrompt
 
 if TYPE_CHECKING:  # loads torch
-    from langchain_locret.threads import Threads
+    from locret_stream.conversation.threads import Threads
 
 _END = object()
 _taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
@@ -360,8 +353,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     def _chunk(self, message: AIMessageChunk, run_manager: CallbackManagerForLLMRun | None) -> ChatGenerationChunk:
         info = None
         if message.chunk_position == "last":
-            receipt = message.response_metadata[RECEIPT]
-            for kind, text in receipt.pop("warnings", {}).items():
+            for kind, text in message.response_metadata.pop(WARNINGS).items():
                 warnings.warn(text, _WARNINGS[kind], stacklevel=2)
             message.response_metadata |= {"model_name": self.model, "model_provider": "locret"}
             info = {"finish_reason": message.response_metadata["finish_reason"], "model_name": self.model}

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 import locret_stream
-from langchain_locret.request import current_task
-from langchain_locret.tool_prompt import ToolPrompt
 from locret_stream import ContextClosed
+from locret_stream.conversation.request import current_task
+from locret_stream.conversation.tool_prompt import ToolPrompt
 
 if TYPE_CHECKING:  # these load torch, and are imported where they are first used
-    from langchain_locret.threads import Threads
     from locret_stream import Runtime
+    from locret_stream.conversation.threads import Threads
 
 T = TypeVar("T")
 BOUNDARIES = 32  # snapshots that a thread keeps: how far back a history may go without being read again
@@ -163,8 +163,8 @@ class RuntimeLoop:
         if self._owned:
             await runtime.__aenter__()
         try:
-            from langchain_locret.render import ChatTemplate
-            from langchain_locret.threads import Threads
+            from locret_stream.conversation.render import ChatTemplate
+            from locret_stream.conversation.threads import Threads
             if settings.runtime is None and not is_store(settings.store):
                 runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
             template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options,

@@ -12,14 +12,15 @@ from langchain_core.tools import BaseTool, StructuredTool, ToolException
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from langchain_locret.calls import run_alone, with_thread
-from langchain_locret.messages import check_label, read
-from langchain_locret.request import OnChange, OnMismatch, Request
+from langchain_locret.messages import read
 from langchain_locret.runtimes import SharedRuntime, load
 from locret_stream import InputError, LocretError
+from locret_stream.conversation.messages import check_label
+from locret_stream.conversation.request import OnChange, OnMismatch, Request
 
 if TYPE_CHECKING:  # these load torch
-    from langchain_locret.threads import Threads
     from locret_stream.context import Memory
+    from locret_stream.conversation.threads import Threads
     from locret_stream.snapshot.transcript import Passage
 
 
@@ -192,10 +193,10 @@ def _current_thread() -> str:
 
 def _thread_memory() -> ModuleType:
     """The module, imported where it is first used: it loads torch."""
-    from langchain_locret import thread_memory
+    from locret_stream.conversation import thread_memory
     return thread_memory
 
 
 async def _fork(threads: Threads, name: str, new: str) -> None:
-    from langchain_locret.forking import fork
+    from locret_stream.conversation.forking import fork
     await fork(threads, name, new)

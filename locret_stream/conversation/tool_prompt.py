@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from langchain_locret.messages import Message
+from locret_stream.conversation.messages import Message
 
 ToolPrompt = Literal["template", "auto"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
-from langchain_locret.boundaries import session_name
-from langchain_locret.messages import canonical, chain, digest
-from langchain_locret.render import ChatTemplate
-from langchain_locret.request import Request
-from langchain_locret.thread import Thread
-from locret_stream import ConfigError, Runtime, SnapshotNotFound
 from locret_stream.context.cancelling import to_the_end
+from locret_stream.conversation.boundaries import session_name
+from locret_stream.conversation.messages import canonical, chain, digest
+from locret_stream.conversation.render import ChatTemplate
+from locret_stream.conversation.request import Request
+from locret_stream.conversation.thread import Thread
+from locret_stream.errors import ConfigError, SnapshotNotFound
+from locret_stream.runtime import Runtime
 
 THREADS = 64  # threads that stay at hand; others are looked up in the store again
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from langchain_locret.messages import Message, chain, digest
-from locret_stream import LocretError
+from locret_stream.conversation.messages import Message, chain, digest
+from locret_stream.errors import LocretError
 from locret_stream.snapshot import check_name
 
 PREFIX = "langchain/"  # of the names of the sessions in which threads are stored
@@ -32,6 +32,8 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         stream: the last message is an absorbed stream.
         owner: of a fork, the session of the thread whose keys it goes on with; "" for its own.
         tools: whether the memory may have been told of tools.
+        mark: by which a later call names the boundary; b"" for one that is found by its messages.
+        appended: it has a mark, and lies behind what the thread was told last before it.
     """
 
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -45,6 +47,8 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     stream: bool = False
     owner: Annotated[str, Meta(max_length=256)] = ""
     tools: bool = True
+    mark: Annotated[bytes, Meta(max_length=32)] = b""
+    appended: bool = False
 
     def proves(self, start: bytes, said: Sequence[Message]) -> bool:
         """Whether the memory ends with these messages, and began in the same thread, with the same tools and, unless

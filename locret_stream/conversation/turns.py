@@ -8,31 +8,29 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from langchain_core.messages import AIMessageChunk
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
-from langchain_locret.boundaries import Boundary
-from langchain_locret.matching import Reached, reach, reach_tip
-from langchain_locret.messages import RECEIPT, digest, read
-from langchain_locret.recalling import Recollection, recollect
-from langchain_locret.replies import Reply, response_template, shows_special
-from langchain_locret.request import TOOLS_LEFT_OUT, Request
-from langchain_locret.thread import Thread
-from langchain_locret.threads import Threads
-from locret_stream import ConfigError, InputError
 from locret_stream.context import Generation
+from locret_stream.conversation.boundaries import Boundary
+from locret_stream.conversation.matching import Reached, reach, reach_behind
+from locret_stream.conversation.messages import digest
+from locret_stream.conversation.recalling import Recollection, recollect
+from locret_stream.conversation.replies import End, Part, Reply, response_template, shows_special
+from locret_stream.conversation.request import TOOLS_LEFT_OUT, Request
+from locret_stream.conversation.thread import Thread
+from locret_stream.conversation.threads import Threads
+from locret_stream.errors import ConfigError, InputError, SnapshotNotFound
 from locret_stream.text import FrameState
 
-Emit = Callable[[AIMessageChunk], None]
+Emit = Callable[[Part | End], None]
 _log = logging.getLogger(__name__)
 
 
 async def turn(threads: Threads, request: Request, emit: Emit) -> None:
-    """Answer: `emit` is given the chunks, the last of them with usage and receipt. With a `delivery` the turn ends when
-    the caller has taken that last one.
+    """Answer: `emit` is given the parts of the answer, then its end. With a `delivery` the turn ends when the caller
+    has taken that end.
 
     Cancelled, left or failing anywhere, the thread rests at a boundary that it had before, and nothing of the call
     stays.
@@ -42,10 +40,13 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
     """
     try:
         async with asyncio.timeout(request.timeout_s) as limit, threads.exclusive(request) as thread:
-            if not request.append:
+            if not request.append and not request.behind:
                 reached = await reach(threads, thread, request)
-            elif (tip := await reach_tip(threads, thread, request)) is not None:
-                request, reached = tip
+            elif (behind := await reach_behind(threads, thread, request)) is not None:
+                request, reached = behind
+            elif request.behind:
+                raise SnapshotNotFound(f"thread {request.thread!r} keeps no boundary of mark {request.behind.hex()}: "
+                                       "it is older than those that are kept, or was forgotten; expected a later one")
             else:
                 raise InputError(f"thread {request.thread!r} was told nothing yet, so there is nothing to append to; "
                                  "expected its first messages without append=True")
@@ -73,8 +74,8 @@ class Turn:
         self._written = ""  # the text of the sampled tokens
         self._last: list[int] = []  # the last ids of the reply as the memory holds it
 
-    async def run(self) -> AIMessageChunk:
-        """Emit all chunks but the last, which is returned.
+    async def run(self) -> End:
+        """Emit the parts of the answer; its end is returned.
 
         Raises:
             ConfigError: before anything is fed, if the template cannot show the messages or the call.
@@ -99,21 +100,15 @@ class Turn:
         receipt |= {"tools": "left out"} if tools_left_out else {}
         warnings = {"late" if reached.late else "rebuild": reached.warning} if reached.warning else {}
         warnings |= {"tools": TOOLS_LEFT_OUT} if tools_left_out else {}
-        receipt |= {"warnings": warnings} if warnings else {}
         receipt |= {"left_out": left_out} if left_out else {}
         receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
         receipt |= {"not_recalled": recalled.why_not} if recalled.why_not else {}
-        usage = UsageMetadata(input_tokens=begun, output_tokens=len(self._sampled),
-                              total_tokens=begun + len(self._sampled),
-                              input_token_details=InputTokenDetails(cache_read=self._before))
         if ended == "stop":  # the memory holds the stop string, or a part of it; the answer does not
             await self._reread_answer(question, prompt + opening)
         receipt = await self._conclude(reply) | receipt
-        called = bool(reply.merged.tool_call_chunks)
-        return AIMessageChunk(
-            content="", chunk_position="last", usage_metadata=usage, response_metadata={
-                RECEIPT: receipt,
-                "finish_reason": "tool_calls" if called else "length" if ended == "length" else "stop"})
+        finish: Literal["stop", "length", "tool_calls"] = (
+            "tool_calls" if reply.calls else "length" if ended == "length" else "stop")
+        return End(begun, self._before, len(self._sampled), finish, receipt, warnings)
 
     async def _recollect(self) -> tuple[Recollection, int]:
         """What is read again for the last message, if that is a user's and new and recall is on; and the character of
@@ -124,8 +119,8 @@ class Turn:
         if not recall or last.role != "user" or last.stream or not last.content:
             return Recollection(), reached.at
         if threads.runtime.recall is None:
-            raise ConfigError("found recall=True in a call of a model that keeps nothing for recall; expected "
-                              "LocretChatModel(recalls=True)")
+            raise ConfigError("found recall=True in a call of a runtime that keeps nothing for recall; expected "
+                              "one made with recall on, or a call without")
         at = threads.template.after(reached.shown, len(reached.shown) - 1, request.tools, reached.rendered)
         if at is None or at < reached.at:
             return Recollection(why_not="the template has no place before the last message" if at is None else
@@ -161,13 +156,13 @@ class Turn:
             self._sampled.append(token.id)
             self._last = self._sampled[-16:]
             self._written += token.text
-            for chunk in reply.feed(token.text):
-                self._emit(chunk)
-            if request.choice not in ("", "any") and reply.merged.tool_call_chunks:
+            for part in reply.feed(token.text):
+                self._emit(part)
+            if request.choice not in ("", "any") and reply.calls:
                 await generation.aclose()  # the call that was asked for is whole
                 break
-        for chunk in reply.finish():
-            self._emit(chunk)
+        for part in reply.finish():
+            self._emit(part)
         return reply, generation.finish_reason
 
     async def _reread_answer(self, question: Boundary | None, prompt: list[int]) -> None:
@@ -185,13 +180,16 @@ class Turn:
     async def _conclude(self, reply: Reply) -> dict[str, Any]:
         """Close the reply and make it a boundary; the receipt's `state` and `saved`."""
         thread, reached = self._thread, self._reached
-        answer = read([reply.message])[0]
-        key, saved = digest(reached.keys[-1], answer.digest), False
+        answer = reply.message
+        key, saved, mark = digest(reached.keys[-1], answer.digest), False, self._request.mark
+        if mark:  # else an answer of the same text, which bears another mark or none, would be taken for it
+            key = digest(key, mark)
         if thread.open:
             frames = self._threads.runtime.frames
             await thread.context.push(frames.close_reply(FrameState(turn="assistant"), self._last)[0])
-            thread.rest_at(replace(reached, keys=[*reached.keys, key]).boundary_behind(
-                [*self._request.said, answer], thread, self._request))
+            behind = replace(reached, keys=[*reached.keys, key]).boundary_behind(
+                [*self._request.said, answer], thread, self._request)
+            thread.rest_at(msgspec.structs.replace(behind, mark=mark, appended=bool(mark) and self._request.append))
             saved = await thread.save(self._request.save)
         return {"state": key.hex(), "saved": saved}
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from langchain_locret import late_messages
-from langchain_locret.boundaries import (
+import msgspec
+
+from locret_stream.conversation import late_messages
+from locret_stream.conversation.boundaries import (
     LEDGER,
     OTHER_MESSAGES,
     OTHER_SYSTEM,
@@ -23,13 +25,13 @@ from langchain_locret.boundaries import (
     split,
     what_differs,
 )
-from langchain_locret.boundary_pruning import tip_of
-from langchain_locret.messages import Message, chain
-from langchain_locret.render import Rendered
-from langchain_locret.request import Request, StateLost
-from langchain_locret.thread import Source, Thread
-from langchain_locret.threads import Threads
-from locret_stream import ConfigError, SnapshotError, StaleOwner, StoreError
+from locret_stream.conversation.boundary_pruning import tip_of
+from locret_stream.conversation.messages import Message, chain
+from locret_stream.conversation.render import Rendered
+from locret_stream.conversation.request import Request
+from locret_stream.conversation.thread import Source, Thread
+from locret_stream.conversation.threads import Threads
+from locret_stream.errors import ConfigError, SnapshotError, StaleOwner, StateLost, StoreError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,38 +106,64 @@ async def _looking_again(thread: Thread, search: Callable[[], Coroutine[Any, Any
         return await search()
 
 
-async def reach_tip(threads: Threads, thread: Thread, request: Request) -> tuple[Request, Reached] | None:
-    """Bring the thread's context to where it was told something last, ahead of the request's messages; None if it was
-    told nothing yet.
+async def reach_behind(threads: Threads, thread: Thread, request: Request) -> tuple[Request, Reached] | None:
+    """Bring the thread's context to the boundary that the request's messages come behind: that of the request's mark,
+    or where the thread was told something last. None if there is none.
 
     Only digests of the messages that it holds are known. The template is shown stand-ins for them, which the request
     that comes back contains.
 
     Raises:
         SnapshotError: it cannot be brought there. ConfigError: the template has no fixed place there, or the tools are
-            not those that the thread was told of.
+            not those that the thread was told of and `on_change` is not "late".
     """
-    async def to_the_tip() -> tuple[Boundary, Source] | None:
-        tip = tip_of(thread.snapshots, thread.live)
-        return None if tip is None else (tip, await thread.reach(tip, rebuild=request.on_mismatch == "rebuild"))
+    async def to_the_boundary() -> tuple[Boundary, Source] | None:
+        if request.behind:
+            base = next((each for each in thread.reachable().values() if each.mark == request.behind), None)
+        else:
+            base = tip_of(thread.snapshots, thread.live)
+        return None if base is None else (base, await thread.reach(base, rebuild=request.on_mismatch == "rebuild"))
 
-    brought = await _looking_again(thread, to_the_tip)
+    brought = await _looking_again(thread, to_the_boundary)
     if brought is None:
         return None
-    tip, source = brought
+    base, source = brought
     await thread.keep()  # no messages are given by which it could be read again
-    if request.append and tip.start != threads.start(request, thread):
+    return await asyncio.to_thread(_behind, threads, thread, request, base, source)
+
+
+def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, source: Source
+            ) -> tuple[Request, Reached]:
+    system, new = split(request.said)
+    start, tools, earlier = threads.start(request, thread), request.tools, _STAND_INS.get(base.role, [])
+    other_tools = bool(request.append or request.behind) and base.start != start  # a stream ends with no call of one
+    if other_tools and request.on_change != "late":
         raise ConfigError(f"thread {request.thread!r} was told of other tools, or how the template is used changed; "
-                          "expected those tools, or the whole history and no append=True")
-    earlier = _STAND_INS.get(tip.role, [])
-    request = replace(request, said=[*earlier, *request.said])
-    rendered = await asyncio.to_thread(threads.template.render, request.said, request.tools)
-    at = await asyncio.to_thread(threads.template.after, request.said, len(earlier), request.tools, rendered)
+                          'expected those tools, or on_change="late", or the whole history')
+    changed = late_messages.what_is_new(base, start if other_tools else base.start, system, tools=bool(tools))
+    said = [*earlier, *(system if changed else ()), *new]
+    at: int | None
+    if changed:
+        written = late_messages.write(threads.template, [*system, *earlier, *new], len(system) + len(earlier), tools,
+                                      no_tools=base.tools and other_tools)
+        if written is None:
+            raise ConfigError(f"the chat template has no place for {changed} behind what the memory holds; expected "
+                              "those that it was told before")
+        late = late_messages.as_base(base, start, system, tools=bool(tools))
+        base = msgspec.structs.replace(late, lineage=base.lineage)  # no agent of its own: the thread goes on
+        rendered, at, shown, first = written
+        said = [*earlier, *new]
+    else:
+        rendered = threads.template.render(said, tools)
+        at, shown, first = threads.template.after(said, len(earlier), tools, rendered), said, len(earlier)
     if at is None or not earlier:
-        raise ConfigError(f"the chat template has no fixed place for a message behind one of role {tip.role!r}; "
+        raise ConfigError(f"the chat template has no fixed place for a message behind one of role {base.role!r}; "
                           "expected the whole history")
-    keys = [*[b""] * len(earlier), *chain(tip.key, request.said[len(earlier):])]
-    return request, Reached(rendered, len(earlier), at, keys, tip, source, "", request.said, len(earlier))
+    keys = [*[b""] * len(earlier), *chain(base.key, said[len(earlier):])]
+    warning = (f"{changed} of thread {request.thread!r} changed: what is new was read behind what its memory holds, "
+               "which stays") if changed else ""
+    return replace(request, said=said), Reached(rendered, len(earlier), at, keys, base, source, "", shown, first,
+                                                late=changed, warning=warning)
 
 
 class _Search:
@@ -252,7 +280,7 @@ class _Search:
         unusable = self._why.startswith(UNUSABLE)
         if not unusable and self._why not in (OTHER_SYSTEM, OTHER_TOOLS):
             return ""
-        more = '. LocretChatModel(on_mismatch="rebuild") reads its log of tokens instead'
+        more = '. on_mismatch="rebuild" reads its log of tokens instead'
         return (f"thread {self._request.thread!r} was read again from the messages given, and what memory held beyond "
                 f"them is lost: {self._why}{more if unusable and self._request.on_mismatch != 'rebuild' else ''}")
 
@@ -262,6 +290,6 @@ class _Search:
         return StateLost(
             f"message {self._last - 1} stands for an absorbed stream, and the memory of thread {name!r} "
             + (f"holds it, but not behind these messages: {why}. Expected the messages, system prompt and tools "
-               "with which it was absorbed (`aingest` takes history= and tools=)" if held else
+               "with which it was absorbed" if held else
                f"does not hold it{': ' + why if why else ''}. Expected the thread and the store that absorbed it")
             + ". Absorb it again, or leave its stand-in out")

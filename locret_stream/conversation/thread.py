@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import msgspec
 
-from langchain_locret.boundaries import Boundary, from_note
-from langchain_locret.boundary_pruning import kept
-from langchain_locret.request import Save
-from locret_stream import (
-    Runtime,
+from locret_stream.context import StreamingContext
+from locret_stream.context.cancelling import to_the_end
+from locret_stream.context.saving import storing
+from locret_stream.conversation.boundaries import Boundary, from_note
+from locret_stream.conversation.boundary_pruning import kept
+from locret_stream.conversation.request import Save
+from locret_stream.errors import (
     SnapshotCorrupt,
     SnapshotError,
     SnapshotMismatch,
     SnapshotNotFound,
     StaleOwner,
-    Store,
     StoreError,
 )
-from locret_stream.context import StreamingContext
-from locret_stream.context.cancelling import to_the_end
-from locret_stream.context.saving import storing
+from locret_stream.runtime import Runtime
+from locret_stream.snapshot import Store
 
 if TYPE_CHECKING:
     from locret_stream.context.services import Services

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from langchain_locret import tool_prompt as words
-from langchain_locret.messages import Message
-from locret_stream import ConfigError
+from locret_stream.conversation import tool_prompt as words
+from locret_stream.conversation.messages import Message
+from locret_stream.errors import ConfigError
 from locret_stream.text import ChatFrame, FrameState, TextCodec
 
 # The quotation mark shows whether the template wrote the text as it is or as JSON.

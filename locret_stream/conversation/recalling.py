@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from langchain_locret.messages import Message
-from langchain_locret.render import ChatTemplate
-from locret_stream import ConfigError, Recalled, StreamingContext
+from locret_stream.context import Recalled, StreamingContext
+from locret_stream.conversation.messages import Message
+from locret_stream.conversation.render import ChatTemplate
+from locret_stream.errors import ConfigError
 
 
 class Recollection:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from langchain_locret.boundaries import Boundary
+from locret_stream.conversation.boundaries import Boundary
 
 LINEAGES, RECENT = 16, 8  # lineages without a stream that stay; the number of these that stay as they were used last
 SHARE = 4
@@ -51,11 +51,16 @@ def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
 
     It is the end of an answer or of a stream, as another process may still undo a question without an answer. Lineages
     with a single question are calls on the side, and passed over. If all lineages are such, the calls on the side are
-    those with another system text than the first one.
+    those with another system text than the first one. In a thread with answers that were appended under a mark, only
+    these and streams count: answers that branch off under a mark of their own do not move it.
 
     Args:
         live: where the thread's open context rests.
     """
+    marked = [row for row in stored.values() if row[1].appended]
+    if marked:
+        return max([*marked, *(row for row in stored.values() if row[1].stream)], key=lambda row: row[0])[1]
+
     def ends(line: list[bytes]) -> list[bytes]:
         return [key for key in line if stored[key][1].stream or stored[key][1].role == "assistant"]
 

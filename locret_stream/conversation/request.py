@@ -1,4 +1,4 @@
-"""One call of the model: what it asks for, whether its caller took the answer, and what it may warn of or raise.
+"""One call of the model: what it asks for, and whether its caller took the answer.
 
 Nothing here loads torch.
 """
@@ -12,34 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from langchain_locret.messages import Message
-from locret_stream import SnapshotError
+from locret_stream.conversation.messages import Message
 
 Save = Literal["turn", "run"]
 OnChange = Literal["late", "reread"]
 OnMismatch = Literal["reread", "rebuild"]
 
 
-class StateLost(SnapshotError):
-    """The messages name an absorbed stream, and no memory that holds it can be reached. The messages do not contain the
-    stream: absorb it again, or take its stand-in out of the history."""
-
-
-class RebuildWarning(UserWarning):
-    """A thread was read again from the messages given: what its memory held beyond them is lost."""
-
-
-class ToolsWarning(UserWarning):
-    """Tools were bound to a model whose chat template shows none."""
-
-
 TOOLS_LEFT_OUT = ("the chat template tells the model of no tools, so it does not know of those that were bound; "
-                  "expected a chat template that does, or LocretChatModel(tool_prompt='auto'), which tells of them in "
-                  "a system text")
-
-
-class LateWarning(UserWarning):
-    """Another system text, or other tools, were read behind what a thread's memory holds."""
+                  "expected a chat template that does, or tool_prompt='auto', which tells of them in a system text")
 
 
 class Delivery:
@@ -140,7 +121,9 @@ class Request:
         timeout_s: for the whole call, waiting included; None for no limit.
         focus: what the memory is told that it will be asked about; "" ends a focus, None leaves it as it is.
         recall: whether what has the words of the last message is read again for the answer; None: as the runtime does.
-        append: the messages come behind whatever the thread was told last.
+        append: the messages come behind whatever the thread was told last. behind: behind the boundary of that mark.
+            In both cases the messages held are not among them, and a system text that is held may be among them again.
+        mark: of the boundary at the end of the answer, which is then no boundary of the same messages without a mark.
         delivery: whether the answer was taken; None: it counts as taken.
     """
 
@@ -156,4 +139,6 @@ class Request:
     focus: str | None = None
     recall: bool | None = None
     append: bool = False
+    behind: bytes = b""
+    mark: bytes = b""
     delivery: Delivery | None = None

@@ -7,11 +7,11 @@ import asyncio
 
 import msgspec
 
-from langchain_locret.boundary_pruning import tip_of
-from langchain_locret.thread import Thread
-from langchain_locret.threads import Threads
-from locret_stream import ConfigError, ContextBusy, InputError, StoreError
 from locret_stream.context.cancelling import to_the_end
+from locret_stream.conversation.boundary_pruning import tip_of
+from locret_stream.conversation.thread import Thread
+from locret_stream.conversation.threads import Threads
+from locret_stream.errors import ConfigError, ContextBusy, InputError, StoreError
 
 
 async def fork(threads: Threads, name: str, new: str) -> None:
@@ -25,7 +25,7 @@ async def fork(threads: Threads, name: str, new: str) -> None:
     """
     thread, copy = threads.named(name), threads.named(new)
     if thread.session is None:
-        raise ConfigError("threads without a store cannot be forked; expected LocretChatModel(store=...)")
+        raise ConfigError("threads without a store cannot be forked; expected store=<a folder or URL>")
     if copy is thread:
         raise InputError(f"thread {name!r} was to be forked as itself; expected a new name")
     async with thread.in_use(), copy.in_use(), thread.lock:
@@ -45,7 +45,7 @@ async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: 
         await copy.look_up()
         if copy.open or copy.stored:
             raise InputError(f"thread {new!r} holds something already; expected a thread that is new, or "
-                             "`forget_thread` first")
+                             "to forget that one first")
         await thread.look_up()
         await thread.keep()
         tip = tip_of(thread.snapshots, thread.live)

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from langchain_locret.boundaries import PREFIX
-from langchain_locret.boundary_pruning import tip_of
-from langchain_locret.threads import Threads
-from locret_stream import ConfigError, InputError, StoreError
 from locret_stream.context import Memory
 from locret_stream.context.cancelling import to_the_end
+from locret_stream.conversation.boundaries import PREFIX
+from locret_stream.conversation.boundary_pruning import tip_of
+from locret_stream.conversation.threads import Threads
+from locret_stream.errors import ConfigError, InputError, StoreError
 from locret_stream.snapshot.transcript import Passage, Transcript, read_transcript
 
 T = TypeVar("T")
@@ -95,8 +95,8 @@ async def _read(threads: Threads, name: str, work: Callable[[Transcript, Callabl
             return None
         session, store = thread.session, threads.runtime.store
         if session is None or store is None:
-            raise ConfigError(f"thread {name!r} has no log, as there is no store; expected LocretChatModel(store=...), "
-                              "or a Runtime with one")
+            raise ConfigError(f"thread {name!r} has no log, as there is no store; expected "
+                              "store=<a folder or URL>")
         if generation is None:
             raise StoreError(f"thread {name!r} cannot be saved, so its log cannot be read; expected a store that can "
                              "be written: the warning before this one tells why it cannot")

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from langchain_locret.boundaries import MOST_ANSWERS, Boundary, heading, split
-from langchain_locret.messages import Message, digest
-from langchain_locret.render import ChatTemplate, Rendered
-from langchain_locret.tool_prompt import NO_TOOLS, tool_text
-from locret_stream import ConfigError
+from locret_stream.conversation.boundaries import MOST_ANSWERS, Boundary, heading, split
+from locret_stream.conversation.messages import Message, digest
+from locret_stream.conversation.render import ChatTemplate, Rendered
+from locret_stream.conversation.tool_prompt import NO_TOOLS, tool_text
+from locret_stream.errors import ConfigError
 
 
 class Written(NamedTuple):

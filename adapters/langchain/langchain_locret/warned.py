@@ -1,0 +1,15 @@
+"""What a call of the model may warn of."""
+
+from __future__ import annotations
+
+
+class RebuildWarning(UserWarning):
+    """A thread was read again from the messages given: what its memory held beyond them is lost."""
+
+
+class ToolsWarning(UserWarning):
+    """Tools were bound to a model whose chat template shows none."""
+
+
+class LateWarning(UserWarning):
+    """Another system text, or other tools, were read behind what a thread's memory holds."""
