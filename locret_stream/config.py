@@ -6,11 +6,12 @@ A *unit* is one token in the KV cache of one KV head: its key, value, scores and
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -206,6 +207,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         temperature: logits are divided by it before noise is added; 0 is greedy.
         stop: strings that end the reply, which does not contain them.
         ignore_eos: go on past the model's end markers.
+        schema: a JSON schema, as a dict or its text, that the reply fits: JSON in one line, with its properties in the
+            order of the schema, and nothing before or after it. Needs `locret-stream[constrained]`. A keyword that
+            cannot be held is refused before anything is read. The reply ends by itself where the JSON does; cut off
+            by `max_new_tokens` it does not fit, and its `finish_reason` is "length".
+        grammar: what the reply fits, in place of a schema: a Lark grammar as llguidance reads it.
+
+    Raises:
+        ConfigError: a value out of range, no JSON schema, both a schema and a grammar, or either with `ignore_eos`.
     """
 
     max_new_tokens: int = 512
@@ -217,6 +226,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    schema: str | dict[str, Any] | None = None  # text, once it is here: settings are compared
+    grammar: str | None = None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the reply is held to a schema or a grammar."""
+        return self.schema is not None or self.grammar is not None
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, expected: str) -> None:
@@ -238,6 +254,32 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         check("stop", isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
               "a tuple of non-empty strings")
         check("seed", _is_whole(self.seed), "a whole number")
+        if self.schema is not None:
+            msgspec.structs.force_setattr(self, "schema", _schema_text(self.schema))
+        check("grammar", self.grammar is None or (isinstance(self.grammar, str) and bool(self.grammar.strip())),
+              "the text of a Lark grammar")
+        if self.schema is not None and self.grammar is not None:
+            raise ConfigError("found both a schema and a grammar; expected one of them")
+        if self.constrained and self.ignore_eos:
+            raise ConfigError("ignore_eos is True for a reply with a schema or a grammar, which ends where that lets "
+                              "it; expected False")
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as text, its properties in the order given. Raises ConfigError: it is no JSON object."""
+    found: object = schema
+    try:
+        if isinstance(schema, str):
+            found = json.loads(schema)
+        if not isinstance(found, dict):
+            raise TypeError(f"it is a {type(found).__name__}")
+        text = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        shown = repr(schema)
+        raise ConfigError(f"schema is {shown if len(shown) <= 80 else shown[:77] + '...'}: {error}; expected a JSON "
+                          "schema as a dict, or its text") from error
+    return text
 
 
 def check_store_bits(value: object) -> tuple[int, int]:

@@ -35,7 +35,8 @@ def processors(sampling: Sampling) -> LogitsProcessorList:
     return chain
 
 
-def sample(logits: Tensor, recent: list[int], position: int, sampling: Sampling, using: LogitsProcessorList) -> int:
+def sample(logits: Tensor, recent: list[int], position: int, sampling: Sampling, using: LogitsProcessorList,
+           allowed: Tensor | None = None) -> int:
     """The next token id from logits [vocab] fp32.
 
     Args:
@@ -43,8 +44,11 @@ def sample(logits: Tensor, recent: list[int], position: int, sampling: Sampling,
         position: absolute position of the token. The same (seed, position) always draws the same noise (Gumbel-max), so
             that a restored or repeated generation samples the same tokens as the first one.
         using: the `processors` of these settings.
+        allowed: [vocab] bool, any device: the ids that may be chosen, before all settings; None: all.
     """
     scores = logits.float()[None]
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
     if using:
         ids = torch.tensor([recent or [0]], device=logits.device)
         scores = using(ids, scores)  # type: ignore[arg-type]  # transformers says LongTensor, which is no tensor's type

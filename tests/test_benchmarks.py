@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,18 @@ async def test_the_sentences_alone_are_read_before_the_last_tokens(monkeypatch: 
     await alternatives.sentences_recent(None, stream, 400)
     told = b"".join(fact.told.line.encode() + b" " for fact in sorted(stream.facts, key=lambda fact: fact.start))
     assert bytes(handed[0]) == told + bytes(stream.tokens[len(told) - 400:])
+
+
+def test_libraries_for_constrained_decoding_are_measured_alike(monkeypatch):
+    """Of the library that is installed here; with the keywords that it holds, refuses, narrows or ignores."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = importlib.import_module("constrained")
+    run = script.of_library(SimpleNamespace(library="llguidance", model="bundled", cover=True))
+    whole = script.of_all([run, run])
+    assert whole["compile_ms"].keys() == whole["mask_ms"].keys() == script.SCHEMAS.keys() and not whole["refused"]
+    assert not any(whole["missed"].values()) and all(count > 20 for count in whole["tokens"].values())
+    found = {keyword: word.partition(" ")[0] for keyword, word in whole["coverage"].items()}
+    assert found.keys() == script.KEYWORDS.keys() and set(found.values()) == {"held", "refused"}
+    assert found["minimum"] == found["anyOf beside properties"] == "held" and found["not"] == "refused"
+    assert script.of_apply(100, 2).keys() == {"numpy", "shifts"}
+    script.show({"llguidance": whole})

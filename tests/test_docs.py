@@ -30,6 +30,7 @@ BUNDLED = ROOT / "locret_stream" / "assets" / "bundled"
 FACTS = "The door code of falcon is 48213.\nThe port of gateway is 7304.\n"
 
 # Blocks that are not run are marked `text`. By their first line: why.
+SERVER = DOCS / "guides" / "server.md"  # its blocks need a server: tests/serving/test_guide.py runs them
 NOT_RUN = {
     "12 facts and": "what a command prints",
     "git clone <this repository> && cd locret-stream": "there is no address yet, and `make demo` makes an environment; "
@@ -41,6 +42,7 @@ NOT_RUN = {
     "locret-stream eval --out plain": "takes minutes, and files of others; test_cli_eval runs the verb",
     "locret-stream eval --model smollm2": "takes a book, a model of 93 MB and twenty minutes",
     'pip install -e ".[langchain]"': "needs a network",
+    'pip install -e ".[serve]" && locret-stream serve': "needs a network; tests/serving runs servers",
     "from locret_stream.heads import RetainingHeads": "the file is of others; tests/heads reads and saves one of its "
                                                       "layout",
 }
@@ -95,8 +97,8 @@ def test_every_block_is_of_a_kind_that_is_tested():
         assert language != "text" or any(code.startswith(begin) for begin in NOT_RUN), code
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))],
-                         ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != SERVER and any(
+    b.language == "python" for b in blocks(page))], ids=name_of)
 def test_the_python_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]):
     """All blocks in order, in one namespace. A comment behind a print is a line of the output."""
     names: dict[str, object] = {"__name__": "__main__"}
@@ -110,7 +112,8 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.C
             assert line in said.splitlines(), (line, said)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "sh" for b in blocks(page))], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != SERVER and any(
+    b.language == "sh" for b in blocks(page))], ids=name_of)
 def test_the_commands_of_a_page_run(page: Path, workplace: Path):
     """All of them in order, in one folder; the command line in this process, as importing torch anew takes longer."""
     for block in blocks(page):

@@ -23,13 +23,13 @@ ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_loc
 TABLE = (
     ("__main__",),
     ("langchain_locret", "locret_serve", "cli"),
-    ("making",),
+    ("making", "serving"),
     ("training", "evaluation"),
     ("shorthand", "conversation"),
     ("runtime",),
     ("context",),
     ("worker",),
-    ("engine", "recall"),
+    ("engine", "recall", "constraints"),
     ("models", "sampling", "text"),
     ("policies", "snapshot"),
     ("heads", "cache"),
@@ -50,20 +50,25 @@ THIRD_PARTIES: dict[str, set[str] | None] = {
     "langchain": {"langchain_locret"},
     "langchain_core": {"langchain_locret"},
     "langgraph": {"langchain_locret"},
+    "llguidance": {"constraints"},
     "matplotlib": {"evaluation"},
     "msgspec": None,
     "numpy": None,
+    "prometheus_client": {"serving"},
     "pydantic": {"langchain_locret"},
     "rich": {"cli", "training", "evaluation"},
     "safetensors": None,
+    "starlette": {"serving"},
     "tokenizers": {"text", "models"},
     "torch": None,
     "transformers": None,
     "triton": {"kernels"},
     "typer": {"cli"},
+    "uvicorn": {"serving"},
     "xxhash": {"snapshot"},
 }
-DISTRIBUTIONS = {"asyncio_throttle": "asyncio-throttle", "langchain_core": "langchain-core"}
+DISTRIBUTIONS = {"asyncio_throttle": "asyncio-throttle", "langchain_core": "langchain-core",
+                 "prometheus_client": "prometheus-client"}
 COMES_WITH = {"numpy": "transformers"}
 
 

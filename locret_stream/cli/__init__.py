@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from locret_stream.cli import demo, eval, inspect, make_data, run, snapshots, train_heads
+from locret_stream.cli import demo, eval, inspect, make_data, run, serve, snapshots, train_heads
 from locret_stream.cli.errors import OneLineGroup
 from locret_stream.version import __version__
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("demo", help=demo.HELP)(demo.demo)
 app.command("run", help=run.HELP)(run.run)
+app.command("serve", help=serve.HELP)(serve.serve)
 app.command("make-data", help=make_data.HELP)(make_data.make_data)
 app.command("train-heads", help=train_heads.HELP)(train_heads.train_heads)
 app.add_typer(snapshots.app, name="snapshots")

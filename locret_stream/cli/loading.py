@@ -21,8 +21,8 @@ DIGITS = 1_000  # the most of a budget; Python converts no number of more than 4
 
 
 def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
-    """A running runtime for one context, to be closed with `aclosing`. Where an option is None, the runtime's own
-    default holds.
+    """A running runtime, for one context unless `max_live` says more, to be closed with `aclosing`. Where an option is
+    None, the runtime's own default holds.
 
     Call it outside of an event loop: Ctrl-C then interrupts imports and loading at once.
 
@@ -32,7 +32,7 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
     _before_loading(options.model)
     from locret_stream.runtime import Runtime
 
-    given = {**msgspec.structs.asdict(options), **more}
+    given = {"max_live": 1, **msgspec.structs.asdict(options), **more}
     budget = options.budget
     if budget is not None and budget.strip().isdecimal():
         if len(budget) > DIGITS:
@@ -46,7 +46,7 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
     given = {name: value for name, value in given.items() if value is not None}
     if options.acknowledge == "":
         given["acknowledge"] = None
-    runtime = Runtime.from_pretrained(max_live=1, **given)
+    runtime = Runtime.from_pretrained(**given)
     runtime.start()
     return runtime
 

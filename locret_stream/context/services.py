@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from asyncio_throttle import Throttler
 
     from locret_stream.config import Recall
+    from locret_stream.constraints import Constraints
     from locret_stream.engine import Engine
     from locret_stream.snapshot import Geometry, Identity, Store
     from locret_stream.text import ChatFrame, TextCodec
@@ -69,6 +70,7 @@ class Services(Protocol):
     worker: Worker
     codec: TextCodec
     frames: ChatFrame
+    constraints: Constraints
     tokenizing: ThreadPoolExecutor
     throttle: Throttler | None
     scratch: int  # how many scratch slots there are

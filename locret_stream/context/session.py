@@ -16,6 +16,9 @@ from locret_stream.engine import NextToken
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from locret_stream.config import Sampling
+    from locret_stream.constraints import Constraint
+
 T = TypeVar("T")
 _INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
 
@@ -137,6 +140,13 @@ class Session(SessionState):
             self.accept(ids[start:stop])
             start = stop
             await self.commit(paced)
+
+    async def constraint(self, sampling: Sampling) -> Constraint | None:
+        """What holds a reply to its schema or grammar, at its beginning, made off the event loop; None: it has neither.
+        Raises ConfigError."""
+        if not sampling.constrained:
+            return None
+        return await asyncio.to_thread(self.services.constraints.begin, sampling)
 
     # -- buffered text ----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation
 from locret_stream.context.turns import Turn
 from locret_stream.context.values import Memory, sampling_of
-from locret_stream.engine import Receipts
+from locret_stream.engine import Occupancy, Receipts, occupancy
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, InputError, StaleOwner
 from locret_stream.snapshot import NOTE_LIMIT, Branch, Restored, Snapshot, check_name
 from locret_stream.snapshot.identity import digest_text
@@ -205,7 +205,8 @@ class StreamingContext:
         """Reply to what was fed, and to `prompt` if there is one; prompt and reply are accepted into the memory.
 
         With a template the open user turn is closed, and the reply gets a turn of its own, which is closed however
-        the generation ends. Options are those of `Sampling` (max_new_tokens, temperature, top_p, stop, seed, ...).
+        the generation ends. Options are those of `Sampling` (max_new_tokens, temperature, top_p, stop, seed, schema,
+        ...).
         `skip_special=False` shows special tokens in the text too; the end marker never.
 
         Args:
@@ -216,7 +217,8 @@ class StreamingContext:
             aside: ids that such a copy reads before the prompt, in place of what would be recalled.
 
         Raises:
-            ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to.
+            ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to, or
+            for a schema that cannot be held, before anything is read.
             NoSlot: with recall, no scratch slot came free. Otherwise as `recall`.
         """
         check_recall(recall)
@@ -247,14 +249,16 @@ class StreamingContext:
         await session.focus(restoring.focus_ids(self._services, text))
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
-                  recall: bool | Recall | None = None, **options: Any) -> str:
+                  recall: bool | Recall | None = None, aside: Sequence[int] = (), **options: Any) -> str:
         """The reply to `question`, computed on a scratch copy at the last accepted token: the memory stays as it is.
 
-        Waits in order for a scratch slot, and for no live one.
+        Waits in order for a scratch slot, and for no live one. With `schema` the reply is JSON that fits it, unless
+        `max_new_tokens` cut it off, which only `generate` tells apart.
 
         Args:
             recall: whether the copy reads again, before the question, what has the question's words: what `recall`
                 returns. It keeps less of its memory beside that (see `Recall`). By default as the runtime was told.
+            aside: token ids that the copy reads before the question, in place of what would be recalled.
 
         Raises:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
@@ -264,14 +268,16 @@ class StreamingContext:
         session, settings = self._live, sampling_of(sampling, options)
         if isinstance(question, (str, bytes, list)) and not question:
             raise InputError(f"ask() was called with {question!r}; expected a question")
+        constraint = await session.constraint(settings)  # a schema that cannot be held waits for no slot
         swapping.expect_scratch(session, "the question after it, `generate` inside a turn")
         if session.swapped_out and self._services.slots.has_room:  # otherwise it is copied from the store
             await session.resident()
-        again = await recalling.read_again(session, question, recall)
+        again = (recalling.ReadAgain((), tuple(aside), recalling.settings_of(self._services, recall).memory) if aside
+                 else await recalling.read_again(session, question, recall))
         async with self._services.slots.scratch_slot() as slot:
             copy = await session.fork(slot)
             with session.answering_on(copy):
-                reply = Generation(copy, question, settings, name="ask", before=again)
+                reply = Generation(copy, question, settings, name="ask", before=again, constraint=constraint)
                 async for _ in reply:
                     pass
                 return reply.text
@@ -292,6 +298,16 @@ class StreamingContext:
         if recall is not None and not isinstance(recall, Recall):
             raise ConfigError(f"recall is {recall!r}; expected Recall(tokens=...)")
         return tuple(await recalling.recalled(self._live, question, recall or True, to_read=recall is None))
+
+    async def occupancy(self, start: int = 0, end: int | None = None, columns: int = 400) -> Occupancy:
+        """How many units of the tokens start .. end-1 the memory keeps, counted in at most that many columns of equally
+        many tokens. It takes as long as the memory is large, however long the stream was.
+
+        Raises:
+            InputError: there are no such tokens, or columns is not 1 to 4,096. ContextClosed, NoSlot.
+        """
+        session = self._live
+        return await session.step(lambda: occupancy(session.state, start, end, columns))
 
     # -- copies and blocks ------------------------------------------------------------------------------------
 

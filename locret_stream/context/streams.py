@@ -15,11 +15,12 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
 from locret_stream.config import Sampling
+from locret_stream.constraints import Constraint
 from locret_stream.context import swapping
 from locret_stream.context.recalling import NOTHING, REPLY, ReadAgain
 from locret_stream.context.session import Session
@@ -36,6 +37,9 @@ from locret_stream.errors import (
 )
 from locret_stream.sampling import processors, sample
 from locret_stream.text import Detokenizer, Segmenter
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -239,22 +243,28 @@ class Generation(_Operation):
         before: what is read right before the prompt, in the open user's turn or one of its own where there are turns,
             by a session that keeps less of its memory for it: a scratch copy. Given as a function, it is found when the
             reply begins, and a copy is made here, which then speaks; the session takes in the prompt and the reply.
+        constraint: what holds the reply to the schema or grammar of `sampling`; None: it is made when the reply begins.
 
     Attributes:
         recalled: the passages that were read again before the prompt.
         text: the reply so far.
-        finish_reason: None while it runs; "closed" when it was left before its end.
+        finish_reason: None while it runs. "eos": it ended by itself, with the model's end marker or because its schema
+            lets nothing follow. "stop": with a stop string. "length": cut off by `max_new_tokens`. "closed": it was
+            left before its end. "failed": with an error.
     """
 
     def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str,
-                 skip_special: bool = True, before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING):
+                 skip_special: bool = True, before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING,
+                 constraint: Constraint | None = None):
         self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
         self._before, self._speaker = before, session
         self._leaving = contextlib.ExitStack()
         self.recalled: tuple[Recalled, ...] = ()
         self._key = object()
-        self._processors = processors(sampling)
-        self._detokenizer = Detokenizer(session.services.codec, skip_special=skip_special)
+        self._processors, self._constraint = processors(sampling), constraint
+        # A constraint counts every byte of the reply, so that its text keeps a space at the start.
+        self._detokenizer = Detokenizer(session.services.codec, skip_special=skip_special,
+                                        start=not sampling.constrained)
         self._state: Literal["new", "prompt", "reply", "ended"] = "new"
         self._kept_back = ""  # text that may turn out to begin a stop string
         self._count = 0
@@ -277,7 +287,9 @@ class Generation(_Operation):
 
     async def _take_prompt(self) -> None:
         session = self._session
-        ids = await self._prompt_ids()  # a prompt that cannot be read changes nothing
+        ids = await self._prompt_ids()  # a prompt that cannot be read changes nothing, nor a schema that cannot be held
+        if self._constraint is None:
+            self._constraint = await session.constraint(self._sampling)
         if not session.buffered.left_by_break:  # pushed text belongs before the question, the rest of a feed does not
             session.buffered.cut_whole()
             await session.tokenize()
@@ -367,9 +379,17 @@ class Generation(_Operation):
         session, state, speaker = self._session, self._session.state, self._speaker
         session.check_open()
         await speaker.commit()
-        position = state.position
-        token = await speaker.next_token(
-            lambda logits: sample(logits, state.history, position, self._sampling, self._processors))
+        position, constraint = state.position, self._constraint
+
+        def choose(logits: Tensor) -> int:
+            if constraint is None:
+                return sample(logits, state.history, position, self._sampling, self._processors)
+            allowed = constraint.allowed(logits.shape[-1])
+            token = sample(logits, state.history, position, self._sampling, self._processors, allowed)
+            constraint.take(token)
+            return token
+
+        token = await speaker.next_token(choose)
         if speaker is not session:
             session.accept([token])
         self._count += 1
@@ -379,7 +399,8 @@ class Generation(_Operation):
             ended = "eos"
         else:
             text, stopped = self._up_to_stop(self._detokenizer.push(token))
-            ended = "stop" if stopped else "length" if self._count >= self._sampling.max_new_tokens else None
+            ended = ("stop" if stopped else "eos" if constraint is not None and constraint.complete else
+                     "length" if self._count >= self._sampling.max_new_tokens else None)
         if ended is not None:
             if ended != "stop":
                 rest, stopped = self._up_to_stop(self._detokenizer.flush())
@@ -412,5 +433,5 @@ class Generation(_Operation):
                 pass
             self._session.release(self._key)
         if self._state != "ended":
-            self._state, self.finish_reason = "ended", reason
+            self._state, self.finish_reason, self._constraint = "ended", reason, None
             self._leaving.close()

@@ -33,14 +33,14 @@ class Absorption:
 
     Attributes:
         ended: it has released the thread. taken: the caller has the stand-in, so the stream stays.
-        characters: that the memory has read.
+        characters: that the memory has read. saved: whether the end of the stream is stored.
     """
 
     def __init__(self, request: Request, label: str):
         self._request, self._label = request, label
         self._sha, self.characters = hashlib.sha256(), 0
         self._alone = asyncio.Lock()  # `abort` waits for whatever runs
-        self._has_thread = self.taken = self.ended = False
+        self._has_thread = self.taken = self.ended = self.saved = False
         self._deciding = threading.Lock()  # guards `taken` and `ended`: `take` runs on the caller's OS thread
 
     async def begin(self, threads: Threads) -> None:
@@ -121,7 +121,7 @@ class Absorption:
                 said = [*self._request.said[:-1], message]
                 keys = [*reached.keys[:-1], digest(reached.keys[-2], said[-1].digest)]
                 thread.rest_at(replace(reached, keys=keys).boundary_behind(said, thread, self._request))
-                await thread.keep()
+                self.saved = await thread.keep()
                 if thread.stale:
                     raise StaleOwner(_OUTRUN)
             return message

@@ -21,6 +21,7 @@ Stored = Mapping[bytes, tuple[int, Boundary]]  # generation and boundary, by the
 def kept(stored: Stored, most: int, used: Mapping[bytes, int]) -> dict[bytes, bool]:
     """The keys of the boundaries that stay; True for those that stay even if the store grows too large.
 
+    Where a thread with answers under a mark goes on stays, however long it was not used: nothing else leads there.
     Of the lineages without a stream the 8 used last stay, and 8 more: those with a single question go first, then those
     that were not used for the longest time. If all lineages together have more than four times `most` boundaries, the
     one with the most loses its oldest.
@@ -35,7 +36,9 @@ def kept(stored: Stored, most: int, used: Mapping[bytes, int]) -> dict[bytes, bo
 
     lineages = [sorted(line, key=last_use) for line in _lineages(stored)]
     streams = {key for line in lineages for key in [key for key in line if stored[key][1].stream][-most:]}
-    plain = [line for line in lineages if not streams & set(line)]
+    appended = sorted((key for key in stored if stored[key][1].appended), key=lambda key: stored[key][0])
+    pinned = streams.union(appended[-1:])
+    plain = [line for line in lineages if not pinned & set(line)]
     plain.sort(key=lambda line: last_use(line[-1]))
     older = sorted(plain[:-RECENT], key=lambda line: (_gone_on(stored, line), last_use(line[-1])))
     dropped = older[:max(len(plain) - LINEAGES, 0)]
@@ -43,7 +46,7 @@ def kept(stored: Stored, most: int, used: Mapping[bytes, int]) -> dict[bytes, bo
     while sum(map(len, lines)) > max(SHARE * most, len(lines)):
         max(lines, key=len).pop(0)
     newest = {line[-1] for line in lines}
-    return {key: key in newest or key in streams for key in {*streams, *(key for line in lines for key in line)}}
+    return {key: key in newest or key in pinned for key in {*pinned, *(key for line in lines for key in line)}}
 
 
 def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
@@ -68,7 +71,7 @@ def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
     main = [line for line in lineages if _gone_on(stored, line)] or [
         line for line in lineages if stored[line[-1]][1].system == stored[lineages[0][-1]][1].system]
     of_side = {stored[line[-1]][1].lineage for line in lineages if line not in main}
-    if live is not None and live.lineage not in of_side:
+    if live is not None and live.tokens and live.lineage not in of_side:  # one without tokens was told nothing
         return live
     tips: list[tuple[int, Boundary | None]] = [stored[ends(line)[-1]] for line in main]
     return max(tips, key=lambda tip: tip[0], default=(0, None))[1]

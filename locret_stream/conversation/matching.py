@@ -36,7 +36,7 @@ from locret_stream.errors import ConfigError, SnapshotError, StaleOwner, StateLo
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 UNUSABLE = "its snapshot cannot be used"
-_STAND_INS = {  # conversations that end with a message of each role
+STAND_INS = {  # conversations that end with a message of each role
     "user": [Message("user", "before")],
     "system": [Message("system", "before")],
     "assistant": [Message("user", "before"), Message("assistant", "before")],
@@ -135,7 +135,7 @@ async def reach_behind(threads: Threads, thread: Thread, request: Request) -> tu
 def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, source: Source
             ) -> tuple[Request, Reached]:
     system, new = split(request.said)
-    start, tools, earlier = threads.start(request, thread), request.tools, _STAND_INS.get(base.role, [])
+    start, tools, earlier = threads.start(request, thread), request.tools, STAND_INS.get(base.role, [])
     other_tools = bool(request.append or request.behind) and base.start != start  # a stream ends with no call of one
     if other_tools and request.on_change != "late":
         raise ConfigError(f"thread {request.thread!r} was told of other tools, or how the template is used changed; "
@@ -266,11 +266,11 @@ class _Search:
             raise self._lost()
         await thread.begin_anew()
         goes_on = any(message.role == "assistant" for message in said)
-        if self._reachable and self._why == OTHER_MESSAGES and not goes_on and not thread.hinted:
+        held = max((len(boundary.ledger) // 16 for boundary in self._reachable.values()), default=0)
+        if held and self._why == OTHER_MESSAGES and not goes_on and not thread.hinted:
             thread.hinted = True  # once: calls on the side look just like it
             _log.warning("thread %r holds %d messages, and the %d given do not go on from them, so they begin anew. "
-                         "Give every call the whole history, answers included", request.thread,
-                         max(len(boundary.ledger) // 16 for boundary in self._reachable.values()), len(said))
+                         "Give every call the whole history, answers included", request.thread, held, len(said))
         return Reached(self._rendered, 0, 0, chain(self._start, said), None,
                        "rebuild" if goes_on and (self._reachable or thread.fed) else "new", self._why, said, 0,
                        warning=self._what_it_costs() if goes_on else "")

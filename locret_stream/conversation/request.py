@@ -110,7 +110,8 @@ class Request:
 
     Attributes:
         said: the messages given.
-        thread: the id of the thread; None for a conversation without one.
+        thread: the id of the thread; None for a conversation without one. realm: whose conversations without a thread
+            may go on from each other; "": those of all without a realm.
         tools: as OpenAI's function schemas.
         choice: a tool's name, "any", or "" for the model's choice.
         sampling: fields of `locret_stream.Sampling`.
@@ -129,6 +130,7 @@ class Request:
 
     said: list[Message]
     thread: str | None = None
+    realm: str = ""
     tools: tuple[dict[str, Any], ...] = ()
     choice: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)

@@ -346,6 +346,14 @@ class Thread:
         assert self.session is not None
         await asyncio.to_thread(self._store.delete, self.session, generation)  # may wait for others who save in it
 
+    async def delete_after(self, generation: int) -> None:
+        """Delete all later boundaries, where the thread rests at that one. Raises SnapshotError."""
+        assert self.stored is not None
+        for key, (number, _) in sorted(self.stored.items(), key=lambda row: -row[1][0]):
+            if number > generation:
+                await self.delete(number)
+                del self.stored[key]
+
     async def delete_failed(self, generation: int | None = None) -> None:
         """`delete` for what a failed turn or fork left; a failure of this, too, is logged."""
         try:

@@ -13,6 +13,7 @@ from locret_stream.conversation.boundary_pruning import tip_of
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError, InputError, StoreError
 from locret_stream.snapshot.transcript import Passage, Transcript, read_transcript
+from locret_stream.text import Detokenizer
 
 T = TypeVar("T")
 MOST = 4096  # tokens that one call reads by position
@@ -75,6 +76,31 @@ async def recall(threads: Threads, name: str, words: str, start: int | None, end
         return [passage] if passage.end > passage.start else []
 
     return await _read(threads, name, search) or []
+
+
+async def text_in_columns(threads: Threads, name: str, start: int, end: int | None, column: int
+                          ) -> tuple[Passage, list[str]] | None:
+    """The text of tokens start .. end-1, at most 4,096, and the same cut every `column` tokens, as `occupancy` counts
+    them. A character that several tokens spell belongs to the last of them. None for a thread that was told nothing,
+    or nothing there.
+
+    Raises:
+        InputError: column < 1. Otherwise as `memory_text`.
+    """
+    if column < 1:
+        raise InputError(f"column is {column}; expected at least 1 token")
+    codec, first, pieces = threads.runtime.codec, max(start, 0), list[str]()
+    last = min(first + MOST if end is None else end, first + MOST)
+
+    def cut(ids: list[int]) -> str:
+        detokenizer = Detokenizer(codec, skip_special=False, start=first == 0)
+        pieces.extend("".join(map(detokenizer.push, ids[at:at + column])) for at in range(0, len(ids), column))
+        if pieces:
+            pieces[-1] += detokenizer.flush()
+        return "".join(pieces)
+
+    passage = await _read(threads, name, lambda transcript, _: transcript.between(first, last, cut))
+    return (passage, pieces) if passage is not None and passage.end > passage.start else None
 
 
 async def _read(threads: Threads, name: str, work: Callable[[Transcript, Callable[[list[int]], str]], T]) -> T | None:

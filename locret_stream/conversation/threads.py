@@ -85,9 +85,16 @@ class Threads:
         session = session_name(name)
         thread = self._threads.get(session)
         if thread is None:
+            self._drop_empty()
             thread = self._threads[session] = Thread(self.runtime, session if self.runtime.store is not None else None)
         self._threads.move_to_end(session)
         return thread
+
+    def _drop_empty(self) -> None:
+        """Drop threads of which nothing is at hand: whoever looks for names that nobody has leaves one behind each."""
+        for session, thread in list(self._threads.items())[:-2 * THREADS]:
+            if not thread.users and not thread.open:
+                del self._threads[session]
 
     def _nameless_for(self, request: Request) -> Thread:
         """A memory without a name that holds the beginning of the request's messages, or a new one."""
@@ -101,6 +108,8 @@ class Threads:
     async def _retire(self) -> None:
         """Close what was not used for long; stored threads are looked up again."""
         for thread in [thread for thread in self._nameless if not thread.users][:-self.runtime.max_live]:
+            if thread.users or thread not in self._nameless:  # another call uses it, or retired it
+                continue
             self._nameless.remove(thread)
             await thread.close()
         for session, thread in list(self._threads.items())[:-THREADS]:
@@ -117,8 +126,8 @@ class Threads:
         owner = thread.owner if thread is not None else ""
         if not owner and request.thread is not None:
             owner = session_name(request.thread)
-        return digest(b"locret-langchain 1", b"t" + owner.encode() if owner else b"", canonical(list(request.tools)),
-                      self._salt)
+        whose = b"t" + owner.encode() if owner else b"r" + request.realm.encode() if request.realm else b""
+        return digest(b"locret-langchain 1", whose, canonical(list(request.tools)), self._salt)
 
     async def make_durable(self, name: str) -> bool:
         """Save the boundary where a thread rests; False if the thread is not at hand, or cannot be saved."""

@@ -16,8 +16,9 @@ from locret_stream.context import Generation
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.matching import Reached, reach, reach_behind
 from locret_stream.conversation.messages import digest
+from locret_stream.conversation.parts import End, Part
 from locret_stream.conversation.recalling import Recollection, recollect
-from locret_stream.conversation.replies import End, Part, Reply, response_template, shows_special
+from locret_stream.conversation.replies import Reply, response_template, shows_special
 from locret_stream.conversation.request import TOOLS_LEFT_OUT, Request
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
@@ -44,6 +45,11 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
                 reached = await reach(threads, thread, request)
             elif (behind := await reach_behind(threads, thread, request)) is not None:
                 request, reached = behind
+            elif request.append and request.mark and thread.snapshots:  # it was created, and told nothing yet
+                reached = await reach(threads, thread, request)
+            elif request.append and request.mark:
+                raise SnapshotNotFound(f"there is no conversation {request.thread!r} (any more); expected one that was "
+                                       "created")
             elif request.behind:
                 raise SnapshotNotFound(f"thread {request.thread!r} keeps no boundary of mark {request.behind.hex()}: "
                                        "it is older than those that are kept, or was forgotten; expected a later one")
@@ -148,6 +154,8 @@ class Turn:
         shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
         template = response_template(threads.runtime.tokenizer, threads.replies, shown,
                                      threads.template.frames.template, in_words=threads.template.in_words)
+        if request.sampling.get("schema") is not None:  # all of it is JSON, whatever marks its strings may hold
+            template = {**template, "fields": {"content": template["fields"]["content"]}}
         reply = Reply(template, shown + forced, list(request.tools))
         generation: Generation = self._thread.context.generate(
             prompt if recalled.ids else None, skip_special=not shows_special(template, self._special), recall=False,
@@ -191,7 +199,7 @@ class Turn:
                 [*self._request.said, answer], thread, self._request)
             thread.rest_at(msgspec.structs.replace(behind, mark=mark, appended=bool(mark) and self._request.append))
             saved = await thread.save(self._request.save)
-        return {"state": key.hex(), "saved": saved}
+        return {"state": key.hex(), "saved": saved, **({"stale": True} if thread.stale else {})}
 
     def _left_out(self) -> list[int]:
         """Numbers of new messages whose text the template does not show: a system text, or the text of an answer with
@@ -211,10 +219,7 @@ class Turn:
         return numbers
 
     async def _encode(self, start: int, end: int | None) -> list[int]:
-        """Token ids of the rendering's characters start .. end-1."""
-        pieces = self._reached.rendered.pieces(start, end)
-        return await asyncio.wrap_future(self._threads.runtime.tokenizing.submit(
-            self._threads.template.encode, pieces, start=start == 0 and self._reached.base is None))
+        return await encode(self._threads, self._reached, start, end)
 
     def _opening(self) -> tuple[list[int], str]:
         """The beginning of a tool call that the caller demands, as ids and as text; empty without. Raises ConfigError:
@@ -230,3 +235,10 @@ class Turn:
         """The special tokens, as text."""
         codec = self._threads.template.codec
         return [codec.decode([token], skip_special=False) for token in codec.special_ids]
+
+
+async def encode(threads: Threads, reached: Reached, start: int, end: int | None) -> list[int]:
+    """Token ids of the rendering's characters start .. end-1."""
+    pieces = reached.rendered.pieces(start, end)
+    return await asyncio.wrap_future(threads.runtime.tokenizing.submit(
+        threads.template.encode, pieces, start=start == 0 and reached.base is None))

@@ -19,6 +19,7 @@ import torch
 
 from locret_stream.budgets import usual_memory
 from locret_stream.config import Budget, Recall, StreamConfig, budget_from, check_recall, check_store_bits, unit_bytes
+from locret_stream.constraints import Constraints
 from locret_stream.context import Replay, StreamingContext, replay
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
@@ -230,6 +231,7 @@ class Runtime:
         # Only the result counts: a start that Ctrl-C ends here opens nothing, whenever that thread is done.
         model, tokenizer, attachment, self.codec, self.frames, self.engine = in_passing(self._build)
         self.model, self.tokenizer, self.attachment = model, tokenizer, attachment
+        self.constraints = Constraints(self.codec, self.frames.eos_ids)
         self.worker: Worker = share_worker(attachment)
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="locret-tokenize")
         self.storing = ThreadPoolExecutor(2, thread_name_prefix="locret-store")

@@ -42,7 +42,7 @@ def tiny_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=1536, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=65536)).eval()
+        num_key_value_heads=1, max_position_embeddings=65536, eos_token_id=tokenizer().eos_token_id)).eval()
 
 
 class Script:

@@ -7,7 +7,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 
 from langchain_locret.messages import RECEIPT, WARNINGS, as_argument
-from locret_stream.conversation.replies import Call, End, Part
+from locret_stream.conversation.parts import Call, End, Part
 
 
 def chunk_of(part: Part | End) -> AIMessageChunk:

@@ -1,0 +1,127 @@
+"""What the server costs over the library: `python benchmarks/serving.py`.
+
+The same prompts are answered by the bundled model through `runtime.open` and `generate` in this process, and through
+`POST /v1/chat/completions` of a server process (`locret-stream serve`, one torch thread each), streamed, with 1 and
+with --streams at once. The two take turns, --repeats times. Measured:
+
+  cpu_ms       CPU time (user and system) of the process that answers, per token: steadier than wall time on a machine
+               with others. Of the server it is all of it: HTTP, JSON, boundaries, template
+  first_ms     one stream alone: from the request to its first text. The server's includes the client and the loopback
+
+Ratios and differences are medians over the rounds of neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import httpx
+import torch
+from record import record
+
+from locret_stream import Runtime
+
+PROMPT = "The door code of falcon is 48213. It was cold, and number {} stood at the gate. What is the door code?"
+HERTZ = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int | None = None) -> float:
+    """CPU seconds of a process so far; of this one without a number."""
+    if pid is None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / HERTZ
+
+
+async def by_library(runtime: Runtime, number: int, tokens: int) -> float:
+    """Seconds to the first text."""
+    began, first = time.perf_counter(), 0.0
+    async with runtime.open() as context:
+        async for token in context.generate(PROMPT.format(number), max_new_tokens=tokens, ignore_eos=True):
+            if not first and token.text:
+                first = time.perf_counter() - began
+    return first
+
+
+async def by_server(client: httpx.AsyncClient, number: int, tokens: int) -> float:
+    """Seconds to the first text."""
+    began, first = time.perf_counter(), 0.0
+    body = {"messages": [{"role": "user", "content": PROMPT.format(number)}], "max_tokens": tokens, "stream": True,
+            "ignore_eos": True}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if not first and '"content":"' in line and '"content":""' not in line:
+                first = time.perf_counter() - began
+    return first
+
+
+async def measure(options: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
+    numbers = iter(range(10**6))
+    rounds: dict[int, list[dict[str, Any]]] = {1: [], options.streams: []}
+    async with Runtime.from_pretrained("bundled", max_live=options.streams) as runtime, httpx.AsyncClient(
+            base_url=url, timeout=600) as client:
+        for repeat in range(options.repeats + 1):
+            for streams, rows in rounds.items():
+                row: dict[str, Any] = {}
+                for name, one, process in (("library", lambda n: by_library(runtime, n, options.tokens), None),
+                                           ("server", lambda n: by_server(client, n, options.tokens), pid)):
+                    before = cpu_s(process)
+                    firsts = await asyncio.gather(*(one(next(numbers)) for _ in range(streams)))
+                    row[name] = {"cpu_ms": 1e3 * (cpu_s(process) - before) / streams / options.tokens,
+                                 "first_ms": 1e3 * statistics.median(firsts)}
+                if repeat:  # the first one warms up
+                    rows.append(row)
+                    print(streams, row, file=sys.stderr, flush=True)
+    return {str(streams): summary(rows) for streams, rows in rounds.items()}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def median(value: Any) -> float:
+        return statistics.median(map(value, rows))
+
+    return {"library_cpu_ms": median(lambda row: row["library"]["cpu_ms"]),
+            "server_cpu_ms": median(lambda row: row["server"]["cpu_ms"]),
+            "cpu_ratio": median(lambda row: row["server"]["cpu_ms"] / row["library"]["cpu_ms"]),
+            "library_first_ms": median(lambda row: row["library"]["first_ms"]),
+            "server_first_ms": median(lambda row: row["server"]["first_ms"]),
+            "first_ms_more": median(lambda row: row["server"]["first_ms"] - row["library"]["first_ms"]),
+            "rounds": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--keep", metavar="NAME")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as store:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "locret_stream", "serve", "--port", "0", "--json", "--store", store, "--max-live",
+             str(options.streams)], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"].removesuffix("/v1")
+            result = asyncio.run(measure(options, url, process.pid))
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+    record(options.keep or "serving", {"tokens": options.tokens, "streams": result}, keep=options.keep is not None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`locret-stream serve`: memories behind OpenAI's API."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from locret_stream.cli.loading import make_runtime
+from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped
+from locret_stream.cli.output import describe_runtime, err, print_json
+from locret_stream.cli.signals import Summary, interruptible
+from locret_stream.errors import ConfigError
+
+BOUNDARIES = 32
+HELP = """Serve a model with endless memories behind OpenAI's API, and a page that shows them.
+
+Chat completions send the whole history, and only what is new of it is read; responses send what is new alone. \
+Sessions are kept in the store, and go on after a restart. Ctrl-C or SIGTERM lets the answers under way end.
+
+Examples:
+
+\b
+  locret-stream serve --model smollm2
+  # then, with OpenAI's client:
+  #   client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+  #   client.responses.create(model="smollm2", input="The door code of falcon is 4182.")
+  # a log goes in, however long, and is asked about
+  curl -T service.log http://127.0.0.1:8000/v1/sessions/builds/ingest
+  curl -d '{"question": "What broke?"}' -H content-type:application/json \
+http://127.0.0.1:8000/v1/sessions/builds/ask
+  # other machines may call, with a key; two tenants see only their own sessions
+  LOCRET_API_KEY=acme:s3cret,blue:0ther locret-stream serve --host 0.0.0.0"""
+
+
+@grouped
+def serve(
+    *,
+    options: RuntimeOptions,
+    host: Annotated[str, typer.Option(help="Where to listen; anything but this machine needs --api-key.")]
+    = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(envvar="LOCRET_API_KEY", help=(
+        "A key that callers must give, or tenant:key; may be repeated, or several with commas. Better given by the "
+        "variable: other programs of this machine see the options of this one."))] = None,
+    name: Annotated[str | None, typer.Option(show_default="that of --model", help=(
+        "The name of the model in requests and answers."))] = None,
+    store: StoreUrl = DEFAULT_STORE,
+    key: Key = None,
+    boundaries: Annotated[int, typer.Option(min=2, help=(
+        "Ends of messages that a session keeps: how far back a history, or a response, may go on."))] = BOUNDARIES,
+    max_live: Annotated[int, typer.Option(min=1, help="Memories in slots at once; others wait in the store.")] = 4,
+    max_waiting: Annotated[int, typer.Option(min=0, help=(
+        "Requests that may wait for a slot; more are refused with status 429."))] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one answer.")] = 4096,
+    timeout: Annotated[float, typer.Option(min=1, help="The most seconds of one answer, waiting included.")] = 600,
+    grace: Annotated[float, typer.Option(min=0, help="The most seconds that answers have to end at the end.")] = 600,
+    as_json: Json = False,
+) -> None:
+    missing = [package for package in ("starlette", "uvicorn", "prometheus_client")
+               if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not installed; expected: pip install 'locret-stream[serve]'")
+    keys = read_keys(api_key or [])
+    if not keys and host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(f"--host is {host}, where other machines may call, and there is no key; expected --api-key, "
+                          "or the variable LOCRET_API_KEY")
+    summary = Summary("nothing was served yet")
+    with interruptible(summary):
+        import asyncio
+
+        from locret_stream.serving.app import make_app
+        from locret_stream.serving.server import Server
+        from locret_stream.serving.service import Limits, Service
+        from locret_stream.snapshot import Store
+
+        limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout)
+        runtime = make_runtime(options, store=Store(store, key=key, keep_last=boundaries), max_live=max_live)
+        err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
+        service = Service(runtime, model=name or options.model, limits=limits)
+
+        def listening(bound: int) -> None:
+            url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+            err.print(f"Serving {service.model!r} at {url}/v1, sessions in {store}; the page is {url}/. Ctrl-C ends.",
+                      soft_wrap=True)
+            if as_json:
+                print_json({"url": f"{url}/v1", "model": service.model, "store": str(store), "max_live": max_live})
+
+        server = Server(make_app(service, keys), service, host=host, port=port, grace_s=grace, listening=listening)
+        asyncio.run(server.serve())
+        if not server.started:
+            raise ConfigError(f"cannot listen on {host}:{port}; the line above tells why")
+
+
+def read_keys(given: list[str]) -> dict[str, str]:
+    """Tenants by their keys. Raises ConfigError: a key that is empty or of two tenants, or keys with and without one.
+    """
+    keys: dict[str, str] = {}
+    for entry in [part.strip() for text in given for part in text.split(",") if part.strip()]:
+        tenant, separator, key = entry.rpartition(":")
+        if not key or (separator and not (tenant.isidentifier() or tenant.replace("-", "_").isidentifier())):
+            raise ConfigError("an API key is empty, or its tenant is no word of letters, digits, - and _; expected a "
+                              "key, or tenant:key")
+        if keys.setdefault(key, tenant) != tenant:
+            raise ConfigError(f"one API key was given to {keys[key]!r} and to {tenant!r}; expected keys of their own")
+    if len({bool(tenant) for tenant in keys.values()}) > 1:
+        raise ConfigError("some API keys have a tenant and some have none, whose sessions would be everybody's; "
+                          "expected tenants for all of them, or for none")
+    return keys

@@ -1,0 +1,269 @@
+"""Constrained replies: which tokens may come next, so that a reply fits a JSON schema or a grammar.
+
+Knows a vocabulary as bytes, and llguidance, which follows a grammar byte by byte; no other file knows that. Knows no
+model, no context and no event loop.
+
+A control token is never part of a JSON text: of all tokens only those that are text may come, and an end marker only
+where the reply may end. What llguidance would leave out of a schema is refused: nothing is promised that is not held.
+
+Each reply gets a grammar of its own, made in milliseconds (benchmarks/constrained.py), and nothing of it is kept:
+copies share an automaton that every reply enlarges, up to a limit, so that a reply could fail for what others said.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from locret_stream.config import Sampling
+from locret_stream.errors import ConfigError, ModelError
+from locret_stream.text import TextCodec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_STRICT: dict[str, Any] = {  # in a line, as `json.dumps` writes it: white space without end is JSON, too
+    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
+    "lenient": False, "coerce_one_of": False,
+}
+_TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)])  # of JSON in a line, as UTF-8
+
+
+class Constraints:
+    """What the replies of one model can be held to. Safe to share between threads; the vocabulary is read once.
+
+    Args:
+        codec: of its tokenizer.
+        ends: ids that end a reply.
+    """
+
+    def __init__(self, codec: TextCodec, ends: Iterable[int]):
+        self._codec, self._ends = codec, sorted(end for end in ends if 0 <= end < codec.vocab)
+        self._lock = threading.Lock()
+        self._read: _Vocabulary | None = None
+
+    def begin(self, sampling: Sampling) -> Constraint:
+        """What holds one reply to the schema or the grammar of `sampling`, at its beginning.
+
+        Takes milliseconds, and the first time, where the vocabulary is read, about a second for 100,000 tokens.
+
+        Raises:
+            ConfigError: llguidance is not installed; a schema or grammar that says something which cannot be held, or
+                that nothing fits; a tokenizer that cannot write every text, or a model without an end marker.
+        """
+        library, vocabulary = _library(), self._vocabulary()
+        if sampling.schema is not None:
+            what = "schema"
+            grammar = library.LLMatcher.grammar_from_json_schema(sampling.schema, overrides=_STRICT)
+        else:
+            assert sampling.grammar is not None, "settings without a constraint have none"
+            what, grammar = "grammar", library.LLMatcher.grammar_from_lark(sampling.grammar)
+        matcher = library.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
+        left_out = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+        if left_out:
+            raise ConfigError(f"{what} cannot be held: {_first_line(left_out[0])}; expected one without that")
+        return Constraint(matcher, what, vocabulary)
+
+    def _vocabulary(self) -> _Vocabulary:
+        """Read on first use."""
+        with self._lock:
+            if self._read is None:
+                self._read = self._read_vocabulary()
+            return self._read
+
+    def _read_vocabulary(self) -> _Vocabulary:
+        codec = self._codec
+        if not self._ends:
+            raise ConfigError("the model has no end marker, so that a reply could not end where its schema lets it; "
+                              "expected a tokenizer with an eos token, or generation_config.eos_token_id")
+        apart = codec.control_ids.union(self._ends) | {codec.unk_id}
+        pieces = [b"" if token in apart else codec.piece(token) for token in range(codec.vocab)]
+        lacking = sorted(_TEXT_BYTES.difference(*(piece for piece in pieces if len(piece) == 1)))
+        if lacking:
+            raise ConfigError(f"the tokenizer has no token for the byte {bytes(lacking[:1])!r} alone, so that some "
+                              "texts cannot be written; expected byte-level BPE, or one with byte fallback")
+        return _Vocabulary(codec, pieces, self._ends)
+
+
+class Constraint:
+    """One reply's place in its grammar. One thread uses it at a time.
+
+    Attributes:
+        complete: whether the tokens so far fit, and nothing but an end marker may follow.
+    """
+
+    def __init__(self, matcher: LLMatcher, what: str, vocabulary: _Vocabulary):
+        self._matcher, self._what, self._vocabulary = matcher, what, vocabulary
+        self.complete = False
+        self._next: Tensor | None = self._follow("cannot be held", "one that some text fits")
+
+    def allowed(self, count: int) -> Tensor:
+        """Which ids may come next, [count] bool, on the CPU; `count` is at least the size of the vocabulary.
+
+        Raises:
+            ConfigError: the grammar became too large to be followed any further.
+        """
+        return torch.nn.functional.pad(self._mask, (0, count - self._vocabulary.size))
+
+    @property
+    def _mask(self) -> Tensor:
+        if self._next is None:
+            self._next = self._follow("cannot be followed any further", "a simpler one")
+        return self._next
+
+    def take(self, token: int) -> None:
+        """Go on behind a token.
+
+        Raises:
+            ModelError: it is none of those that may come next.
+        """
+        vocabulary = self._vocabulary
+        if token >= vocabulary.size or not self._matcher.consume_token(vocabulary.read(token)):
+            raise ModelError(f"the model gives no token a probability that may come next in the {self._what}; expected "
+                             "logits that are finite")
+        self._next = None
+        self.complete = self._matcher.is_stopped() and self._matcher.is_accepting()
+
+    def _follow(self, failed: str, expected: str) -> Tensor:
+        """The mask of the next token, [vocab] bool. Raises ConfigError, in these words: there is none."""
+        matcher, vocabulary = self._matcher, self._vocabulary
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        mask = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=vocabulary.size).astype(np.bool_))
+        if not matcher.is_accepting():  # where nothing can follow llguidance lets an end marker through, too
+            mask[vocabulary.ends] = False
+        if matcher.is_error() or not mask.any():
+            why = _first_line(matcher.get_error()) if matcher.is_error() else ""
+            why = "nothing can follow" if not why or why in _DEAD_ENDS else why
+            raise ConfigError(f"{self._what} {failed}: {why}; expected {expected}")
+        return mask if vocabulary.same is None else mask[vocabulary.same]
+
+
+_DEAD_ENDS = "NoExtension", "NoExtensionBias"
+_NO_TEXT = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])  # llguidance marks ids that are no text by 0xFF
+
+
+class _Vocabulary:
+    """What llguidance is told of a tokenizer: the bytes of each id, which ids are no text (a grammar may name these),
+    and how a text that has to come as it is is written.
+
+    Of ids with the same bytes it is told one, as it would take the others for nothing.
+
+    Args:
+        pieces: bytes by id; b"" for ids that are no text.
+
+    Attributes:
+        same: [vocab], the id that stands for each; None: each for itself.
+    """
+
+    def __init__(self, codec: TextCodec, pieces: list[bytes], ends: list[int]):
+        self._codec, self.size, self.ends = codec, len(pieces), ends
+        self._first: dict[bytes, int] = {}
+        same = [self._first.setdefault(piece, token) if piece else token for token, piece in enumerate(pieces)]
+        self.same = None if same == list(range(self.size)) else torch.tensor(same)
+        names = {token: codec.decode([token], skip_special=False) for token in codec.control_ids if token < self.size}
+        self.special_token_ids = [token for token, piece in enumerate(pieces)
+                                  if not piece or same[token] != token or not _NO_TEXT.isdisjoint(piece)]
+        self.tokens = list(pieces)
+        for token in self.special_token_ids:
+            self.tokens[token] = (names.get(token) or f"<unused {token}>").encode()
+        self._longest = max(map(len, self._first))
+        self.eos_token_id, self.bos_token_id = ends[0], None
+        library = _library()
+        self.tokenizer: LLTokenizer = library.LLTokenizer(library.TokenizerWrapper(self), n_vocab=self.size,
+                                                          eos_token=ends)
+
+    def read(self, token: int) -> int:
+        """The id that llguidance knows a token by."""
+        return token if self.same is None else int(self.same[token])
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text that has to come: as the tokenizer writes it, or, where that changes it, token by token."""
+        if not isinstance(text, str):
+            raise TypeError("expected text")  # llguidance tries bytes first
+        ids, whole = self._codec.encode(text), text.encode()
+        if b"".join(self._codec.piece(token) for token in ids) == whole:
+            return [self.read(token) for token in ids]
+        ids, at = [], 0
+        while at < len(whole):
+            piece = next(piece for size in range(self._longest, 0, -1) if (piece := whole[at:at + size]) in self._first)
+            ids.append(self._first[piece])
+            at += len(piece)
+        return ids
+
+
+def call_grammar(codec: TextCodec, tools: Mapping[str, Mapping[str, Any]], *, opening: str = "<tool_call>\n",
+                 closing: str = "\n</tool_call>", prose: bool = False, most: int = 1) -> str:
+    """The grammar of replies that call tools: `{"name": ..., "arguments": ...}` between two marks, in lines.
+
+    Args:
+        codec: of the model's tokenizer. Where it has tokens of their own for the marks, these are written.
+        tools: JSON schemas of the arguments, by the names of the tools.
+        opening, closing: what stands before and after a call.
+        prose: the reply may say something before, between and after calls, and need not call anything. Behind an
+            opening mark a call has to follow.
+        most: the most calls of a reply, at least 1.
+
+    Raises:
+        ConfigError: no tools, an opening mark that is white space, or fewer than one call.
+    """
+    mark = opening.rstrip()
+    if not tools or not mark or most < 1:
+        raise ConfigError(f"found {len(tools)} tools, {opening!r} before a call, and at most {most} calls; expected at "
+                          "least one tool, a mark, and at least 1 call")
+    rules = [f"body: {' | '.join(f'body_{number}' for number in range(len(tools)))}"]
+    for number, (name, schema) in enumerate(tools.items()):
+        begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        rules += [f"body_{number}: {_quoted(opening[len(mark):] + begin)} arguments_{number} {_quoted('}')} close",
+                  f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': _STRICT})}"]
+    rules.append(f"close: {_written(codec, closing)}")
+    marked, no_mark = _written(codec, mark), f"PROSE: /(?s:.*)/ & ~/(?s:.*{_escaped(mark)}.*)/"
+    if not prose:
+        rules += [f"start: call ({_quoted(chr(10))} call){{0,{most - 1}}}" if most > 1 else "start: call",
+                  f"call: {marked} body"]
+    elif codec.control_ids.isdisjoint(codec.literal(mark)):  # lazy: that text ends with the first mark
+        rules += [f"start: call{{0,{most}}} PROSE", "call: before body", f"before[lazy]: /(?s:.*)/ {_quoted(mark)}",
+                  no_mark]
+    else:  # nor is the mark spelled out in other tokens
+        rules += [f"start: (PROSE call){{0,{most}}} PROSE", f"call: {marked} body", no_mark]
+    return "\n".join(rules)
+
+
+def _written(codec: TextCodec, text: str) -> str:
+    """A text in a grammar, with the control tokens that the tokenizer recognises in it."""
+    out, plain = list[str](), b""
+    for token in codec.literal(text):
+        if token in codec.control_ids:
+            out += ([_quoted(plain.decode())] if plain else []) + [f"<[{token}]>"]
+            plain = b""
+        else:
+            plain += codec.piece(token)
+    return " ".join(out + ([_quoted(plain.decode())] if plain else []))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression that stands between slashes."""
+    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):X}}}" for letter in text)
+
+
+def _first_line(error: str) -> str:
+    lines = error.strip().splitlines() or ["it is not valid"]
+    return lines[0][:300].rstrip(".;: ")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError("replies that fit a schema need llguidance, which is not installed; expected: "
+                          "pip install 'locret-stream[constrained]'") from error
+    return llguidance

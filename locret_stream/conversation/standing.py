@@ -1,0 +1,138 @@
+"""Beside turns: where a thread stands, questions that leave it as it is, and the way back to an earlier boundary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from locret_stream.context.cancelling import to_the_end
+from locret_stream.conversation.boundaries import Boundary
+from locret_stream.conversation.boundary_pruning import tip_of
+from locret_stream.conversation.matching import STAND_INS
+from locret_stream.conversation.messages import Message
+from locret_stream.conversation.recalling import recollect
+from locret_stream.conversation.request import Request
+from locret_stream.conversation.thread import Thread
+from locret_stream.conversation.threads import Threads
+from locret_stream.engine import Occupancy
+from locret_stream.errors import ConfigError, InputError, SnapshotNotFound, StoreError
+
+
+class Asked(NamedTuple):
+    """An answer that the thread does not know of, and the passages that were read again for it."""
+
+    text: str
+    recalled: list[dict[str, Any]]
+
+
+@asynccontextmanager
+async def at_rest(threads: Threads, name: str) -> AsyncIterator[Thread]:
+    """The thread, alone, with its context where it was told something last.
+
+    Raises:
+        SnapshotNotFound: it was told nothing. SnapshotError: it cannot be loaded.
+    """
+    thread = threads.named(name)
+    async with thread.in_use(), thread.lock, threads.gate:
+        try:
+            await thread.look_up()
+            thread.keep_slot()
+            tip = tip_of(thread.snapshots, thread.live)
+            if tip is None:
+                raise SnapshotNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
+            await thread.move_to(tip)
+            yield thread
+        finally:
+            await to_the_end(threads.rest(thread))
+
+
+async def ask(threads: Threads, name: str, question: str, *, recall: bool | None = None, **sampling: Any) -> Asked:
+    """The answer to a question on a copy of the thread's memory: the thread is as it was.
+
+    Args:
+        recall: whether what has the question's words is read again; None: as the runtime does.
+
+    Raises:
+        ConfigError: the template has no place for a question there. Otherwise as `at_rest` and `StreamingContext.ask`.
+    """
+    template, runtime = threads.template, threads.runtime
+    async with at_rest(threads, name) as thread:
+        assert thread.boundary is not None
+        earlier = STAND_INS.get(thread.boundary.role, [])
+        said = [*earlier, Message("user", question)]
+        rendered = await asyncio.to_thread(template.render, said)
+        at = template.after(said, len(earlier), (), rendered)
+        if at is None or not earlier:
+            raise ConfigError(f"the chat template has no place for a question behind a message of role "
+                              f"{thread.boundary.role!r}")
+        ids = template.encode(rendered.pieces(at), start=False)
+        passages: list[dict[str, Any]] = []
+        aside: list[int] = []
+        if runtime.recall is not None if recall is None else recall:
+            found = await recollect(thread.context, template, runtime.acknowledge or "OK.", question)
+            passages, aside = found.receipt, found.ids
+        return Asked(await thread.context.ask(ids, recall=False, aside=aside, **sampling), passages)
+
+
+async def occupancy(threads: Threads, name: str, start: int, end: int | None, columns: int) -> Occupancy:
+    """Units that the thread keeps of each part of what it was told. Raises as `at_rest`; InputError."""
+    async with at_rest(threads, name) as thread:
+        return await thread.context.occupancy(start, end, columns)
+
+
+async def rewind(threads: Threads, name: str, *, mark: bytes = b"", generation: int = 0) -> Boundary:
+    """Go back to the boundary of that mark, or of the snapshot of that number: later ones are deleted.
+
+    Raises:
+        SnapshotNotFound: there is no such boundary. SnapshotError: it cannot be loaded; the thread is as it was.
+        InputError: it branches off, in a thread with answers that were appended.
+    """
+    async with at_rest(threads, name) as thread:
+        chosen = [(number, boundary) for number, boundary in thread.snapshots.values()
+                  if (boundary.mark == mark if mark else number == generation)]
+        if not chosen:
+            what = f"mark {mark.hex()}" if mark else f"number {generation}"
+            raise SnapshotNotFound(f"thread {name!r} keeps no boundary of {what}; expected one of the numbers "
+                                   f"{sorted(number for number, _ in thread.snapshots.values())}")
+        number, boundary = chosen[0]
+        if not boundary.appended and not boundary.stream and any(
+                other.appended and earlier < number for earlier, other in thread.snapshots.values()):
+            raise InputError(f"number {number} of thread {name!r} branches off, and what is appended would go on from "
+                             "elsewhere; expected the end of an answer that was appended, or a stream")
+        await thread.move_to(boundary)
+        await to_the_end(thread.delete_after(number))
+        return boundary
+
+
+async def boundaries(threads: Threads, name: str) -> list[tuple[int, Boundary]]:
+    """The stored boundaries of a thread with the numbers of their snapshots, oldest first; [] for an unknown one."""
+    thread = threads.named(name)
+    async with thread.in_use(), thread.lock:
+        await thread.look_up()
+        return sorted(thread.snapshots.values(), key=lambda row: row[0])
+
+
+async def create(threads: Threads, name: str) -> bool:
+    """Store a thread that was told nothing yet; False if there is something of that name.
+
+    Raises:
+        ConfigError: there is no store. SnapshotError: it cannot be saved.
+    """
+    thread = threads.named(name)
+    async with thread.in_use(), thread.lock, threads.gate:
+        try:
+            await thread.look_up()
+            if thread.session is None:
+                raise ConfigError("threads without a store cannot be created; expected store=<a folder or URL>")
+            if thread.snapshots:
+                return False
+            await thread.begin_anew()
+            start = threads.start(Request(said=[], thread=name), None)
+            thread.rest_at(Boundary(start, start, b"", b"", 0, "", lineage=start[:16]))
+            if not await thread.keep():
+                raise StoreError(f"thread {name!r} cannot be saved; the log tells why")
+            return True
+        finally:
+            await to_the_end(threads.rest(thread))

@@ -1,0 +1,103 @@
+"""`/v1/sessions/<session>/ingest`: a stream of any length goes into a memory, read only as fast as it is taken in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from locret_stream.serving.bodies import Json
+from locret_stream.serving.errors import ApiError
+from locret_stream.serving.service import Service
+from locret_stream.serving.streams import HEADERS, as_refusal, json_response
+from locret_stream.serving.uploads import Upload
+
+TELL_EVERY_S = 0.5  # between two events of progress
+_PIECE = 1 << 16  # bytes that are read by the memory at once
+
+
+async def ingest(service: Service, thread: str, request: Request, offset: int) -> Response:
+    """Take in the body. With `Accept: text/event-stream` the response is its progress, and begins at once.
+
+    The query may have `label`, `focus`, `upload` (an id, under which a stream that broke off goes on) and `offset`.
+    """
+    query = request.query_params
+    options: dict[str, Any] = {"label": query.get("label", "upload"), "focus": query.get("focus"),
+                               "upload_id": query.get("upload"), "offset": offset}
+    if (size := options["upload_id"]) is not None and not 0 < len(size) <= 100:
+        raise ApiError(400, "upload is no id of 1 to 100 characters", param="upload")
+    if "text/event-stream" in request.headers.get("accept", ""):
+        return _Progress(service, thread, request, options)
+    began = time.perf_counter()
+    async with service.upload(thread, **options) as upload:
+        if upload.message is None:
+            async for piece in request.stream():
+                await take_in(service, upload, piece)
+            request.state.read = True
+        await upload.finish()
+        return json_response(result_of(upload, time.perf_counter() - began))
+
+
+def ingest_state(service: Service, thread: str, request: Request) -> Response:
+    """How many bytes of an upload were read. Raises ApiError 404."""
+    offset = service.uploads.offset(thread, request.query_params.get("upload", ""))
+    if offset is None:
+        raise ApiError(404, "there is no such upload (any more); expected it to begin again, at offset 0",
+                       code="upload_not_found")
+    return json_response({"object": "ingest", "offset": offset})
+
+
+async def take_in(service: Service, upload: Upload, piece: bytes) -> None:
+    for at in range(0, len(piece), _PIECE):
+        part = piece[at:at + _PIECE]
+        await upload.push(part)
+        service.metrics.ingested.inc(len(part))
+
+
+def result_of(upload: Upload, seconds: float) -> Json:
+    assert upload.message is not None
+    return {"object": "ingest", "offset": upload.offset, "characters": upload.characters, "seconds": seconds,
+            "message": {"role": "user", "content": upload.message.content}}
+
+
+class _Progress(Response):
+    """The body is read while events tell how far it is: both at once, so that this is no handler's return value."""
+
+    def __init__(self, service: Service, thread: str, request: Request, options: dict[str, Any]):
+        super().__init__(headers=HEADERS)
+        self._service, self._thread, self._request, self._options = service, thread, request, options
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [
+            pair for pair in self.raw_headers if pair[0] != b"content-length"]})
+        try:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "more_body": True,
+                                "body": b"data: " + msgspec.json.encode(event) + b"\n\n"})
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            event = as_refusal(error).body["error"] | {"type": "error"}
+            await send({"type": "http.response.body", "body": b"data: " + msgspec.json.encode(event) + b"\n\n",
+                        "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[Json]:
+        began = told = time.perf_counter()
+        async with self._service.upload(self._thread, **self._options) as upload:
+            yield {"type": "ingest.started", "offset": upload.offset}
+            if upload.message is None:
+                async for piece in self._request.stream():
+                    await take_in(self._service, upload, piece)
+                    if time.perf_counter() - told >= TELL_EVERY_S:
+                        told = time.perf_counter()
+                        yield {"type": "ingest.progress", "offset": upload.offset, "characters": upload.characters,
+                               "seconds": told - began}
+            await upload.finish()
+            yield {"type": "ingest.completed", **result_of(upload, time.perf_counter() - began)}

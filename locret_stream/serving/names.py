@@ -1,0 +1,68 @@
+"""Names in requests: of sessions, and the ids of responses, which say whose memory they belong to."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from locret_stream.serving.errors import ApiError
+
+MARK_BYTES = 16
+UNNAMED = "responses/"  # sessions of responses that name none begin so
+HEADERS = ("x-session-id", "x-openwebui-chat-id")
+_MOST = 200  # characters of a session's name
+_ID = re.compile(r"resp_([A-Za-z0-9_-]{0,1200})\.([0-9a-f]{32})")
+
+
+def check_session(name: Any) -> str:
+    """The name of a session. Raises ApiError 400."""
+    if not isinstance(name, str) or not 0 < len(name) <= _MOST or not name.isprintable():
+        shown = repr(name[:40]) if isinstance(name, str) else type(name).__name__
+        raise ApiError(400, f"session is {shown}; expected a text of 1 to {_MOST} printable characters",
+                       param="session_id", code="bad_session")
+    return name
+
+
+def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
+    """The session that a request names: in the body's `session_id`, a header, `metadata.session`, or
+    `prompt_cache_key`; None for none. `user` names a person and no conversation. Raises ApiError 400."""
+    metadata = body.get("metadata")
+    named = [body.get("session_id"), *(headers.get(header) for header in HEADERS),
+             metadata.get("session") if isinstance(metadata, Mapping) else None, body.get("prompt_cache_key")]
+    return next((check_session(name) for name in named if name is not None), None)
+
+
+def new_mark() -> bytes:
+    return secrets.token_bytes(MARK_BYTES)
+
+
+def new_session(prefix: str = UNNAMED) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def response_id(session: str, mark: bytes) -> str:
+    """The id of a response: it holds the name of the session, so that no table of ids is kept anywhere."""
+    return f"resp_{base64.urlsafe_b64encode(session.encode()).decode().rstrip('=')}.{mark.hex()}"
+
+
+def parse_response_id(value: Any) -> tuple[str, bytes]:
+    """(session, mark) of a response's id. Raises ApiError 404: it is none."""
+    match = _ID.fullmatch(value) if isinstance(value, str) else None
+    try:
+        if match is None:
+            raise ValueError
+        name = base64.b64decode(match[1] + "=" * (-len(match[1]) % 4), altchars=b"-_", validate=True).decode()
+    except (ValueError, binascii.Error):
+        raise no_response(value) from None
+    return name, bytes.fromhex(match[2])
+
+
+def no_response(value: Any) -> ApiError:
+    shown = value if isinstance(value, str) and len(value) < 400 else "..."
+    return ApiError(404, f"Previous response with id {shown!r} not found: it was never made here, is older than the "
+                    "responses that its session keeps, or was forgotten. Expected a later id, or the whole history",
+                    code="previous_response_not_found", param="previous_response_id")

@@ -1,0 +1,210 @@
+"""`/v1/responses`: only what is new comes with a request; `previous_response_id` or a conversation says behind what."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from locret_stream.conversation.messages import Message
+from locret_stream.conversation.parts import Call, End, Part
+from locret_stream.serving.bodies import Json, Sampled, as_struct, ignored, refuse, text_of
+from locret_stream.serving.chat import ROLES, read_arguments, receipt_of, unreadable
+from locret_stream.serving.errors import ApiError
+
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("background", False, "a request that is waited for, or stream=true"), ("prompt", {}, "input"),
+    ("top_logprobs", 0, "no log-probabilities"), ("modalities", ["text"], "text"))
+
+
+class ResponsesBody(Sampled, kw_only=True):
+    """What is read of a body of `/v1/responses`."""
+
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    store: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    stream: bool | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def read_responses(body: Mapping[str, Any]) -> tuple[ResponsesBody, list[str]]:
+    """A body, and the names of its fields that have no effect. Raises ApiError 400."""
+    refuse(body, _REFUSED)
+    given = as_struct(body, ResponsesBody)
+    if given.previous_response_id is not None and given.conversation is not None:
+        raise ApiError(400, "previous_response_id and conversation were both given; expected one of them",
+                       param="conversation", code="mutually_exclusive_parameters")
+    if not given.input:
+        raise ApiError(400, "input is empty; expected a text, or items", param="input")
+    return given, ignored(body, ResponsesBody, (name for name, _, _ in _REFUSED))
+
+
+def conversation_id(given: str | Mapping[str, Any] | None) -> str | None:
+    """Raises ApiError 400."""
+    name = given.get("id") if isinstance(given, Mapping) else given
+    if given is not None and (not isinstance(name, str) or not name):
+        raise ApiError(400, "conversation has no id; expected an id, or an object with one", param="conversation")
+    return name
+
+
+def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[Message]:
+    """Input as messages, instructions ahead of them. Reasoning is passed over. Raises ApiError 400."""
+    out = [Message("system", instructions)] if instructions else []
+    if isinstance(items, str):
+        return [*out, Message("user", items)]
+    calls: list[tuple[str, Json, str]] = []
+    order: dict[str, int] = {}
+
+    def close() -> None:
+        """The calls so far belong to the answer before them, or are one without text."""
+        if calls:
+            whole = tuple(calls)
+            if out and out[-1].role == "assistant" and not out[-1].calls:
+                out[-1] = replace(out[-1], calls=whole)
+            else:
+                out.append(Message("assistant", "", calls=whole))
+            order.update({call_id: at for at, (_, _, call_id) in enumerate(whole)})
+            calls.clear()
+
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        if not isinstance(item, Mapping):
+            raise ApiError(400, f"{where} is a {type(item).__name__}; expected an object", param=where)
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
+                raise ApiError(400, f"{where} has no name or no call_id", param=where)
+            calls.append((item["name"], read_arguments(item.get("arguments"), where), item["call_id"]))
+            continue
+        if kind == "reasoning":
+            continue
+        close()
+        if kind == "message":
+            role = item.get("role")
+            if not isinstance(role, str) or role not in ROLES or role == "tool":
+                raise ApiError(400, f"{where}.role is {role!r}; expected user, assistant, system or developer",
+                               param=f"{where}.role")
+            out.append(Message(ROLES[role], text_of(item.get("content"), f"{where}.content")))
+        elif kind == "function_call_output":
+            call_id, output = item.get("call_id"), item.get("output")
+            if not isinstance(call_id, str):
+                raise ApiError(400, f"{where} has no call_id", param=where)
+            text = text_of(output, f"{where}.output") if isinstance(output, (str, list, type(None))) else json.dumps(
+                output, ensure_ascii=False)
+            out.append(Message("tool", text, call_id=call_id, answers=order.get(call_id, 0)))
+        else:
+            raise ApiError(400, f"{where} is of type {kind!r:.60}; expected messages, function calls and their outputs",
+                           param=where, code="unsupported_item")
+    close()
+    return out
+
+
+class Response:
+    """One response while it comes: `events` of its stream, the last of which has it whole."""
+
+    def __init__(self, response_id: str, body: Mapping[str, Any], model: str, conversation: str | None,
+                 unused: Sequence[str]):
+        self._unused, self._sequence = unused, 0
+        self._calls: list[Call] = []
+        self._text, self._output = "", list[Json]()
+        self._item: Json | None = None
+        self._head: Json = {
+            "id": response_id, "object": "response", "created_at": int(time.time()), "status": "in_progress",
+            "model": model, "output": [], "error": None, "incomplete_details": None,
+            "instructions": body.get("instructions"), "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto", "parallel_tool_calls": True,
+            "previous_response_id": body.get("previous_response_id"), "metadata": body.get("metadata") or {},
+            "temperature": body.get("temperature"), "top_p": body.get("top_p"),
+            "store": body.get("store") is not False,
+            "max_output_tokens": body.get("max_output_tokens"),
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "truncation": "disabled", "usage": None,
+            "conversation": {"id": conversation} if conversation is not None else None}
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+    def failed(self, error: ApiError) -> Json:
+        """The event of a failure in mid-stream."""
+        return self._event("error", code=error.code or error.kind, message=str(error), param=error.param)
+
+    async def events(self, parts: AsyncGenerator[Part | End]) -> AsyncGenerator[Json]:
+        """The first ones come with the first part, so that what fails before it is an error of HTTP."""
+        begun = False
+        async with aclosing(parts):
+            async for part in parts:
+                if not begun:
+                    begun = True
+                    yield self._event("response.created", response=self._head)
+                    yield self._event("response.in_progress", response=self._head)
+                if isinstance(part, Part):
+                    self._calls += part.calls
+                    for event in self._said(part.text):
+                        yield event
+                    continue
+                for event in (*self._said(unreadable(self._calls)), *self._finished()):
+                    yield event
+                yield self._whole(part)
+
+    def _said(self, text: str) -> list[Json]:
+        """Text that came: the first opens the message."""
+        if not text:
+            return []
+        out, place = list[Json](), {"output_index": 0, "content_index": 0}
+        if self._item is None:
+            self._item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant",
+                          "status": "in_progress", "content": []}
+            out += [self._event("response.output_item.added", output_index=0, item=self._item),
+                    self._event("response.content_part.added", item_id=self._item["id"], **place,
+                                part={"type": "output_text", "text": "", "annotations": []})]
+        self._text += text
+        return [*out, self._event("response.output_text.delta", item_id=self._item["id"], **place, delta=text,
+                                  logprobs=[])]
+
+    def _finished(self) -> list[Json]:
+        """Message and calls are whole."""
+        out = list[Json]()
+        if self._item is not None:
+            part = {"type": "output_text", "text": self._text, "annotations": []}
+            place = {"item_id": self._item["id"], "output_index": 0, "content_index": 0}
+            item = self._item | {"status": "completed", "content": [part]}
+            self._output.append(item)
+            out += [self._event("response.output_text.done", **place, text=self._text, logprobs=[]),
+                    self._event("response.content_part.done", **place, part=part),
+                    self._event("response.output_item.done", output_index=0, item=item)]
+        for call in self._calls:
+            if call.name is None:
+                continue
+            item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed",
+                    "call_id": call.id, "name": call.name, "arguments": call.arguments}
+            at = len(self._output)
+            self._output.append(item)
+            out += [self._event("response.output_item.added", output_index=at,
+                                item=item | {"status": "in_progress", "arguments": ""}),
+                    self._event("response.function_call_arguments.delta", item_id=item["id"], output_index=at,
+                                delta=call.arguments),
+                    self._event("response.function_call_arguments.done", item_id=item["id"], output_index=at,
+                                arguments=call.arguments, name=call.name),
+                    self._event("response.output_item.done", output_index=at, item=item)]
+        return out
+
+    def _whole(self, end: End) -> Json:
+        cut = end.finish == "length"
+        whole = self._head | {
+            "status": "incomplete" if cut else "completed", "output": self._output,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": {"input_tokens": end.prompt, "input_tokens_details": {"cached_tokens": end.cached},
+                      "output_tokens": end.sampled, "output_tokens_details": {"reasoning_tokens": 0},
+                      "total_tokens": end.prompt + end.sampled},
+            "locret": receipt_of(end, self._unused)}
+        return self._event("response.incomplete" if cut else "response.completed", response=whole)

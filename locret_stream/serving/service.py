@@ -1,0 +1,417 @@
+"""What requests mean for the memories of one runtime: nothing here knows HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from locret_stream.conversation.messages import Message
+from locret_stream.conversation.parts import End, Part
+from locret_stream.conversation.request import Delivery, Request
+from locret_stream.errors import ConfigError, ContextClosed, SnapshotNotFound
+from locret_stream.serving import chat, names, responses
+from locret_stream.serving.bodies import Json, as_struct
+from locret_stream.serving.errors import ApiError
+from locret_stream.serving.metrics import Metrics
+from locret_stream.serving.uploads import Upload, Uploads
+
+if TYPE_CHECKING:  # these load torch
+    from locret_stream.conversation.threads import Threads
+    from locret_stream.runtime import Runtime
+
+BUSY_RETRY_S = 1
+DRAINING = "the server is shutting down; the session is as it was before. Expected a later try, or another server"
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much one server takes.
+
+    Args:
+        max_waiting: requests that may wait for a slot; more are refused at once.
+        max_tokens: the most tokens of an answer. usual_tokens: of one whose request says nothing.
+        timeout_s: the most seconds of a turn, waiting included, if the request does not say less.
+    """
+
+    max_waiting: int = 64
+    max_tokens: int = 4096
+    usual_tokens: int = 512
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_waiting", 0), ("max_tokens", 1), ("usual_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; expected seconds above 0")
+
+
+class Service:
+    """The sessions of one runtime, on one event loop; `start` and `aclose` it. Sessions are named by their threads.
+
+    Args:
+        runtime: not started yet; it needs a store.
+        model: the name that requests may give, and that answers bear.
+        tool_prompt: as of `conversation.render.ChatTemplate`.
+    """
+
+    def __init__(self, runtime: Runtime, *, model: str, limits: Limits | None = None, tool_prompt: Any = "auto"):
+        if runtime.store is None:
+            raise ConfigError("a server keeps its sessions in a store, and the runtime has none; expected "
+                              "Runtime(..., store=<a folder or URL>)")
+        self.runtime, self.model, self.limits = runtime, model, limits or Limits()
+        self.metrics, self.uploads = Metrics(), Uploads()
+        self.draining = False
+        self._tool_prompt, self._running, self._idle = tool_prompt, 0, asyncio.Event()
+        self._idle.set()
+        self._threads: Threads | None = None
+
+    # -- its life ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model, unless it is. Raises as `Runtime.start`."""
+        if not self.runtime.running:
+            await self.runtime.__aenter__()
+        try:
+            from locret_stream.conversation.render import ChatTemplate
+            from locret_stream.conversation.threads import Threads
+            template = await asyncio.to_thread(ChatTemplate, self.runtime.tokenizer, self.runtime.codec,
+                                               self.runtime.frames, tool_prompt=self._tool_prompt)
+            self._threads = Threads(self.runtime, template, None, salt=[None, template.in_words])
+        except BaseException:
+            await self.runtime.aclose()
+            raise
+
+    async def until_idle(self) -> None:
+        """Returns when no request runs or waits."""
+        await self._idle.wait()
+
+    @property
+    def ready(self) -> bool:
+        return self._threads is not None and not self.draining
+
+    @property
+    def threads(self) -> Threads:
+        if self._threads is None:
+            raise ApiError(503, "the model is not loaded yet", kind="server_error", code="starting", retry_s=2)
+        return self._threads
+
+    async def drain(self) -> None:
+        """Take in nothing more: uploads are undone, and turns run to their end."""
+        self.draining = True
+        await self.uploads.abort()
+
+    async def aclose(self) -> None:
+        """Save what rests at a boundary, undo the rest, and free everything. Idempotent."""
+        await self.drain()
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            try:
+                await threads.close()
+            finally:
+                await self.runtime.aclose()
+
+    @contextmanager
+    def admitted(self, kind: str) -> Iterator[None]:
+        """A place among those that run or wait. Raises ApiError 429: they are too many; 503: it shuts down."""
+        if self.draining:
+            raise ApiError(503, DRAINING, kind="server_error", code="shutting_down", retry_s=2)
+        most = self.runtime.max_live + self.limits.max_waiting
+        if self._running >= most:
+            raise ApiError(429, f"{self._running} requests run or wait; expected fewer than {most}: try again after "
+                           "Retry-After", kind="rate_limit_error", code="queue_full", retry_s=BUSY_RETRY_S)
+        self._running += 1
+        self._idle.clear()
+        self.metrics.requests.labels(kind).inc()
+        self.metrics.running.inc()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+            self.metrics.running.dec()
+
+    # -- answers ----------------------------------------------------------------------------------------------
+
+    async def answer(self, request: Request) -> AsyncGenerator[Part | End]:
+        """The parts of an answer and its end. It counts as taken once the caller asks for what follows its end; closed
+        before, the turn is undone.
+
+        Raises:
+            ApiError 409, 503: an answer that is named by its mark could not be stored. Otherwise as a turn.
+        """
+        from locret_stream.conversation.turns import turn
+
+        delivery, parts = Delivery(), asyncio.Queue[Part | End | None]()
+        with self.admitted("turn"):
+            began, first = time.perf_counter(), True
+            task = asyncio.create_task(turn(self.threads, replace(request, delivery=delivery), parts.put_nowait))
+            task.add_done_callback(lambda _: parts.put_nowait(None))
+            try:
+                while (part := await parts.get()) is not None:
+                    if first:
+                        first = False
+                        self.metrics.first_s.observe(time.perf_counter() - began)
+                    if isinstance(part, End):
+                        self._expect_stored(request, part)
+                    yield part
+                    if isinstance(part, End):
+                        delivery.take()
+                        self.metrics.ended(part)
+                await task
+            except asyncio.CancelledError:
+                if task.cancelled():  # by the runtime's end, and not by the caller
+                    raise ContextClosed(DRAINING) from None
+                raise
+            finally:
+                delivery.leave()
+                if not delivery.taken:
+                    self.metrics.cancelled.inc()
+                if not task.done():
+                    if not delivery.taken:
+                        task.cancel()
+                    await asyncio.wait([task])
+
+    @staticmethod
+    def _expect_stored(request: Request, end: End) -> None:
+        if not request.mark or request.thread is None or end.receipt["saved"]:
+            return
+        if end.receipt.get("stale"):
+            raise ApiError(409, "another server saved this session meanwhile, so the answer could not be kept; the "
+                           "session is as the other one left it. Expected the request again", kind="conflict",
+                           code="stale_owner", retry_s=0)
+        raise ApiError(503, "the answer could not be stored, so it is undone; the server's log tells why",
+                       kind="server_error", code="store_unavailable", retry_s=5)
+
+    def _request(self, body: chat.ChatBody | responses.ResponsesBody, said: list[Message], schema: Json | None,
+                 **fields: Any) -> Request:
+        tools = chat.read_tools(body.tools or ())
+        choice, told = chat.read_choice(body.tool_choice, tools)
+        sampling = self._sampling(body)
+        if schema is not None:
+            if tools and told:
+                raise ApiError(400, "a JSON schema for the answer was given beside tools that the model may call; "
+                               "expected tool_choice='none', or no tools", param="tools", code="schema_beside_tools")
+            sampling["schema"] = json.dumps(schema, ensure_ascii=False)
+        timeout_s = self.limits.timeout_s if body.timeout is None else body.timeout
+        if not 0 < timeout_s <= self.limits.timeout_s:
+            raise ApiError(400, f"timeout is {timeout_s}; expected more than 0 and at most {self.limits.timeout_s}",
+                           param="timeout")
+        return Request(said, tools=tools if told else (), choice=choice, timeout_s=timeout_s, focus=body.focus,
+                       recall=body.recall, sampling=sampling, **fields)
+
+    def _sampling(self, body: chat.Sampled) -> Json:
+        sampling = body.sampling(min(self.limits.usual_tokens, self.limits.max_tokens), self.limits.max_tokens)
+        from locret_stream.config import Sampling
+        Sampling(**sampling)  # raises
+        return sampling
+
+    def check_model(self, body: Mapping[str, Any]) -> None:
+        """Raises ApiError 404: the body names another model."""
+        if body.get("model") not in (None, "", self.model):
+            raise ApiError(404, f"the model {body['model']!r:.80} is not served here; expected {self.model!r}, or none",
+                           code="model_not_found", param="model")
+
+    def chat(self, body: Mapping[str, Any], thread: str | None, tenant: str) -> AsyncGenerator[Json]:
+        """Chunks of a chat completion.
+
+        Args:
+            thread: None: nobody's memory, of which nothing is stored. tenant: whose such memories it may go on from.
+        """
+        self.check_model(body)
+        given, unused = chat.read_chat(body)
+        schema = chat.read_format(given.response_format, "response_format")
+        request = self._request(given, chat.read_messages(given.messages), schema, thread=thread, realm=tenant)
+        usage = not given.stream or bool((given.stream_options or {}).get("include_usage"))
+        return chat.chunks(self.answer(request), self.model, unused, usage=usage)
+
+    def respond(self, body: Mapping[str, Any], session: str | None, tenant: str
+                ) -> tuple[responses.Response, AsyncGenerator[Json]]:
+        """A response, and the events of its stream.
+
+        Args:
+            session: that the request names beside `previous_response_id` and `conversation`.
+            tenant: ahead of the names of sessions in those of threads.
+        """
+        self.check_model(body)
+        given, unused = responses.read_responses(body)
+        conversation = responses.conversation_id(given.conversation)
+        behind, stored = b"", given.store is not False
+        if given.previous_response_id is not None:
+            session, behind = names.parse_response_id(given.previous_response_id)
+            if not session:  # it was not stored
+                raise names.no_response(given.previous_response_id)
+        elif conversation is not None:
+            session = names.check_session(conversation)
+        elif session is None and stored:
+            session = names.new_session()
+        if not stored and (behind or conversation):
+            raise ApiError(400, "store is false beside previous_response_id or conversation; expected store=true: what "
+                           "follows a stored memory is stored with it", param="store")
+        mark = names.new_mark()
+        said = responses.read_items(given.input or "", given.instructions)
+        schema = chat.read_format((given.text or {}).get("format"), "text.format")
+        thread = tenant + session if session and stored else None
+        request = self._request(given, said, schema, thread=thread, behind=behind, append=conversation is not None,
+                                realm=tenant, mark=mark if stored else b"")
+        response = responses.Response(names.response_id(session or "" if stored else "", mark), body, self.model,
+                                      conversation, unused)
+
+        async def parts() -> AsyncGenerator[Part | End]:
+            async with contextlib.aclosing(self.answer(request)) as answer:
+                try:
+                    async for part in answer:
+                        yield part
+                except SnapshotNotFound:
+                    if behind:
+                        raise names.no_response(given.previous_response_id) from None
+                    raise
+
+        return response, response.events(parts())
+
+    # -- conversations ----------------------------------------------------------------------------------------
+
+    async def create(self, thread: str) -> bool:
+        """Store a conversation that was told nothing; False if there is one of that name."""
+        from locret_stream.conversation.standing import create
+        with self.admitted("create"):
+            return await create(self.threads, thread)
+
+    async def tell(self, thread: str, items: list[Json]) -> None:
+        """Items that a conversation is told and does not answer. Raises ApiError 400."""
+        from locret_stream.conversation.telling import tell
+        with self.admitted("tell"):
+            await tell(self.threads, Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
+                                             timeout_s=self.limits.timeout_s))
+
+    # -- sessions ---------------------------------------------------------------------------------------------
+
+    async def sessions(self, tenant: str) -> list[Json]:
+        """The stored sessions of a tenant."""
+        from locret_stream.conversation.thread_memory import stored_threads
+        found = await stored_threads(self.threads)
+        return [{"id": name.removeprefix(tenant), "object": "session"} for name in found if name.startswith(tenant)]
+
+    async def session(self, thread: str, session: str) -> Json:
+        """What is kept of a session. Raises ApiError 404."""
+        from locret_stream.conversation.standing import boundaries
+        rows = await boundaries(self.threads, thread)
+        if not rows:
+            raise unknown_session(session)
+        return {"id": session, "object": "session", "boundaries": [
+            {"number": number, "tokens": boundary.tokens, "role": boundary.role, "stream": boundary.stream,
+             "response": names.response_id(session, boundary.mark) if boundary.mark else None}
+            for number, boundary in rows]}
+
+    async def memory(self, thread: str, session: str) -> Json:
+        """Figures of a session's memory. Raises ApiError 404."""
+        from locret_stream.conversation.thread_memory import memory
+        with self.admitted("memory"):
+            found = await memory(self.threads, thread)
+        if found is None:
+            raise unknown_session(session)
+        return {"id": session, "object": "session.memory", **msgspec.to_builtins(found)}
+
+    async def map(self, thread: str, start: int, end: int | None, columns: int) -> Json:
+        """Units that a session keeps of each part of what it was told. Raises ApiError 404, InputError."""
+        from locret_stream.conversation.standing import occupancy
+        with self.admitted("map"):
+            named = self.threads.named(thread)
+            if named.open and named.lock.locked():  # a turn runs: as it is at this moment
+                found = await named.context.occupancy(start, end, columns)
+            else:
+                found = await occupancy(self.threads, thread, start, end, columns)
+        return {"object": "session.map", "start": found.start, "end": found.end, "tokens": found.position,
+                "pending": found.pending, "column": found.column, "kept": found.kept}
+
+    async def text(self, thread: str, session: str, start: int, end: int | None, column: int | None = None) -> Json:
+        """What a session was told between two positions, from its log. Raises ApiError 404.
+
+        Args:
+            column: also the text cut every so many tokens, as the columns of `map`.
+        """
+        from locret_stream.conversation.thread_memory import recall, text_in_columns
+        with self.admitted("text"):
+            if column is not None:
+                cut = await text_in_columns(self.threads, thread, start, end, column)
+                if cut is None:
+                    raise unknown_session(session)
+                return {"object": "session.text", **msgspec.to_builtins(cut[0]), "column": column, "pieces": cut[1]}
+            found = await recall(self.threads, thread, "", start, end, 1)
+        if not found:
+            raise unknown_session(session)
+        return {"object": "session.text", **msgspec.to_builtins(found[0])}
+
+    async def search(self, thread: str, words: str, limit: int) -> Json:
+        """Passages of a session's log that have these words, whether its memory keeps them or not."""
+        from locret_stream.conversation.thread_memory import recall
+        with self.admitted("search"):
+            found = await recall(self.threads, thread, words, None, None, limit)
+        return {"object": "list", "data": [msgspec.to_builtins(passage) for passage in found]}
+
+    async def ask(self, thread: str, body: Mapping[str, Any]) -> Json:
+        """The answer to a question on a copy of a session's memory."""
+        from locret_stream.conversation.standing import ask
+        question = body.get("question")
+        if not isinstance(question, str) or not question.strip():
+            raise ApiError(400, "question is missing or empty; expected a text", param="question")
+        given = as_struct(body, chat.Sampled)
+        with self.admitted("ask"):
+            async with asyncio.timeout(self.limits.timeout_s):
+                asked = await ask(self.threads, thread, question, recall=given.recall, **self._sampling(given))
+        return {"object": "session.answer", "answer": asked.text, "recalled": asked.recalled}
+
+    async def fork(self, thread: str, new: str) -> None:
+        """Let a new session go on from where one is. Raises as `conversation.forking.fork`."""
+        from locret_stream.conversation.forking import fork
+        with self.admitted("fork"):
+            await fork(self.threads, thread, new)
+
+    async def rewind(self, thread: str, session: str, to: Any) -> Json:
+        """Go back to the end of an earlier response, or to the boundary of a number; what came later is deleted."""
+        from locret_stream.conversation.standing import rewind
+        if isinstance(to, str):
+            owner, mark = names.parse_response_id(to)
+            if owner != session:
+                raise ApiError(400, "to is a response of another session; expected one of this", param="to")
+            chosen: dict[str, Any] = {"mark": mark}
+        elif isinstance(to, int) and not isinstance(to, bool):
+            chosen = {"generation": to}
+        else:
+            raise ApiError(400, "to is missing; expected the id of a response, or the number of a boundary", param="to")
+        with self.admitted("rewind"):
+            boundary = await rewind(self.threads, thread, **chosen)
+        return {"object": "session", "id": session, "tokens": boundary.tokens}
+
+    async def snapshot(self, thread: str, session: str) -> Json:
+        """Make a session durable where it rests; `saved` says whether anything of it was at hand."""
+        return {"object": "session", "id": session, "saved": await self.threads.make_durable(thread)}
+
+    async def forget(self, thread: str, session: str) -> None:
+        """Delete a session and its forks, every file of them. Raises ApiError 404."""
+        await self.uploads.abort(thread)
+        if not await self.threads.forget(thread):
+            raise unknown_session(session)
+
+    # -- streams ----------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def upload(self, thread: str, *, label: str, focus: str | None, upload_id: str | None, offset: int
+                     ) -> AsyncIterator[Upload]:
+        """A stream that is taken in piece by piece. Raises as `Uploads.open`."""
+        with self.admitted("ingest"):
+            request = Request([], thread=thread, focus=focus)
+            async with self.uploads.open(self.threads, request, label, upload_id, offset) as upload:
+                yield upload
+
+
+def unknown_session(session: str) -> ApiError:
+    return ApiError(404, f"there is no session {session!r}, or it was told nothing", code="session_not_found")

@@ -1,0 +1,161 @@
+"""Responses that end with their client: server-sent events, and plain ones that a client may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from locret_stream.serving.bodies import Json
+from locret_stream.serving.errors import ApiError, api_error
+
+T = TypeVar("T")
+SEND_S = 60.0  # seconds in which a reader must take what was written; one that does not counts as having left
+PING_S = 10.0  # between two signs of life while nothing comes: many proxies close what is silent for longer
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_log = logging.getLogger(__name__)
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def error_response(error: BaseException, *, unread: bool = False) -> Response:
+    """The refusal, or failure, as OpenAI's API writes it; what nobody expected goes to the log.
+
+    Args:
+        unread: the body was not read to its end, so that nothing can follow on the connection.
+    """
+    refused = as_refusal(error)
+    headers = {} if refused.retry_s is None else {"retry-after": str(refused.retry_s)}
+    if refused.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if unread:
+        headers["connection"] = "close"
+    return json_response(refused.body, refused.status, headers)
+
+
+def as_refusal(error: BaseException) -> ApiError:
+    refused = api_error(error)
+    if refused.code == "internal_error":
+        _log.error("a request failed", exc_info=error)
+    return refused
+
+
+async def gone(receive: Receive) -> None:
+    """Returns once the client has left. The body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work, which is cancelled once the client has left. Raises ClientDisconnect then."""
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        left.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+class EventStream(Response):
+    """Events of a stream, as they come.
+
+    Args:
+        events: closed whatever happens, as soon as the client leaves.
+        first: the event that came already; None: none did yet, and a comment says that there is life.
+        named: each event has its `type` as its name (Responses), and there is no end mark.
+        failed: the event of an error in mid-stream.
+    """
+
+    def __init__(self, events: AsyncGenerator[Json], first: asyncio.Task[Json], *, named: bool,
+                 failed: Callable[[ApiError], Json]):
+        super().__init__(headers=HEADERS)
+        self._events, self._first, self._named, self._failed = events, first, named, failed
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [
+            pair for pair in self.raw_headers if pair[0] != b"content-length"]})
+        sending, left = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(gone(receive))
+        try:
+            await asyncio.wait({sending, left}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            left.cancel()
+            if not sending.done():
+                sending.cancel()
+                await asyncio.wait({sending})
+            await close(self._events, self._first)
+
+    async def _send(self, send: Send) -> None:
+        async def write(data: bytes, *, more: bool = True) -> None:
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+            except TimeoutError:
+                raise ClientDisconnect from None
+
+        coming = self._first
+        try:
+            while True:
+                while not coming.done():
+                    await asyncio.wait({coming}, timeout=PING_S)
+                    if not coming.done():
+                        await write(b": reading\n\n")
+                await write(self._line(coming.result()))
+                coming = asyncio.ensure_future(anext(self._events))
+                self._first = coming
+        except ClientDisconnect:
+            _log.warning("a reader took nothing for %.0f s: its answer is undone", SEND_S)
+        except StopAsyncIteration:
+            await write(b"" if self._named else b"data: [DONE]\n\n", more=False)
+        except Exception as error:
+            await write(self._line(self._failed(as_refusal(error))), more=False)
+
+    def _line(self, event: Json) -> bytes:
+        name = b"event: " + event["type"].encode() + b"\n" if self._named else b""
+        return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def close(events: AsyncGenerator[Json], coming: asyncio.Task[Json]) -> None:
+    """Close a generator whose next event may be under way."""
+    if not coming.done():
+        coming.cancel()
+        await asyncio.wait({coming})
+    with contextlib.suppress(Exception, asyncio.CancelledError):
+        if coming.done() and not coming.cancelled():
+            coming.exception()  # looked at, so that nobody warns of it
+    await events.aclose()
+
+
+async def stream(request: Request, events: AsyncGenerator[Json], *, named: bool,
+                 failed: Callable[[ApiError], Json]) -> Response:
+    """The stream of events; what fails before the first one raises, if that is within `PING_S`."""
+    first: asyncio.Task[Json] = asyncio.ensure_future(anext(events))
+    left = asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait({first, left}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+        if left.done() and not first.done():
+            raise ClientDisconnect
+        if first.done():
+            first.result()  # raises
+    except BaseException:
+        await close(events, first)
+        raise
+    finally:
+        left.cancel()
+    return EventStream(events, first, named=named, failed=failed)

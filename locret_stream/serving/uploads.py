@@ -1,0 +1,192 @@
+"""Streams that clients send in pieces. One that breaks off may go on for a while, if its sender gave it an id."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from locret_stream.conversation.messages import Message, check_label
+from locret_stream.conversation.request import Request, current_task
+from locret_stream.serving.errors import ApiError
+
+if TYPE_CHECKING:  # loads torch
+    from locret_stream.conversation.absorbing import Absorption
+    from locret_stream.conversation.threads import Threads
+
+RESUME_S = 60.0  # how long an upload that broke off waits for its sender; its session waits as long
+MOST_DONE = 256  # uploads whose end is known, so that a sender that missed it may ask again
+
+
+class Upload:
+    """One stream: `push` each piece, then `finish`.
+
+    Attributes:
+        offset: bytes that the memory has read, the pieces of a character that is not whole yet included.
+        message: what stands for the stream in a history; None until it is durable.
+    """
+
+    def __init__(self, absorption: Absorption):
+        self._absorption, self._decoder = absorption, codecs.getincrementaldecoder("utf-8")()
+        self.offset, self.message = 0, None  # type: tuple[int, Message | None]
+        self.in_use = self._torn = False  # torn: a piece was cut off, and the memory may have read a part of it
+        self._begun = False
+        self.ended_by: ApiError | None = None  # why its request was ended: its session was forgotten, or all ends
+        self._timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def characters(self) -> int:
+        return self._absorption.characters
+
+    async def begin(self, threads: Threads) -> None:
+        """Wait for its session. Raises as a turn."""
+        await self._absorption.begin(threads)
+        self._begun = True
+
+    async def push(self, piece: bytes) -> None:
+        """Take in a piece; it returns when the memory has read it. Raises InvalidText; otherwise as a feed."""
+        from locret_stream.conversation.absorbing import as_text
+        self._torn = True
+        text = as_text(self._decoder, piece)
+        if text:
+            await self._absorption.push(text)
+        self.offset += len(piece)
+        self._torn = False
+
+    async def finish(self) -> Message:
+        """The stand-in of the stream, which is stored now.
+
+        Raises:
+            InvalidText: it ends inside a character. EmptySource, StaleOwner. ApiError 503: it cannot be stored.
+        """
+        from locret_stream.conversation.absorbing import as_text
+        if self.message is None:
+            as_text(self._decoder, b"", final=True)
+            message = await self._absorption.finish()
+            if not self._absorption.saved:
+                raise ApiError(503, "the stream could not be stored, so it is undone; the server's log tells why",
+                               kind="server_error", code="store_unavailable", retry_s=5)
+            self._absorption.take()
+            self.message = message
+        return self.message
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its sender may come back."""
+        return self._begun and not self._torn and not self.lost and self.message is None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was undone."""
+        return self._absorption.ended and self.message is None
+
+    async def release(self) -> None:
+        """Free its session: what is not finished is undone. Idempotent."""
+        self.hold()
+        await self._absorption.abort()
+
+    def hold(self) -> None:
+        """Its sender is back."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wait_for_sender(self) -> None:
+        """Undo it after a while, unless its sender comes back."""
+        loop = asyncio.get_running_loop()
+
+        def give_up() -> None:
+            self.task = loop.create_task(self.release())
+
+        self._timer = loop.call_later(RESUME_S, give_up)
+
+
+class Uploads:
+    """The streams of one server that are under way, or ended lately."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], Upload] = {}  # by thread and id
+        self._running: dict[Upload, tuple[asyncio.Task[None] | None, str]] = {}
+
+    def offset(self, thread: str, upload_id: str) -> int | None:
+        """Bytes that were read of an upload; None for an unknown one."""
+        upload = self._open.get((thread, upload_id))
+        return None if upload is None or upload.lost else upload.offset
+
+    @contextlib.asynccontextmanager
+    async def open(self, threads: Threads, request: Request, label: str, upload_id: str | None, offset: int
+                   ) -> AsyncIterator[Upload]:
+        """An upload for the length of a block. Left by an error, one with an id waits for its sender; any other is
+        undone.
+
+        Args:
+            offset: bytes that the sender knows to be read: 0 begins.
+
+        Raises:
+            ApiError 409: the upload is in use, unknown, or has read another number of bytes; or its session was
+                forgotten meanwhile; 503: the server shuts down. InputError: the label.
+        """
+        from locret_stream.conversation.absorbing import Absorption
+
+        assert request.thread is not None
+        key = (request.thread, upload_id or "")
+        known = self._open.get(key) if upload_id is not None else None
+        if known is not None and known.lost and not known.in_use:
+            known = None
+        upload = known or Upload(Absorption(request, check_label(label)))
+        if known is None and offset:
+            raise ApiError(409, f"found offset {offset} of an upload that is not known here (any more); expected 0: "
+                           "nothing of it is kept", kind="conflict", code="upload_lost")
+        if known is not None and (known.in_use or known.offset != offset):
+            raise ApiError(409, f"found offset {offset}; expected {known.offset}" if not known.in_use else
+                           "this upload is being sent already", kind="conflict",
+                           code="upload_busy" if known.in_use else "wrong_offset", param="offset",
+                           retry_s=1 if known.in_use else None)
+        upload.in_use = True
+        upload.hold()
+        self._running[upload] = asyncio.current_task(), request.thread
+        if upload_id is not None:  # before it begins, so that it does not begin twice
+            self._remember(key, upload)
+        try:
+            if known is None:
+                await upload.begin(threads)
+            yield upload
+        except BaseException as error:
+            if upload_id is not None and upload.may_go_on and upload.ended_by is None:
+                upload.wait_for_sender()
+            else:
+                await upload.release()
+            if upload.ended_by is not None and isinstance(error, asyncio.CancelledError):
+                current_task().uncancel()
+                raise upload.ended_by from None
+            raise
+        else:
+            await upload.release()
+        finally:
+            upload.in_use = False
+            del self._running[upload]
+
+    def _remember(self, key: tuple[str, str], upload: Upload) -> None:
+        self._open[key] = upload
+        for old in [old for old, other in self._open.items() if other._absorption.ended and not other.in_use
+                    ][:-MOST_DONE]:
+            del self._open[old]
+
+    async def abort(self, thread: str | None = None) -> None:
+        """Undo the uploads to a thread, or all, and end the requests that send them."""
+        for upload, (task, name) in list(self._running.items()):
+            if task is not None and thread in (None, name) and upload.ended_by is None:
+                upload.ended_by = ApiError(
+                    503, "the server shuts down; the stream is undone. Expected it to begin again, later",
+                    kind="server_error", code="shutting_down", retry_s=2) if thread is None else ApiError(
+                    409, "the session was forgotten meanwhile, and the stream with it", kind="conflict",
+                    code="session_forgotten")
+                task.cancel()
+        for (name, _), upload in list(self._open.items()):
+            if thread in (None, name):
+                await upload.release()
+                if self._open.get((name, _)) is upload:
+                    del self._open[name, _]

@@ -1,0 +1,93 @@
+"""A server on a free port of this machine, in a thread, over the scripted engine of `tests.langchain.support`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from locret_stream import Store
+from locret_stream.serving.app import make_app
+from locret_stream.serving.server import Server
+from locret_stream.serving.service import Limits, Service
+from tests.langchain.support import runtime, tokenizer
+
+MODEL = "scripted"
+
+
+@dataclass
+class Served:
+    """A server that runs, and how to reach it and what is behind it."""
+
+    url: str
+    service: Service
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    key: str = "none"
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def openai(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60, **options)
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        """A client that gives the key; closed with the server."""
+        headers = {} if self.key == "none" else {"authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+
+    def held(self, thread: str) -> str:
+        """All tokens of an open session's memory, as text."""
+        context = self.service.threads.named(thread).ctx
+        assert context is not None
+        return tokenizer().decode(context._session.state.history, skip_special_tokens=False,
+                                  clean_up_tokenization_spaces=False)
+
+    def do(self, work: Any) -> Any:
+        """Run a coroutine on the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+
+@contextmanager
+def serving(store: Path, *, limits: Limits | None = None, keys: dict[str, str] | None = None, key: str = "none",
+            **options: Any) -> Iterator[Served]:
+    """A server whose sessions are in that folder; ended as SIGTERM ends one."""
+    up, failed, found = threading.Event(), list[BaseException](), list[Any]()
+
+    async def run() -> None:
+        service = Service(runtime(Store(store, keep_last=32), **options), model=MODEL, limits=limits)
+
+        def listening(port: int) -> None:
+            found.extend((port, service, server, asyncio.get_running_loop()))
+            up.set()
+
+        server = Server(make_app(service, keys), service, host="127.0.0.1", port=0, grace_s=30, listening=listening)
+        try:
+            await server.serve()
+        except BaseException as error:
+            failed.append(error)
+        up.set()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    thread.start()
+    assert up.wait(60) and not failed and found, failed
+    port, service, server, loop = found
+    try:
+        served = Served(f"http://127.0.0.1:{port}", service, server, loop, key)
+        with contextlib.closing(served.http):
+            yield served
+    finally:
+        loop.call_soon_threadsafe(server._drain, 0)
+        thread.join(60)
+        assert not thread.is_alive() and not failed, failed

@@ -1,0 +1,25 @@
+"""The server's modules load neither torch nor transformers: `--help` and mistakes in options are told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.processes import run_python
+
+PROGRAM = """
+import sys
+import locret_stream.cli.serve, locret_stream.serving.app, locret_stream.serving.server
+print([name for name in ("torch", "transformers", "triton", "langchain_core") if name in sys.modules])
+"""
+
+
+def test_importing_the_server_is_light():
+    done = run_python("-c", PROGRAM, timeout_s=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_mistakes_are_one_line(tmp_path: Path):
+    for options, expected in ((["--host", "0.0.0.0"], "--api-key"), (["--api-key", "x:"], "API key"),
+                              (["--port", "99999"], "port")):
+        done = run_python("-m", "locret_stream", "serve", "--store", tmp_path, *options, timeout_s=60)
+        assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
