@@ -12,8 +12,10 @@ from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, 
 from locret_stream.cli.output import describe_runtime, err, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.errors import ConfigError
+from locret_stream.serving.keys import read_keys
 
 BOUNDARIES = 32
+LEAST_BYTES = 256 << 20  # that one session may take in the store; of a large memory, four snapshots
 HELP = """Serve a model with endless memories behind OpenAI's API, and a page that shows them.
 
 Chat completions send the whole history, and only what is new of it is read; responses send what is new alone. \
@@ -56,6 +58,8 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one answer.")] = 4096,
     timeout: Annotated[float, typer.Option(min=1, help="The most seconds of one answer, waiting included.")] = 600,
     grace: Annotated[float, typer.Option(min=0, help="The most seconds that answers have to end at the end.")] = 600,
+    unnamed_days: Annotated[float, typer.Option(min=0.01, help=(
+        "Days for which responses that named no session can be gone on from."))] = 30,
     as_json: Json = False,
 ) -> None:
     missing = [package for package in ("starlette", "uvicorn", "prometheus_client")
@@ -75,8 +79,10 @@ def serve(
         from locret_stream.serving.service import Limits, Service
         from locret_stream.snapshot import Store
 
-        limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout)
+        limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout, unnamed_days=unnamed_days)
         runtime = make_runtime(options, store=Store(store, key=key, keep_last=boundaries), max_live=max_live)
+        assert runtime.store is not None  # as it was given one
+        runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
         service = Service(runtime, model=name or options.model, limits=limits)
 
@@ -91,20 +97,3 @@ def serve(
         asyncio.run(server.serve())
         if not server.started:
             raise ConfigError(f"cannot listen on {host}:{port}; the line above tells why")
-
-
-def read_keys(given: list[str]) -> dict[str, str]:
-    """Tenants by their keys. Raises ConfigError: a key that is empty or of two tenants, or keys with and without one.
-    """
-    keys: dict[str, str] = {}
-    for entry in [part.strip() for text in given for part in text.split(",") if part.strip()]:
-        tenant, separator, key = entry.rpartition(":")
-        if not key or (separator and not (tenant.isidentifier() or tenant.replace("-", "_").isidentifier())):
-            raise ConfigError("an API key is empty, or its tenant is no word of letters, digits, - and _; expected a "
-                              "key, or tenant:key")
-        if keys.setdefault(key, tenant) != tenant:
-            raise ConfigError(f"one API key was given to {keys[key]!r} and to {tenant!r}; expected keys of their own")
-    if len({bool(tenant) for tenant in keys.values()}) > 1:
-        raise ConfigError("some API keys have a tenant and some have none, whose sessions would be everybody's; "
-                          "expected tenants for all of them, or for none")
-    return keys

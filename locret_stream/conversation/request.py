@@ -124,6 +124,8 @@ class Request:
         recall: whether what has the words of the last message is read again for the answer; None: as the runtime does.
         append: the messages come behind whatever the thread was told last. behind: behind the boundary of that mark.
             In both cases the messages held are not among them, and a system text that is held may be among them again.
+        unthinking: histories of this caller hold answers without their reasoning, so that boundaries are bound to
+            answers without it, too; the memory keeps what was thought.
         mark: of the boundary at the end of the answer, which is then no boundary of the same messages without a mark.
         delivery: whether the answer was taken; None: it counts as taken.
     """
@@ -143,4 +145,5 @@ class Request:
     append: bool = False
     behind: bytes = b""
     mark: bytes = b""
+    unthinking: bool = False
     delivery: Delivery | None = None

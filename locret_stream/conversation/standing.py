@@ -106,6 +106,29 @@ async def rewind(threads: Threads, name: str, *, mark: bytes = b"", generation: 
         return boundary
 
 
+async def take_back(threads: Threads, name: str, mark: bytes) -> bool:
+    """Delete the boundary of that mark, so that the thread goes on from the one before; False if there is none. For an
+    answer that became durable, and that nobody was given.
+
+    Raises:
+        InputError: something was appended behind it. SnapshotError: it cannot be deleted.
+    """
+    thread = threads.named(name)
+    async with thread.in_use(), thread.lock:
+        await thread.look_up()
+        rows = thread.snapshots
+        marked = [(key, number) for key, (number, boundary) in rows.items() if boundary.mark == mark]
+        if not marked:
+            return False
+        key, number = marked[0]
+        if any(other > number and (each.appended or each.stream) for other, each in rows.values()):
+            raise InputError(f"thread {name!r} was told more behind the answer that is to be taken back; expected it to "
+                             "be the last one")
+        await thread.reset()
+        await to_the_end(thread.delete(number))
+        return True
+
+
 async def boundaries(threads: Threads, name: str) -> list[tuple[int, Boundary]]:
     """The stored boundaries of a thread with the numbers of their snapshots, oldest first; [] for an unknown one."""
     thread = threads.named(name)

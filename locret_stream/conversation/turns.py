@@ -188,7 +188,7 @@ class Turn:
     async def _conclude(self, reply: Reply) -> dict[str, Any]:
         """Close the reply and make it a boundary; the receipt's `state` and `saved`."""
         thread, reached = self._thread, self._reached
-        answer = reply.message
+        answer = replace(reply.message, reasoning="") if self._request.unthinking else reply.message
         key, saved, mark = digest(reached.keys[-1], answer.digest), False, self._request.mark
         if mark:  # else an answer of the same text, which bears another mark or none, would be taken for it
             key = digest(key, mark)

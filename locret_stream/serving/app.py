@@ -285,7 +285,7 @@ async def snapshot(request: Request, service: Service) -> Response:
 async def upload(request: Request, service: Service) -> Response:
     _, thread = thread_of(request)
     if request.method == "GET":
-        return ingest_state(service, thread, request)
+        return await ingest_state(service, thread, request)
     return await ingest(service, thread, request, _number(request, "offset", 0) or 0)
 
 
@@ -293,9 +293,7 @@ async def upload(request: Request, service: Service) -> Response:
 
 
 async def metrics(request: Request, service: Service) -> Response:
-    if service.ready:
-        service.metrics.live.set(service.runtime.max_live - service.runtime.slots.live.free)
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+    return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
 
 
 async def health(request: Request) -> Response:

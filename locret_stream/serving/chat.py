@@ -45,7 +45,8 @@ def read_chat(body: Mapping[str, Any]) -> tuple[ChatBody, list[str]]:
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages as OpenAI writes them. Raises ApiError 400."""
+    """Messages as OpenAI writes them. What an answer thought is passed over: most clients do not send it again, and the
+    memory of an answer given here has it. Raises ApiError 400."""
     out: list[Message] = []
     open_calls: dict[str, int] = {}
     for number, message in enumerate(messages):
@@ -53,19 +54,19 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if not isinstance(role, str) or role not in ROLES:
             raise ApiError(400, f"{where}.role is {role!r}; expected one of {', '.join(ROLES)}", param=f"{where}.role")
         content = text_of(message.get("content"), f"{where}.content")
-        name, reasoning, call_id = message.get("name") or "", "", ""
+        name, call_id = message.get("name") or "", ""
         calls: tuple[tuple[str, Json, str], ...] = ()
         if role == "assistant":
             calls = read_calls(message.get("tool_calls") or (), where)
-            reasoning, name = message.get("reasoning_content") or "", ""
+            name = ""
             if calls:
                 open_calls = {call[2]: at for at, call in enumerate(calls)}
         if role == "tool":
             call_id = message.get("tool_call_id") or ""
-        for field, text in (("name", name), ("reasoning_content", reasoning), ("tool_call_id", call_id)):
+        for field, text in (("name", name), ("tool_call_id", call_id)):
             if not isinstance(text, str):
                 raise ApiError(400, f"{where}.{field} is {text!r:.80}; expected a text", param=f"{where}.{field}")
-        out.append(Message(ROLES[role], content, reasoning, calls, call_id,
+        out.append(Message(ROLES[role], content, "", calls, call_id,
                            open_calls.get(call_id, -1) if call_id else -1, name))
     return out
 

@@ -15,7 +15,7 @@ from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.service import Service
 from locret_stream.serving.streams import HEADERS, as_refusal, json_response
-from locret_stream.serving.uploads import Upload
+from locret_stream.serving.uploads import Incoming
 
 TELL_EVERY_S = 0.5  # between two events of progress
 _PIECE = 1 << 16  # bytes that are read by the memory at once
@@ -43,23 +43,23 @@ async def ingest(service: Service, thread: str, request: Request, offset: int) -
         return json_response(result_of(upload, time.perf_counter() - began))
 
 
-def ingest_state(service: Service, thread: str, request: Request) -> Response:
+async def ingest_state(service: Service, thread: str, request: Request) -> Response:
     """How many bytes of an upload were read. Raises ApiError 404."""
-    offset = service.uploads.offset(thread, request.query_params.get("upload", ""))
+    offset = await service.upload_offset(thread, request.query_params.get("upload", ""))
     if offset is None:
         raise ApiError(404, "there is no such upload (any more); expected it to begin again, at offset 0",
                        code="upload_not_found")
     return json_response({"object": "ingest", "offset": offset})
 
 
-async def take_in(service: Service, upload: Upload, piece: bytes) -> None:
+async def take_in(service: Service, upload: Incoming, piece: bytes) -> None:
     for at in range(0, len(piece), _PIECE):
         part = piece[at:at + _PIECE]
         await upload.push(part)
         service.metrics.ingested.inc(len(part))
 
 
-def result_of(upload: Upload, seconds: float) -> Json:
+def result_of(upload: Incoming, seconds: float) -> Json:
     assert upload.message is not None
     return {"object": "ingest", "offset": upload.offset, "characters": upload.characters, "seconds": seconds,
             "message": {"role": "user", "content": upload.message.content}}

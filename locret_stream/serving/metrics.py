@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from locret_stream.conversation.parts import End
 
@@ -37,3 +40,19 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def merged(texts: Mapping[str, bytes]) -> bytes:
+    """What several servers counted, as one text: each sample bears the name of its server in the label `replica`."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.samples.append(sample._replace(labels={**sample.labels, "replica": replica}))
+
+    class All(CollectorRegistry):
+        def collect(self):  # type: ignore[no-untyped-def]
+            return iter(families.values())
+
+    return generate_latest(All())

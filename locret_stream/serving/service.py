@@ -20,8 +20,9 @@ from locret_stream.errors import ConfigError, ContextClosed, SnapshotNotFound
 from locret_stream.serving import chat, names, responses
 from locret_stream.serving.bodies import Json, as_struct
 from locret_stream.serving.errors import ApiError
+from locret_stream.serving.expiry import DAY_S, keep_expiring
 from locret_stream.serving.metrics import Metrics
-from locret_stream.serving.uploads import Upload, Uploads
+from locret_stream.serving.uploads import Incoming, Uploads
 
 if TYPE_CHECKING:  # these load torch
     from locret_stream.conversation.threads import Threads
@@ -38,19 +39,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_waiting: requests that may wait for a slot; more are refused at once.
         max_tokens: the most tokens of an answer. usual_tokens: of one whose request says nothing.
         timeout_s: the most seconds of a turn, waiting included, if the request does not say less.
+        unnamed_days: how long responses that named no session can be gone on from, counted from the last one.
     """
 
     max_waiting: int = 64
     max_tokens: int = 4096
     usual_tokens: int = 512
     timeout_s: float = 600.0
+    unnamed_days: float = 30.0
 
     def __post_init__(self) -> None:
         for name, least in (("max_waiting", 0), ("max_tokens", 1), ("usual_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; expected seconds above 0")
+        for name in ("timeout_s", "unnamed_days"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a number above 0")
 
 
 class Service:
@@ -72,6 +76,8 @@ class Service:
         self._tool_prompt, self._running, self._idle = tool_prompt, 0, asyncio.Event()
         self._idle.set()
         self._threads: Threads | None = None
+        self._expiring: asyncio.Task[None] | None = None
+        self.expires = True  # of several servers over one store one is enough to look for what has expired
 
     # -- its life ---------------------------------------------------------------------------------------------
 
@@ -85,6 +91,8 @@ class Service:
             template = await asyncio.to_thread(ChatTemplate, self.runtime.tokenizer, self.runtime.codec,
                                                self.runtime.frames, tool_prompt=self._tool_prompt)
             self._threads = Threads(self.runtime, template, None, salt=[None, template.in_words])
+            if self.expires:
+                self._expiring = asyncio.create_task(keep_expiring(self._threads, self.limits.unnamed_days * DAY_S))
         except BaseException:
             await self.runtime.aclose()
             raise
@@ -111,6 +119,9 @@ class Service:
     async def aclose(self) -> None:
         """Save what rests at a boundary, undo the rest, and free everything. Idempotent."""
         await self.drain()
+        if self._expiring is not None:
+            self._expiring.cancel()
+            await asyncio.wait({self._expiring})
         threads, self._threads = self._threads, None
         if threads is not None:
             try:
@@ -205,7 +216,7 @@ class Service:
         if not 0 < timeout_s <= self.limits.timeout_s:
             raise ApiError(400, f"timeout is {timeout_s}; expected more than 0 and at most {self.limits.timeout_s}",
                            param="timeout")
-        return Request(said, tools=tools if told else (), choice=choice, timeout_s=timeout_s, focus=body.focus,
+        return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s, focus=body.focus,
                        recall=body.recall, sampling=sampling, **fields)
 
     def _sampling(self, body: chat.Sampled) -> Json:
@@ -405,12 +416,29 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def upload(self, thread: str, *, label: str, focus: str | None, upload_id: str | None, offset: int
-                     ) -> AsyncIterator[Upload]:
+                     ) -> AsyncIterator[Incoming]:
         """A stream that is taken in piece by piece. Raises as `Uploads.open`."""
         with self.admitted("ingest"):
             request = Request([], thread=thread, focus=focus)
             async with self.uploads.open(self.threads, request, label, upload_id, offset) as upload:
                 yield upload
+
+    async def upload_offset(self, thread: str, upload_id: str) -> int | None:
+        """Bytes that were read of an upload with an id; None for an unknown one."""
+        return self.uploads.offset(thread, upload_id)
+
+    # -- figures ----------------------------------------------------------------------------------------------
+
+    async def metrics_text(self) -> bytes:
+        """What was counted, as Prometheus reads it."""
+        if self.ready:
+            self.metrics.live.set(self.runtime.max_live - self.runtime.slots.live.free)
+        return self.metrics.text()
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait for a slot, and streams that are taken in."""
+        return self._running + (0 if self._threads is None else len(self._threads.absorbing))
 
 
 def unknown_session(session: str) -> ApiError:

@@ -6,7 +6,7 @@ import asyncio
 import codecs
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from locret_stream.conversation.messages import Message, check_label
 from locret_stream.conversation.request import Request, current_task
@@ -18,6 +18,19 @@ if TYPE_CHECKING:  # loads torch
 
 RESUME_S = 60.0  # how long an upload that broke off waits for its sender; its session waits as long
 MOST_DONE = 256  # uploads whose end is known, so that a sender that missed it may ask again
+
+
+class Incoming(Protocol):
+    """A stream that is taken in, here (`Upload`) or on another machine."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def characters(self) -> int: ...
+    @property
+    def message(self) -> Message | None: ...
+    async def push(self, piece: bytes) -> None: ...
+    async def finish(self) -> Message: ...
 
 
 class Upload:

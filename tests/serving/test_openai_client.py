@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.langchain.support import Script, call
+from tests.langchain.support import Script, call, tokenizer
 from tests.serving.support import MODEL, Served, serving
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "Look a thing up.", "parameters": {
@@ -311,3 +311,17 @@ def test_answers_fit_the_schema_that_is_asked_for(free: Served):
                 client.chat.completions.create(model=MODEL, messages=[user("x")], response_format=bad)
         with pytest.raises(openai.BadRequestError, match="beside tools"):
             client.responses.create(model=MODEL, input="x", text=form, tools=[LOOK_FLAT])
+
+
+def test_thoughts_stay_in_memory_though_clients_leave_them_out(script: Script, tmp_path: Path):
+    script.say = lambda shown: "<think>It is cold.</think>\n\nok"
+    shows = str(tokenizer().chat_template) + "{# <think> </think> #}"
+    with serving(tmp_path, template=shows) as served, served.openai() as client:
+        answer = client.chat.completions.create(model=MODEL, messages=[user("one")], extra_headers=ALICE)
+        message = answer.choices[0].message
+        assert message.reasoning_content == "It is cold." and message.content == "ok"
+        for thought in ({}, {"reasoning_content": "It is cold."}):
+            talk = [user("one"), {"role": "assistant", "content": "ok", **thought}, user("two")]
+            more = client.chat.completions.create(model=MODEL, messages=talk, extra_headers=ALICE)
+            assert more.locret["source"] in ("live", "snapshot") and more.locret["fed"] < 20
+            assert script.seen.count("It is cold.") == 1

@@ -1,0 +1,55 @@
+"""Sessions that nobody named: those of responses that began without a session go, once nobody went on from them for a
+while. What a caller named is the caller's to delete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from typing import TYPE_CHECKING
+
+from locret_stream.errors import LocretError
+from locret_stream.serving.names import UNNAMED
+
+if TYPE_CHECKING:  # loads torch
+    from locret_stream.conversation.threads import Threads
+
+LOOK_EVERY_S = 3600.0
+DAY_S = 86400.0
+_UNNAMED = re.compile(rf"([\w-]+/)?{UNNAMED}[0-9a-f]{{24}}")
+_log = logging.getLogger(__name__)
+
+
+async def expire(threads: Threads, older_than_s: float) -> list[str]:
+    """Forget the unnamed sessions whose newest snapshot is older than that; their threads.
+
+    One that cannot be read stays, as its age is not known; so does one that cannot be deleted just now.
+    """
+    from locret_stream.conversation.boundaries import PREFIX
+
+    store = threads.runtime.store
+    if store is None:
+        return []
+    gone = []
+    for row in await asyncio.to_thread(store.list):
+        thread = row.name.removeprefix(PREFIX)
+        if row.problem or not _UNNAMED.fullmatch(thread) or time.time() - row.created < older_than_s:
+            continue
+        try:
+            if await threads.forget(thread):
+                gone.append(thread)
+        except LocretError as error:
+            _log.warning("session %r has expired and cannot be deleted yet: %s", thread, error)
+    return gone
+
+
+async def keep_expiring(threads: Threads, older_than_s: float) -> None:
+    """Do so now, and every hour until it is cancelled."""
+    while True:
+        try:
+            if gone := await expire(threads, older_than_s):
+                _log.info("%d sessions without a name have expired", len(gone))
+        except LocretError as error:
+            _log.warning("the store cannot be looked through for expired sessions: %s", error)
+        await asyncio.sleep(LOOK_EVERY_S)

@@ -1,0 +1,48 @@
+"""Sessions that nobody named go after a while; those with names stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from locret_stream.errors import ConfigError
+from locret_stream.serving.expiry import expire
+from locret_stream.serving.service import Limits
+from tests.langchain.support import Script
+from tests.serving.support import Served, serving
+
+KEYS = {"s3cret": "acme"}
+
+
+def test_only_unnamed_sessions_expire(served: Served):
+    first = served.http.post("/v1/responses", json={"input": "one"}).json()
+    served.http.post("/v1/responses", json={"input": "one", "session_id": "mine"})
+    served.http.post("/v1/responses", json={"input": "one", "session_id": "responses/mine"})
+    conversation = served.http.post("/v1/conversations", json={}).json()["id"]
+    assert served.do(expire(served.service.threads, 60)) == []
+    (gone,) = served.do(expire(served.service.threads, 0))
+    assert gone.startswith("responses/") and gone != "responses/mine"
+    kept = {row["id"] for row in served.http.get("/v1/sessions").json()["data"]}
+    assert kept == {"mine", "responses/mine", conversation}
+    answer = served.http.post("/v1/responses", json={"input": "two", "previous_response_id": first["id"]})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "previous_response_not_found"
+
+
+def test_a_server_looks_when_it_starts(script: Script, tmp_path: Path):
+    with serving(tmp_path, keys=KEYS, key="s3cret") as served:
+        first = served.http.post("/v1/responses", json={"input": "one"}).json()
+    with serving(tmp_path, keys=KEYS, key="s3cret") as served:
+        assert served.http.post("/v1/responses", json={"input": "two", "previous_response_id": first["id"]}
+                                ).status_code == 200
+    with serving(tmp_path, keys=KEYS, key="s3cret", limits=Limits(unnamed_days=1e-9)) as served:
+        for _ in range(200):
+            if served.http.get("/v1/sessions").json()["data"] == []:
+                break
+        else:
+            pytest.fail("the session is still there")
+
+
+def test_a_limit_below_zero_is_refused():
+    with pytest.raises(ConfigError, match="unnamed_days is 0"):
+        Limits(unnamed_days=0)
