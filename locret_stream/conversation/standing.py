@@ -117,13 +117,13 @@ async def take_back(threads: Threads, name: str, mark: bytes) -> bool:
     async with thread.in_use(), thread.lock:
         await thread.look_up()
         rows = thread.snapshots
-        marked = [(key, number) for key, (number, boundary) in rows.items() if boundary.mark == mark]
+        marked = [number for number, boundary in rows.values() if boundary.mark == mark]
         if not marked:
             return False
-        key, number = marked[0]
+        number = marked[0]
         if any(other > number and (each.appended or each.stream) for other, each in rows.values()):
-            raise InputError(f"thread {name!r} was told more behind the answer that is to be taken back; expected it to "
-                             "be the last one")
+            raise InputError(f"thread {name!r} was told more behind the answer that is to be taken back; expected it "
+                             "to be the last one")
         await thread.reset()
         await to_the_end(thread.delete(number))
         return True

@@ -14,6 +14,7 @@ from locret_stream.serving.errors import ApiError
 T = TypeVar("T")
 Json = dict[str, Any]
 DEEPEST = 64  # levels of a body
+MOST_PARTS = 200_000  # objects and lists of a body: everybody waits while they are looked at
 # Fields without an effect on what is answered here, and that nobody would miss.
 SILENT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
           "prompt_cache_retention", "session_id", "include", "stream_options", "truncation", "model", "stream",
@@ -35,11 +36,15 @@ def decode(raw: bytes) -> Json:
 
 
 def check_depth(value: Any) -> None:
-    """Raises ApiError 400 for a value of more levels than templates and digests can follow."""
-    level, depth = [value], 0
+    """Raises ApiError 400 for a value of more levels than templates and digests can follow, or of too many parts."""
+    level, depth, parts = [value], 0, 0
     while level:
         if depth > DEEPEST:
             raise ApiError(400, f"the body has more than {DEEPEST} levels; expected fewer", code="too_deep")
+        parts += len(level)
+        if parts > MOST_PARTS:
+            raise ApiError(400, f"the body has more than {MOST_PARTS:,} objects and lists; expected fewer",
+                           code="too_many_parts")
         level = [inner for outer in level for inner in (
             outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
             if isinstance(inner, (dict, list))]

@@ -72,7 +72,7 @@ class Service:
                               "Runtime(..., store=<a folder or URL>)")
         self.runtime, self.model, self.limits = runtime, model, limits or Limits()
         self.metrics, self.uploads = Metrics(), Uploads()
-        self.draining = False
+        self.draining, self.served = False, 0  # requests that were let in and ended
         self._tool_prompt, self._running, self._idle = tool_prompt, 0, asyncio.Event()
         self._idle.set()
         self._threads: Threads | None = None
@@ -146,6 +146,7 @@ class Service:
             yield
         finally:
             self._running -= 1
+            self.served += 1
             if not self._running:
                 self._idle.set()
             self.metrics.running.dec()
@@ -216,8 +217,8 @@ class Service:
         if not 0 < timeout_s <= self.limits.timeout_s:
             raise ApiError(400, f"timeout is {timeout_s}; expected more than 0 and at most {self.limits.timeout_s}",
                            param="timeout")
-        return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s, focus=body.focus,
-                       recall=body.recall, sampling=sampling, **fields)
+        return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s,
+                       focus=body.focus, recall=body.recall, sampling=sampling, **fields)
 
     def _sampling(self, body: chat.Sampled) -> Json:
         sampling = body.sampling(min(self.limits.usual_tokens, self.limits.max_tokens), self.limits.max_tokens)
