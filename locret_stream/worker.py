@@ -68,6 +68,11 @@ class Worker:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
     def submit(self, key: Hashable, step: Callable[[], T]) -> Future[T]:
         """Queue a step of the context `key`. Cancelling the future works until the step starts; then it completes.
 

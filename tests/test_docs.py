@@ -43,6 +43,8 @@ NOT_RUN = {
     "locret-stream eval --model smollm2": "takes a book, a model of 93 MB and twenty minutes",
     'pip install -e ".[langchain]"': "needs a network",
     'pip install -e ".[serve]" && locret-stream serve': "needs a network; tests/serving runs servers",
+    'pip install -e ".[ray]" && locret-stream serve': "needs a network; tests/ray_serve runs a cluster",
+    "ray start --head": "needs machines; tests/ray_serve reads the config file",
     "from locret_stream.heads import RetainingHeads": "the file is of others; tests/heads reads and saves one of its "
                                                       "layout",
 }

@@ -17,12 +17,14 @@ from locret_stream import errors
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
-ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_locret"}
+ADAPTERS = {"langchain_locret": ROOT / "adapters" / "langchain" / "langchain_locret",
+            "locret_serve": ROOT / "adapters" / "ray_serve" / "locret_serve"}
 
 # A row imports only rows below it; a module may import within its own room.
 TABLE = (
     ("__main__",),
-    ("langchain_locret", "locret_serve", "cli"),
+    ("langchain_locret", "cli"),
+    ("locret_serve",),
     ("making", "serving"),
     ("training", "evaluation"),
     ("shorthand", "conversation"),
@@ -56,9 +58,10 @@ THIRD_PARTIES: dict[str, set[str] | None] = {
     "numpy": None,
     "prometheus_client": {"serving"},
     "pydantic": {"langchain_locret"},
+    "ray": {"locret_serve"},
     "rich": {"cli", "training", "evaluation"},
     "safetensors": None,
-    "starlette": {"serving"},
+    "starlette": {"serving", "locret_serve"},
     "tokenizers": {"text", "models"},
     "torch": None,
     "transformers": None,
@@ -101,7 +104,7 @@ def imports(module: str, path: Path) -> Iterator[tuple[int, str]]:
 def room_of(name: str) -> str | None:
     """The room a dotted name lies in; "" for the face of the library, None outside of the project."""
     first, _, rest = name.partition(".")
-    if first in ADAPTERS or first == "locret_serve":
+    if first in ADAPTERS:
         return first
     if first != "locret_stream":
         return None

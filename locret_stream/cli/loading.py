@@ -32,7 +32,14 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
     _before_loading(options.model)
     from locret_stream.runtime import Runtime
 
-    given = {"max_live": 1, **msgspec.structs.asdict(options), **more}
+    runtime = Runtime.from_pretrained(**runtime_options(options, **{"max_live": 1, **more}))
+    runtime.start()
+    return runtime
+
+
+def runtime_options(options: RuntimeOptions, **more: Any) -> dict[str, Any]:
+    """What the options are for `Runtime.from_pretrained`. Raises ConfigError."""
+    given = {**msgspec.structs.asdict(options), **more}
     budget = options.budget
     if budget is not None and budget.strip().isdecimal():
         if len(budget) > DIGITS:
@@ -46,9 +53,7 @@ def make_runtime(options: RuntimeOptions, **more: Any) -> Runtime:
     given = {name: value for name, value in given.items() if value is not None}
     if options.acknowledge == "":
         given["acknowledge"] = None
-    runtime = Runtime.from_pretrained(**given)
-    runtime.start()
-    return runtime
+    return given
 
 
 def beside(runtime: Runtime, policy: str) -> Runtime:

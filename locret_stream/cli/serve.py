@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from locret_stream.cli.loading import make_runtime
+from locret_stream.cli.loading import make_runtime, runtime_options
 from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped
 from locret_stream.cli.output import describe_runtime, err, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.errors import ConfigError
 from locret_stream.serving.keys import read_keys
+
+if TYPE_CHECKING:
+    from locret_stream.serving.service import Service
 
 BOUNDARIES = 32
 LEAST_BYTES = 256 << 20  # that one session may take in the store; of a large memory, four snapshots
@@ -60,6 +65,13 @@ def serve(
     grace: Annotated[float, typer.Option(min=0, help="The most seconds that answers have to end at the end.")] = 600,
     unnamed_days: Annotated[float, typer.Option(min=0.01, help=(
         "Days for which responses that named no session can be gone on from."))] = 30,
+    ray: Annotated[bool, typer.Option("--ray", help=(
+        "On many machines, with Ray Serve: --max-live and --max-waiting are those of one replica."))] = False,
+    ray_address: Annotated[str | None, typer.Option(envvar="RAY_ADDRESS", show_default="one on this machine", help=(
+        "Of the cluster to start it on."))] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: models that are loaded.")] = 2,
+    max_replicas: Annotated[int | None, typer.Option(min=1, show_default="that of --replicas", help=(
+        "With --ray: the most that are loaded while all slots are in use."))] = None,
     as_json: Json = False,
 ) -> None:
     missing = [package for package in ("starlette", "uvicorn", "prometheus_client")
@@ -70,30 +82,61 @@ def serve(
     if not keys and host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host is {host}, where other machines may call, and there is no key; expected --api-key, "
                           "or the variable LOCRET_API_KEY")
-    summary = Summary("nothing was served yet")
+    from locret_stream.serving.service import Limits
+
+    limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout, unnamed_days=unnamed_days)
+    model = name or options.model
+
+    def listening(bound: int) -> None:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        err.print(f"Serving {model!r} at {url}/v1, sessions in {store}; the page is {url}/. Ctrl-C ends.",
+                  soft_wrap=True)
+        if as_json:
+            print_json({"url": f"{url}/v1", "model": model, "store": str(store), "max_live": max_live})
+
+    count = Count(store)
+    summary = Summary(f"sessions are kept in {store}" if ray else count)
     with interruptible(summary):
+        if ray:
+            from locret_serve.starting import run
+
+            run({"runtime": _plain(runtime_options(options)), "store": str(store), "key": key, "boundaries": boundaries,
+                 "name": model, "max_live": max_live, "limits": msgspec.to_builtins(limits), "keys": api_key or [],
+                 "keyless": not keys, "replicas": replicas, "max_replicas": max_replicas},
+                host=host, port=port, address=ray_address, listening=listening)
+            return
         import asyncio
 
         from locret_stream.serving.app import make_app
         from locret_stream.serving.server import Server
-        from locret_stream.serving.service import Limits, Service
+        from locret_stream.serving.service import Service
         from locret_stream.snapshot import Store
 
-        limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout, unnamed_days=unnamed_days)
         runtime = make_runtime(options, store=Store(store, key=key, keep_last=boundaries), max_live=max_live)
         assert runtime.store is not None  # as it was given one
         runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
-        service = Service(runtime, model=name or options.model, limits=limits)
-
-        def listening(bound: int) -> None:
-            url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
-            err.print(f"Serving {service.model!r} at {url}/v1, sessions in {store}; the page is {url}/. Ctrl-C ends.",
-                      soft_wrap=True)
-            if as_json:
-                print_json({"url": f"{url}/v1", "model": service.model, "store": str(store), "max_live": max_live})
+        service = count.service = Service(runtime, model=model, limits=limits)
 
         server = Server(make_app(service, keys), service, host=host, port=port, grace_s=grace, listening=listening)
         asyncio.run(server.serve())
         if not server.started:
             raise ConfigError(f"cannot listen on {host}:{port}; the line above tells why")
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as JSON holds them, for other processes."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
+
+class Count:
+    """What was served so far, in words."""
+
+    def __init__(self, store: str):
+        self.store = store
+        self.service: Service | None = None
+
+    def __str__(self) -> str:
+        served = 0 if self.service is None else self.service.served
+        return f"{served:,} requests were answered; sessions are kept in {self.store}" if served else (
+            "nothing was served yet")

@@ -52,7 +52,7 @@ def merged(texts: Mapping[str, bytes]) -> bytes:
                 whole.samples.append(sample._replace(labels={**sample.labels, "replica": replica}))
 
     class All(CollectorRegistry):
-        def collect(self):  # type: ignore[no-untyped-def]
+        def collect(self):
             return iter(families.values())
 
     return generate_latest(All())

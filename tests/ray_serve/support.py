@@ -1,0 +1,135 @@
+"""A front over several services in one process, which share nothing but the store; each of them can be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from locret_serve.memory import Memory
+from locret_serve.remote import RemoteService
+from locret_serve.replicas import ReplicaDied
+from locret_stream import Store
+from locret_stream.serving.app import make_app
+from locret_stream.serving.server import Server
+from locret_stream.serving.service import Limits, Service
+from tests.langchain.support import runtime
+from tests.serving.support import MODEL, Served
+
+
+class Lost(Exception):
+    """Raised inside a call of a replica that is lost."""
+
+
+@dataclass
+class LocalReplicas:
+    """`Replicas` in this process. A replica that is lost answers nothing more, and what it does is never seen; it goes
+    on with it all the same, as one does that is cut off.
+
+    Attributes:
+        routes: the replica of a key, where it is not its hash's.
+        asked: (key, number of the replica, verb) of every call.
+        on_part: called with the number of the replica for every part of an answer that arrives.
+    """
+
+    memories: list[Memory]
+    lost: set[int] = field(default_factory=set)
+    routes: dict[str, int] = field(default_factory=dict)
+    asked: list[tuple[str | None, int, str]] = field(default_factory=list)
+    on_part: Callable[[int], None] = lambda number: None
+    cut_off: list[Any] = field(default_factory=list)
+
+    def number(self, key: str | None, verb: str) -> int:
+        up = [number for number in range(len(self.memories)) if number not in self.lost]
+        if not up:
+            raise ReplicaDied("all are lost")
+        number = self.routes.get(key or "", up[sum((key or "").encode()) % len(up)])
+        self.asked.append((key, number, verb))
+        if number in self.lost:
+            raise ReplicaDied(f"replica {number} is lost")
+        return number
+
+    async def stream(self, key: str | None, verb: str, *arguments: Any) -> AsyncGenerator[Any]:
+        number = self.number(key, verb)
+        parts = getattr(self.memories[number], verb)(*arguments)
+        try:
+            async for part in parts:
+                self.on_part(number)
+                if number in self.lost:
+                    raise ReplicaDied(f"replica {number} is lost")
+                yield part
+        finally:
+            if number in self.lost:
+                self.cut_off.append(parts)
+            else:
+                await parts.aclose()
+
+    async def call(self, key: str | None, verb: str, *arguments: Any) -> Any:
+        number = self.number(key, verb)
+        found = await getattr(self.memories[number], verb)(*arguments)
+        self.on_part(number)
+        if number in self.lost:
+            raise ReplicaDied(f"replica {number} is lost")
+        return found
+
+    async def everywhere(self, verb: str) -> list[Any]:
+        return [await getattr(memory, verb)() for number, memory in enumerate(self.memories) if number not in self.lost]
+
+    async def end(self) -> None:
+        for parts in self.cut_off:
+            async with aclosing(parts):
+                pass
+        for memory in self.memories:
+            await memory.service.aclose()
+
+
+class Many(Served):
+    """A front, and the replicas behind it."""
+
+    replicas: LocalReplicas
+
+
+@contextmanager
+def cluster(store: Path, *, count: int = 2, limits: Limits | None = None, keys: dict[str, str] | None = None,
+            key: str = "none", **options: Any) -> Iterator[Many]:
+    """A front over that many replicas, whose sessions are in that folder."""
+    up, failed, found = threading.Event(), list[BaseException](), list[Any]()
+
+    async def run() -> None:
+        services = [Service(runtime(Store(store, keep_last=32), **options), model=MODEL, limits=limits)
+                    for _ in range(count)]
+        for number, each in enumerate(services):
+            each.expires = number == 0
+            await each.start()
+        replicas = LocalReplicas([Memory(each, f"r{number}") for number, each in enumerate(services)])
+        front = RemoteService(replicas, model=MODEL, limits=limits)
+
+        def listening(port: int) -> None:
+            found.extend((port, front, server, asyncio.get_running_loop(), replicas))
+            up.set()
+
+        server = Server(make_app(front, keys), front, host="127.0.0.1", port=0, grace_s=30, listening=listening)
+        try:
+            await server.serve()
+            await replicas.end()
+        except BaseException as error:
+            failed.append(error)
+        up.set()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    thread.start()
+    assert up.wait(60) and not failed and found, failed
+    port, front, server, loop, replicas = found
+    try:
+        many = Many(f"http://127.0.0.1:{port}", front, server, loop, key)
+        many.replicas = replicas
+        with closing(many.http):
+            yield many
+    finally:
+        loop.call_soon_threadsafe(server._drain, 0)
+        thread.join(60)
+        assert not thread.is_alive() and not failed, failed
