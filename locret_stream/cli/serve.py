@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from locret_stream.serving.service import Service
 
 BOUNDARIES = 32
-LEAST_BYTES = 256 << 20  # that one session may take in the store; of a large memory, four snapshots
 HELP = """Serve a model with endless memories behind OpenAI's API, and a page that shows them.
 
 Chat completions send the whole history, and only what is new of it is read; responses send what is new alone. \
@@ -113,8 +112,6 @@ def serve(
         from locret_stream.snapshot import Store
 
         runtime = make_runtime(options, store=Store(store, key=key, keep_last=boundaries), max_live=max_live)
-        assert runtime.store is not None  # as it was given one
-        runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
         service = count.service = Service(runtime, model=model, limits=limits)
 

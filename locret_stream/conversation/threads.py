@@ -20,7 +20,15 @@ from locret_stream.conversation.thread import Thread
 from locret_stream.errors import ConfigError, SnapshotNotFound
 from locret_stream.runtime import Runtime
 
+LEAST_BYTES = 256 << 20  # that a thread may take in the store; of a large memory, four snapshots
 THREADS = 64  # threads that stay at hand; others are looked up in the store again
+
+
+def bound_threads(runtime: Runtime) -> None:
+    """Limit what a thread takes in the store of a running runtime, unless the store has a limit already."""
+    store = runtime.store
+    if store is not None and store.max_bytes is None:
+        store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
 
 
 class Absorbing(Protocol):

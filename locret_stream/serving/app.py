@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from locret_stream.serving.bodies import Json, decode
 from locret_stream.serving.chat import completion
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.ingest import ingest, ingest_state
+from locret_stream.serving.keys import Keys
 from locret_stream.serving.metrics import CONTENT_TYPE
 from locret_stream.serving.service import Service
 from locret_stream.serving.streams import error_response, json_response, stream, while_there
@@ -31,35 +29,6 @@ PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 Handler = Callable[[Request, Service], Awaitable[Response]]
-
-
-class Keys:
-    """Who may call: API keys by tenant, whose sessions no other tenant's key reaches.
-
-    Args:
-        keys: by key, its tenant; "" for all of a server with one tenant. Empty: anybody on this machine may call.
-    """
-
-    def __init__(self, keys: Mapping[str, str]):
-        self._digests = [(hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in keys.items()]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def tenant(self, authorization: str) -> str:
-        """What stands ahead of the names of the caller's sessions. Raises ApiError 401. It takes the same time for all
-        keys."""
-        if not self._digests:
-            return ""
-        scheme, _, given = authorization.partition(" ")
-        digest, found = hashlib.sha256(given.strip().encode()).digest(), list[str]()
-        for known, tenant in self._digests:
-            if hmac.compare_digest(known, digest):
-                found.append(tenant)
-        if scheme.lower() != "bearer" or not found:
-            raise ApiError(401, "no valid API key was given; expected `Authorization: Bearer <key>`",
-                           kind="authentication_error", code="invalid_api_key")
-        return f"{found[0]}/" if found[0] else ""
 
 
 def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -167,7 +136,7 @@ async def create_conversation(request: Request, service: Service) -> Response:
     items = body.get("items") or []
     if not isinstance(items, list):
         raise ApiError(400, "items is no list", param="items")
-    session, thread = thread_of(request, names.new_session("conv_"))
+    session, thread = thread_of(request, names.new_conversation())
     await while_there(request, service.create(thread))
     if items:
         await while_there(request, service.tell(thread, items))
@@ -184,7 +153,7 @@ async def conversation(request: Request, service: Service) -> Response:
 
 
 def _conversation(session: str) -> Json:
-    return {"id": session, "object": "conversation", "created_at": int(time.time()), "metadata": {}}
+    return {"id": session, "object": "conversation", "created_at": names.created_at(session), "metadata": {}}
 
 
 async def add_items(request: Request, service: Service) -> Response:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,8 +41,20 @@ def new_mark() -> bytes:
     return secrets.token_bytes(MARK_BYTES)
 
 
-def new_session(prefix: str = UNNAMED) -> str:
-    return f"{prefix}{secrets.token_hex(12)}"
+def new_session() -> str:
+    """A name for the session of a response that names none."""
+    return f"{UNNAMED}{secrets.token_hex(12)}"
+
+
+def new_conversation() -> str:
+    """An id for a conversation: it says when it was made, as nothing else is kept of that."""
+    return f"conv_{int(time.time()):08x}{secrets.token_hex(12)}"
+
+
+def created_at(conversation: str) -> int:
+    """Seconds since 1970 at which a conversation was made; 0 for a session of another name."""
+    match = re.fullmatch(r"conv_([0-9a-f]{8})[0-9a-f]{24}", conversation)
+    return int(match[1], 16) if match else 0
 
 
 def response_id(session: str, mark: bytes) -> str:

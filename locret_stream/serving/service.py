@@ -61,7 +61,7 @@ class Service:
     """The sessions of one runtime, on one event loop; `start` and `aclose` it. Sessions are named by their threads.
 
     Args:
-        runtime: not started yet; it needs a store.
+        runtime: started or not; it needs a store, which is given a `max_bytes` unless it has one.
         model: the name that requests may give, and that answers bear.
         tool_prompt: as of `conversation.render.ChatTemplate`.
     """
@@ -87,7 +87,8 @@ class Service:
             await self.runtime.__aenter__()
         try:
             from locret_stream.conversation.render import ChatTemplate
-            from locret_stream.conversation.threads import Threads
+            from locret_stream.conversation.threads import Threads, bound_threads
+            bound_threads(self.runtime)
             template = await asyncio.to_thread(ChatTemplate, self.runtime.tokenizer, self.runtime.codec,
                                                self.runtime.frames, tool_prompt=self._tool_prompt)
             self._threads = Threads(self.runtime, template, None, salt=[None, template.in_words])

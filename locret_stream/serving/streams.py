@@ -76,7 +76,7 @@ class EventStream(Response):
 
     Args:
         events: closed whatever happens, as soon as the client leaves.
-        first: the event that came already; None: none did yet, and a comment says that there is life.
+        first: the first event, which may still be coming: meanwhile a comment says that there is life.
         named: each event has its `type` as its name (Responses), and there is no end mark.
         failed: the event of an error in mid-stream.
     """

@@ -43,6 +43,11 @@ def test_a_server_looks_when_it_starts(script: Script, tmp_path: Path):
             pytest.fail("the session is still there")
 
 
+def test_what_a_session_takes_on_disk_is_bounded(served: Served):
+    runtime = served.service.runtime
+    assert runtime.store is not None and runtime.store.max_bytes == max(256 << 20, 4 * runtime.memory.slot_bytes)
+
+
 def test_a_limit_below_zero_is_refused():
     with pytest.raises(ConfigError, match="unnamed_days is 0"):
         Limits(unnamed_days=0)

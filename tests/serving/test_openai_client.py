@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ def test_a_conversation_is_created_told_asked_and_deleted(script: Script, tmp_pa
         client.responses.create(model=MODEL, input="three", conversation={"id": made.id})
         assert "two" in script.seen and "aside" not in script.seen
         assert client.responses.create(model=MODEL, input="hello", conversation=empty.id).locret["source"] == "new"
-        assert client.conversations.retrieve(made.id).id == made.id
+        assert client.conversations.retrieve(made.id).created_at == made.created_at
+        assert time.time() - 600 < made.created_at <= time.time()
         assert client.conversations.delete(made.id).deleted
         with pytest.raises(openai.NotFoundError):
             client.conversations.retrieve(made.id)

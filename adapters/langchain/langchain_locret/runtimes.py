@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # these load torch, and are imported where they are first use
 
 T = TypeVar("T")
 BOUNDARIES = 32  # snapshots that a thread keeps: how far back a history may go without being read again
-LEAST_BYTES = 256 << 20  # that a store may take at least
 CLOSED = "the model was closed meanwhile; the thread is as it was before. Expected calls to end before `close()`"
 _SHARED: weakref.WeakValueDictionary[Any, SharedRuntime] = weakref.WeakValueDictionary()  # by identity of settings
 _LOOPS: set[RuntimeLoop] = set()  # that have not ended: the end of the process waits for them
@@ -164,9 +163,9 @@ class RuntimeLoop:
             await runtime.__aenter__()
         try:
             from locret_stream.conversation.render import ChatTemplate
-            from locret_stream.conversation.threads import Threads
+            from locret_stream.conversation.threads import Threads, bound_threads
             if settings.runtime is None and not is_store(settings.store):
-                runtime.store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
+                bound_threads(runtime)
             template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options,
                                     tool_prompt=settings.tool_prompt)
             self.runtime = runtime

@@ -15,7 +15,7 @@ from locret_serve.front import Front
 from locret_serve.memory import Memory
 from locret_serve.router import sticky
 from locret_serve.scaling import by_slots
-from locret_serve.settings import LEAST_BYTES, Cluster, read_cluster
+from locret_serve.settings import Cluster, read_cluster
 from locret_stream.errors import ConfigError
 from locret_stream.serving.keys import read_keys
 from locret_stream.serving.service import Service
@@ -40,7 +40,6 @@ class Replica(Memory):
         service = Service(runtime, model=asked.model, limits=asked.limits)
         service.expires = context.rank.rank == 0
         await service.start()
-        store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
         super().__init__(service, f"{context.replica_id.unique_id}.{os.getpid()}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

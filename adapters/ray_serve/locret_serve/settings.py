@@ -10,8 +10,6 @@ import msgspec
 from locret_stream.errors import ConfigError
 from locret_stream.serving.service import Limits
 
-LEAST_BYTES = 256 << 20  # that one session may take in the store; of a large memory, four snapshots
-
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What runs.
