@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from subprocess import PIPE, CompletedProcess, Popen
+from subprocess import DEVNULL, PIPE, CompletedProcess, Popen
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-__all__ = ["PIPE", "Popen", "ended", "leaving_none", "run", "run_python", "start", "start_python"]
+__all__ = ["DEVNULL", "PIPE", "Popen", "ended", "leaving_none", "run", "run_python", "start", "start_python"]
 _started: list[Popen] = []
 
 

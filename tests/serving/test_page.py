@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import DEVNULL
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
@@ -140,7 +139,7 @@ class Browser:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                    "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={folder}"]
         self._process = processes.start_python("-S", "-c", _BECOME, out, into, CHROMIUM, *options, "about:blank",
-                                               pass_fds=(out, into), stdout=DEVNULL, stderr=DEVNULL)
+                                               pass_fds=(out, into), stdout=processes.DEVNULL, stderr=processes.DEVNULL)
         os.close(out)
         os.close(into)
         self._last, self._buffer, self._session = 0, b"", None  # type: tuple[int, bytes, str | None]
