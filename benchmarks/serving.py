@@ -6,7 +6,7 @@ with --streams at once. The two take turns, --repeats times. Measured:
 
   cpu_ms       CPU time (user and system) of the process that answers, per token: steadier than wall time on a machine
                with others. Of the server it is all of it: HTTP, JSON, boundaries, template
-  first_ms     one stream alone: from the request to its first text. The server's includes the client and the loopback
+  first_ms     from the request to its first text, a new connection and the loopback included
 
 Ratios and differences are medians over the rounds of neighbours.
 """
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -24,14 +25,15 @@ import sys
 import tempfile
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import torch
 from record import record
 
 from locret_stream import Runtime
 
 PROMPT = "The door code of falcon is 48213. It was cold, and number {} stood at the gate. What is the door code?"
+FIRST_TEXT = re.compile(rb'"content":"[^"]')
 HERTZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -55,29 +57,32 @@ async def by_library(runtime: Runtime, number: int, tokens: int) -> float:
     return first
 
 
-async def by_server(client: httpx.AsyncClient, number: int, tokens: int) -> float:
-    """Seconds to the first text."""
-    began, first = time.perf_counter(), 0.0
-    body = {"messages": [{"role": "user", "content": PROMPT.format(number)}], "max_tokens": tokens, "stream": True,
-            "ignore_eos": True}
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if not first and '"content":"' in line and '"content":""' not in line:
-                first = time.perf_counter() - began
+async def by_server(port: int, number: int, tokens: int) -> float:
+    """Seconds to the first text. A bare socket, as what a client's own library costs is no cost of the server."""
+    body = json.dumps({"messages": [{"role": "user", "content": PROMPT.format(number)}], "max_tokens": tokens,
+                       "stream": True, "ignore_eos": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    began, first, answer = time.perf_counter(), 0.0, b""
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    while piece := await reader.read(1 << 16):
+        answer += piece
+        if not first and FIRST_TEXT.search(answer):
+            first = time.perf_counter() - began
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer and first, answer[-2000:]
     return first
 
 
-async def measure(options: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, port: int, pid: int) -> dict[str, Any]:
     numbers = iter(range(10**6))
     rounds: dict[int, list[dict[str, Any]]] = {1: [], options.streams: []}
-    async with Runtime.from_pretrained("bundled", max_live=options.streams) as runtime, httpx.AsyncClient(
-            base_url=url, timeout=600) as client:
+    async with Runtime.from_pretrained("bundled", max_live=options.streams) as runtime:
         for repeat in range(options.repeats + 1):
             for streams, rows in rounds.items():
                 row: dict[str, Any] = {}
                 for name, one, process in (("library", lambda n: by_library(runtime, n, options.tokens), None),
-                                           ("server", lambda n: by_server(client, n, options.tokens), pid)):
+                                           ("server", lambda n: by_server(port, n, options.tokens), pid)):
                     before = cpu_s(process)
                     firsts = await asyncio.gather(*(one(next(numbers)) for _ in range(streams)))
                     row[name] = {"cpu_ms": 1e3 * (cpu_s(process) - before) / streams / options.tokens,
@@ -115,8 +120,8 @@ def main() -> None:
              str(options.streams)], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
             assert process.stdout is not None
-            url = json.loads(process.stdout.readline())["url"].removesuffix("/v1")
-            result = asyncio.run(measure(options, url, process.pid))
+            port = urlsplit(json.loads(process.stdout.readline())["url"]).port
+            result = asyncio.run(measure(options, port, process.pid))
         finally:
             process.terminate()
             process.communicate(timeout=60)

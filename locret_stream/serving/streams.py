@@ -71,6 +71,33 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait({task})
 
 
+class _Pen:
+    """Writes to a client. One timer watches it: a timer for each event would cost as much as the event."""
+
+    def __init__(self, send: Send):
+        self._send, self._now = send, asyncio.get_running_loop().time
+        self._since, self._writing = self._now(), False  # since when it writes, or does not
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        self._since, self._writing = self._now(), True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._since, self._writing = self._now(), False
+
+    async def watch(self) -> None:
+        """Writes a sign of life when nothing came for `PING_S`; returns once the client took nothing for `SEND_S`."""
+        with contextlib.suppress(TimeoutError):
+            while True:
+                left = self._since + (SEND_S if self._writing else PING_S) - self._now()
+                if left > 0:
+                    await asyncio.sleep(min(left, PING_S, SEND_S))
+                elif self._writing:
+                    break
+                else:
+                    async with asyncio.timeout(SEND_S):
+                        await self.write(b": reading\n\n")
+        _log.warning("a reader took nothing for %.0f s: its answer is undone", SEND_S)
+
+
 class EventStream(Response):
     """Events of a stream, as they come.
 
@@ -89,42 +116,27 @@ class EventStream(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [
             pair for pair in self.raw_headers if pair[0] != b"content-length"]})
-        sending, left = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(gone(receive))
+        pen = _Pen(send)
+        sending = asyncio.ensure_future(self._send(pen))
+        others = [asyncio.ensure_future(gone(receive)), asyncio.ensure_future(pen.watch())]
         try:
-            await asyncio.wait({sending, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, *others}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
-            left.cancel()
-            if not sending.done():
-                sending.cancel()
-                await asyncio.wait({sending})
+            for task in (sending, *others):
+                task.cancel()
+            await asyncio.wait({sending, *others})
             await close(self._events, self._first)
 
-    async def _send(self, send: Send) -> None:
-        async def write(data: bytes, *, more: bool = True) -> None:
-            try:
-                async with asyncio.timeout(SEND_S):
-                    await send({"type": "http.response.body", "body": data, "more_body": more})
-            except TimeoutError:
-                raise ClientDisconnect from None
-
-        coming = self._first
+    async def _send(self, pen: _Pen) -> None:
         try:
-            while True:
-                while not coming.done():
-                    await asyncio.wait({coming}, timeout=PING_S)
-                    if not coming.done():
-                        await write(b": reading\n\n")
-                await write(self._line(coming.result()))
-                coming = asyncio.ensure_future(anext(self._events))
-                self._first = coming
-        except ClientDisconnect:
-            _log.warning("a reader took nothing for %.0f s: its answer is undone", SEND_S)
-        except StopAsyncIteration:
-            await write(b"" if self._named else b"data: [DONE]\n\n", more=False)
+            await pen.write(self._line(await self._first))
+            async for event in self._events:
+                await pen.write(self._line(event))
+            await pen.write(b"" if self._named else b"data: [DONE]\n\n", more=False)
         except Exception as error:
-            await write(self._line(self._failed(as_refusal(error))), more=False)
+            await pen.write(self._line(self._failed(as_refusal(error))), more=False)
 
     def _line(self, event: Json) -> bytes:
         name = b"event: " + event["type"].encode() + b"\n" if self._named else b""
