@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ from locret_stream.errors import ConfigError, SnapshotError, StaleOwner, StateLo
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_FEW, _SHORT = 8, 8192  # messages and their characters that are rendered and hashed within a millisecond
 UNUSABLE = "its snapshot cannot be used"
 STAND_INS = {  # conversations that end with a message of each role
     "user": [Message("user", "before")],
@@ -182,12 +184,13 @@ class _Search:
     async def _of_these_messages(self) -> Reached | None:
         """At a boundary of just these messages, or of a longer history that provably ends with them."""
         template, said, tools = self._template, self._request.said, self._request.tools
-        self._rendered = rendered = await asyncio.to_thread(template.render, said, tools)
-        exact = set(await asyncio.to_thread(chain, self._start, said))
-        for count, boundary, keys in await asyncio.to_thread(fitting, self._reachable, self._start, said):
+        self._rendered, exact, fits = await self._aside(lambda: (
+            template.render(said, tools), set(chain(self._start, said)), fitting(self._reachable, self._start, said)))
+        rendered = self._rendered
+        for count, boundary, keys in fits:
             if count < self._last:
                 break
-            at = await asyncio.to_thread(template.after, said, count, tools, rendered)
+            at = await self._aside(partial(template.after, said, count, tools, rendered))
             if at is None:
                 self._why = "the template writes earlier messages differently once others follow"
                 continue
@@ -235,11 +238,18 @@ class _Search:
             boundary = self._reachable.get(keys[deeper])
             if boundary is None or boundary.key in self._thread.unusable:
                 continue
-            at = await asyncio.to_thread(self._template.after, said, deeper, tools, self._rendered)
+            at = await self._aside(partial(self._template.after, said, deeper, tools, self._rendered))
             if at is not None and (source := await self._bring(boundary)) is not None:
                 await self._thread.keep()
                 return Reached(self._rendered, deeper, at, keys, boundary, source, self._why, said, deeper)
         return None
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        """Work that takes as long as the messages are many: that of a few takes less than going to a thread and back.
+        """
+        said = self._request.said
+        few = len(said) <= _FEW and sum(len(message.content) for message in said) <= _SHORT
+        return work() if few else await asyncio.to_thread(work)
 
     async def _bring(self, boundary: Boundary) -> Source | None:
         """Bring the context to a boundary; None where its snapshot cannot be used.
