@@ -122,11 +122,15 @@ class Constraint:
 
         Raises:
             ModelError: it is none of those that may come next.
+            ConfigError: the grammar became too large to be followed any further.
         """
         vocabulary = self._vocabulary
-        if token >= vocabulary.size or not self._matcher.consume_token(vocabulary.read(token)):
+        if token >= vocabulary.size or not self._mask[token]:
             raise ModelError(f"the model gives no token a probability that may come next in the {self._what}; expected "
                              "logits that are finite")
+        if not self._matcher.consume_token(vocabulary.read(token)):  # a limit that no mask told of
+            raise ConfigError(f"{self._what} cannot be followed any further: {_first_line(self._matcher.get_error())}; "
+                              "expected a simpler one")
         self._next = None
         self.complete = self._matcher.is_stopped() and self._matcher.is_accepting()
 
@@ -256,7 +260,11 @@ def _escaped(text: str) -> str:
 
 
 def _first_line(error: str) -> str:
+    """What is wrong, in a line: of a pattern, what it says and why it cannot be held."""
     lines = error.strip().splitlines() or ["it is not valid"]
+    why = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+    if lines[0].startswith("regex parse error") and len(lines) > 1 and why:
+        lines = [f"the pattern {lines[1].strip()[:120]!r}: {why.removeprefix('error: ')}"]
     return lines[0][:300].rstrip(".;: ")
 
 

@@ -305,8 +305,9 @@ REFUSED = {
     "coerced by itself": ({"x-guidance": {"coerce_one_of": True}, "oneOf": [WHOLE, {"minimum": 5}]}, "oneOf"),
     "a format": ({"type": "string", "format": "colour"}, "Unknown format: colour"),
     "a type": ({"type": "strin"}, "Invalid type: strin"),
-    "a pattern": ({"type": "string", "pattern": "("}, "regex"),
-    "lookahead": ({"type": "string", "pattern": "^(?!a)b$"}, "regex"),
+    "a pattern": ({"type": "string", "pattern": "("}, r"the pattern '\(': unclosed group"),
+    "lookahead": ({"type": "string", "pattern": "^(?!a)b$"}, r"the pattern '\^\(\?!a\)b\$': look-around"),
+    "backreference": (closed(a={"type": "string", "pattern": r"(a)\1"}), "the pattern .*: backreferences"),
     "elsewhere": ({"$ref": "https://example.org/a.json"}, "example.org"),
     "nowhere": ({"$ref": "#/$defs/a"}, "does not exist"),
     "nothing fits": ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
@@ -397,6 +398,20 @@ def test_a_dead_end_is_an_error_and_never_the_end_of_a_reply(error: str, why: st
         constraint.take(40)
     with pytest.raises(ConfigError, match=f"^schema cannot be followed any further: {why}; expected a simpler one$"):
         constraint.allowed(vocabulary.size)
+
+
+HUGE = {"where one token has to come": ("byte_level", "^-{2,}-{70000}$"),
+        "in the middle": ("bundled", r"^\d*(&*)*?&{1000}b?$"), "in a mask": ("bundled", "^(.{0,100}){0,100}$")}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_pattern_that_becomes_too_large_is_the_caller_s_mistake_and_not_the_model_s(name: str):
+    """llguidance comes to its limit when it makes a mask, or when it takes a token that the mask let through."""
+    kind, pattern = HUGE[name]
+    with pytest.raises(ConfigError, match=r"^schema cannot be (held|followed any further): .*too many expressions.*; "
+                                          "expected"):
+        for seed in range(3):
+            drawn(kind, begin(kind, {"type": "string", "pattern": pattern}), seed)
 
 
 def test_without_the_library_one_command_is_named(monkeypatch: pytest.MonkeyPatch):
