@@ -7,6 +7,8 @@ with --streams at once. The two take turns, --repeats times. Measured:
   cpu_ms       CPU time (user and system) of the process that answers, per token: steadier than wall time on a machine
                with others. Of the server it is all of it: HTTP, JSON, boundaries, template
   first_ms     from the request to its first text, a new connection and the loopback included
+  left_ms      from the moment in which a client closes its connection in the middle of an answer until `/metrics` shows
+               that nothing runs: the turn is undone and its slot is free
 
 Ratios and differences are medians over the rounds of neighbours.
 """
@@ -33,6 +35,8 @@ from record import record
 from locret_stream import Runtime
 
 PROMPT = "The door code of falcon is 48213. It was cold, and number {} stood at the gate. What is the door code?"
+REQUEST = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+           b"Connection: close\r\nContent-Length: %d\r\n\r\n")
 FIRST_TEXT = re.compile(rb'"content":"[^"]')
 HERTZ = os.sysconf("SC_CLK_TCK")
 
@@ -63,8 +67,7 @@ async def by_server(port: int, number: int, tokens: int) -> float:
                        "stream": True, "ignore_eos": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began, first, answer = time.perf_counter(), 0.0, b""
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                 b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    writer.write(REQUEST % len(body) + body)
     while piece := await reader.read(1 << 16):
         answer += piece
         if not first and FIRST_TEXT.search(answer):
@@ -72,6 +75,28 @@ async def by_server(port: int, number: int, tokens: int) -> float:
     writer.close()
     assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer and first, answer[-2000:]
     return first
+
+
+async def until_left(port: int, number: int) -> float:
+    """Seconds until the turn of a session whose client has left runs no more."""
+    body = json.dumps({"messages": [{"role": "user", "content": PROMPT.format(number)}], "max_tokens": 2000,
+                       "session_id": f"left-{number}", "stream": True, "ignore_eos": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST % len(body) + body)
+    await reader.readuntil(b'"content":"')
+    for _ in range(number % 40):  # somewhere in the answer
+        await reader.readline()
+    watching, commands = await asyncio.open_connection("127.0.0.1", port)
+    writer.transport.abort()
+    began = time.perf_counter()
+    while True:
+        commands.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head = await watching.readuntil(b"\r\n\r\n")
+        size = re.search(rb"content-length: (\d+)", head)
+        assert size is not None, head
+        if b"\nlocret_running 0.0" in await watching.readexactly(int(size[1])):
+            commands.close()
+            return time.perf_counter() - began
 
 
 async def measure(options: argparse.Namespace, port: int, pid: int) -> dict[str, Any]:
@@ -90,7 +115,9 @@ async def measure(options: argparse.Namespace, port: int, pid: int) -> dict[str,
                 if repeat:  # the first one warms up
                     rows.append(row)
                     print(streams, row, file=sys.stderr, flush=True)
-    return {str(streams): summary(rows) for streams, rows in rounds.items()}
+        left = sorted([1e3 * await until_left(port, number) for number in range(10 * options.repeats)])
+    return {"streams": {str(streams): summary(rows) for streams, rows in rounds.items()},
+            "left_ms": {"median": statistics.median(left), "most": left[-1], "clients": len(left)}}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,7 +152,7 @@ def main() -> None:
         finally:
             process.terminate()
             process.communicate(timeout=60)
-    record(options.keep or "serving", {"tokens": options.tokens, "streams": result}, keep=options.keep is not None)
+    record(options.keep or "serving", {"tokens": options.tokens, **result}, keep=options.keep is not None)
 
 
 if __name__ == "__main__":

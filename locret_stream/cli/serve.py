@@ -116,7 +116,8 @@ def serve(
         service = count.service = Service(runtime, model=model, limits=limits)
 
         server = Server(make_app(service, keys), service, host=host, port=port, grace_s=grace, listening=listening)
-        asyncio.run(server.serve())
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop's, where there is one
+            runner.run(server.serve())
         if not server.started:
             raise ConfigError(f"cannot listen on {host}:{port}; the line above tells why")
 
