@@ -105,7 +105,7 @@ def cluster(store: Path, *, count: int = 2, limits: Limits | None = None, keys: 
         for number, each in enumerate(services):
             each.expires = number == 0
             await each.start()
-        replicas = LocalReplicas([Memory(each, f"r{number}") for number, each in enumerate(services)])
+        replicas = LocalReplicas([Memory(each, f"r{number}", bundle_s=0) for number, each in enumerate(services)])
         front = RemoteService(replicas, model=MODEL, limits=limits)
 
         def listening(port: int) -> None:

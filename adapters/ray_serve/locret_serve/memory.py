@@ -6,11 +6,13 @@ other replicas: that a session is saved by one of them alone is the store's doin
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import End, Part
@@ -20,6 +22,7 @@ from locret_stream.serving.service import Service
 from locret_stream.serving.uploads import Upload
 
 _log = logging.getLogger(__name__)
+BUNDLE_S = 0.03  # between two bundles of one answer: each message between processes costs as much as a token
 VERBS = frozenset({"create", "sessions", "session", "memory", "map", "text", "search", "ask", "fork", "rewind",
                    "snapshot", "forget", "upload_offset"})
 
@@ -56,13 +59,15 @@ class Memory:
     Args:
         service: started, and closed, by whoever made it.
         name: of the replica; receipts of answers bear it as "replica".
+        bundle_s: how long parts of an answer wait for others that travel with them; 0: each travels alone.
     """
 
-    def __init__(self, service: Service, name: str):
-        self.service, self.name = service, name
+    def __init__(self, service: Service, name: str, *, bundle_s: float = BUNDLE_S):
+        self.service, self.name, self.bundle_s = service, name, bundle_s
 
-    async def answer(self, request: Request, again: bool) -> AsyncGenerator[Part | End | ApiError]:
-        """The parts of an answer and its end, or the refusal. The answer counts as taken when its end was given out.
+    async def answer(self, request: Request, again: bool) -> AsyncGenerator[list[Part | End] | ApiError]:
+        """The parts of an answer and its end, in bundles, or the refusal. The answer counts as taken when its end was
+        given out.
 
         Args:
             again: another replica began it before, and may have made it durable; its mark tells.
@@ -70,11 +75,12 @@ class Memory:
         try:
             if again and request.append:  # what is not appended moves nothing, and is written again
                 await self._take_back(request)
-            async with aclosing(self.service.answer(request)) as parts:
-                async for part in parts:
-                    if isinstance(part, End):
-                        part = replace(part, receipt=part.receipt | {"replica": self.name})
-                    yield part
+            async with (aclosing(self.service.answer(request)) as parts,
+                        aclosing(bundles(parts, self.bundle_s)) as bundled):
+                async for bundle in bundled:
+                    if isinstance(end := bundle[-1], End):
+                        bundle[-1] = replace(end, receipt=end.receipt | {"replica": self.name})
+                    yield bundle
         except Exception as error:
             yield _refusal(error)
 
@@ -157,6 +163,31 @@ class Memory:
 
     async def ready(self) -> bool:
         return self.service.ready
+
+
+async def bundles(parts: AsyncGenerator[Part | End], bundle_s: float) -> AsyncGenerator[list[Part | End]]:
+    """The parts in lists: the first one at once, those that follow at most so late, the end always as the last of one.
+    What follows the end is asked for when the list with it was taken. Closing it cancels the parts."""
+    bundle, due = list[Part | End](), 0.0
+    asked: asyncio.Future[Part | End | None] | None = None
+    try:
+        while True:
+            waiting = asked = asked or asyncio.ensure_future(anext(parts, None))
+            await asyncio.wait({waiting}, timeout=max(due - time.monotonic(), 0) if bundle else None)
+            over = waiting.done() and (waiting.exception() is not None or waiting.result() is None)
+            if waiting.done() and not over:
+                bundle.append(cast(Part | End, waiting.result()))
+                asked = None
+            if bundle and (over or isinstance(bundle[-1], End) or time.monotonic() >= due):
+                yield bundle
+                bundle, due = [], time.monotonic() + bundle_s
+            if over:
+                waiting.result()  # raises what ended them
+                return
+    finally:
+        if asked is not None:
+            asked.cancel()
+            await asyncio.wait({asked})
 
 
 def _refusal(error: Exception) -> ApiError:

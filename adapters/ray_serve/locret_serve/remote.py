@@ -114,14 +114,15 @@ class RemoteService(Service):
             while True:
                 asked = replace(request, timeout_s=patience.left_s())
                 try:
-                    parts = self.replicas.stream(request.thread, "answer", asked, patience.tries > 0)
-                    async with aclosing(parts):
-                        async for part in parts:
-                            if isinstance(part, ApiError):
-                                raise _Moved if patience.own(part) else _as_given(part)
-                            if (new := sent.new_of(part)) is not None:
-                                yield new
-                            ended = ended or isinstance(part, End)
+                    bundles = self.replicas.stream(request.thread, "answer", asked, patience.tries > 0)
+                    async with aclosing(bundles):
+                        async for bundle in bundles:
+                            if isinstance(bundle, ApiError):
+                                raise _Moved if patience.own(bundle) else _as_given(bundle)
+                            for part in bundle:
+                                if (new := sent.new_of(part)) is not None:
+                                    yield new
+                                ended = ended or isinstance(part, End)
                     if ended:
                         return
                     raise ReplicaDied("the stream of an answer ended before the answer")

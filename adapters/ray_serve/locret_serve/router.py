@@ -6,8 +6,21 @@ Ray's router is experimental, so that its name and its options are here alone.
 from __future__ import annotations
 
 from ray.serve.config import RequestRouterConfig
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+class StickyRouter(ConsistentHashRouter):
+    """Ray's ring, from which a replica is gone as soon as one request found it dead.
+
+    Ray's own waits for the controller's next list, and until then leads the sessions of the dead one to nobody: no
+    other replica is tried for them.
+    """
+
+    def on_replica_actor_died(self, replica_id: object) -> None:
+        super().on_replica_actor_died(replica_id)
+        alive = frozenset(self._replica_id_set)
+        if alive != self._replica_set_snapshot:  # every request that was there tells of the same death
+            self._rebuild_ring(alive)
 
 
 def sticky() -> RequestRouterConfig:
@@ -17,4 +30,5 @@ def sticky() -> RequestRouterConfig:
     win. Requests wait instead, as far as the replica lets them. With more or fewer replicas about one session in as
     many moves.
     """
-    return RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": 0})
+    return RequestRouterConfig(request_router_class=f"{__name__}.{StickyRouter.__name__}",
+                               request_router_kwargs={"num_fallback_replicas": 0})
