@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,14 +14,17 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from locret_stream.serving import streams
 from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
+from locret_stream.serving.limits import Limits
 from locret_stream.serving.service import Service
 from locret_stream.serving.streams import HEADERS, as_refusal, json_response
 from locret_stream.serving.uploads import Incoming
 
 TELL_EVERY_S = 0.5  # between two events of progress
 _PIECE = 1 << 16  # bytes that are read by the memory at once
+_log = logging.getLogger(__name__)
 
 
 async def ingest(service: Service, thread: str, request: Request, offset: int) -> Response:
@@ -36,7 +42,7 @@ async def ingest(service: Service, thread: str, request: Request, offset: int) -
     began = time.perf_counter()
     async with service.upload(thread, **options) as upload:
         if upload.message is None:
-            async for piece in request.stream():
+            async for piece in pieces(request, service.limits):
                 await take_in(service, upload, piece)
             request.state.read = True
         await upload.finish()
@@ -50,6 +56,31 @@ async def ingest_state(service: Service, thread: str, request: Request) -> Respo
         raise ApiError(404, "there is no such upload (any more); expected it to begin again, at offset 0",
                        code="upload_not_found")
     return json_response({"object": "ingest", "offset": offset})
+
+
+async def pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
+    """The body as it comes. The time that the memory takes to read it does not count.
+
+    Raises:
+        ApiError 408: its sender died without a word, or sends hardly anything. It ends as one that broke off.
+    """
+    body = aiter(request.stream())
+    left_s, came = limits.upload_idle_s, 0
+    while True:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(left_s):
+                piece = await anext(body, None)
+        except TimeoutError:
+            raise ApiError(408, f"{came} bytes came while {limits.upload_idle_s:g} s were waited for them; expected at "
+                           f"least {limits.upload_least_bytes}. An upload with an id goes on at the offset that GET "
+                           "tells, any other begins again", code="upload_stalled") from None
+        if piece is None:
+            return
+        left_s, came = max(left_s - (time.perf_counter() - began), 0), came + len(piece)
+        if came >= limits.upload_least_bytes:
+            left_s, came = limits.upload_idle_s, 0
+        yield piece
 
 
 async def take_in(service: Service, upload: Incoming, piece: bytes) -> None:
@@ -69,31 +100,51 @@ class _Progress(Response):
     """The body is read while events tell how far it is: both at once, so that this is no handler's return value."""
 
     def __init__(self, service: Service, thread: str, request: Request, options: dict[str, Any]):
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=HEADERS | {"connection": "close"})  # of a body that is not read to its end
         self._service, self._thread, self._request, self._options = service, thread, request, options
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [
             pair for pair in self.raw_headers if pair[0] != b"content-length"]})
+        writing, self._written = asyncio.Lock(), time.perf_counter()
+
+        async def write(data: bytes, *, more: bool = True) -> None:
+            try:
+                async with asyncio.timeout(streams.SEND_S), writing:
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+            except TimeoutError:
+                raise ClientDisconnect from None
+            self._written = time.perf_counter()
+
+        alive = asyncio.create_task(self._stay_alive(write))
         try:
             async with aclosing(self._events()) as events:
                 async for event in events:
-                    await send({"type": "http.response.body", "more_body": True,
-                                "body": b"data: " + msgspec.json.encode(event) + b"\n\n"})
+                    await write(_line(event))
         except ClientDisconnect:
+            _log.warning("the sender of an upload left, or took nothing of its progress for %.0f s", streams.SEND_S)
             return
         except Exception as error:
-            event = as_refusal(error).body["error"] | {"type": "error"}
-            await send({"type": "http.response.body", "body": b"data: " + msgspec.json.encode(event) + b"\n\n",
-                        "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await write(_line(as_refusal(error).body["error"] | {"type": "error"}))
+        finally:
+            alive.cancel()
+            await asyncio.wait({alive})
+        await write(b"", more=False)
+
+    async def _stay_alive(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write a comment where nothing else is written: many proxies close what is silent for longer."""
+        with contextlib.suppress(ClientDisconnect):  # the next event finds out, too
+            while True:
+                await asyncio.sleep(max(self._written + streams.PING_S - time.perf_counter(), 0.01))
+                if time.perf_counter() - self._written >= streams.PING_S:
+                    await write(b": waiting\n\n")
 
     async def _events(self) -> AsyncGenerator[Json]:
         began = told = time.perf_counter()
         async with self._service.upload(self._thread, **self._options) as upload:
             yield {"type": "ingest.started", "offset": upload.offset}
             if upload.message is None:
-                async for piece in self._request.stream():
+                async for piece in pieces(self._request, self._service.limits):
                     await take_in(self._service, upload, piece)
                     if time.perf_counter() - told >= TELL_EVERY_S:
                         told = time.perf_counter()
@@ -101,3 +152,7 @@ class _Progress(Response):
                                "seconds": told - began}
             await upload.finish()
             yield {"type": "ingest.completed", **result_of(upload, time.perf_counter() - began)}
+
+
+def _line(event: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
