@@ -61,6 +61,7 @@ Examples:
   locret-stream demo --model smollm2 --stream book.txt --tokens 64000
   # one JSON object; progress goes to stderr
   locret-stream demo --json > result.json"""
+app = typer.Typer(rich_markup_mode="rich")
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Restored:
     process_s: float
 
 
+@app.command(help=HELP)
 def demo(
     tokens: Annotated[int | None, typer.Option(min=1_000, help="Tokens to stream.", show_default=(
         "400000 for bundled, else 64000; or all of --stream"))] = None,

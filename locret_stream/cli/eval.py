@@ -55,11 +55,13 @@ Examples:
 --out results
   # the report again, of what is there
   locret-stream eval --out results --report-only --plots"""
+app = typer.Typer(rich_markup_mode="rich")
 
 REPORTING = ("to", "plots", "report_only", "as_json")  # the options that a report alone has
 USUAL = Request()
 
 
+@app.command(help=HELP)
 def evaluate(
     context: typer.Context,
     to: Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for results and the report.")],

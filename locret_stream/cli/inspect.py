@@ -6,6 +6,7 @@ import asyncio
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.table import Table
 
 from locret_stream.cli.loading import make_runtime
@@ -25,7 +26,7 @@ Examples:
   locret-stream inspect --model ./llama --policy keydiff --budget 6000
   # as a size; how many units is that?
   locret-stream inspect --model ./llama --policy keydiff --budget 512MiB --json"""
-
+app = typer.Typer(rich_markup_mode="rich")
 
 FORMULA = "bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)"
 FORMULA_IN_BITS = (
@@ -35,6 +36,7 @@ FORMULA_IN_BITS = (
     "sinks in layers with a sliding window")
 
 
+@app.command(help=HELP)
 @grouped
 def inspect(*, options: RuntimeOptions, as_json: Json = False) -> None:
     with interruptible(Summary("nothing was read")):

@@ -53,6 +53,7 @@ Examples:
   locret-stream make-data --model ./llama --text emma.txt --out pairs.jsonl --background plain.jsonl
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --label attention --kernel 9 --bias \
 --background plain.jsonl"""
+app = typer.Typer(rich_markup_mode="rich")
 
 
 class Made:
@@ -67,6 +68,7 @@ class Made:
                 f"{self.right.total():,} questions right")
 
 
+@app.command(help=HELP)
 def make_data(
     model: Model,
     text: Annotated[list[Path], typer.Option(exists=True, dir_okay=False, help=(

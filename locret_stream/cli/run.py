@@ -54,6 +54,7 @@ Examples:
   locret-stream run big.txt --model ./llama --heads ./heads --budget 512MiB
   # or with a policy that needs no heads
   locret-stream run big.txt --model ./llama --policy keydiff"""
+app = typer.Typer(rich_markup_mode="rich")
 
 
 class SessionOptions(msgspec.Struct, frozen=True):
@@ -98,6 +99,7 @@ class SamplingOptions(msgspec.Struct, frozen=True):
         return Sampling(**{**msgspec.structs.asdict(self), "stop": tuple(self.stop or ())})
 
 
+@app.command(help=HELP)
 @grouped
 def run(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help='UTF-8 texts; "-" is stdin.')] = None,

@@ -38,8 +38,10 @@ Examples:
 http://127.0.0.1:8000/v1/sessions/builds/ask
   # other machines may call, with a key; two tenants see only their own sessions
   LOCRET_API_KEY=acme:s3cret,blue:0ther locret-stream serve --host 0.0.0.0"""
+app = typer.Typer(rich_markup_mode="rich")
 
 
+@app.command(help=HELP)
 @grouped
 def serve(
     *,
@@ -81,7 +83,7 @@ def serve(
     if not keys and host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host is {host}, where other machines may call, and there is no key; expected --api-key, "
                           "or the variable LOCRET_API_KEY")
-    from locret_stream.serving.service import Limits
+    from locret_stream.serving.limits import Limits
 
     limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout, unnamed_days=unnamed_days)
     model = name or options.model

@@ -75,6 +75,7 @@ Examples:
   # in a memory that logs like this one have filled
   locret-stream train-heads --model ./llama --data pairs.jsonl --out ./heads --tune 200 --tune-units 2000 \
 --background service.log"""
+app = typer.Typer(rich_markup_mode="rich")
 
 
 class HeadsOptions(msgspec.Struct, frozen=True):
@@ -175,6 +176,7 @@ class TuningOptions(msgspec.Struct, frozen=True):
                           seed=heads.seed)
 
 
+@app.command(help=HELP)
 @grouped
 def train_heads(
     model: Model,
