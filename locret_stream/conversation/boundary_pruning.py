@@ -77,6 +77,11 @@ def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
     return max(tips, key=lambda tip: tip[0], default=(0, None))[1]
 
 
+def untold(stored: Stored) -> Boundary | None:
+    """The boundary of a thread that was created, before it was told anything."""
+    return next((boundary for _, boundary in stored.values() if not boundary.tokens), None)
+
+
 def _lineages(stored: Stored) -> list[list[bytes]]:
     """Keys of each lineage, oldest first."""
     lines: dict[bytes, list[bytes]] = defaultdict(list)

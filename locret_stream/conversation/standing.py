@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundaries import Boundary
-from locret_stream.conversation.boundary_pruning import tip_of
+from locret_stream.conversation.boundary_pruning import tip_of, untold
 from locret_stream.conversation.matching import STAND_INS
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.recalling import recollect
@@ -17,7 +17,7 @@ from locret_stream.conversation.request import Request
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
 from locret_stream.engine import Occupancy
-from locret_stream.errors import ConfigError, InputError, SnapshotNotFound, StoreError
+from locret_stream.errors import ConfigError, InputError, SnapshotNotFound, StaleOwner, StoreError
 
 
 class Asked(NamedTuple):
@@ -28,21 +28,30 @@ class Asked(NamedTuple):
 
 
 @asynccontextmanager
-async def at_rest(threads: Threads, name: str) -> AsyncIterator[Thread]:
+async def at_rest(threads: Threads, name: str, *, told: bool = True) -> AsyncIterator[Thread]:
     """The thread, alone, with its context where it was told something last.
+
+    Args:
+        told: whether a thread that was created, and told nothing yet, counts as none.
 
     Raises:
         SnapshotNotFound: it was told nothing. SnapshotError: it cannot be loaded.
     """
+    async with _alone(threads, name) as thread:
+        tip = tip_of(thread.snapshots, thread.live) or (None if told else untold(thread.snapshots))
+        if tip is None:
+            raise SnapshotNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
+        await thread.move_to(tip)
+        yield thread
+
+
+@asynccontextmanager
+async def _alone(threads: Threads, name: str) -> AsyncIterator[Thread]:
     thread = threads.named(name)
     async with thread.in_use(), thread.lock, threads.gate:
         try:
             await thread.look_up()
             thread.keep_slot()
-            tip = tip_of(thread.snapshots, thread.live)
-            if tip is None:
-                raise SnapshotNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
-            await thread.move_to(tip)
             yield thread
         finally:
             await to_the_end(threads.rest(thread))
@@ -78,8 +87,33 @@ async def ask(threads: Threads, name: str, question: str, *, recall: bool | None
 
 async def occupancy(threads: Threads, name: str, start: int, end: int | None, columns: int) -> Occupancy:
     """Units that the thread keeps of each part of what it was told. Raises as `at_rest`; InputError."""
-    async with at_rest(threads, name) as thread:
+    async with at_rest(threads, name, told=False) as thread:
         return await thread.context.occupancy(start, end, columns)
+
+
+async def refocus(threads: Threads, name: str, text: str | None) -> int:
+    """Tell the thread's memory what it will be asked about, from where it was told something last; None: about
+    anything. Returns the number of tokens that it was told before. It is stored; if that fails or is cancelled, the
+    thread is as it was.
+
+    Raises:
+        StoreError: it cannot be stored. StaleOwner: another owner saved the thread meanwhile. Otherwise as `at_rest`
+            and `StreamingContext.focus`.
+    """
+    async with threads.exclusive(Request([], thread=name)) as thread:
+        tip = tip_of(thread.snapshots, thread.live)
+        if tip is None:
+            raise SnapshotNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was, or a "
+                                   "focus with the first call that tells it something")
+        await thread.move_to(tip)
+        await thread.feed([], text or "")
+        thread.rest_at(tip)
+        if not await thread.save_again():
+            if thread.stale:
+                raise StaleOwner(f"another owner, such as another process, told thread {name!r} something meanwhile; "
+                                 "the thread is as the other one left it. Expected the focus again")
+            raise StoreError(f"thread {name!r} cannot be saved; expected a store that can be written")
+        return tip.tokens
 
 
 async def rewind(threads: Threads, name: str, *, mark: bytes = b"", generation: int = 0) -> Boundary:
@@ -89,7 +123,7 @@ async def rewind(threads: Threads, name: str, *, mark: bytes = b"", generation: 
         SnapshotNotFound: there is no such boundary. SnapshotError: it cannot be loaded; the thread is as it was.
         InputError: it branches off, in a thread with answers that were appended.
     """
-    async with at_rest(threads, name) as thread:
+    async with _alone(threads, name) as thread:  # not at rest: the newest snapshot may be what is damaged
         chosen = [(number, boundary) for number, boundary in thread.snapshots.values()
                   if (boundary.mark == mark if mark else number == generation)]
         if not chosen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from locret_stream.conversation.matching import reach, reach_behind
@@ -17,8 +19,20 @@ async def tell(threads: Threads, request: Request) -> None:
     If that fails or is cancelled, the thread is as it was.
 
     Raises:
-        StoreError: it cannot be stored. StaleOwner: another owner saved the thread meanwhile. Otherwise as a turn.
+        StoreError: it cannot be stored. StaleOwner: another owner saved the thread meanwhile. TimeoutError. Otherwise
+        as a turn.
     """
+    try:
+        async with asyncio.timeout(request.timeout_s) as limit:
+            await _tell(threads, request)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"the messages were not read within {request.timeout_s} s, waiting for the thread included; "
+                           "expected a longer timeout, or fewer. The thread is as it was") from None
+
+
+async def _tell(threads: Threads, request: Request) -> None:
     async with threads.exclusive(request) as thread:
         behind = await reach_behind(threads, thread, request)
         request, reached = behind or (request, await reach(threads, thread, request))

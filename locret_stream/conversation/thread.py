@@ -310,6 +310,16 @@ class Thread:
         """
         return await to_the_end(self._keep())
 
+    async def save_again(self) -> bool:
+        """Make the boundary where the thread rests a snapshot in place of the one that it is: the memory there was told
+        something that is no message."""
+        boundary = self.live
+        before = None if boundary is None else self.snapshots.pop(boundary.key, None)
+        saved = await self.keep()
+        if boundary is not None and before is not None and not saved:
+            self.snapshots[boundary.key] = before
+        return saved
+
     async def _keep(self) -> bool:
         boundary = self.live
         if self.session is None or boundary is None or self.stale:

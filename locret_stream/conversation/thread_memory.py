@@ -9,7 +9,7 @@ from typing import TypeVar
 from locret_stream.context import Memory
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundaries import PREFIX
-from locret_stream.conversation.boundary_pruning import tip_of
+from locret_stream.conversation.boundary_pruning import tip_of, untold
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError, InputError, StoreError
 from locret_stream.snapshot.transcript import Passage, Transcript, read_transcript
@@ -36,7 +36,7 @@ async def memory(threads: Threads, name: str) -> Memory | None:
     async with thread.in_use(), thread.lock, threads.gate:
         try:
             await thread.look_up()
-            tip = thread.live or tip_of(thread.snapshots, None)
+            tip = thread.live or tip_of(thread.snapshots, None) or untold(thread.snapshots)
             if tip is None:
                 return None
             await thread.move_to(tip)

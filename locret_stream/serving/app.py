@@ -241,6 +241,11 @@ async def fork(request: Request, service: Service) -> Response:
     return json_response({"object": "session", "id": new})
 
 
+async def focus(request: Request, service: Service) -> Response:
+    body, (name, thread) = await read_body(request), thread_of(request)
+    return json_response(await while_there(request, service.focus(thread, name, body)))
+
+
 async def rewind(request: Request, service: Service) -> Response:
     body, (name, thread) = await read_body(request), thread_of(request)
     return json_response(await while_there(request, service.rewind(thread, name, body.get("to"))))
@@ -319,6 +324,7 @@ def make_app(service: Service, keys: Mapping[str, str] | None = None, hosts: tup
         Route(f"{one}/ingest", guarded(upload), methods=["GET", "POST", "PUT"]),
         Route(f"{one}/ask", guarded(ask), methods=post),
         Route(f"{one}/fork", guarded(fork), methods=post),
+        Route(f"{one}/focus", guarded(focus), methods=post),
         Route(f"{one}/rewind", guarded(rewind), methods=post),
         Route(f"{one}/snapshot", guarded(snapshot), methods=post),
         Route(f"{one}/memory", guarded(session_memory), methods=get),

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import End, Part
 from locret_stream.conversation.request import Delivery, Request
 from locret_stream.errors import ConfigError, ContextClosed, SnapshotNotFound
 from locret_stream.serving import chat, names, responses
-from locret_stream.serving.bodies import Json, as_struct
+from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.expiry import DAY_S, keep_expiring
+from locret_stream.serving.limits import Limits
 from locret_stream.serving.metrics import Metrics
+from locret_stream.serving.sessions import Sessions
 from locret_stream.serving.uploads import Incoming, Uploads
 
 if TYPE_CHECKING:  # these load torch
@@ -32,32 +32,7 @@ BUSY_RETRY_S = 1
 DRAINING = "the server is shutting down; the session is as it was before. Expected a later try, or another server"
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much one server takes.
-
-    Args:
-        max_waiting: requests that may wait for a slot; more are refused at once.
-        max_tokens: the most tokens of an answer. usual_tokens: of one whose request says nothing.
-        timeout_s: the most seconds of a turn, waiting included, if the request does not say less.
-        unnamed_days: how long responses that named no session can be gone on from, counted from the last one.
-    """
-
-    max_waiting: int = 64
-    max_tokens: int = 4096
-    usual_tokens: int = 512
-    timeout_s: float = 600.0
-    unnamed_days: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_waiting", 0), ("max_tokens", 1), ("usual_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        for name in ("timeout_s", "unnamed_days"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected a number above 0")
-
-
-class Service:
+class Service(Sessions):
     """The sessions of one runtime, on one event loop; `start` and `aclose` it. Sessions are named by their threads.
 
     Args:
@@ -211,6 +186,11 @@ class Service:
         sampling = self._sampling(body)
         if schema is not None:
             if tools and told:
+        timeout_s = self._timeout(body)
+        return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s,
+                       focus=body.focus, recall=body.recall, sampling=sampling, **fields)
+
+    def _timeout(self, body: chat.Sampled) -> float:
                 raise ApiError(400, "a JSON schema for the answer was given beside tools that the model may call; "
                                "expected tool_choice='none', or no tools", param="tools", code="schema_beside_tools")
             sampling["schema"] = json.dumps(schema, ensure_ascii=False)
@@ -218,8 +198,7 @@ class Service:
         if not 0 < timeout_s <= self.limits.timeout_s:
             raise ApiError(400, f"timeout is {timeout_s}; expected more than 0 and at most {self.limits.timeout_s}",
                            param="timeout")
-        return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s,
-                       focus=body.focus, recall=body.recall, sampling=sampling, **fields)
+        return timeout_s
 
     def _sampling(self, body: chat.Sampled) -> Json:
         sampling = body.sampling(min(self.limits.usual_tokens, self.limits.max_tokens), self.limits.max_tokens)
@@ -290,130 +269,6 @@ class Service:
 
         return response, response.events(parts())
 
-    # -- conversations ----------------------------------------------------------------------------------------
-
-    async def create(self, thread: str) -> bool:
-        """Store a conversation that was told nothing; False if there is one of that name."""
-        from locret_stream.conversation.standing import create
-        with self.admitted("create"):
-            return await create(self.threads, thread)
-
-    async def tell(self, thread: str, items: list[Json]) -> None:
-        """Items that a conversation is told and does not answer. Raises ApiError 400."""
-        from locret_stream.conversation.telling import tell
-        with self.admitted("tell"):
-            await tell(self.threads, Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
-                                             timeout_s=self.limits.timeout_s))
-
-    # -- sessions ---------------------------------------------------------------------------------------------
-
-    async def sessions(self, tenant: str) -> list[Json]:
-        """The stored sessions of a tenant."""
-        from locret_stream.conversation.thread_memory import stored_threads
-        found = await stored_threads(self.threads)
-        return [{"id": name.removeprefix(tenant), "object": "session"} for name in found if name.startswith(tenant)]
-
-    async def session(self, thread: str, session: str) -> Json:
-        """What is kept of a session. Raises ApiError 404."""
-        from locret_stream.conversation.standing import boundaries
-        rows = await boundaries(self.threads, thread)
-        if not rows:
-            raise unknown_session(session)
-        return {"id": session, "object": "session", "boundaries": [
-            {"number": number, "tokens": boundary.tokens, "role": boundary.role, "stream": boundary.stream,
-             "response": names.response_id(session, boundary.mark) if boundary.mark else None}
-            for number, boundary in rows]}
-
-    async def memory(self, thread: str, session: str) -> Json:
-        """Figures of a session's memory. Raises ApiError 404."""
-        from locret_stream.conversation.thread_memory import memory
-        with self.admitted("memory"):
-            found = await memory(self.threads, thread)
-        if found is None:
-            raise unknown_session(session)
-        return {"id": session, "object": "session.memory", **msgspec.to_builtins(found)}
-
-    async def map(self, thread: str, start: int, end: int | None, columns: int) -> Json:
-        """Units that a session keeps of each part of what it was told. Raises ApiError 404, InputError."""
-        from locret_stream.conversation.standing import occupancy
-        with self.admitted("map"):
-            named = self.threads.named(thread)
-            if named.open and named.lock.locked():  # a turn runs: as it is at this moment
-                found = await named.context.occupancy(start, end, columns)
-            else:
-                found = await occupancy(self.threads, thread, start, end, columns)
-        return {"object": "session.map", "start": found.start, "end": found.end, "tokens": found.position,
-                "pending": found.pending, "column": found.column, "kept": found.kept}
-
-    async def text(self, thread: str, session: str, start: int, end: int | None, column: int | None = None) -> Json:
-        """What a session was told between two positions, from its log. Raises ApiError 404.
-
-        Args:
-            column: also the text cut every so many tokens, as the columns of `map`.
-        """
-        from locret_stream.conversation.thread_memory import recall, text_in_columns
-        with self.admitted("text"):
-            if column is not None:
-                cut = await text_in_columns(self.threads, thread, start, end, column)
-                if cut is None:
-                    raise unknown_session(session)
-                return {"object": "session.text", **msgspec.to_builtins(cut[0]), "column": column, "pieces": cut[1]}
-            found = await recall(self.threads, thread, "", start, end, 1)
-        if not found:
-            raise unknown_session(session)
-        return {"object": "session.text", **msgspec.to_builtins(found[0])}
-
-    async def search(self, thread: str, words: str, limit: int) -> Json:
-        """Passages of a session's log that have these words, whether its memory keeps them or not."""
-        from locret_stream.conversation.thread_memory import recall
-        with self.admitted("search"):
-            found = await recall(self.threads, thread, words, None, None, limit)
-        return {"object": "list", "data": [msgspec.to_builtins(passage) for passage in found]}
-
-    async def ask(self, thread: str, body: Mapping[str, Any]) -> Json:
-        """The answer to a question on a copy of a session's memory."""
-        from locret_stream.conversation.standing import ask
-        question = body.get("question")
-        if not isinstance(question, str) or not question.strip():
-            raise ApiError(400, "question is missing or empty; expected a text", param="question")
-        given = as_struct(body, chat.Sampled)
-        with self.admitted("ask"):
-            async with asyncio.timeout(self.limits.timeout_s):
-                asked = await ask(self.threads, thread, question, recall=given.recall, **self._sampling(given))
-        return {"object": "session.answer", "answer": asked.text, "recalled": asked.recalled}
-
-    async def fork(self, thread: str, new: str) -> None:
-        """Let a new session go on from where one is. Raises as `conversation.forking.fork`."""
-        from locret_stream.conversation.forking import fork
-        with self.admitted("fork"):
-            await fork(self.threads, thread, new)
-
-    async def rewind(self, thread: str, session: str, to: Any) -> Json:
-        """Go back to the end of an earlier response, or to the boundary of a number; what came later is deleted."""
-        from locret_stream.conversation.standing import rewind
-        if isinstance(to, str):
-            owner, mark = names.parse_response_id(to)
-            if owner != session:
-                raise ApiError(400, "to is a response of another session; expected one of this", param="to")
-            chosen: dict[str, Any] = {"mark": mark}
-        elif isinstance(to, int) and not isinstance(to, bool):
-            chosen = {"generation": to}
-        else:
-            raise ApiError(400, "to is missing; expected the id of a response, or the number of a boundary", param="to")
-        with self.admitted("rewind"):
-            boundary = await rewind(self.threads, thread, **chosen)
-        return {"object": "session", "id": session, "tokens": boundary.tokens}
-
-    async def snapshot(self, thread: str, session: str) -> Json:
-        """Make a session durable where it rests; `saved` says whether anything of it was at hand."""
-        return {"object": "session", "id": session, "saved": await self.threads.make_durable(thread)}
-
-    async def forget(self, thread: str, session: str) -> None:
-        """Delete a session and its forks, every file of them. Raises ApiError 404."""
-        await self.uploads.abort(thread)
-        if not await self.threads.forget(thread):
-            raise unknown_session(session)
-
     # -- streams ----------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
@@ -441,7 +296,3 @@ class Service:
     def load(self) -> int:
         """Requests that run or wait for a slot, and streams that are taken in."""
         return self._running + (0 if self._threads is None else len(self._threads.absorbing))
-
-
-def unknown_session(session: str) -> ApiError:
-    return ApiError(404, f"there is no session {session!r}, or it was told nothing", code="session_not_found")

@@ -15,8 +15,9 @@ from locret_serve.remote import RemoteService
 from locret_serve.replicas import ReplicaDied
 from locret_stream import Store
 from locret_stream.serving.app import make_app
+from locret_stream.serving.limits import Limits
 from locret_stream.serving.server import Server
-from locret_stream.serving.service import Limits, Service
+from locret_stream.serving.service import Service
 from tests.langchain.support import runtime
 from tests.serving.support import MODEL, Served
 

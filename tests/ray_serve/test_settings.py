@@ -19,6 +19,7 @@ from locret_stream.conversation.parts import Call, End, Part
 from locret_stream.errors import ConfigError
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.service import Service
+from locret_stream.serving.sessions import Sessions
 from tests.processes import run_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_cluster.yaml"
@@ -81,15 +82,16 @@ def test_another_answer_is_found_out(parts: list[Part | End]):
 
 def test_the_remote_service_has_its_own_of_all_that_needs_a_runtime():
     """What it takes over from `Service` uses nothing that a service without a runtime lacks."""
-    taken_over = {name for name, value in vars(Service).items()
+    whole = {**vars(Sessions), **vars(Service)}
+    taken_over = {name for name, value in whole.items()
                   if inspect.isfunction(value) or isinstance(value, property)} - vars(RemoteService).keys()
     taken_over.discard("threads")  # it says that there are none
     lacks = re.compile(r"self\.(runtime|threads|_threads|uploads|_tool_prompt|_expiring)\b")
     using = [name for name in sorted(taken_over) if lacks.search(inspect.getsource(
-        value.fget if isinstance(value := vars(Service)[name], property) else value))]
+        value.fget if isinstance(value := whole[name], property) else value))]
     assert using == []
-    for name in vars(Service).keys() & vars(RemoteService).keys():
-        theirs, ours = vars(Service)[name], vars(RemoteService)[name]
+    for name in whole.keys() & vars(RemoteService).keys():
+        theirs, ours = whole[name], vars(RemoteService)[name]
         if inspect.isfunction(theirs) and name != "__init__":
             assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters), name
 

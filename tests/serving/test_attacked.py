@@ -14,7 +14,7 @@ import pytest
 
 from locret_stream.conversation.threads import THREADS, Threads
 from locret_stream.serving import server, streams, uploads
-from locret_stream.serving.service import Limits
+from locret_stream.serving.limits import Limits
 from tests.langchain.support import Script
 from tests.serving.support import Served, serving
 from tests.serving.test_left import wait_until

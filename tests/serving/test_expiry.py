@@ -8,7 +8,7 @@ import pytest
 
 from locret_stream.errors import ConfigError
 from locret_stream.serving.expiry import expire
-from locret_stream.serving.service import Limits
+from locret_stream.serving.limits import Limits
 from tests.langchain.support import Script
 from tests.serving.support import Served, serving
 

@@ -18,7 +18,7 @@ import pytest
 from locret_stream.cli.serve import read_keys
 from locret_stream.errors import ConfigError
 from locret_stream.serving import app, server
-from locret_stream.serving.service import Limits
+from locret_stream.serving.limits import Limits
 from tests.langchain.support import Script
 from tests.processes import start_python
 from tests.serving.support import MODEL, Served, serving

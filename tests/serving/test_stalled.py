@@ -33,7 +33,8 @@ def hasty(script: Script, tmp_path: Path) -> Iterator[Served]:
 
 def send(served: Served, line: socket.socket, query: str = "", accept: str = "") -> None:
     """The beginning of an upload: its head and one piece."""
-    head = f"POST /v1/sessions/log/ingest{query} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n{accept}\r\n"
+    head = (f"POST /v1/sessions/log/ingest{query} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+            f"{accept}\r\n")
     line.settimeout(20)
     line.sendall(head.encode() + b"%x\r\n%s\r\n" % (len(PIECE), PIECE))
 

@@ -17,7 +17,7 @@ from locret_serve.remote import RemoteService
 from locret_serve.replicas import ReplicaDied
 from locret_stream.serving.app import make_app
 from locret_stream.serving.errors import ApiError
-from locret_stream.serving.service import Limits
+from locret_stream.serving.limits import Limits
 
 GONE = (RayActorError, ReplicaUnavailableError, WorkerCrashedError, ObjectLostError)
 

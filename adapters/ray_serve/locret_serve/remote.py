@@ -23,8 +23,9 @@ from locret_stream.errors import SnapshotNotFound
 from locret_stream.serving import names, responses
 from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
+from locret_stream.serving.limits import Limits
 from locret_stream.serving.metrics import Metrics, merged
-from locret_stream.serving.service import DRAINING, Limits, Service
+from locret_stream.serving.service import DRAINING, Service
 from locret_stream.serving.uploads import Incoming
 
 GIVE_UP_S = 60.0  # after the first death: how long another replica is looked for
@@ -184,6 +185,9 @@ class RemoteService(Service):
 
     async def ask(self, thread: str, body: Mapping[str, Any]) -> Json:
         return await self._do(thread, "call", "ask", thread, dict(body))
+
+    async def focus(self, thread: str, session: str, body: Mapping[str, Any]) -> Json:
+        return await self._do(thread, "call", "focus", thread, session, dict(body))
 
     async def rewind(self, thread: str, session: str, to: Any) -> Json:
         return await self._do(thread, "call", "rewind", thread, session, to)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from locret_stream.errors import ConfigError
-from locret_stream.serving.service import Limits
+from locret_stream.serving.limits import Limits
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

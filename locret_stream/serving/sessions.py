@@ -1,0 +1,192 @@
+"""What requests mean for sessions and conversations beside their answers: what they are told, hold and keep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from locret_stream.conversation.request import Request
+from locret_stream.serving import chat, names, responses
+from locret_stream.serving.bodies import Json, as_struct
+from locret_stream.serving.errors import ApiError
+from locret_stream.serving.limits import Limits
+
+if TYPE_CHECKING:  # the first loads torch
+    from locret_stream.conversation.threads import Threads
+    from locret_stream.serving.uploads import Uploads
+
+
+class Sessions:
+    """A part of `Service`, which has these beside it."""
+
+    limits: Limits
+    uploads: Uploads
+
+    if TYPE_CHECKING:
+        @property
+        def threads(self) -> Threads: ...
+        def admitted(self, kind: str) -> AbstractContextManager[None]: ...
+        def check_model(self, body: Mapping[str, Any]) -> None: ...
+        def _sampling(self, body: chat.Sampled) -> Json: ...
+        def _timeout(self, body: chat.Sampled) -> float: ...
+
+    @asynccontextmanager
+    async def _in_time(self, kind: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """A place among the requests, for as long as a turn may take. Raises as `admitted`; TimeoutError."""
+        timeout_s = self.limits.timeout_s if timeout_s is None else timeout_s
+        with self.admitted(kind):
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    yield
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise TimeoutError(f"{kind} was not done within {timeout_s} s, waiting for the session included; "
+                                   "expected a longer timeout, or another try once the session is free") from None
+
+    # -- conversations ----------------------------------------------------------------------------------------
+
+    async def create(self, thread: str) -> bool:
+        """Store a conversation that was told nothing; False if there is one of that name."""
+        from locret_stream.conversation.standing import create
+        async with self._in_time("create"):
+            return await create(self.threads, thread)
+
+    async def tell(self, thread: str, items: list[Json]) -> None:
+        """Items that a conversation is told and does not answer. Raises ApiError 400; TimeoutError: nothing of them
+        stays."""
+        from locret_stream.conversation.telling import tell
+        with self.admitted("tell"):
+            await tell(self.threads, Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
+                                             timeout_s=self.limits.timeout_s))
+
+    # -- sessions ---------------------------------------------------------------------------------------------
+
+    async def sessions(self, tenant: str) -> list[Json]:
+        """The stored sessions of a tenant."""
+        from locret_stream.conversation.thread_memory import stored_threads
+        found = await stored_threads(self.threads)
+        return [{"id": name.removeprefix(tenant), "object": "session"} for name in found if name.startswith(tenant)]
+
+    async def session(self, thread: str, session: str) -> Json:
+        """What is kept of a session. Raises ApiError 404."""
+        from locret_stream.conversation.standing import boundaries
+        rows = await boundaries(self.threads, thread)
+        if not rows:
+            raise unknown_session(session)
+        return {"id": session, "object": "session", "boundaries": [
+            {"number": number, "tokens": boundary.tokens, "role": boundary.role, "stream": boundary.stream,
+             "response": names.response_id(session, boundary.mark) if boundary.mark else None}
+            for number, boundary in rows]}
+
+    async def memory(self, thread: str, session: str) -> Json:
+        """Figures of a session's memory. Raises ApiError 404."""
+        from locret_stream.conversation.thread_memory import memory
+        with self.admitted("memory"):
+            found = await memory(self.threads, thread)
+        if found is None:
+            raise unknown_session(session)
+        return {"id": session, "object": "session.memory", **msgspec.to_builtins(found)}
+
+    async def map(self, thread: str, start: int, end: int | None, columns: int) -> Json:
+        """Units that a session keeps of each part of what it was told. Raises ApiError 404, InputError."""
+        from locret_stream.conversation.standing import occupancy
+        with self.admitted("map"):
+            named = self.threads.named(thread)
+            if named.open and named.lock.locked():  # a turn runs: as it is at this moment
+                found = await named.context.occupancy(start, end, columns)
+            else:
+                found = await occupancy(self.threads, thread, start, end, columns)
+        return {"object": "session.map", "start": found.start, "end": found.end, "tokens": found.position,
+                "pending": found.pending, "column": found.column, "kept": found.kept}
+
+    async def text(self, thread: str, session: str, start: int, end: int | None, column: int | None = None) -> Json:
+        """What a session was told between two positions, from its log. Raises ApiError 404.
+
+        Args:
+            column: also the text cut every so many tokens, as the columns of `map`.
+        """
+        from locret_stream.conversation.thread_memory import recall, text_in_columns
+        with self.admitted("text"):
+            if column is not None:
+                cut = await text_in_columns(self.threads, thread, start, end, column)
+                if cut is None:
+                    raise unknown_session(session)
+                return {"object": "session.text", **msgspec.to_builtins(cut[0]), "column": column, "pieces": cut[1]}
+            found = await recall(self.threads, thread, "", start, end, 1)
+        if not found:
+            raise unknown_session(session)
+        return {"object": "session.text", **msgspec.to_builtins(found[0])}
+
+    async def search(self, thread: str, words: str, limit: int) -> Json:
+        """Passages of a session's log that have these words, whether its memory keeps them or not."""
+        from locret_stream.conversation.thread_memory import recall
+        with self.admitted("search"):
+            found = await recall(self.threads, thread, words, None, None, limit)
+        return {"object": "list", "data": [msgspec.to_builtins(passage) for passage in found]}
+
+    async def ask(self, thread: str, body: Mapping[str, Any]) -> Json:
+        """The answer to a question on a copy of a session's memory. Raises ApiError 400, 404; TimeoutError."""
+        from locret_stream.conversation.standing import ask
+        self.check_model(body)
+        question = body.get("question")
+        if not isinstance(question, str) or not question.strip():
+            raise ApiError(400, "question is missing or empty; expected a text", param="question")
+        given = as_struct(body, chat.Sampled)
+        async with self._in_time("ask", self._timeout(given)):
+            asked = await ask(self.threads, thread, question, recall=given.recall, **self._sampling(given))
+        return {"object": "session.answer", "answer": asked.text, "recalled": asked.recalled}
+
+    async def fork(self, thread: str, new: str) -> None:
+        """Let a new session go on from where one is. Raises as `conversation.forking.fork`; TimeoutError: there is no
+        new one."""
+        from locret_stream.conversation.forking import fork
+        async with self._in_time("fork"):
+            await fork(self.threads, thread, new)
+
+    async def focus(self, thread: str, session: str, body: Mapping[str, Any]) -> Json:
+        """Tell a session what it will be asked about; None: about anything. Raises ApiError 400, 404; otherwise as
+        `conversation.standing.refocus`."""
+        from locret_stream.conversation.standing import refocus
+        text = body.get("focus", body)
+        if text is not None and not isinstance(text, str):
+            raise ApiError(400, "focus is missing, or no text; expected what the session will be asked about, or null "
+                           "for anything", param="focus")
+        async with self._in_time("focus"):
+            tokens = await refocus(self.threads, thread, text)
+        return {"object": "session", "id": session, "focus": text, "tokens": tokens}
+
+    async def rewind(self, thread: str, session: str, to: Any) -> Json:
+        """Go back to the end of an earlier response, or to the boundary of a number; what came later is deleted. It may
+        be deleted though this raises TimeoutError."""
+        from locret_stream.conversation.standing import rewind
+        if isinstance(to, str):
+            owner, mark = names.parse_response_id(to)
+            if owner != session:
+                raise ApiError(400, "to is a response of another session; expected one of this", param="to")
+            chosen: dict[str, Any] = {"mark": mark}
+        elif isinstance(to, int) and not isinstance(to, bool):
+            chosen = {"generation": to}
+        else:
+            raise ApiError(400, "to is missing; expected the id of a response, or the number of a boundary", param="to")
+        async with self._in_time("rewind"):
+            boundary = await rewind(self.threads, thread, **chosen)
+        return {"object": "session", "id": session, "tokens": boundary.tokens}
+
+    async def snapshot(self, thread: str, session: str) -> Json:
+        """Make a session durable where it rests; `saved` says whether anything of it was at hand."""
+        return {"object": "session", "id": session, "saved": await self.threads.make_durable(thread)}
+
+    async def forget(self, thread: str, session: str) -> None:
+        """Delete a session and its forks, every file of them. Raises ApiError 404."""
+        await self.uploads.abort(thread)
+        if not await self.threads.forget(thread):
+            raise unknown_session(session)
+
+
+def unknown_session(session: str) -> ApiError:
+    return ApiError(404, f"there is no session {session!r}, or it was told nothing", code="session_not_found")
