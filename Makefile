@@ -1,5 +1,6 @@
 # Everything runs in .venv, which is made on first use and only remade when the requirements change.
 #   make demo [ARGS="--tokens 50000"]    make test [ARGS="-k laws"]    make lint    make clean
+#   make test-all            also the tests that repeat at length what others show: what continuous integration runs
 #   make chat [ARGS="book.txt"]   a chat with SmolLM2 that remembers from one call to the next; 93 MB at the first one
 #   make docs                the pages of docs/ as a site, in site/; no network once what it needs is installed
 #   PYTHON=/path/to/python   the interpreter to make .venv from (3.11 or newer)
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 DOCS := $(VENV)/.docs-installed
 CHAT := $(VENV)/.chat-installed
 
-.PHONY: venv demo chat test lint docs clean
+.PHONY: venv demo chat test test-all lint docs clean
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)
@@ -50,6 +51,9 @@ chat: $(CHAT)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,19 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`thorough(but=n)`: the first n cases of that test are none of the thorough ones."""
+    seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("thorough")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if seen[test] <= mark.kwargs.get("but", 0):
+                item.own_markers.remove(mark)
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ def expect_whole(found: dict[str, Any]) -> None:
     assert found["full"].keys() == {"64", "96"}
 
 
+@pytest.mark.thorough
 def test_the_script_for_a_gpu_runs_at_toy_sizes():
     found = gpu_small(LOCRET_KERNELS="torch")
     expect_whole(found)
@@ -73,6 +74,7 @@ def long_memory(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[dict[str, 
     return run
 
 
+@pytest.mark.thorough
 def test_a_long_memory_is_measured_in_parts_and_drawn(tmp_path, long_memory, monkeypatch):
     (tmp_path / "book.txt").write_text("".join(f"It was the {day} of May; it rained.\nWe\nstayed.\n\n"
                                                for day in range(400)))

@@ -188,6 +188,7 @@ def test_another_run_adds_to_the_maps(small: list[str], tmp_path: Path):
 
 
 @PLOTS
+@pytest.mark.thorough
 def test_maps_are_made_again_of_heads_that_were_trained_again(model: Path, small: list[str], tmp_path: Path):
     heads = tmp_path / "heads"
     shutil.copytree(model / "heads", heads)
@@ -202,6 +203,7 @@ def test_maps_are_made_again_of_heads_that_were_trained_again(model: Path, small
     assert "making maps of 1 variant" in invoke(*here)[2]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_what_is_done(small: list[str], tmp_path: Path):
     many = [word for units in range(40, 64) for word in ("--budget", units)]
     process = start("eval", *small, *many, "--out", tmp_path, "--task", "passkey", "--questions", 2, "--policy", "h2o")

@@ -74,6 +74,7 @@ def test_preferences_are_of_words_that_no_heads_were_trained_with(script: Any):
     assert not made & mine
 
 
+@pytest.mark.thorough
 def test_a_dialogue_goes_on_in_another_process_and_is_kept(script: Any, tmp_path: Path):
     found = run(tmp_path, "bundled", "locret,gathered_recent", 6, 2)
     one = json.loads((tmp_path / "out" / "locret-0.json").read_text())

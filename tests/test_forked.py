@@ -136,6 +136,7 @@ def test_every_use_of_a_runtime_in_a_forked_process_is_refused_at_once(tmp_path:
     assert told["stored"] == [1], "the parent's own, saved when it closed"
 
 
+@pytest.mark.thorough
 def test_every_use_of_a_sync_context_in_a_forked_process_is_refused_at_once(tmp_path: Path):
     assert len(expect_refused(SYNC, tmp_path)["uses"]) == 5
 

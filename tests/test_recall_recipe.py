@@ -164,6 +164,7 @@ def test_keys_double_when_answers_are_right_and_lessons_end_with_all_of_them(tau
     assert states[99][0] == 0, "all keys, but repeated segments are not yet gone on with"
 
 
+@pytest.mark.thorough
 def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(text, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--minutes", "60"])
     tokenizer = data.train_tokenizer(text, 1664)
@@ -191,6 +192,7 @@ def test_a_stopped_training_goes_on_with_its_weights_optimisers_and_lessons(text
     assert seeded.lessons == lessons.DONE and len(seeded.optimizers) == 1
 
 
+@pytest.mark.thorough
 def test_sequences_grow_by_accuracy_or_else_by_time(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--text", "-", "--tokens", "512"])
     run = recipe.Run(recipe.parse(), writer.tokenizer, "text")
@@ -209,6 +211,7 @@ def test_sequences_grow_by_accuracy_or_else_by_time(writer, tmp_path, monkeypatc
     assert run.stage == len(recipe.STAGES) - 1
 
 
+@pytest.mark.thorough
 def test_only_a_training_without_circuits_needs_a_vocabulary_for_lessons(writer, tmp_path, monkeypatch):
     few = ["", "--out", str(tmp_path), "--text", "-", "--minutes", "0.001"]
     monkeypatch.setattr(sys, "argv", [*few, "--seeded"])

@@ -93,6 +93,7 @@ def test_demo_takes_no_stream_that_can_be_read_only_once(small: list[str], tmp_p
     assert "pipe is a pipe or a device" in mistake("demo", "--stream", tmp_path / "pipe", *small)
 
 
+@pytest.mark.thorough
 def test_demo_starts_its_new_process_without_another_stores_key(small: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCRET_KEY", "5a" * 32)
     monkeypatch.setenv("LOCRET_STORE", "s3://nowhere/memories")

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -161,6 +162,7 @@ def test_a_background_may_be_conversations(tiny: Path, tmp_path: Path, monkeypat
     assert f"{plain}:1: " in mistake(*train)
 
 
+@pytest.mark.thorough
 def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     data, heads, log = pairs(tmp_path), tmp_path / "heads", tmp_path / "service.log"
     log.write_text("".join(f"service {n} answers in {n % 7} ms\n" for n in range(100)) + "no newline at the end")
@@ -195,6 +197,7 @@ def test_heads_are_tuned_behind_a_text(tiny: Path, tmp_path: Path):
     assert "--background" in mistake(*train[:-1], tmp_path, *tune)
 
 
+@pytest.mark.thorough
 def test_train_heads_reads_its_data_once(tiny: Path, tmp_path: Path):
     """As of `--data <(...)`, whatever is made of the heads then."""
     pipe, data = tmp_path / "pipe", pairs(tmp_path)

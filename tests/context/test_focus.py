@@ -203,6 +203,7 @@ async def test_it_waits_in_the_store_with_the_rest(tmp_path: Path):
         expect_same(await snap(ctx), before)
 
 
+@pytest.mark.thorough
 async def test_another_grid_and_policy_rebuild_it_too(tmp_path: Path):
     async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True, focus=QUERY) as ctx:
         await ctx.feed(LONG)
@@ -225,6 +226,7 @@ async def test_another_grid_and_policy_rebuild_it_too(tmp_path: Path):
             await runtime.open("a", on_mismatch="rebuild").__aenter__()
 
 
+@pytest.mark.thorough
 async def test_behind_a_reply_that_left_more_than_a_chunk_pending_it_is_not_lost(tmp_path: Path):
     """A reply's closing literals are queued, not committed: what is given behind them comes into force behind them."""
     async with tiny(store=tmp_path) as runtime:

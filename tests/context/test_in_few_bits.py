@@ -18,6 +18,7 @@ TOLD = TEXT * 6
 
 
 @pytest.mark.parametrize("bits", [8, 4, (8, 4), (16, 4)])
+@pytest.mark.thorough(but=1)
 def test_a_session_is_resumed_as_it_was(tmp_path: Path, bits: Any):
     async def main() -> None:
         async with tiny(store=tmp_path, store_bits=bits) as runtime, runtime.open("a") as ctx:
@@ -36,6 +37,7 @@ def test_a_session_is_resumed_as_it_was(tmp_path: Path, bits: Any):
 
 
 @pytest.mark.parametrize(("first", "second"), [(4, 8), (4, 16), (16, 8), ((8, 4), (4, 8))])
+@pytest.mark.thorough(but=1)
 def test_a_session_of_other_bits_is_refused_and_can_be_read_again(tmp_path: Path, first: Any, second: Any):
     async def main() -> None:
         async with tiny(store=tmp_path, store_bits=first) as runtime, runtime.open("a") as ctx:

@@ -92,6 +92,7 @@ async def test_a_context_without_a_store_or_a_name_keeps_its_slot(tmp_path: Path
 
 
 @pytest.mark.parametrize("use", ["feed", "ask", "generate", "snapshot"])
+@pytest.mark.thorough(but=1)
 async def test_the_context_that_was_idle_longest_is_swapped_out_first(tmp_path: Path, use: str):
     """In whatever order they were opened and used. A question is a use, and so is a feed."""
     async def used(context: StreamingContext) -> None:

@@ -37,6 +37,7 @@ def engine_of(policy: str, on: str) -> Engine:
 
 
 @pytest.mark.parametrize(("on", "policy"), MATRIX)
+@pytest.mark.thorough(but=2)
 def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
     """The kernels round in other places than torch: the same units stay, and their tensors agree to 1e-4."""
     states, ids = {}, ids_of(5 * CHUNK + 3)
@@ -59,6 +60,7 @@ def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.thorough(but=1)
 def test_both_dispatches_keep_the_same_units_in_few_bits(bits: int, monkeypatch):
     """A channel between two codes may get either of them."""
     states, ids = {}, ids_of(4 * CHUNK + 3)
@@ -81,6 +83,7 @@ def test_both_dispatches_keep_the_same_units_in_few_bits(bits: int, monkeypatch)
     torch.testing.assert_close(logits, expected_logits, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.thorough
 def test_law_2_the_committed_state_is_a_function_of_the_tokens(triton):
     """Bit for bit: in pieces, with answers between, beside a neighbour, in another slot."""
     engine, ids = engine_of("h2o", "llama"), ids_of(3 * CHUNK + 2)
@@ -106,6 +109,7 @@ def test_law_3_exact_while_it_fits(triton, on: str):
 
 
 @pytest.mark.parametrize("on", ["llama", "gpt-oss"])
+@pytest.mark.thorough
 def test_a_focus_stands_in_front(triton, on: str):
     """Exact while it fits; the state is the same for any pieces, after a replacement, and when loaded."""
     engine, query, ids = engine_of("h2o", on), ids_of(4, seed=7), ids_of(2 * CHUNK + 3)
@@ -129,6 +133,7 @@ def test_a_focus_stands_in_front(triton, on: str):
 
 
 @pytest.mark.parametrize("on", ["llama", "gemma3"])
+@pytest.mark.thorough(but=1)
 def test_law_2_a_step_together_agrees_with_steps_alone(triton, on: str):
     engine = engine_of("locret", on)
     states, alone = [], []

@@ -357,6 +357,7 @@ def test_law_1_cap_during_decode_of_five_chunks(policy: str, monkeypatch):
 
 
 @every_policy
+@pytest.mark.thorough(but=2)
 def test_law_2_grid_every_split_commits_the_same(policy: str):
     engine = engine_of(policy)
     ids = ids_of(90, seed=2)

@@ -43,6 +43,7 @@ def arrivals(state: EngineState, monkeypatch: pytest.MonkeyPatch) -> dict[int, t
 @pytest.mark.parametrize(("policy", "on", "bits"), [
     ("locret", "llama", 4), ("sirllm", "llama", 8), ("keydiff", "smollm3", (8, 4)), ("tova", "gemma3", (16, 4)),
     ("h2o", "gpt-oss", 4), ("full", "llama", 4)])
+@pytest.mark.thorough(but=2)
 def test_committed_state_is_a_function_of_the_tokens(policy: str, on: str, bits: int | tuple[int, int]):
     """Laws 1, 2, 4, 7, 9 and 10 over random operations, as for exact units."""
     whole = {"units": 200, "allocation": "uniform"} if policy == "full" else {}

@@ -109,6 +109,7 @@ def test_the_plot_of_foresight_shows_each_policy():
 
 
 @PLOTS
+@pytest.mark.thorough
 def test_everything_is_drawn_as_real_pictures_without_a_display(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     paths = plots.draw(tmp_path, report_of(RESULTS), MAPS, prefix="a_")

@@ -211,6 +211,7 @@ def shuffled(N: int, R: int) -> list[int]:
     (list(range(60, 130)), 130, 1, 2, 24, BF16, None, True),
     (shuffled(90, 40), 90, 1, 2, 80, F16, None, False),
 ])
+@pytest.mark.thorough(but=2)
 def test_reduced(ranks, N, H, G, D, dtype, softcap, sink_logits, given):
     check_reduced(ranks, N, H, G, D, dtype, softcap, sink_logits, given)
 

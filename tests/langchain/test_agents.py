@@ -110,6 +110,7 @@ def expect_kept(answers: list[BaseMessage], figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::langchain_locret.LateWarning")
+@pytest.mark.thorough
 def test_a_graph_of_many_nodes_answers_from_its_stream(tmp_path: Path):
     share, answers, figures = converse(tmp_path, turns=9)
     expect_kept(answers, figures)

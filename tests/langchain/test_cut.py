@@ -46,6 +46,7 @@ def expect_at_rest(threads: Threads) -> None:
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("case", ["new", "live", "edit", "nobody", "absorb"])
+@pytest.mark.thorough(but=1)
 async def test_a_turn_cancelled_at_any_await_leaves_its_thread_as_it_was(tmp_path: Path, case: str, twice: bool):
     with scripted() as script:
         script.say = lambda _: "ok"

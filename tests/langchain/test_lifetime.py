@@ -164,6 +164,7 @@ TORCHAO = re.compile(r"Failed to load \S+/torchao/_C_\S+\.so: Could not load thi
                      r"Enum subclass .*")
 
 
+@pytest.mark.thorough
 def test_the_end_of_the_process_saves_what_its_last_holder_let_go(tmp_path: Path):
     program = """
 import sys
@@ -181,6 +182,7 @@ main()
 
 
 @pytest.mark.parametrize(("store", "what"), [("given", "ingest"), ("temporary", "stream")])
+@pytest.mark.thorough(but=1)
 def test_ctrl_c_and_the_end_of_the_process_are_clean(tmp_path: Path, store: str, what: str):
     import os
     import signal

@@ -35,6 +35,7 @@ def numbers(chat: LocretChatModel) -> list[int]:
 
 @pytest.mark.parametrize("save", ["turn", "run"])
 @pytest.mark.parametrize("max_live", [1, 8])
+@pytest.mark.thorough(but=1)
 def test_side_calls_never_cost_a_thread_the_stream_that_it_absorbed(script: Script, tmp_path: Path, save: str,
                                                                     max_live: int):
     with model(Store(tmp_path, keep_last=6), save=save, max_live=max_live) as chat:
@@ -90,6 +91,7 @@ def test_many_questions_about_one_state_do_not_displace_it(script: Script, tmp_p
         assert len(numbers(chat)) <= 4 + 2, "four of the thread, and those of its last save"
 
 
+@pytest.mark.thorough
 def test_what_a_thread_keeps_is_bounded(script: Script, tmp_path: Path):
     """A thread keeps four times what one lineage may have, its streams, and the newest boundary of each lineage."""
     most = 4

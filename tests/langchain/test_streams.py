@@ -215,6 +215,7 @@ async def test_streams_cancelled_at_random_leave_no_thread_locked(chat: LocretCh
             assert (await chat.ainvoke("hello", thread(str(number)))).text == "You said: hello"
 
 
+@pytest.mark.thorough
 async def test_a_file_is_read_in_parts_of_bounded_size_whatever_its_lines(chat: LocretChatModel, tmp_path: Path):
     file, told = tmp_path / "one-line.json", []
     file.write_text("wörd " * 40_000)

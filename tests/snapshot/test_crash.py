@@ -320,6 +320,7 @@ AT_ANY_CALL = [pytest.param(scenario, key, every, id=f"{scenario.__name__}-{way}
 
 
 @pytest.mark.parametrize(("scenario", "key", "every"), AT_ANY_CALL)
+@pytest.mark.thorough(but=1)
 def test_after_a_power_cut_at_any_call_the_store_holds_old_or_new_and_goes_on(scenario, key, every, tmp_path, spools):
     story = record(scenario, tmp_path / "run", key)
     count = run(story, tmp_path, spools, every)
@@ -422,6 +423,7 @@ def after_a_kill(scenario: Callable[[Story], None], base: Path, key: str | None,
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("scenario", [first_save, forked, deleted_all])
+@pytest.mark.thorough(but=1)
 def test_what_is_saved_after_another_process_died_rests_on_nothing_of_it(scenario, key, tmp_path, spools):
     """Page names, keys, aliases and folders are there and may not be safe: only the dead one would have synced them."""
     assert after_a_kill(scenario, tmp_path, key, spools, 2 if scenario is first_save else 5) > 10
@@ -463,6 +465,7 @@ class Broken(Recorder):
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("fork", [False, True], ids=["session", "fork"])
+@pytest.mark.thorough(but=1)
 def test_an_owner_whose_save_failed_saves_again_and_that_is_safe(tmp_path, key, fork, spools):
     """Whatever call failed: it is reported, the owner is not fenced off by its own remains, and nothing is lost."""
     failed = at = 0

@@ -264,6 +264,7 @@ TestMachine = _case(Machine, 40, 30)
 TestEncrypted = _case(Encrypted, 12, 30)
 TestRemote = _case(Remote, 25, 30)
 TestRemoteEncrypted = _case(RemoteEncrypted, 8, 30)
+TestRemote.pytestmark = TestEncrypted.pytestmark = [pytest.mark.thorough]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -282,6 +282,7 @@ def test_losses_are_those_of_answers_given_token_by_token(name, policy):
 
 
 @pytest.mark.parametrize("policy, layer", [("locret", 0), ("kvzap", 2), ("trimkv", 1)])
+@pytest.mark.thorough(but=1)
 def test_the_only_layer_that_matters_gets_all(tmp_path, policy, layer):
     model = silenced(but=layer)
     heads = saved_heads(model, tmp_path, policy)

@@ -198,6 +198,7 @@ def test_in_a_full_memory_short_examples_do(tmp_path):
         tune(model, saved_heads(model, tmp_path / "tiny"), one_chunk, config, background=background)
 
 
+@pytest.mark.thorough
 def test_heads_learn_what_to_hold_against_a_text_that_examples_do_not_show(tmp_path):
     """Examples are noise of three ids, and the text has others, about which the examples alone teach too little."""
     model, loss = finder()

@@ -133,6 +133,7 @@ def student_of(attachment, heads, budgets, **more) -> Student:
                                           ("smollm3", "locret"), ("gemma3", "locret"), ("gpt-oss", "locret"),
                                           ("phi3-partial", "locret")])
 @torch.no_grad()
+@pytest.mark.thorough(but=1)
 def test_with_hard_gates_it_is_the_engine(name, policy):
     """Budgets, chunks, protection, ranks and sliding layers that keep less than their window are as in the engine."""
     attachment = models.attach(make(name))

@@ -50,6 +50,7 @@ def same(one, two) -> bool:
     ("attention", dict(bias=True, kernel=3)), ("attention", dict(layers=(0, 2))),
     ("logprob", dict(features="hidden")), ("logprob", dict(features="hidden", output="retention", input_norm=True)),
 ])
+@pytest.mark.thorough(but=2)
 def test_training_learns_what_held_out_examples_need(tmp_path, label, more):
     model = make("llama")  # what its embeddings share is in every query, so that some tokens matter to all replies
     shared = torch.randn(64, generator=torch.Generator().manual_seed(3))
@@ -282,6 +283,7 @@ def test_a_background_is_part_of_a_run_that_goes_on_bit_for_bit(model, tmp_path)
     assert not any(name.startswith("fc1.0.") for name in weights(tmp_path / "whole"))
 
 
+@pytest.mark.thorough
 def test_heads_learn_to_score_the_background_lower(model, tmp_path):
     examples, text = make_examples(24, vocab=200), torch.randint(200, 401, (4000,)).tolist()
     config = msgspec.structs.replace(RANKED, layers=None, steps=60, width=64, lr=5e-3)

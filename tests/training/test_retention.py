@@ -111,6 +111,7 @@ def full_with_windows(attachment, ids):
     return attachment.hidden(ids, step)
 
 
+@pytest.mark.thorough
 def test_rates_learn_what_is_to_last(tmp_path):
     model, loss = finder()
     assert loss < 0.05

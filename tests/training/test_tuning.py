@@ -112,6 +112,7 @@ def finder(steps: int = 50):
     return model, loss.item()
 
 
+@pytest.mark.thorough
 def test_heads_that_evict_the_wrong_units_learn_better(tmp_path):
     model, loss = finder()
     assert loss < 0.05
@@ -201,6 +202,7 @@ def test_a_finished_one_is_returned_and_another_starts_from_the_first_heads(mode
 
 
 @pytest.mark.parametrize("how", ["renamed", "trained anew"])
+@pytest.mark.thorough
 def test_first_heads_that_were_put_back_by_hand_are_not_called_tuned(how, model, examples, tmp_path, monkeypatch):
     division = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1))
     folder = saved_heads(model, tmp_path)
@@ -255,6 +257,7 @@ def test_training_anew_forgets_it(model, examples, tmp_path, monkeypatch):
                                                          "heads.safetensors"}
 
 
+@pytest.mark.thorough
 def test_an_allocation_is_made_anew_for_tuned_heads(model, examples, tmp_path, monkeypatch):
     division = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1))
     folder = saved_heads(model, tmp_path)
@@ -270,6 +273,7 @@ def test_an_allocation_is_made_anew_for_tuned_heads(model, examples, tmp_path, m
 
 
 @pytest.mark.parametrize("stopped", range(8))
+@pytest.mark.thorough(but=1)
 def test_forgetting_goes_on_where_it_was_stopped(stopped: int, model, examples, tmp_path, monkeypatch):
     """It may stop after any of its changes to the folder."""
     division = AllocationConfig(units=12, chunk_size=12, sinks=1, stabilizers=1, examples=4, factors=(1 / 4, 1))
@@ -301,6 +305,7 @@ def test_forgetting_goes_on_where_it_was_stopped(stopped: int, model, examples, 
 
 @pytest.mark.parametrize("name", ["allocation.json", FIRST_ALLOCATION])
 @pytest.mark.parametrize("damage", [b'{"config": {}}', b"", b'{"policy": "\xff"}'])
+@pytest.mark.thorough(but=1)
 def test_a_damaged_allocation_is_named_before_anything_is_forgotten(name, damage, model, examples, tmp_path,
                                                                     monkeypatch):
     folder = saved_heads(model, tmp_path)
@@ -392,6 +397,7 @@ def stopped_at(model, folder: Path, examples, step: int, **more) -> None:
         tune(model, folder, examples, msgspec.structs.replace(QUICK, **more), progress=stop)
 
 
+@pytest.mark.thorough
 def test_a_tuning_whose_file_was_removed_begins_anew(model, examples, tmp_path):
     """The message promises it; the checkpoint and metrics that are left have unknown settings."""
     folder = saved_heads(model, tmp_path)
@@ -413,6 +419,7 @@ def test_a_checkpoint_of_another_tuning_is_refused(model, examples, tmp_path):
         tune(model, folder, examples, msgspec.structs.replace(QUICK, lr=0.05))
 
 
+@pytest.mark.thorough
 def test_lost_metrics_are_reported_and_leftovers_of_a_kill_removed(model, examples, tmp_path):
     folder = saved_heads(model, tmp_path)
     stopped_at(model, folder, examples, 6)
@@ -446,6 +453,7 @@ def test_a_metric_that_cannot_be_written_loses_no_step_before(model, examples, t
 @pytest.mark.parametrize(("first", "differs"), [
     ({"held_out": 0.3}, r"held_out 0\.3, now 0\.4"), ({"max_tokens": 59}, "max_tokens 59, now 10240"),
     ({"max_tokens": 4096}, None), ({"held_out_max": 5}, None), ({}, None)])
+@pytest.mark.thorough(but=1)
 def test_what_the_first_stage_trained_on_is_not_measured_on(model, examples, tmp_path, first, differs):
     made = TrainConfig(**{"steps": 1, "width": 24, "held_out": 0.4} | first)
     train_heads(model, examples, tmp_path, made)
