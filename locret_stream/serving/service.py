@@ -186,14 +186,14 @@ class Service(Sessions):
         sampling = self._sampling(body)
         if schema is not None:
             if tools and told:
+                raise ApiError(400, "a JSON schema for the answer was given beside tools that the model may call; "
+                               "expected tool_choice='none', or no tools", param="tools", code="schema_beside_tools")
+            sampling["schema"] = json.dumps(schema, ensure_ascii=False)
         timeout_s = self._timeout(body)
         return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s,
                        focus=body.focus, recall=body.recall, sampling=sampling, **fields)
 
     def _timeout(self, body: chat.Sampled) -> float:
-                raise ApiError(400, "a JSON schema for the answer was given beside tools that the model may call; "
-                               "expected tool_choice='none', or no tools", param="tools", code="schema_beside_tools")
-            sampling["schema"] = json.dumps(schema, ensure_ascii=False)
         timeout_s = self.limits.timeout_s if body.timeout is None else body.timeout
         if not 0 < timeout_s <= self.limits.timeout_s:
             raise ApiError(400, f"timeout is {timeout_s}; expected more than 0 and at most {self.limits.timeout_s}",
