@@ -27,6 +27,7 @@ def run(cluster: dict[str, Any], *, host: str, port: int, address: str | None, l
         ConfigError: Ray is not installed, or the cluster is not there. KeyboardInterrupt: it was interrupted.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, lets every other program of the machine go first
     try:
         import ray
         from ray import serve
