@@ -43,6 +43,7 @@ class Sender(threading.Thread):
         super().__init__(daemon=True)
         self.sent, self.ended = 0, threading.Event()
         self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # else what waits is here, not there
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed, it is reset
 
     def run(self) -> None:

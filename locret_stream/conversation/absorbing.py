@@ -72,12 +72,13 @@ class Absorption:
                 if place < 0:
                     raise ConfigError("the chat template does not show a message ahead of its generation prompt; "
                                       "expected a template that does")
-                encode = threads.template.encode
                 # Some templates write the system text and the first message as one.
                 ahead = replace(pieces[place], text=pieces[place].text.removesuffix(_STREAM.content))
-                before = encode([*pieces[:place], ahead], start=self._reached.base is None)
-                self._closing = encode(pieces[place + 1:], start=False)
-                await thread.feed(before, request.focus)
+                each = threads.template.encode_each([*pieces[:place], ahead], start=self._reached.base is None)
+                self._reached.placing.take(self._reached.rendered, self._reached.shown, self._reached.at,
+                                           [*pieces[:place], ahead], each)
+                self._closing = threads.template.encode(pieces[place + 1:], start=False)
+                await thread.feed([token for ids in each for token in ids], request.focus)
                 # The runtime may close it for its slot once another owner has saved: nothing can be kept then.
                 thread.context.disposable = thread.session is not None
 
@@ -116,8 +117,11 @@ class Absorption:
                 if not thread.open and threads.runtime.running:
                     raise StaleOwner(_OUTRUN)
                 await thread.context.flush()
-                await thread.context.push(self._closing)
                 message = Message("user", stand_in(self._label, self.characters, self._sha.hexdigest()))
+                begun = reached.placing.places.pop().start  # that of `_STREAM`
+                reached.placing.add(message, begun, thread.context.memory.tokens - (
+                    reached.base.tokens if reached.base is not None else 0), stream=True)
+                await thread.context.push(self._closing)
                 said = [*self._request.said[:-1], message]
                 keys = [*reached.keys[:-1], digest(reached.keys[-2], said[-1].digest)]
                 thread.rest_at(replace(reached, keys=keys).boundary_behind(said, thread, self._request))

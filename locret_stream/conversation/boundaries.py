@@ -14,6 +14,7 @@ from locret_stream.errors import LocretError
 from locret_stream.snapshot import check_name
 
 PREFIX = "langchain/"  # of the names of the sessions in which threads are stored
+LONGEST_NAME = 1024  # characters of a name that a note has; a longer one is not told
 LEDGER = 512  # messages of which a boundary has digests, to prove that a trimmed history is the end of what it holds
 MOST_ANSWERS = 8  # answers of a trimmed history whose receipts are tried
 
@@ -34,6 +35,8 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         tools: whether the memory may have been told of tools.
         mark: by which a later call names the boundary; b"" for one that is found by its messages.
         appended: it has a mark, and lies behind what the thread was told last before it.
+        places: where the last messages stand in the log (`places`).
+        name: of the thread, where its session has a digest for a name; else "".
     """
 
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -49,6 +52,8 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     tools: bool = True
     mark: Annotated[bytes, Meta(max_length=32)] = b""
     appended: bool = False
+    places: Annotated[bytes, Meta(max_length=1 << 14)] = b""
+    name: Annotated[str, Meta(max_length=LONGEST_NAME)] = ""
 
     def proves(self, start: bytes, said: Sequence[Message]) -> bool:
         """Whether the memory ends with these messages, and began in the same thread, with the same tools and, unless
@@ -132,6 +137,22 @@ def what_differs(reachable: Iterable[Boundary], start: bytes, said: Sequence[Mes
     if not any(boundary.system == system for boundary in same):
         return OTHER_SYSTEM
     return NO_PLACE if any(boundary.holds(said[-1]) for boundary in same) else OTHER_MESSAGES
+
+
+def full_name(thread: str) -> str:
+    """The name of a thread as its notes have it: "" where the session's name tells it, or it is too long for them."""
+    told = session_name(thread) == f"{PREFIX}{thread}" or len(thread) > LONGEST_NAME
+    return "" if told or any("\ud800" <= character <= "\udfff" for character in thread) else thread
+
+
+def thread_name(session: str, note: bytes) -> str | None:
+    """The name of the thread whose session it is; None where nothing tells it. A note is believed only in what its
+    session's name confirms."""
+    name = session.removeprefix(PREFIX)
+    if not name.startswith("sha256:"):
+        return name
+    boundary = from_note(note)
+    return boundary.name if boundary is not None and boundary.name and session_name(boundary.name) == session else None
 
 
 def session_name(thread: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from locret_stream.conversation.boundaries import (
 )
 from locret_stream.conversation.boundary_pruning import tip_of
 from locret_stream.conversation.messages import Message, chain
+from locret_stream.conversation.places import Placing, packed
 from locret_stream.conversation.render import Rendered
 from locret_stream.conversation.request import Request
 from locret_stream.conversation.thread import Source, Thread
@@ -60,6 +61,7 @@ class Reached:
         shown: the messages that were rendered; those from `first` on are new.
         late: what is read as a late message, in words; "" for nothing.
         warning: what the caller ought to know; "" for nothing.
+        placing: places of what was encoded so far, counted from `base`.
     """
 
     rendered: Rendered
@@ -73,6 +75,7 @@ class Reached:
     first: int
     late: str = ""
     warning: str = ""
+    placing: Placing = field(default_factory=Placing)
 
     def boundary_behind(self, said: Sequence[Message], thread: Thread, request: Request) -> Boundary:
         """The boundary where the thread's context rests now that it holds all of `said`: the request's messages, or
@@ -85,8 +88,11 @@ class Reached:
             start, top, ledger, tools = self.base.start, self.base.system, self.base.ledger, self.base.tools
             lineage, rest = self.base.lineage, said[self.count:]
         ledger += b"".join(message.digest for message in rest)
-        return Boundary(self.keys[-1], start, top, ledger[-16 * LEDGER:], thread.context.memory.tokens, said[-1].role,
-                        lineage=lineage, stream=said[-1].stream, owner=thread.owner, tools=tools)
+        tokens, before = thread.context.memory.tokens, self.base.tokens if self.base is not None else 0
+        places = packed(self.base.places if self.base is not None else b"", before, [
+            place for place in self.placing.places if before + place.end <= tokens])
+        return Boundary(self.keys[-1], start, top, ledger[-16 * LEDGER:], tokens, said[-1].role, lineage=lineage,
+                        stream=said[-1].stream, owner=thread.owner, tools=tools, places=places)
 
 
 async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -110,6 +110,10 @@ class Rendered:
     def pieces(self, start: int, end: int | None = None) -> list[Piece]:
         """The pieces of `whole[start:end]`. Raises ConfigError."""
         return self.probes.pieces(self.whole[start:end])
+
+    def places(self, start: int) -> Iterator[int]:
+        """The characters at which the probes from that character on begin: one for each piece of data."""
+        return (match.start() for match in _PROBE.finditer(self.whole, start))
 
     def without_first(self, count: int) -> Rendered:
         """The same without the first `count` messages in the lists; below 0, with as many more ahead."""
@@ -324,11 +328,15 @@ class ChatTemplate:
 
     def encode(self, pieces: Sequence[Piece], *, start: bool) -> list[int]:
         """Token ids of pieces; `start`: they open the sequence. Raises InvalidText."""
-        ids: list[int] = []
+        return [token for ids in self.encode_each(pieces, start=start) for token in ids]
+
+    def encode_each(self, pieces: Sequence[Piece], *, start: bool) -> list[list[int]]:
+        """Token ids of each piece; `start`: they open the sequence. Raises InvalidText."""
+        each: list[list[int]] = []
         for piece in pieces:
-            ids += self.codec.encode_text(piece.text) if piece.data else self.codec.literal(
-                piece.text, start=start and not ids)
-        return ids
+            each.append(self.codec.encode_text(piece.text) if piece.data else self.codec.literal(
+                piece.text, start=start and not any(each)))
+        return each
 
     # -- tool calls -------------------------------------------------------------------------------------------
 

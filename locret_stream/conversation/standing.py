@@ -37,7 +37,7 @@ async def at_rest(threads: Threads, name: str, *, told: bool = True) -> AsyncIte
     Raises:
         SnapshotNotFound: it was told nothing. SnapshotError: it cannot be loaded.
     """
-    async with _alone(threads, name) as thread:
+    async with alone(threads, name) as thread:
         tip = tip_of(thread.snapshots, thread.live) or (None if told else untold(thread.snapshots))
         if tip is None:
             raise SnapshotNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
@@ -46,7 +46,7 @@ async def at_rest(threads: Threads, name: str, *, told: bool = True) -> AsyncIte
 
 
 @asynccontextmanager
-async def _alone(threads: Threads, name: str) -> AsyncIterator[Thread]:
+async def alone(threads: Threads, name: str) -> AsyncIterator[Thread]:
     thread = threads.named(name)
     async with thread.in_use(), thread.lock, threads.gate:
         try:
@@ -123,7 +123,7 @@ async def rewind(threads: Threads, name: str, *, mark: bytes = b"", generation: 
         SnapshotNotFound: there is no such boundary. SnapshotError: it cannot be loaded; the thread is as it was.
         InputError: it branches off, in a thread with answers that were appended.
     """
-    async with _alone(threads, name) as thread:  # not at rest: the newest snapshot may be what is damaged
+    async with alone(threads, name) as thread:  # not at rest: the newest snapshot may be what is damaged
         chosen = [(number, boundary) for number, boundary in thread.snapshots.values()
                   if (boundary.mark == mark if mark else number == generation)]
         if not chosen:

@@ -65,6 +65,7 @@ class Thread:
         used: by the boundary's key, numbers that grow with each boundary that is made or gone on from.
         stale: another owner saved the session meanwhile.
         owner: of a fork, the session of the thread whose keys it goes on with; "" for its own.
+        name: as its notes have it (`boundaries.full_name`).
         users: calls that use it or wait for it.
         fed: tokens were fed to it since it is in this process.
         hinted: the log already says that every call is to be given the whole history.
@@ -82,6 +83,7 @@ class Thread:
     used: dict[bytes, int] = field(default_factory=dict)
     stale: bool = False
     owner: str = ""
+    name: str = ""
     users: int = 0
     fed: bool = False
     hinted: bool = False
@@ -254,6 +256,7 @@ class Thread:
 
     def rest_at(self, boundary: Boundary) -> None:
         """The context rests at that boundary now; its next snapshot says so."""
+        boundary = msgspec.structs.replace(boundary, name=self.name)
         self.context.note, self.boundary = msgspec.msgpack.encode(boundary), boundary
 
     def settle(self) -> None:
@@ -379,6 +382,7 @@ class Thread:
         thread is then without a context, also if this fails. Raises SnapshotError."""
         assert self.session is not None
         context, other.ctx = other.context, None
+        boundary = msgspec.structs.replace(boundary, name=self.name)
         context.note, context.keep = msgspec.msgpack.encode(boundary), {}
         try:
             snapshot = await context.save_as(self.session)

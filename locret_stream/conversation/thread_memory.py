@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from locret_stream.context import Memory
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.conversation.boundaries import PREFIX
+from locret_stream.conversation.boundaries import PREFIX, Boundary, thread_name
 from locret_stream.conversation.boundary_pruning import tip_of, untold
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError, InputError, StoreError
@@ -46,10 +46,12 @@ async def memory(threads: Threads, name: str) -> Memory | None:
 
 
 async def stored_threads(threads: Threads) -> list[str]:
-    """Names of the threads in the store."""
+    """Names of the threads in the store. One whose name is so long, or so odd, that its session has a digest for a
+    name is left out where no snapshot of it tells the name: it cannot be named."""
     store = threads.runtime.store
     rows = [] if store is None else await asyncio.to_thread(store.list)
-    return [row.name.removeprefix(PREFIX) for row in rows if row.name.startswith(PREFIX)]
+    return [name for row in rows if row.name.startswith(PREFIX)
+            and (name := thread_name(row.name, row.note)) is not None]
 
 
 async def recall(threads: Threads, name: str, words: str, start: int | None, end: int | None,
@@ -106,6 +108,12 @@ async def text_in_columns(threads: Threads, name: str, start: int, end: int | No
 async def _read(threads: Threads, name: str, work: Callable[[Transcript, Callable[[list[int]], str]], T]) -> T | None:
     """The result of `work` on the log up to where the thread rests, or was told something last; None if it was told
     nothing. `work` runs on a thread of its own."""
+    return await read_log_of(threads, name, lambda transcript, decode, _: work(transcript, decode))
+
+
+async def read_log_of(threads: Threads, name: str,
+                      work: Callable[[Transcript, Callable[[list[int]], str], Boundary], T]) -> T | None:
+    """The same for `work` that is also given the boundary there. Raises as `memory_text`."""
     thread, codec = threads.named(name), threads.runtime.codec
 
     def decode(ids: list[int]) -> str:
@@ -127,7 +135,7 @@ async def _read(threads: Threads, name: str, work: Callable[[Transcript, Callabl
             raise StoreError(f"thread {name!r} cannot be saved, so its log cannot be read; expected a store that can "
                              "be written: the warning before this one tells why it cannot")
         return await to_the_end(asyncio.to_thread(lambda: work(read_transcript(
-            store, session, generation, tokenizer=codec.fingerprint), decode)))
+            store, session, generation, tokenizer=codec.fingerprint), decode, tip)))
 
 
 def shown(passages: list[Passage]) -> str:

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.conversation.boundaries import session_name
+from locret_stream.conversation.boundaries import full_name, session_name
 from locret_stream.conversation.messages import canonical, chain, digest
 from locret_stream.conversation.render import ChatTemplate
 from locret_stream.conversation.request import Request
@@ -94,7 +94,8 @@ class Threads:
         thread = self._threads.get(session)
         if thread is None:
             self._drop_empty()
-            thread = self._threads[session] = Thread(self.runtime, session if self.runtime.store is not None else None)
+            thread = self._threads[session] = Thread(
+                self.runtime, session if self.runtime.store is not None else None, name=full_name(name))
         self._threads.move_to_end(session)
         return thread
 

@@ -194,6 +194,7 @@ class Turn:
             key = digest(key, mark)
         if thread.open:
             frames = self._threads.runtime.frames
+            reached.placing.add(answer, reached.placing.at, thread.context.memory.tokens - self._before)
             await thread.context.push(frames.close_reply(FrameState(turn="assistant"), self._last)[0])
             behind = replace(reached, keys=[*reached.keys, key]).boundary_behind(
                 [*self._request.said, answer], thread, self._request)
@@ -238,7 +239,9 @@ class Turn:
 
 
 async def encode(threads: Threads, reached: Reached, start: int, end: int | None) -> list[int]:
-    """Token ids of the rendering's characters start .. end-1."""
+    """Token ids of the rendering's characters start .. end-1, which are fed behind those that this gave before."""
     pieces = reached.rendered.pieces(start, end)
-    return await asyncio.wrap_future(threads.runtime.tokenizing.submit(
-        threads.template.encode, pieces, start=start == 0 and reached.base is None))
+    each = await asyncio.wrap_future(threads.runtime.tokenizing.submit(
+        threads.template.encode_each, pieces, start=start == 0 and reached.base is None))
+    reached.placing.take(reached.rendered, reached.shown, start, pieces, each)
+    return [token for ids in each for token in ids]

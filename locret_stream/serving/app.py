@@ -13,10 +13,12 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from locret_stream.serving import names
+from locret_stream.serving import responses as responses_api
 from locret_stream.serving.bodies import Json, decode
 from locret_stream.serving.chat import completion
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.ingest import ingest, ingest_state
+from locret_stream.serving.items import page_json, read_page
 from locret_stream.serving.keys import Keys
 from locret_stream.serving.metrics import CONTENT_TYPE
 from locret_stream.serving.service import Service
@@ -156,6 +158,22 @@ def _conversation(session: str) -> Json:
     return {"id": session, "object": "conversation", "created_at": names.created_at(session), "metadata": {}}
 
 
+async def conversation_items(request: Request, service: Service) -> Response:
+    if request.method == "POST":
+        return await add_items(request, service)
+    session, thread = thread_of(request)
+    limit, after, newest_first = read_page(request.query_params)
+    return json_response(await while_there(request, service.items(thread, session, limit, after, newest_first)))
+
+
+async def conversation_item(request: Request, service: Service) -> Response:
+    (session, thread), item_id = thread_of(request), request.path_params["item"]
+    if request.method == "DELETE":
+        await while_there(request, service.drop_item(thread, item_id))
+        return json_response(_conversation(session))
+    return json_response(await while_there(request, service.item(thread, session, item_id)))
+
+
 async def add_items(request: Request, service: Service) -> Response:
     body, (session, thread) = await read_body(request), thread_of(request)
     items = body.get("items")
@@ -163,7 +181,9 @@ async def add_items(request: Request, service: Service) -> Response:
         raise ApiError(400, "items is missing or empty; expected a list", param="items")
     await service.session(thread, session)  # raises if there is none
     await while_there(request, service.tell(thread, items))
-    return json_response({"object": "list", "data": items, "has_more": False, "first_id": None, "last_id": None})
+    shown = sum(bool(message.content or message.calls) for message in responses_api.read_items(items))
+    told = await service.items(thread, session, shown, "", True)
+    return json_response(page_json(told["data"][::-1], more=False))
 
 
 async def models(request: Request, service: Service) -> Response:
@@ -316,7 +336,8 @@ def make_app(service: Service, keys: Mapping[str, str] | None = None, hosts: tup
         Route("/v1/chat/completions", guarded(chat_completions), methods=post),
         Route("/v1/responses", guarded(responses), methods=post),
         Route("/v1/conversations", guarded(create_conversation), methods=post),
-        Route("/v1/conversations/{session}/items", guarded(add_items), methods=post),
+        Route("/v1/conversations/{session}/items", guarded(conversation_items), methods=["GET", "POST"]),
+        Route("/v1/conversations/{session}/items/{item}", guarded(conversation_item), methods=["GET", "DELETE"]),
         Route("/v1/conversations/{session}", guarded(conversation), methods=["GET", "DELETE"]),
         Route("/v1/models", guarded(models), methods=get),
         Route("/v1/models/{model:path}", guarded(model), methods=get),

@@ -13,6 +13,7 @@ from locret_stream.conversation.request import Request
 from locret_stream.serving import chat, names, responses
 from locret_stream.serving.bodies import Json, as_struct
 from locret_stream.serving.errors import ApiError
+from locret_stream.serving.items import item_json, page_json
 from locret_stream.serving.limits import Limits
 
 if TYPE_CHECKING:  # the first loads torch
@@ -63,6 +64,30 @@ class Sessions:
         with self.admitted("tell"):
             await tell(self.threads, Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
                                              timeout_s=self.limits.timeout_s))
+
+    async def items(self, thread: str, session: str, limit: int, after: str, newest_first: bool) -> Json:
+        """A page of the items of a conversation, from its log. Raises ApiError 404."""
+        from locret_stream.conversation.items import items
+        async with self._in_time("items"):
+            found = await items(self.threads, thread, limit=limit, after=after, newest_first=newest_first)
+        if found is None:
+            raise unknown_session(session)
+        return page_json([item_json(each, session) for each in found.items], more=found.more)
+
+    async def item(self, thread: str, session: str, item_id: str) -> Json:
+        """One of them. Raises ApiError 404."""
+        from locret_stream.conversation.items import item
+        async with self._in_time("items"):
+            found = await item(self.threads, thread, item_id)
+        if found is None:
+            raise unknown_session(session)
+        return item_json(found, session)
+
+    async def drop_item(self, thread: str, item_id: str) -> None:
+        """Undo what a conversation was told last. Raises as `conversation.items.take_item_back`."""
+        from locret_stream.conversation.items import take_item_back
+        async with self._in_time("items"):
+            await take_item_back(self.threads, thread, item_id)
 
     # -- sessions ---------------------------------------------------------------------------------------------
 

@@ -212,14 +212,16 @@ class StoredLog:
         yield self.pending, self.focuses
 
 
-def read_log(session_folder: SessionFolder, name: str, refs: Sequence[LogRef]
+def read_log(session_folder: SessionFolder, name: str, refs: Sequence[LogRef], at: int = 0
              ) -> Iterator[tuple[np.ndarray, tuple[Refocus, ...]]]:
     """The ids of log parts, in order, and the focuses up to the last id of each.
+
+    Args:
+        at: where the first of them begins.
 
     Raises:
         SnapshotCorrupt: a part is missing, damaged, or does not follow the one before. SnapshotTooNew, StoreError.
     """
-    at = 0
     for ref in refs:
         what = f"log part {ref.name} of {name!r}"
         body, sections = session_folder.read_named("log", ref, what)

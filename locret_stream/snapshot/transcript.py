@@ -68,8 +68,23 @@ class Transcript:
         """The text of positions start .. end-1, cut to those that exist. Raises as `ids`."""
         start = max(start, 0)
         end = max(start, min(end, self.tokens))
-        inside = [ids[max(start - at, 0):max(end - at, 0)] for at, ids in self.ids()]
-        return self._passage(start, np.concatenate(inside), decode)
+        return self._passage(start, self.cuts([(start, end)])[0], decode)
+
+    def cuts(self, spans: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """The ids start .. end-1 of each span, as far as they exist. Only the parts of the log that have any of them
+        are read, each once. Raises as `ids`."""
+        found = [[np.zeros(0, np.int32)] for _ in spans]
+
+        def look(at: int, ids: np.ndarray) -> None:
+            for (start, end), out in zip(spans, found, strict=True):
+                out.append(ids[max(start - at, 0):max(end - at, 0)])
+
+        for ref in self.log:
+            if any(start < ref.end and end > ref.start for start, end in spans):
+                for ids, _ in read_log(self.session_folder, self.name, [ref], at=ref.start):
+                    look(ref.start, ids)
+        look(self.log[-1].end if self.log else 0, self.pending)
+        return [np.concatenate(out) for out in found]
 
     def kept(self, decode: Decode) -> list[Passage]:
         """The text of the kept tokens, one passage for every run of positions, in order. Raises as `ids`."""

@@ -20,21 +20,21 @@ BUSY = [("sessions/s/ask", {"question": "?"}), ("sessions/s/fork", {"to": "t"}),
 
 
 @pytest.mark.parametrize("number", range(len(BUSY)))
-def test_what_waits_for_a_session_ends_in_time(script: Script, tmp_path: Path, number: int):
+def test_what_waits_for_a_session_ends_in_time(served: Served, monkeypatch: pytest.MonkeyPatch, number: int):
     path, body = BUSY[number]
-    with serving(tmp_path, limits=Limits(timeout_s=0.3)) as served:
-        respond(served, input="one", session_id="s")
-        before = state_of(served, "s")
-        thread = served.service.threads.named("s")
+    respond(served, input="one", session_id="s")
+    before = state_of(served, "s")
+    thread = served.service.threads.named("s")
+    with monkeypatch.context() as patch:
+        patch.setattr(served.service, "limits", Limits(timeout_s=0.3))
         if path.startswith("conversations"):  # it looks whether there is one first
-            served.service.session = lambda *_: served.service.sessions("")  # type: ignore[method-assign]
+            patch.setattr(served.service, "session", lambda *_: served.service.sessions(""))
         served.do(thread.lock.acquire())
         answer = served.http.post(f"/v1/{path}", json=body)
         served.loop.call_soon_threadsafe(thread.lock.release)
-        assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"], answer.text
-        served.service.__dict__.pop("session", None)
-        wait_until(lambda: served.service._running == 0)
-        assert state_of(served, "s") == before and served.http.get("/v1/sessions/t").status_code == 404
+    assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"], answer.text
+    wait_until(lambda: served.service._running == 0)
+    assert state_of(served, "s") == before and served.http.get("/v1/sessions/t").status_code == 404
 
 
 def test_a_question_has_a_time_and_a_model_of_its_own(served: Served, script: Script):

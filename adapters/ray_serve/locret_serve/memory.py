@@ -24,7 +24,7 @@ from locret_stream.serving.uploads import Upload
 _log = logging.getLogger(__name__)
 BUNDLE_S = 0.03  # between two bundles of one answer: each message between processes costs as much as a token
 VERBS = frozenset({"create", "sessions", "session", "memory", "map", "text", "search", "ask", "fork", "focus",
-                   "rewind", "snapshot", "forget", "upload_offset"})
+                   "rewind", "snapshot", "forget", "upload_offset", "items", "item", "drop_item"})
 
 
 class Place(NamedTuple):

@@ -165,6 +165,15 @@ class RemoteService(Service):
     async def create(self, thread: str) -> bool:
         return await self._do(thread, "call", "create", thread)
 
+    async def items(self, thread: str, session: str, limit: int, after: str, newest_first: bool) -> Json:
+        return await self._do(thread, "call", "items", thread, session, limit, after, newest_first)
+
+    async def item(self, thread: str, session: str, item_id: str) -> Json:
+        return await self._do(thread, "call", "item", thread, session, item_id)
+
+    async def drop_item(self, thread: str, item_id: str) -> None:
+        await self._do(thread, "call", "drop_item", thread, item_id)
+
     async def sessions(self, tenant: str) -> list[Json]:
         return await self._do(None, "call", "sessions", tenant)
 
