@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ _STRICT: dict[str, Any] = {  # in a line, as `json.dumps` writes it: white space
     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
     "lenient": False, "coerce_one_of": False,
 }
+ID = "[A-Za-z0-9]{9}"  # of a call, where a model writes one
 _TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)])  # of JSON in a line, as UTF-8
 
 
@@ -48,14 +50,16 @@ class Constraints:
         self._lock = threading.Lock()
         self._read: _Vocabulary | None = None
 
-    def begin(self, sampling: Sampling) -> Constraint:
-        """What holds one reply to the schema or the grammar of `sampling`, at its beginning.
+    def begin(self, sampling: Sampling, begun: Iterable[int] = ()) -> Constraint:
+        """What holds one reply to the schema or the grammar of `sampling`, at its beginning, or behind the ids `begun`,
+        which the prompt has written.
 
         Takes milliseconds, and the first time, where the vocabulary is read, about a second for 100,000 tokens.
 
         Raises:
-            ConfigError: llguidance is not installed; a schema or grammar that says something which cannot be held, or
-                that nothing fits; a tokenizer that cannot write every text, or a model without an end marker.
+            ConfigError: llguidance is not installed; a schema or grammar that says something which cannot be held, that
+                nothing fits, or that does not begin so; a tokenizer that cannot write every text, or a model without an
+                end marker.
         """
         library, vocabulary = _library(), self._vocabulary()
         if sampling.schema is not None:
@@ -68,7 +72,22 @@ class Constraints:
         left_out = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if left_out:
             raise ConfigError(f"{what} cannot be held: {_first_line(left_out[0])}; expected one without that")
+        if not all(matcher.consume_token(vocabulary.read(token)) for token in begun):
+            raise ConfigError(f"{what} does not let through what was begun; expected another beginning")
         return Constraint(matcher, what, vocabulary)
+
+    def why_not(self) -> str:
+        """Why no reply of this model can be held, whatever to; "" where replies can be.
+
+        Raises:
+            ConfigError: llguidance is not installed.
+        """
+        _library()
+        try:
+            self._vocabulary()
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _vocabulary(self) -> _Vocabulary:
         """Read on first use."""
@@ -201,35 +220,70 @@ class _Vocabulary:
         return ids
 
 
-def call_grammar(codec: TextCodec, tools: Mapping[str, Mapping[str, Any]], *, opening: str = "<tool_call>\n",
-                 closing: str = "\n</tool_call>", prose: bool = False, most: int = 1) -> str:
-    """The grammar of replies that call tools: `{"name": ..., "arguments": ...}` between two marks, in lines.
+@dataclass(frozen=True)
+class CallForm:
+    """How a model writes a call: `before`, the tool's name, `between`, the arguments as JSON, `after`.
+
+    Args:
+        names: how a name is written: as it is, or as in JSON, with every letter or ASCII alone.
+        call_id: what stands in `between` and `after` for an id of nine letters and digits; "": a call has none.
+        data: no control token counts in these texts.
+    """
+
+    before: str = '<tool_call>\n{"name": "'
+    between: str = '", "arguments": '
+    after: str = "}\n</tool_call>"
+    names: Literal["raw", "json", "ascii"] = "json"
+    call_id: str = ""
+    data: bool = False
+
+    def written(self, name: str) -> str:
+        """The name of a tool as a call has it."""
+        return name if self.names == "raw" else json.dumps(name, ensure_ascii=self.names == "ascii")[1:-1]
+
+    @property
+    def mark(self) -> str:
+        """What begins a call, ahead of its JSON; "": nothing does."""
+        return self.before.partition("{")[0].rstrip()
+
+
+def call_grammar(codec: TextCodec, tools: Mapping[str, Mapping[str, Any]], form: CallForm | None = None, *,
+                 begun: str = "", instead: Mapping[str, Any] | None = None, prose: bool = False, most: int = 1) -> str:
+    """The grammar of replies that call tools.
 
     Args:
         codec: of the model's tokenizer. Where it has tokens of their own for the marks, these are written.
         tools: JSON schemas of the arguments, by the names of the tools.
-        opening, closing: what stands before and after a call.
+        form: how a call is written; None: `{"name": ..., "arguments": ...}` between two marks, in lines.
+        begun: what the prompt has written of the call: `form.before`, or with one tool its beginning up to any place
+            ahead of the arguments.
+        instead: a JSON schema that the reply may fit in place of a call.
         prose: the reply may say something before, between and after calls, and need not call anything. Behind an
             opening mark a call has to follow.
         most: the most calls of a reply, at least 1.
 
     Raises:
-        ConfigError: no tools, an opening mark that is white space, or fewer than one call.
+        ConfigError: no tools, calls in prose without a mark, or fewer than one call.
     """
-    mark = opening.rstrip()
-    if not tools or not mark or most < 1:
-        raise ConfigError(f"found {len(tools)} tools, {opening!r} before a call, and at most {most} calls; expected at "
-                          "least one tool, a mark, and at least 1 call")
+    form = form or CallForm()
+    mark = form.mark if prose else ""
+    if not tools or most < 1 or (prose and not mark):
+        raise ConfigError(f"found {len(tools)} tools, {form.before!r} before a call, and at most {most} calls; "
+                          "expected at least one tool, a mark, and at least 1 call")
     rules = [f"body: {' | '.join(f'body_{number}' for number in range(len(tools)))}"]
     for number, (name, schema) in enumerate(tools.items()):
-        begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        rules += [f"body_{number}: {_quoted(opening[len(mark):] + begin)} arguments_{number} {_quoted('}')} close",
-                  f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': _STRICT})}"]
-    rules.append(f"close: {_written(codec, closing)}")
-    marked, no_mark = _written(codec, mark), f"PROSE: /(?s:.*)/ & ~/(?s:.*{_escaped(mark)}.*)/"
+        at, head = len(begun or mark), list[str]()
+        for part, data in ((form.before, form.data), (form.written(name), True), (form.between, form.data)):
+            head += [_in_form(codec, part[at:], form, data)] if part[at:] else []
+            at = max(0, at - len(part))
+        rules += [f"body_{number}: {' '.join(head)} arguments_{number} close",
+                  f"arguments_{number}: {_json(schema)}"]
+    rules.append(f"close: {_in_form(codec, form.after, form, form.data)}")
+    marked, no_mark = _in_form(codec, mark, form, form.data), f"PROSE: /(?s:.*)/ & ~/(?s:.*{_escaped(mark)}.*)/"
     if not prose:
-        rules += [f"start: call ({_quoted(chr(10))} call){{0,{most - 1}}}" if most > 1 else "start: call",
-                  f"call: {marked} body"]
+        several = f"body ({_quoted(chr(10))} body){{0,{most - 1}}}" if most > 1 else "body"
+        rules += [f"start: {several}"] if instead is None else [
+            f"start: {several} | answer", f"answer: {_json(instead)}"]
     elif codec.control_ids.isdisjoint(codec.literal(mark)):  # lazy: that text ends with the first mark
         rules += [f"start: call{{0,{most}}} PROSE", "call: before body", f"before[lazy]: /(?s:.*)/ {_quoted(mark)}",
                   no_mark]
@@ -238,16 +292,27 @@ def call_grammar(codec: TextCodec, tools: Mapping[str, Mapping[str, Any]], *, op
     return "\n".join(rules)
 
 
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _STRICT})}"
+
+
+def _in_form(codec: TextCodec, text: str, form: CallForm, data: bool) -> str:
+    """A part of a call in a grammar; of its own text, the control tokens that the tokenizer recognises, and any id."""
+    if data:
+        return _quoted(text)
+    parts = text.split(form.call_id) if form.call_id else [text]
+    return f" /{ID}/ ".join(_written(codec, part) or _quoted("") for part in parts)
+
+
 def _written(codec: TextCodec, text: str) -> str:
-    """A text in a grammar, with the control tokens that the tokenizer recognises in it."""
-    out, plain = list[str](), b""
+    """A text in a grammar, with the control tokens that the tokenizer recognises in it. Between these it is as it is:
+    some tokenizers write a space behind a token, or leave one out."""
+    out, rest = list[str](), text
     for token in codec.literal(text):
         if token in codec.control_ids:
-            out += ([_quoted(plain.decode())] if plain else []) + [f"<[{token}]>"]
-            plain = b""
-        else:
-            plain += codec.piece(token)
-    return " ".join(out + ([_quoted(plain.decode())] if plain else []))
+            plain, _, rest = rest.partition(codec.decode([token], skip_special=False))
+            out += ([_quoted(plain)] if plain else []) + [f"<[{token}]>"]
+    return " ".join(out + ([_quoted(rest)] if rest else []))
 
 
 def _quoted(text: str) -> str:
@@ -272,6 +337,6 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ConfigError("replies that fit a schema need llguidance, which is not installed; expected: "
-                          "pip install 'locret-stream[constrained]'") from error
+        raise ConfigError("replies that fit a schema, and calls that are demanded, need llguidance, which is not "
+                          "installed; expected: pip install 'locret-stream[constrained]'") from error
     return llguidance

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from locret_stream.config import Sampling
-from locret_stream.constraints import Constraint, Constraints, call_grammar
+from locret_stream.constraints import CallForm, Constraint, Constraints, call_grammar
 from locret_stream.errors import ConfigError, ModelError
 from locret_stream.named_models import model_path
 from locret_stream.runtime.loading import load_tokenizer
@@ -509,7 +509,7 @@ def test_the_marks_are_the_tokens_that_the_tokenizer_has_for_them():
 @pytest.mark.parametrize("mark", ["<tool_call>", "CALL/"])
 def test_prose_is_free_and_behind_a_mark_a_call_has_to_follow(mark: str):
     codec = codec_of("bundled")
-    grammar = call_grammar(codec, TOOLS, opening=mark + "\n", prose=True, most=2)
+    grammar = call_grammar(codec, TOOLS, CallForm(before=mark + '\n{"name": "'), prose=True, most=2)
     constraint = begin("bundled", grammar=grammar)
     assert set(ends_of("bundled")) <= ids_of(constraint.allowed(codec.vocab)), "it need not call anything"
     call = mark + '\n{"name": "find", "arguments": {"word": "ox"}}\n</tool_call>'
@@ -523,7 +523,55 @@ def test_prose_is_free_and_behind_a_mark_a_call_has_to_follow(mark: str):
     assert {codec.piece(token)[:1] for token in ids_of(other.allowed(codec.vocab))} == {b"\n"}
 
 
-@pytest.mark.parametrize("options", [dict(tools={}), dict(opening=" \n"), dict(most=0)])
+FORMS = {
+    "lines": (CallForm(), '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'),
+    "no mark": (CallForm('{"name": "', '", "parameters": ', "}", "ascii"), '{"name": "NAME", "parameters": ARGS}'),
+    "nothing behind it": (CallForm("", "\n", "", "raw"), "NAME\nARGS"),
+    "with an id": (CallForm('[{"name": "', '", "arguments": ', ', "id": "ididididi"}]', call_id="ididididi"),
+                   '[{"name": "NAME", "arguments": ARGS, "id": "a1B2c3D4e"}]'),
+    "marks are data": (CallForm(data=True), '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'),
+}
+
+
+@pytest.mark.parametrize("begun", ["", "before", "name"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["find", "né🙂日", 'odd "name"\n', "</tool_call>"])
+def test_a_call_in_any_form_can_be_begun_anywhere_ahead_of_its_arguments(form: str, name: str, begun: str):
+    """And a name is data, whatever it spells."""
+    codec, (written, shown) = codec_of("bundled"), FORMS[form]
+    head = {"": "", "before": written.before, "name": (written.before + written.written(name) + written.between)[:-1]}
+    grammar = call_grammar(codec, {name: closed(a=WHOLE)}, written, begun=head[begun])
+    whole = shown.replace("NAME", written.written(name)).replace("ARGS", '{"a": 1}')
+    constraint = begin("bundled", grammar=grammar)
+    ids = list[int]()
+    take = constraint.take
+    constraint.take = lambda token: (ids.append(token), take(token))[1]  # type: ignore[method-assign]
+    written_by("bundled", constraint, whole.removeprefix(head[begun]))
+    assert constraint.complete
+    control = [codec.decode([token], skip_special=False) for token in ids if token in codec.control_ids]
+    marks = ["<tool_call>", "</tool_call>"] if form == "lines" else []
+    assert control == (marks if not begun else marks[1:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_place_of_a_call_the_reply_may_be_json(seed: int):
+    codec = codec_of("bundled")
+    grammar = call_grammar(codec, TOOLS, instead=closed(n=WHOLE))
+    for text in ('<tool_call>\n{"name": "find", "arguments": {"word": "ox"}}\n</tool_call>', '{"n": 3}'):
+        constraint = begin("bundled", grammar=grammar)
+        written_by("bundled", constraint, text)
+        assert constraint.complete
+    text, ended = drawn_calls("bundled", seed, instead=closed(n=WHOLE))
+    assert ended and (calls_in(text) if text.startswith("<tool_call>") else [*json.loads(text)] == ["n"])
+
+
+def test_what_a_model_cannot_be_held_to_is_known_ahead():
+    assert constraints_of("bundled").why_not() == ""
+    assert "no token for the byte" in constraints_of("unigram").why_not()
+    assert "no end marker" in Constraints(codec_of("bundled"), []).why_not()
+
+
+@pytest.mark.parametrize("options", [dict(tools={}), dict(form=CallForm(before=" \n"), prose=True), dict(most=0)])
 def test_calls_that_cannot_be_are_refused(options: dict[str, Any]):
     with pytest.raises(ConfigError, match="expected at least one tool, a mark, and at least 1 call"):
         call_grammar(codec_of("bundled"), **{"tools": TOOLS} | options)

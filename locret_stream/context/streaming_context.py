@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from locret_stream.config import Recall, Sampling, check_recall
+from locret_stream.constraints import Constraint
 from locret_stream.context import recalling, restoring, saving, swapping
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.restoring import Opening
@@ -201,7 +202,7 @@ class StreamingContext:
 
     def generate(self, prompt: str | list[int] | None = None, *, sampling: Sampling | None = None,
                  skip_special: bool = True, recall: bool | Recall | None = None, aside: Sequence[int] = (),
-                 **options: Any) -> Generation:
+                 constraint: Constraint | None = None, **options: Any) -> Generation:
         """Reply to what was fed, and to `prompt` if there is one; prompt and reply are accepted into the memory.
 
         With a template the open user turn is closed, and the reply gets a turn of its own, which is closed however
@@ -215,6 +216,7 @@ class StreamingContext:
                 though a question was fed. The memory takes in the prompt and the reply alone. The generation's
                 `recalled` says what it was.
             aside: ids that such a copy reads before the prompt, in place of what would be recalled.
+            constraint: of the schema or grammar, where it was begun (`Constraints.begin`); by default at its beginning.
 
         Raises:
             ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to, or
@@ -230,7 +232,7 @@ class StreamingContext:
             return await recalling.read_again(session, prompt, recall)
 
         return Generation(session, prompt, sampling_of(sampling, options), name="generate", skip_special=skip_special,
-                          before=before)
+                          before=before, constraint=constraint)
 
     async def focus(self, text: str | None) -> None:
         """Tell the memory what it will be asked about. From the next chunk boundary on, the text stands in front of the

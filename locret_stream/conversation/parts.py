@@ -40,7 +40,7 @@ class End:
             before the turn, and those of the reply.
         finish: why the reply ended; "length": it was cut off.
         receipt: what the turn found, read and kept, as JSON holds it.
-        warnings: what the caller ought to know, by its kind: "late", "rebuild" or "tools".
+        warnings: what the caller ought to know, by its kind: "late", "rebuild", "tools" or "held".
     """
 
     prompt: int

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from locret_stream.conversation import tool_prompt as words
@@ -22,16 +21,13 @@ from locret_stream.errors import ConfigError
 from locret_stream.text import ChatFrame, FrameState, TextCodec
 
 # The quotation mark shows whether the template wrote the text as it is or as JSON.
-_PROBE = re.compile(r'(\ue000|\\ue000)(\d+)(\\?")(?:\ue001|\\ue001)')
+PROBE = re.compile(r'(\ue000|\\ue000)(\d+)(\\?")(?:\ue001|\\ue001)')
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null", "function"}
 _SCHEMA = {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "anyOf",
            "allOf", "oneOf", "$ref", "$defs", "definitions", "default", "title", "format", "additionalProperties",
            "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "nullable", "const",
            "strict", "examples", "return"}
 _PROBE_PART = re.compile(r"[\ue000\ue001]|\\ue00[01]")
-NO_CALLS = ("the chat template does not show tool calls behind its generation prompt, so that none can be begun for "
-            "the model; expected tool_choice='auto', a chat template that shows them, or tool_prompt='auto', which "
-            "tells of tools in a system text")
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class _Probes:
     def pieces(self, rendered: str) -> list[Piece]:
         """The rendering with the texts in place of their probes. Raises ConfigError if a probe was changed."""
         out, at = [], 0
-        for match in _PROBE.finditer(rendered):
+        for match in PROBE.finditer(rendered):
             if match.start() > at:
                 out.append(Piece(rendered[at:match.start()], False))
             text = self.texts[int(match[2])]
@@ -113,7 +109,7 @@ class Rendered:
 
     def places(self, start: int) -> Iterator[int]:
         """The characters at which the probes from that character on begin: one for each piece of data."""
-        return (match.start() for match in _PROBE.finditer(self.whole, start))
+        return (match.start() for match in PROBE.finditer(self.whole, start))
 
     def without_first(self, count: int) -> Rendered:
         """The same without the first `count` messages in the lists; below 0, with as many more ahead."""
@@ -135,6 +131,7 @@ class ChatTemplate:
 
     Attributes:
         tells_of_tools: whether a model is told of its tools at all. in_words: whether a system text does it.
+        closing: what closes a reply, as text.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -147,7 +144,7 @@ class ChatTemplate:
         self._tokenizer, self.codec, self.frames = tokenizer, codec, frames
         self._options = dict(options or {})
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
-        self._close = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
+        self.closing = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
         shows_tools = self._shows_tools()
         self.in_words = not shows_tools and tool_prompt == "auto"
         self.tells_of_tools = shows_tools or self.in_words
@@ -195,7 +192,7 @@ class ChatTemplate:
             spans.append(range(first, len(probes.texts)))
         body = self._write(messages, shown, prompt=False)
         whole = self._write(messages, shown, prompt=True)
-        places = {int(match[2]): (match.start(), match.end()) for match in _PROBE.finditer(whole)}
+        places = {int(match[2]): (match.start(), match.end()) for match in PROBE.finditer(whole)}
         begins = tuple(min((places[probe][0] for probe in span if probe in places), default=0) for span in spans)
         ends = tuple(max((places[probe][1] for probe in span if probe in places), default=0) for span in spans)
         for number, (message, span) in enumerate(zip(said, spans, strict=True)):
@@ -254,8 +251,8 @@ class ChatTemplate:
         if closing and rendered.whole.startswith(closing, end):
             return end + len(closing)
         begins = rendered.begins[count] if count < len(said) else len(rendered.whole)
-        at = rendered.whole.find(self._close, end, begins) if self._close and begins else -1
-        return None if at < 0 else at + len(self._close)
+        at = rendered.whole.find(self.closing, end, begins) if self.closing and begins else -1
+        return None if at < 0 else at + len(self.closing)
 
     def _write(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, prompt: bool) -> str:
         try:
@@ -273,11 +270,11 @@ class ChatTemplate:
             out["reasoning_content"] = probes.hide(message.reasoning)
         if message.calls:
             out["tool_calls"] = [
-                {"type": "function", "id": self._short(call_id),
+                {"type": "function", "id": self.short_id(call_id),
                  "function": {"name": probes.hide(name), "arguments": probes.hide_all(arguments)}}
                 for name, arguments, call_id in message.calls]
         if message.role == "tool":
-            out["tool_call_id"] = self._short(message.call_id)
+            out["tool_call_id"] = self.short_id(message.call_id)
         if message.name:
             out["name"] = probes.hide(message.name)
         return out
@@ -317,7 +314,7 @@ class ChatTemplate:
             text.endswith(token[:n]) or text.startswith(token[-n:]) for n in range(1, len(token)))
             for token in self._control)
 
-    def _short(self, call_id: str) -> str:
+    def short_id(self, call_id: str) -> str:
         """An id of nine letters and digits, which some templates demand, and which spells no control token."""
         if re.fullmatch(r"[A-Za-z0-9]{9}", call_id) and self._harmless(call_id):
             return call_id
@@ -337,64 +334,3 @@ class ChatTemplate:
             each.append(self.codec.encode_text(piece.text) if piece.data else self.codec.literal(
                 piece.text, start=start and not any(each)))
         return each
-
-    # -- tool calls -------------------------------------------------------------------------------------------
-
-    def call_opening(self, tools: Sequence[dict[str, Any]], name: str = "") -> list[Piece]:
-        """The beginning of a call, behind the generation prompt, as this template writes calls.
-
-        Args:
-            name: of the tool; the opening then ends at the value of its first required argument, as far as it is
-                certain. "": of any tool; the opening ends at the name.
-
-        Raises:
-            ConfigError: the template shows no tool calls.
-        """
-        if self.in_words:
-            return self._opening_in_words(tools, name)
-        question, call = Message("user", "?"), Message("assistant", "", calls=(("name", {"key": "value"}, "call"),))
-        try:
-            prompt = self.render([question], tools)
-            called = self.render([question, call], tools)
-        except ConfigError as error:
-            raise ConfigError(NO_CALLS) from error
-        at = [match for match in _PROBE.finditer(called.whole) if match.end() > called.ends[0]]
-        begun = prompt.whole[prompt.ends[0]:]
-        written = called.whole[called.ends[0]:at[0].start()] if len(at) >= 3 else ""
-        if not written.startswith(begun) or written == begun:
-            raise ConfigError(NO_CALLS)
-        opening = [Piece(written[len(begun):], False)]
-        if not name:
-            return opening
-        opening.append(Piece(name, True))
-        to_key, to_value = (called.whole[probe.end():after.start()] for probe, after in pairwise(at[:3]))
-        if not to_key.endswith('{"') or not to_value.endswith('"'):
-            return opening  # arguments are not written as JSON
-        key, kind = _first_argument(tool_parameters(tools, name))
-        if key is None:
-            no_arguments = not tool_parameters(tools, name).get("properties")
-            return [*opening, Piece(to_key[:-2] + ("{}" if no_arguments else ""), False)]
-        return [*opening, Piece(to_key, False), Piece(json.dumps(key, ensure_ascii=False)[1:-1], True),
-                Piece(to_value if kind == "string" else to_value[:-1], False)]
-
-    def _opening_in_words(self, tools: Sequence[dict[str, Any]], name: str) -> list[Piece]:
-        begun = words.opening(name)
-        if name:
-            key, kind = _first_argument(tool_parameters(tools, name))
-            if key is not None:
-                begun += f"{{{json.dumps(key, ensure_ascii=False)}: " + ('"' if kind == "string" else "")
-            elif not tool_parameters(tools, name).get("properties"):
-                begun += "{}"
-        return [Piece(begun, True)]
-
-
-def tool_parameters(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The schema of a tool's arguments."""
-    return next(tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name) or {}
-
-
-def _first_argument(parameters: dict[str, Any]) -> tuple[str | None, Any]:
-    """Name and type of the first argument that a call must have; (None, None) if there is none."""
-    required = parameters.get("required") or [None]
-    schema = (parameters.get("properties") or {}).get(required[0])
-    return (required[0], schema.get("type")) if isinstance(schema, dict) else (None, None)

@@ -21,6 +21,7 @@ OnMismatch = Literal["reread", "rebuild"]
 
 TOOLS_LEFT_OUT = ("the chat template tells the model of no tools, so it does not know of those that were bound; "
                   "expected a chat template that does, or tool_prompt='auto', which tells of them in a system text")
+NOT_HELD = "the call that was demanded was begun for the model, and nothing held it to the tool's schema"
 
 
 class Delivery:

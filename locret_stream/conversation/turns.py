@@ -14,12 +14,13 @@ import msgspec
 
 from locret_stream.context import Generation
 from locret_stream.conversation.boundaries import Boundary
+from locret_stream.conversation.held_replies import Demand, HeldReply, demand_of
 from locret_stream.conversation.matching import Reached, reach, reach_behind
 from locret_stream.conversation.messages import digest
 from locret_stream.conversation.parts import End, Part
 from locret_stream.conversation.recalling import Recollection, recollect
 from locret_stream.conversation.replies import Reply, response_template, shows_special
-from locret_stream.conversation.request import TOOLS_LEFT_OUT, Request
+from locret_stream.conversation.request import NOT_HELD, TOOLS_LEFT_OUT, Request
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError, InputError, SnapshotNotFound
@@ -76,6 +77,7 @@ class Turn:
     def __init__(self, threads: Threads, thread: Thread, request: Request, reached: Reached, emit: Emit):
         self._threads, self._thread, self._request, self._reached, self._emit = threads, thread, request, reached, emit
         self._before = reached.base.tokens if reached.base else 0  # tokens that the memory held
+        self._demand = Demand()
         self._sampled: list[int] = []
         self._written = ""  # the text of the sampled tokens
         self._last: list[int] = []  # the last ids of the reply as the memory holds it
@@ -84,20 +86,23 @@ class Turn:
         """Emit the parts of the answer; its end is returned.
 
         Raises:
-            ConfigError: before anything is fed, if the template cannot show the messages or the call.
+            ConfigError: before anything is fed, if the template cannot show the messages or the call, or what is
+                demanded of the reply cannot be held.
         """
-        reached, left_out, (opening, forced) = self._reached, self._left_out(), self._opening()
+        reached, left_out = self._reached, self._left_out()
+        self._demand = demand = await demand_of(self._threads, self._request)
+        opening = demand.opening
         recalled, at = await self._recollect()
         body = [] if recalled.ids else await self._encode(at, reached.rendered.body)
         prompt = await self._encode(at if recalled.ids else max(at, reached.rendered.body), None)
         if body:
             await self._thread.feed(body, self._request.focus)
             self._thread.rest_at(reached.boundary_behind(self._request.said, self._thread, self._request))
-            await self._thread.save("turn" if self._request.sampling.get("stop") else self._request.save)
+            await self._thread.save("turn" if demand.sampling.get("stop") else self._request.save)
         question = self._thread.boundary
         await self._thread.feed([] if recalled.ids else prompt + opening, self._request.focus)
         begun = self._thread.context.memory.tokens + (len(prompt + opening) if recalled.ids else 0)
-        reply, ended = await self._decode(forced, prompt + opening, recalled)
+        reply, ended = await self._decode(prompt + opening, recalled)
         receipt: dict[str, Any] = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
         receipt |= {"appended": len(self._request.said) - reached.first} if self._request.append else {}
         receipt |= {"why": reached.why} if reached.why else {}
@@ -106,14 +111,17 @@ class Turn:
         receipt |= {"tools": "left out"} if tools_left_out else {}
         warnings = {"late" if reached.late else "rebuild": reached.warning} if reached.warning else {}
         warnings |= {"tools": TOOLS_LEFT_OUT} if tools_left_out else {}
+        receipt |= {"not_held": demand.not_held} if demand.not_held else {}
+        warnings |= {"held": f"{NOT_HELD}: {demand.not_held}"} if demand.not_held else {}
         receipt |= {"left_out": left_out} if left_out else {}
         receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
         receipt |= {"not_recalled": recalled.why_not} if recalled.why_not else {}
         if ended == "stop":  # the memory holds the stop string, or a part of it; the answer does not
             await self._reread_answer(question, prompt + opening)
         receipt = await self._conclude(reply) | receipt
+        called = any(call.name is not None or ended != "length" for call in reply.calls)
         finish: Literal["stop", "length", "tool_calls"] = (
-            "tool_calls" if reply.calls else "length" if ended == "length" else "stop")
+            "tool_calls" if called else "length" if ended == "length" else "stop")
         return End(begun, self._before, len(self._sampled), finish, receipt, warnings)
 
     async def _recollect(self) -> tuple[Recollection, int]:
@@ -137,41 +145,49 @@ class Turn:
             if len(request.said) > 1:
                 behind = reached.boundary_behind(request.said[:-1], self._thread, request)
                 self._thread.rest_at(msgspec.structs.replace(behind, key=reached.keys[-2]))
-        if request.sampling.get("stop"):  # what is kept of the answer is read again from here
+        if self._demand.sampling.get("stop"):  # what is kept of the answer is read again from here
             await self._thread.save("turn")
         found = await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.",
                                 last.content)
         return found, at
 
-    async def _decode(self, forced: str, prompt: list[int], recalled: Recollection) -> tuple[Reply, str | None]:
+    async def _decode(self, prompt: list[int], recalled: Recollection) -> tuple[Reply | HeldReply, str | None]:
         """The reply, and why generation ended.
 
         Args:
-            forced: the beginning of the reply that the prompt wrote.
             prompt: where something was recalled it was not fed yet, the last message in it: it follows that.
         """
-        threads, request, rendered = self._threads, self._request, self._reached.rendered
-        shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
-        template = response_template(threads.runtime.tokenizer, threads.replies, shown,
-                                     threads.template.frames.template, in_words=threads.template.in_words)
-        if request.sampling.get("schema") is not None:  # all of it is JSON, whatever marks its strings may hold
-            template = {**template, "fields": {"content": template["fields"]["content"]}}
-        reply = Reply(template, shown + forced, list(request.tools))
+        demand, request = self._demand, self._request
+        reply, skip_special = self._reader()
         generation: Generation = self._thread.context.generate(
-            prompt if recalled.ids else None, skip_special=not shows_special(template, self._special), recall=False,
-            aside=recalled.ids, **request.sampling)
+            prompt if recalled.ids else None, skip_special=skip_special, recall=False, aside=recalled.ids,
+            constraint=demand.constraint, **demand.sampling)
         async for token in generation:
             self._sampled.append(token.id)
             self._last = self._sampled[-16:]
             self._written += token.text
             for part in reply.feed(token.text):
                 self._emit(part)
-            if request.choice not in ("", "any") and reply.calls:
+            if demand.form is None and request.choice not in ("", "any") and reply.calls:
                 await generation.aclose()  # the call that was asked for is whole
                 break
         for part in reply.finish():
             self._emit(part)
         return reply, generation.finish_reason
+
+    def _reader(self) -> tuple[Reply | HeldReply, bool]:
+        """What reads the reply, and whether its text comes without special tokens."""
+        threads, request, rendered, demand = self._threads, self._request, self._reached.rendered, self._demand
+        if demand.form is not None:
+            names = [tool["function"]["name"] for tool in request.tools]
+            return HeldReply(demand.form, names, demand.begun), False
+        shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
+        template = response_template(threads.runtime.tokenizer, threads.replies, shown,
+                                     threads.template.frames.template, in_words=threads.template.in_words)
+        if demand.sampling.get("schema") is not None:  # all of it is JSON, whatever marks its strings may hold
+            template = {**template, "fields": {"content": template["fields"]["content"]}}
+        reply = Reply(template, shown + demand.begun, list(request.tools))
+        return reply, not shows_special(template, self._special)
 
     async def _reread_answer(self, question: Boundary | None, prompt: list[int]) -> None:
         """Go back to where the model was asked, and read the answer as it was given; without a snapshot of that
@@ -185,7 +201,7 @@ class Turn:
         await thread.feed(prompt + written, self._request.focus)
         self._last = written[-16:]
 
-    async def _conclude(self, reply: Reply) -> dict[str, Any]:
+    async def _conclude(self, reply: Reply | HeldReply) -> dict[str, Any]:
         """Close the reply and make it a boundary; the receipt's `state` and `saved`."""
         thread, reached = self._thread, self._reached
         answer = replace(reply.message, reasoning="") if self._request.unthinking else reply.message
@@ -221,15 +237,6 @@ class Turn:
 
     async def _encode(self, start: int, end: int | None) -> list[int]:
         return await encode(self._threads, self._reached, start, end)
-
-    def _opening(self) -> tuple[list[int], str]:
-        """The beginning of a tool call that the caller demands, as ids and as text; empty without. Raises ConfigError:
-        the template shows no calls."""
-        choice, template = self._request.choice, self._threads.template
-        if not choice:
-            return [], ""
-        pieces = template.call_opening(self._request.tools, "" if choice == "any" else choice)
-        return template.encode(pieces, start=False), "".join(piece.text for piece in pieces)
 
     @cached_property
     def _special(self) -> list[str]:

@@ -185,9 +185,6 @@ class Service(Sessions):
         choice, told = chat.read_choice(body.tool_choice, tools)
         sampling = self._sampling(body)
         if schema is not None:
-            if tools and told:
-                raise ApiError(400, "a JSON schema for the answer was given beside tools that the model may call; "
-                               "expected tool_choice='none', or no tools", param="tools", code="schema_beside_tools")
             sampling["schema"] = json.dumps(schema, ensure_ascii=False)
         timeout_s = self._timeout(body)
         return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s,

@@ -26,6 +26,7 @@ from langchain_locret.messages import ROLES
 from locret_stream import Runtime
 from locret_stream.context import StreamingContext, streams
 from locret_stream.engine import state
+from locret_stream.text import TextCodec
 
 BUNDLED = Path(locret_stream.__file__).parent / "assets" / "bundled"
 CHUNK = 64
@@ -35,6 +36,14 @@ PROMPT = "<|im_start|>assistant\n"
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@cache
+def pieces() -> list[bytes]:
+    """The bytes of each token; of a control token those of its name."""
+    codec = TextCodec(tokenizer())
+    return [codec.decode([token], skip_special=False).encode() if token in codec.control_ids else codec.piece(token)
+            for token in range(codec.vocab)]
 
 
 @cache
@@ -50,30 +59,55 @@ class Script:
 
     Attributes:
         say: from the prompt to the reply. delay: seconds that a token takes. sampled: the number of tokens.
+        refused: what a script would have said that a grammar does not let through; a test that has some fails.
     """
 
     def __init__(self) -> None:
         self.say: Callable[[str], str] = answer
         self.delay, self.sampled, self.seen = 0.0, 0, ""
+        self.refused: list[str] = []
         self._plans: dict[tuple[int, ...], list[int]] = {}
+        self._held: dict[tuple[int, ...], bytes] = {}
         self.on_token: Callable[[], None] = lambda: None
 
-    def sample(self, logits: Any, recent: list[int], *_: Any) -> int:
+    def sample(self, logits: Any, recent: list[int], position: int, sampling: Any, using: Any,
+               allowed: torch.Tensor | None = None) -> int:
         known = tokenizer()
         self.sampled += 1
         self.on_token()
         if self.delay:
             time.sleep(self.delay)
+        if allowed is not None:
+            return self._held_token(recent, allowed)
         plan = self._plans.pop(tuple(recent), None)
         if plan is None:  # a new reply
-            text = known.decode(recent, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            self.seen, _, begun = text.rpartition(PROMPT)
-            reply = self.say(self.seen + PROMPT)
-            assert reply.startswith(begun), f"asked to go on from {begun!r}; the script would say {reply!r}"
-            plan = [*known.encode(reply[len(begun):], add_special_tokens=False), known.eos_token_id]
+            plan = [*known.encode(self._begin(recent), add_special_tokens=False), known.eos_token_id]
         token, *rest = plan
         if rest:
             self._plans[(*recent, token)] = rest
+        return token
+
+    def _begin(self, recent: list[int]) -> str:
+        """What is to be said behind what the prompt has of the reply."""
+        text = tokenizer().decode(recent, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self.seen, _, begun = text.rpartition(PROMPT)
+        reply = self.say(self.seen + PROMPT)
+        assert reply.startswith(begun), f"asked to go on from {begun!r}; the script would say {reply!r}"
+        return reply[len(begun):]
+
+    def _held_token(self, recent: list[int], allowed: torch.Tensor) -> int:
+        """The longest token that goes on with what is to be said, of those that a grammar lets through."""
+        rest = self._held.pop(tuple(recent), None)
+        if rest is None:
+            rest = self._begin(recent).encode()
+        ids = allowed.nonzero()[:, 0].tolist()
+        fits = [token for token in ids if pieces()[token] and rest.startswith(pieces()[token])]
+        token = max(fits, key=lambda token: len(pieces()[token]), default=tokenizer().eos_token_id)
+        if not fits and (rest or token not in ids):
+            self.refused.append(f"{rest!r}, where only {sorted(pieces()[token] for token in ids)[:9]} may come")
+            raise AssertionError(f"the script would say {self.refused[-1]}")
+        if fits:
+            self._held[(*recent, token)] = rest[len(pieces()[token]):]
         return token
 
 
@@ -112,12 +146,13 @@ def _fitting(schema: dict[str, Any], root: dict[str, Any], hint: str) -> Any:
 
 @contextmanager
 def scripted() -> Iterator[Script]:
-    """Every generation follows a script, which sees up to 65,536 tokens."""
+    """Every generation follows a script, which sees up to 65,536 tokens. Under a grammar a script has to fit it."""
     script = Script()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "HISTORY", 65536)
         patch.setattr(streams, "sample", script.sample)
         yield script
+    assert not script.refused, f"the script would say {script.refused}"
 
 
 def runtime(store: Any = None, **options: Any) -> Runtime:

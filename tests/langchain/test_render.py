@@ -12,6 +12,7 @@ from langchain_core.messages.tool import tool_call
 
 from langchain_locret.messages import read
 from locret_stream import ConfigError
+from locret_stream.conversation.call_forms import call_opening
 from locret_stream.conversation.render import ChatTemplate
 from locret_stream.text import ChatFrame, TextCodec
 from tests.langchain.templates import TEMPLATES, TOKENS
@@ -140,7 +141,7 @@ def test_the_opening_of_a_call_is_what_the_template_writes(name: str):
     _, template = made(name)
 
     def opening(tool: dict[str, Any], choice: str = "look") -> str:
-        pieces = template.call_opening((tool,), choice)
+        pieces = call_opening(template, (tool,), choice)
         hidden = [piece.text for piece in pieces if piece.data]
         assert hidden == (["look", "at"][:len(hidden)] if choice else [])
         return "".join(piece.text for piece in pieces)
@@ -166,7 +167,7 @@ def test_a_template_without_calls_says_so():
     codec = TextCodec(tokenizer)
     template = ChatTemplate(tokenizer, codec, ChatFrame(codec, tokenizer))
     with pytest.raises(ConfigError, match="does not show tool calls"):
-        template.call_opening((TOOL,))
+        call_opening(template, (TOOL,))
 
 
 def test_options_reach_the_template():

@@ -311,8 +311,6 @@ def test_answers_fit_the_schema_that_is_asked_for(free: Served):
                 "name": "x", "schema": {"not": {}}}}):
             with pytest.raises(openai.BadRequestError):
                 client.chat.completions.create(model=MODEL, messages=[user("x")], response_format=bad)
-        with pytest.raises(openai.BadRequestError, match="beside tools"):
-            client.responses.create(model=MODEL, input="x", text=form, tools=[LOOK_FLAT])
 
 
 def test_thoughts_stay_in_memory_though_clients_leave_them_out(script: Script, tmp_path: Path):

@@ -53,7 +53,7 @@ _END = object()
 _taken_by_caller: ContextVar[Delivery | None] = ContextVar("taken by ainvoke", default=None)
 _OF_THE_RUNTIME = ("heads", "policy", "budget", "chunk_size", "max_live", "device", "dtype", "chat_template", "store",
                    "key", "boundaries", "recalls", "store_bits")
-_WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning}
+_WARNINGS = {"late": LateWarning, "rebuild": RebuildWarning, "tools": ToolsWarning, "held": ToolsWarning}
 _FOR_SERVERS = {"api_key", "base_url", "max_retries"}
 
 
@@ -370,8 +370,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         """The model with tools that it may call.
 
         Args:
-            tool_choice: a tool's name (the call is begun for the model), "any"/"required"/True for any tool, "auto" or
-                None for the model's choice, "none" to show it no tools.
+            tool_choice: a tool's name, "any"/"required"/True for any tool: the reply is a call whose arguments fit the
+                tool's JSON schema, whatever the model; "auto" or None for the model's choice, "none" to show it no
+                tools.
 
         Raises:
             ConfigError: no tool of that name is given.
@@ -392,8 +393,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         Args:
             schema: a pydantic class, a TypedDict, or a JSON schema with a title.
             include_raw: give {"raw": the message, "parsed": ..., "parsing_error": None or the error}; do not raise.
-            method: "function_calling": a forced tool call. "json_mode", "json_schema": the schema stands in the system
-                text, and the reply is parsed as JSON. Neither these nor `strict` constrain what the model writes.
+            method: "function_calling": a forced tool call, which fits the schema (see `bind_tools`). "json_mode",
+                "json_schema": the schema stands in the system text, and the reply is parsed as JSON. Neither these nor
+                `strict` constrain what the model writes.
 
         Raises (when the model is called):
             OutputParserException: the reply is not what the schema describes.

@@ -8,7 +8,8 @@ class RebuildWarning(UserWarning):
 
 
 class ToolsWarning(UserWarning):
-    """Tools were bound to a model whose chat template shows none."""
+    """Tools were bound to a model whose chat template shows none, or a call was demanded of one whose calls cannot be
+    held to a schema."""
 
 
 class LateWarning(UserWarning):

@@ -1,0 +1,213 @@
+"""Replies that a grammar holds: a call that the caller demands, or JSON that fits a schema, beside tools or alone.
+
+What may not come never comes, so that nothing has to be searched for in the text: the reader knows the form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from locret_stream.config import Sampling
+from locret_stream.constraints import ID, CallForm, Constraint, Constraints, call_grammar
+from locret_stream.conversation.call_forms import (
+    NO_JSON,
+    arguments_of,
+    begun_call,
+    call_form,
+    call_opening,
+    first_argument,
+)
+from locret_stream.conversation.messages import Message
+from locret_stream.conversation.parts import Call, Part
+from locret_stream.conversation.render import Piece
+from locret_stream.conversation.request import Request
+from locret_stream.conversation.threads import Threads
+from locret_stream.errors import ConfigError
+
+BESIDE_TOOLS = ("a JSON schema for the answer was given beside tools that the model may call, and this model's calls "
+                "cannot be told from JSON, or cannot be held; expected tool_choice='none', or no tools")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a caller demands of a reply, settled before anything is read.
+
+    Attributes:
+        sampling: fields of `Sampling`.
+        opening, begun: the beginning of a call that the prompt writes, as ids and as text.
+        form: of the call that the reply is, or may be; None: nothing but a schema holds it, or nothing.
+        constraint: what holds it to its grammar, behind what the prompt writes; None: it is made with the reply.
+        not_held: why a call that was demanded is begun and not held; "" otherwise.
+    """
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    opening: list[int] = field(default_factory=list)
+    begun: str = ""
+    form: CallForm | None = None
+    constraint: Constraint | None = None
+    not_held: str = ""
+
+
+async def demand_of(threads: Threads, request: Request) -> Demand:
+    """What this request demands. Stop strings do not cut a call that is demanded, and nothing comes behind it.
+
+    Raises:
+        ConfigError: the template shows no calls; llguidance is not installed; a schema, of the answer or of a tool's
+            arguments, that cannot be held; one of the answer beside tools whose calls cannot be told from it.
+    """
+    schema = request.sampling.get("schema")
+    if not request.choice and schema is None:
+        return Demand(request.sampling)
+    return await asyncio.to_thread(_demand_of, threads, request, schema)
+
+
+def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand:
+    template, constraints = threads.template, threads.runtime.constraints
+    if schema is not None:
+        constraints.begin(Sampling(schema=schema))
+    if not request.choice and not (request.tools and template.tells_of_tools):
+        return Demand(request.sampling)
+    tools = [tool for tool in request.tools if request.choice in ("", "any", tool["function"]["name"])]
+    sampling = {name: value for name, value in request.sampling.items() if name not in ("schema", "grammar")}
+    try:
+        form = call_form(template, request.tools)
+    except ConfigError as error:
+        if request.choice:
+            raise
+        raise ConfigError(BESIDE_TOOLS) from error
+    if not request.choice:
+        assert schema is not None
+        if form is None or not _apart_from_json(threads, form):
+            raise ConfigError(BESIDE_TOOLS)
+        return Demand(sampling | {"grammar": _grammar(threads, tools, form, "", json.loads(schema))}, form=form)
+    name = "" if request.choice == "any" else request.choice
+    if not_held := constraints.why_not() or (NO_JSON if form is None else ""):
+        if schema is not None:
+            raise ConfigError(BESIDE_TOOLS)
+        opening = call_opening(template, request.tools, name)
+        begun = "".join(piece.text for piece in opening)
+        return Demand(sampling, template.encode(opening, start=False), begun, not_held=not_held)
+    assert form is not None
+    opening = begun_call(template, form, name)
+    begun = "".join(piece.text for piece in opening)
+    sampling = {name: value for name, value in sampling.items() if name not in ("stop", "ignore_eos")}
+    sampling["grammar"], ids = _grammar(threads, tools, form, begun, None), template.encode(opening, start=False)
+    if name and (first := first_argument(arguments_of(tools[0]), form)):
+        head = [Piece(form.before, form.data), Piece(form.written(name), True)]
+        further = sampling | {"grammar": _grammar(threads, tools, form, "".join(piece.text for piece in head), None)}
+        behind = template.encode(first, start=False)
+        with suppress(ConfigError):  # the arguments do not begin so
+            return Demand(further, template.encode(head, start=False) + behind,
+                          "".join(piece.text for piece in [*head, *first]), form,
+                          constraints.begin(Sampling(**further), behind))
+    return Demand(sampling, ids, begun, form)
+
+
+def _apart_from_json(threads: Threads, form: CallForm) -> bool:
+    """Whether no JSON begins as a call does."""
+    codec = threads.template.codec
+    first = codec.literal(form.before)[0]
+    return form.before[0] not in '{["-0123456789tfn' or (not form.data and first in codec.control_ids)
+
+
+def _grammar(threads: Threads, tools: Sequence[dict[str, Any]], form: CallForm, begun: str, instead: Any) -> str:
+    """The grammar of a call of one of these tools. Raises ConfigError, which names the tool that cannot be held."""
+    schemas: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        schemas.setdefault(tool["function"]["name"], arguments_of(tool))
+    constraints = threads.runtime.constraints
+    try:
+        grammar = call_grammar(threads.template.codec, schemas, form, begun=begun, instead=instead)
+        constraints.begin(Sampling(grammar=grammar))
+    except (ConfigError, ValueError, TypeError, RecursionError):
+        otherwise = "tool_choice='auto'" if instead is None else "no schema of the answer"
+        for name, schema in schemas.items():
+            _expect_held(constraints, name, schema, otherwise)
+        raise
+    return grammar
+
+
+def _expect_held(constraints: Constraints, name: str, schema: dict[str, Any], otherwise: str) -> None:
+    try:
+        constraints.begin(Sampling(schema=schema))
+    except ConfigError as error:
+        raise ConfigError(f"the arguments of the tool {name!r}: {error}, or {otherwise}") from error
+
+
+class HeldReply:
+    """One reply that is held to a call, while it is generated; its parts add up to `message`.
+
+    Args:
+        names: of the tools that may be called. begun: what the prompt wrote of the call; "": it may be JSON, too.
+
+    Attributes:
+        calls: the call, once the reply is finished; one that was cut off has no name, and its text as arguments.
+    """
+
+    def __init__(self, form: CallForm, names: Sequence[str], begun: str):
+        self._form, self._names, self._text = form, sorted(names, key=len, reverse=True), begun
+        self._shown = ""  # of a reply that is JSON
+        self.calls = list[Call]()
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """The part that this text completes: one of JSON, or none."""
+        self._text += text
+        before, so_far = self._form.before, self._text
+        if not before.startswith(so_far) and not so_far.startswith(before):
+            new = so_far[len(self._shown):]
+            self._shown = so_far
+            if new:
+                yield Part(new)
+
+    def finish(self) -> Iterator[Part]:
+        """The part of the call; the reply ends here."""
+        if not self._shown and self._text:
+            self.calls.append(self._read() or Call(None, self._text, _new_id(), 0))
+            yield Part("", calls=tuple(self.calls))
+
+    @property
+    def message(self) -> Message:
+        """The reply so far. A call that was cut off is text of it."""
+        called = [call for call in self.calls if call.name is not None]
+        unreadable = "".join(call.arguments for call in self.calls if call.name is None)
+        return Message("assistant", self._shown + unreadable, calls=tuple(
+            (call.name or "", json.loads(call.arguments), call.id) for call in called))
+
+    def _read(self) -> Call | None:
+        """The call, if it is whole."""
+        form = self._form
+        for name in self._names:
+            head, tail = form.before + form.written(name) + form.between, form.after
+            whole = re.fullmatch(rf"{_pattern(form, head)}(?P<arguments>\{{.*\}}){_pattern(form, tail)}", self._text,
+                                 re.DOTALL)
+            if whole is None:
+                continue
+            written = whole["arguments"]
+            try:
+                arguments = json.loads(written)
+            except (ValueError, RecursionError):  # deeper, or longer numbers, than Python reads
+                continue
+            as_text = json.dumps(arguments, ensure_ascii=False)
+            if _LONE_SURROGATE.search(as_text):  # JSON can spell half of a surrogate pair
+                written = _LONE_SURROGATE.sub("\ufffd", as_text)
+            ids = [each for each in whole.groups() if each != whole["arguments"]]
+            return Call(name, written, ids[0] if ids else _new_id(), 0)
+        return None
+
+
+def _pattern(form: CallForm, text: str) -> str:
+    """A part of a call as a regular expression; its ids are groups."""
+    parts = text.split(form.call_id) if form.call_id else [text]
+    return f"({ID})".join(map(re.escape, parts))
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
