@@ -49,11 +49,11 @@ from locret_stream import Runtime, Sampling, Store
 from locret_stream.snapshot.transcript import read_transcript
 
 ANIMALS = ("falcon", "otter", "badger", "heron", "lynx", "marten", "stoat", "raven")
-TOKENS = 60  # of an answer
+TOKENS = 40  # of an answer
 TURNS = 24  # of a session, before the next one begins
 NEAR_S = 5.0  # how long after a kill a new request still tells how long its session was away
-KINDS = {"chat": 4, "responses": 3, "conversation": 2, "ingest": 2}
-PAUSES_S = {"chat": (0.5, 5.0), "responses": (0.5, 5.0), "conversation": (0.5, 5.0), "ingest": (2.0, 12.0)}
+KINDS = {"chat": 3, "responses": 2, "conversation": 2, "ingest": 1}
+PAUSES_S = {"chat": (1.0, 6.0), "responses": (1.0, 6.0), "conversation": (1.0, 6.0), "ingest": (4.0, 16.0)}
 END, ANSWER = "<|im_end|>", "<|im_start|>assistant\n"
 
 
@@ -242,7 +242,7 @@ def silence(asked: list[Asked], at: float, replica: str) -> float | None:
 
 
 async def drive(options: argparse.Namespace, url: str) -> dict[str, Any]:
-    kills, wrong, back = list[tuple[float, str]](), list[str](), list[float]()
+    kills, wrong, back, loads = list[tuple[float, str]](), list[str](), list[float](), list[float]()
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=64)) as http:
         load = Load(http, options.seed)
         async with asyncio.TaskGroup() as group:
@@ -260,6 +260,7 @@ async def drive(options: argparse.Namespace, url: str) -> dict[str, Any]:
                     back.append(time.monotonic() - kills[-1][0])
                 await asyncio.sleep(load.random.uniform(0, 4))
                 victim = await load.until_under_way(up) if len(kills) % 2 else load.random.choice(up)
+                loads.append(round(os.getloadavg()[0], 1))
                 kills.append((time.monotonic(), victim))
                 os.kill(int(victim.rpartition(".")[2]), signal.SIGKILL)
                 await asyncio.sleep(load.random.uniform(0.5, 3))
@@ -281,7 +282,7 @@ async def drive(options: argparse.Namespace, url: str) -> dict[str, Any]:
         "silence_s": {"of_kills": len(silences), "median": round(statistics.median(silences), 2),
                       "most": round(max(silences), 2), "above_2": sum(each > 2 for each in silences),
                       "all": [round(each, 2) for each in silences]},
-        "first_text_s": {"median": round(statistics.median(usual), 3)},
+        "loads": loads, "first_text_s": {"median": round(statistics.median(usual), 3)},
         "replica_back_s": {"median": round(statistics.median(back), 1), "most": round(max(back), 1)} if back else {},
     }
 
@@ -342,7 +343,7 @@ def main() -> None:
         finally:
             process.terminate()
             process.communicate(timeout=120)
-        result |= {"states": asyncio.run(states(store, result.pop("under_way"))), "load": os.getloadavg()}
+        result["states"] = asyncio.run(states(store, result.pop("under_way")))
     record(options.keep or "ray_kills", result, keep=options.keep is not None)
 
 

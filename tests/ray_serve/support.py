@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ from locret_serve.memory import Memory
 from locret_serve.remote import RemoteService
 from locret_serve.replicas import ReplicaDied
 from locret_stream import Store
-from locret_stream.serving.app import make_app
 from locret_stream.serving.limits import Limits
-from locret_stream.serving.server import Server
 from locret_stream.serving.service import Service
 from tests.langchain.support import runtime
-from tests.serving.support import MODEL, Served
+from tests.serving.support import MODEL, Served, running
 
 
 class Lost(Exception):
@@ -88,49 +84,30 @@ class LocalReplicas:
             await memory.service.aclose()
 
 
+@dataclass
 class Many(Served):
     """A front, and the replicas behind it."""
 
-    replicas: LocalReplicas
+    @property
+    def replicas(self) -> LocalReplicas:
+        assert isinstance(self.service, RemoteService) and isinstance(self.service.replicas, LocalReplicas)
+        return self.service.replicas
 
 
 @contextmanager
 def cluster(store: Path, *, count: int = 2, limits: Limits | None = None, keys: dict[str, str] | None = None,
             key: str = "none", **options: Any) -> Iterator[Many]:
     """A front over that many replicas, whose sessions are in that folder."""
-    up, failed, found = threading.Event(), list[BaseException](), list[Any]()
-
-    async def run() -> None:
+    @asynccontextmanager
+    async def make() -> AsyncIterator[Service]:
         services = [Service(runtime(Store(store, keep_last=32), **options), model=MODEL, limits=limits)
                     for _ in range(count)]
         for number, each in enumerate(services):
             each.expires = number == 0
             await each.start()
         replicas = LocalReplicas([Memory(each, f"r{number}", bundle_s=0) for number, each in enumerate(services)])
-        front = RemoteService(replicas, model=MODEL, limits=limits)
+        yield RemoteService(replicas, model=MODEL, limits=limits)
+        await replicas.end()
 
-        def listening(port: int) -> None:
-            found.extend((port, front, server, asyncio.get_running_loop(), replicas))
-            up.set()
-
-        server = Server(make_app(front, keys), front, host="127.0.0.1", port=0, grace_s=30, listening=listening)
-        try:
-            await server.serve()
-            await replicas.end()
-        except BaseException as error:
-            failed.append(error)
-        up.set()
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
-    thread.start()
-    assert up.wait(60) and not failed and found, failed
-    port, front, server, loop, replicas = found
-    try:
-        many = Many(f"http://127.0.0.1:{port}", front, server, loop, key)
-        many.replicas = replicas
-        with closing(many.http):
-            yield many
-    finally:
-        loop.call_soon_threadsafe(server._drain, 0)
-        thread.join(60)
-        assert not thread.is_alive() and not failed, failed
+    with running(make, Many, keys=keys, key=key) as served:
+        yield served

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from openai import OpenAI
@@ -23,17 +23,15 @@ from locret_stream.serving.service import Service
 from tests.langchain.support import runtime, tokenizer
 
 MODEL = "scripted"
+S = TypeVar("S", bound="Served")
 
 
 @dataclass
-class Served:
-    """A server that runs, and how to reach it and what is behind it."""
+class Reached:
+    """A server that runs somewhere, and how to reach it."""
 
     url: str
-    service: Service
-    server: Server
-    loop: asyncio.AbstractEventLoop
-    key: str = "none"
+    key: str
 
     @property
     def port(self) -> int:
@@ -48,6 +46,15 @@ class Served:
         headers = {} if self.key == "none" else {"authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
+
+@dataclass
+class Served(Reached):
+    """One that runs in this process, and what is behind it."""
+
+    service: Service
+    server: Server
+    loop: asyncio.AbstractEventLoop
+
     def held(self, thread: str) -> str:
         """All tokens of an open session's memory, as text."""
         context = self.service.threads.named(thread).ctx
@@ -61,34 +68,47 @@ class Served:
 
 
 @contextmanager
-def serving(store: Path, *, limits: Limits | None = None, keys: dict[str, str] | None = None, key: str = "none",
-            **options: Any) -> Iterator[Served]:
-    """A server whose sessions are in that folder; ended as SIGTERM ends one."""
-    up, failed, found = threading.Event(), list[BaseException](), list[Any]()
+def running(make: Callable[[], AbstractAsyncContextManager[Service]], kind: type[S], *,
+            keys: dict[str, str] | None = None, key: str = "none") -> Iterator[S]:
+    """A server of such a service, in a thread; ended as SIGTERM ends one."""
+    up, failed, found = threading.Event(), list[BaseException](), list[S]()
 
     async def run() -> None:
-        service = Service(runtime(Store(store, keep_last=32), **options), model=MODEL, limits=limits)
+        async with make() as service:
+            def listening(port: int) -> None:
+                found.append(kind(f"http://127.0.0.1:{port}", key, service, server, asyncio.get_running_loop()))
+                up.set()
 
-        def listening(port: int) -> None:
-            found.extend((port, service, server, asyncio.get_running_loop()))
-            up.set()
-
-        server = Server(make_app(service, keys), service, host="127.0.0.1", port=0, grace_s=30, listening=listening)
-        try:
+            server = Server(make_app(service, keys), service, host="127.0.0.1", port=0, grace_s=30, listening=listening)
             await server.serve()
+
+    def in_thread() -> None:
+        try:
+            asyncio.run(run())
         except BaseException as error:
             failed.append(error)
         up.set()
 
-    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    thread = threading.Thread(target=in_thread, daemon=True)
     thread.start()
     assert up.wait(60) and not failed and found, failed
-    port, service, server, loop = found
+    (served,) = found
     try:
-        served = Served(f"http://127.0.0.1:{port}", service, server, loop, key)
         with contextlib.closing(served.http):
             yield served
     finally:
-        loop.call_soon_threadsafe(server._drain, 0)
+        served.loop.call_soon_threadsafe(served.server._drain, 0)
         thread.join(60)
         assert not thread.is_alive() and not failed, failed
+
+
+@contextmanager
+def serving(store: Path, *, limits: Limits | None = None, keys: dict[str, str] | None = None, key: str = "none",
+            **options: Any) -> Iterator[Served]:
+    """A server whose sessions are in that folder."""
+    @asynccontextmanager
+    async def make() -> AsyncIterator[Service]:
+        yield Service(runtime(Store(store, keep_last=32), **options), model=MODEL, limits=limits)
+
+    with running(make, Served, keys=keys, key=key) as served:
+        yield served

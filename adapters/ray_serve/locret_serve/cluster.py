@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from ray import serve
@@ -20,7 +23,12 @@ from locret_stream.errors import ConfigError
 from locret_stream.serving.keys import read_keys
 from locret_stream.serving.service import Service
 
+if TYPE_CHECKING:  # these load torch
+    from locret_stream.runtime import Runtime
+    from locret_stream.snapshot import Store
+
 NAME = "locret"  # of the application
+LATER = 10  # niceness of a replica that loads
 READS = 64  # requests of a replica that need no slot, beside those that have or wait for one
 
 
@@ -28,19 +36,24 @@ class Replica(Memory):
     """A `Memory` that Ray Serve starts, asks how it is, and ends."""
 
     async def __init__(self, cluster: bytes):  # type: ignore[misc]  # Ray awaits it
+        await asyncio.to_thread(_import_quietly)
         import torch
 
-        from locret_stream.runtime import Runtime
         from locret_stream.snapshot import Store
 
         asked, context = msgspec.json.decode(cluster, type=Cluster), serve.get_replica_context()
         torch.set_num_threads(max(1, int(asked.cpus)))
         store = Store(asked.store, key=asked.key or os.environ.get("LOCRET_KEY"), keep_last=asked.boundaries)
-        runtime = Runtime.from_pretrained(**{"model": "bundled", **asked.runtime}, store=store, max_live=asked.max_live)
+        runtime = self.runtime_of(asked, store)
         service = Service(runtime, model=asked.model, limits=asked.limits)
         service.expires = context.rank.rank == 0
         await service.start()
         super().__init__(service, f"{context.replica_id.unique_id}.{os.getpid()}")
+
+    def runtime_of(self, asked: Cluster, store: Store) -> Runtime:
+        """The runtime of this replica, not started."""
+        from locret_stream.runtime import Runtime
+        return Runtime.from_pretrained(**{"model": "bundled", **asked.runtime}, store=store, max_live=asked.max_live)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scaling.by_slots` reads."""
@@ -57,6 +70,15 @@ class Replica(Memory):
             await self.service.aclose()
 
 
+def _import_quietly() -> None:
+    """Import what a replica needs, which takes seconds of a core, behind the replicas that answer on this machine."""
+    if sys.platform == "linux":  # there a thread has a priority of its own, which ends with it
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LATER)
+    import locret_stream.conversation.threads
+    import locret_stream.runtime  # noqa: F401
+
+
 def application(args: Mapping[str, Any]) -> Application:
     """The application of a Serve config file, whose `args` are the fields of `Cluster`.
 
@@ -66,8 +88,8 @@ def application(args: Mapping[str, Any]) -> Application:
     return build(read_cluster(args))
 
 
-def build(cluster: Cluster) -> Application:
-    """The application. Raises ConfigError: there is no key, and keyless is not set."""
+def build(cluster: Cluster, replica: type[Replica] = Replica) -> Application:
+    """The application, of such replicas. Raises ConfigError: there is no key, and keyless is not set."""
     keys = read_keys(list(cluster.keys) or [os.environ.get("LOCRET_API_KEY", "")])
     if not keys and not cluster.keyless:
         raise ConfigError("there is no API key, and other machines may call; expected keys, the variable "
@@ -79,7 +101,7 @@ def build(cluster: Cluster) -> Application:
             look_back_period_s=10, upscale_delay_s=5, downscale_delay_s=300,
             policy=AutoscalingPolicy(policy_function=by_slots))}
     memory = serve.deployment(
-        Replica, name="Memory", ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
+        replica, name="Memory", ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
         max_ongoing_requests=cluster.max_live + cluster.limits.max_waiting + READS,
         health_check_period_s=2, health_check_timeout_s=20, graceful_shutdown_timeout_s=cluster.limits.timeout_s,
         graceful_shutdown_wait_loop_s=0.5, request_router_config=sticky(), **count)

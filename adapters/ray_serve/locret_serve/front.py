@@ -3,7 +3,8 @@ any number of them is the same as one."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -29,48 +30,34 @@ class RayReplicas:
         self._handle = handle
 
     async def stream(self, key: str | None, verb: str, *arguments: Any) -> AsyncGenerator[Any]:
-        answers = getattr(self._handle.options(stream=True, **_session(key)), verb).remote(*arguments)
-        ended = False
-        try:
+        with self._asked({"stream": True}, key, verb, arguments) as answers:
             async for each in answers:
                 yield each
-            ended = True
-        except GONE as error:
-            ended = True
-            raise ReplicaDied(str(error)) from error
-        except BackPressureError as error:
-            raise _full(error) from None
-        finally:
-            if not ended:
-                answers.cancel()
 
     async def call(self, key: str | None, verb: str, *arguments: Any) -> Any:
-        answer = getattr(self._handle.options(**_session(key)), verb).remote(*arguments)
-        ended = False
+        with self._asked({}, key, verb, arguments) as answer:
+            return await answer
+
+    @contextmanager
+    def _asked(self, options: dict[str, Any], key: str | None, verb: str, arguments: tuple[Any, ...]) -> Iterator[Any]:
+        """Ray's own handle of an answer, while it is read: with its errors as those of `replicas.Replicas`, and
+        cancelled by whatever else ends the reading early."""
+        handle = self._handle.options(**options, **({} if key is None else {"session_id": key}))
+        answer = getattr(handle, verb).remote(*arguments)
         try:
-            found = await answer
-            ended = True
-            return found
+            yield answer
         except GONE as error:
-            ended = True
             raise ReplicaDied(str(error)) from error
         except BackPressureError as error:
-            raise _full(error) from None
-        finally:
-            if not ended:
-                answer.cancel()
+            raise ApiError(429, f"{error}: try again after Retry-After", kind="rate_limit_error", code="queue_full",
+                           retry_s=1) from None
+        except BaseException:
+            answer.cancel()
+            raise
 
     async def everywhere(self, verb: str) -> list[Any]:
         found = await self._handle.broadcast(verb).results_async()
         return [each for each in found if not isinstance(each, BaseException)]
-
-
-def _session(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"session_id": key}
-
-
-def _full(error: Exception) -> ApiError:
-    return ApiError(429, f"{error}: try again after Retry-After", kind="rate_limit_error", code="queue_full", retry_s=1)
 
 
 @serve.ingress()
