@@ -6,8 +6,7 @@ as fast as the kernel takes it, which is far faster than the memory reads. Every
   rss_mib      of the server process. Its growth is the most after the warm-up, less that at the end of the warm-up
   waiting_kib  bytes that were sent and not read by the memory yet: what the kernel and the server buffer
 
-At the end the sender breaks off, goes on by the upload's id at the offset that was read, and makes the stream durable;
-it is then searched for a sentence of its first lines.
+At the end both are stopped in the midst of it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from typing import Any
 import httpx
 from record import record
 
-FIRST = "The door code of falcon is 48213.\n"
 PATH = "/v1/sessions/endless/ingest"
 
 
@@ -52,7 +50,7 @@ class Sender(threading.Thread):
         number = 0
         with contextlib.suppress(OSError):
             while not self.ended.is_set():
-                text = (FIRST if not number else "") + "".join(map(line, range(number, number + 200)))
+                text = "".join(map(line, range(number, number + 200)))
                 number += 200
                 framed = memoryview(b"%x\r\n%s\r\n" % (len(text), text.encode()))
                 while framed:
@@ -83,18 +81,11 @@ def measure(url: str, pid: int, seconds: float, warm_up_s: float) -> dict[str, A
                 print(samples[-1], file=sys.stderr, flush=True)
             time.sleep(0.5)
         took = time.perf_counter() - began
+        memory = client.get("/v1/sessions/endless/memory").json()  # as it is at this moment
         sender.break_off()
-        while (last := client.post(PATH, params={"upload": "u", "offset": read})).status_code == 409:  # still reading
-            time.sleep(0.5)
-            read = client.get(PATH, params={"upload": "u"}).json()["offset"]
-        last.raise_for_status()
-        done = last.json()
-        memory = client.get("/v1/sessions/endless/memory").json()
-        found = client.get("/v1/sessions/endless/search", params={"words": "falcon code"}).json()["data"]
-        assert any("48213" in passage["text"] for passage in found), found
     warm = next(sample for sample in samples if sample["s"] >= warm_up_s)
     later = [sample for sample in samples if sample["s"] >= warm_up_s]
-    return {"seconds": seconds, "warm_up_s": warm_up_s, "bytes": done["offset"], "tokens": memory["tokens"],
+    return {"seconds": seconds, "warm_up_s": warm_up_s, "bytes": read, "tokens": memory["tokens"],
             "tokens_a_second": round(memory["tokens"] / took, 1), "rss_mib_warm": warm["rss_mib"],
             "rss_mib_growth": round(max(sample["rss_mib"] for sample in later) - warm["rss_mib"], 2),
             "waiting_kib_most": max(sample["waiting_kib"] for sample in samples),
