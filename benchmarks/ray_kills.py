@@ -49,10 +49,10 @@ from locret_stream import Runtime, Sampling, Store
 from locret_stream.snapshot.transcript import read_transcript
 
 ANIMALS = ("falcon", "otter", "badger", "heron", "lynx", "marten", "stoat", "raven")
-TOKENS = 40  # of an answer
+TOKENS = 30  # of an answer
 TURNS = 24  # of a session, before the next one begins
 NEAR_S = 5.0  # how long after a kill a new request still tells how long its session was away
-KINDS = {"chat": 3, "responses": 2, "conversation": 2, "ingest": 1}
+KINDS = {"chat": 2, "responses": 2, "conversation": 1, "ingest": 1}
 PAUSES_S = {"chat": (1.0, 6.0), "responses": (1.0, 6.0), "conversation": (1.0, 6.0), "ingest": (4.0, 16.0)}
 END, ANSWER = "<|im_end|>", "<|im_start|>assistant\n"
 
@@ -263,8 +263,8 @@ async def drive(options: argparse.Namespace, url: str) -> dict[str, Any]:
                 loads.append(round(os.getloadavg()[0], 1))
                 kills.append((time.monotonic(), victim))
                 os.kill(int(victim.rpartition(".")[2]), signal.SIGKILL)
-                await asyncio.sleep(load.random.uniform(0.5, 3))
-                wrong += [each for talk in load.talks[-12:] for each in await load.missing(talk)]
+                await asyncio.sleep(NEAR_S)  # looking takes the time of the replica that is left
+                wrong += [each for talk in load.talks[-8:] for each in await load.missing(talk)]
                 print(f"{len(kills)} kills, {len(load.asked)} answers, wrong {wrong}, errors {dict(load.errors)}, "
                       f"silence {silence(load.asked, *kills[-1])}, load {os.getloadavg()[0]:.1f}",
                       file=sys.stderr, flush=True)
