@@ -34,7 +34,8 @@ _STRICT: dict[str, Any] = {  # in a line, as `json.dumps` writes it: white space
     "lenient": False, "coerce_one_of": False,
 }
 ID = "[A-Za-z0-9]{9}"  # of a call, where a model writes one
-_TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)])  # of JSON in a line, as UTF-8
+# Of JSON in a line, as UTF-8. 0xF1 and 0xF2 begin no character that Unicode has given out; many tokenizers lack them.
+_TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1), 0xF3, 0xF4])
 
 
 class Constraints:

@@ -339,6 +339,15 @@ def test_a_tokenizer_that_cannot_write_every_text_is_refused():
         begin("unigram", TEXT)
 
 
+@pytest.mark.parametrize(("byte", "character"), [(0xF1, ""), (0xF2, ""), (0xF3, "a tag"), (0xC3, "é"), (0x7E, "~")])
+def test_a_tokenizer_may_lack_bytes_that_begin_no_character(byte: int, character: str, monkeypatch: pytest.MonkeyPatch):
+    """Unicode has given out none of those in UTF-8 from F1 and F2 on; SmolLM2's tokenizer has no token for these."""
+    codec = codec_of("byte_level")
+    piece = type(codec).piece
+    monkeypatch.setattr(type(codec), "piece", lambda self, token: piece(self, token).replace(bytes([byte]), b""))
+    assert bool(Constraints(codec, [0]).why_not()) == bool(character)
+
+
 def test_a_model_without_an_end_marker_is_refused():
     with pytest.raises(ConfigError, match=r"no end marker, .*; expected a tokenizer with an eos token"):
         Constraints(codec_of("bundled"), []).begin(Sampling(schema=TEXT))
