@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # these load torch
     from locret_stream.snapshot import Store
 
 NAME = "locret"  # of the application
-LATER = 10  # niceness of a replica that loads
+LATER = 5  # niceness of a replica that loads
 READS = 64  # requests of a replica that need no slot, beside those that have or wait for one
 
 
