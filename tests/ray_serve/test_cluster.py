@@ -192,7 +192,7 @@ async def ask(handle, key, thread, tokens):
                       timeout_s=60.0, sampling={"max_new_tokens": tokens, "ignore_eos": True})
     last = None
     async for part in handle.options(stream=True, session_id=key).answer.remote(request, False):
-        last = part
+        last = part[-1] if isinstance(part, list) else part
     if isinstance(last, ApiError):
         return [last.code, key]
     return ["saved" if last.receipt["saved"] else "not saved", last.receipt["replica"]]
