@@ -5,23 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
-import openai
 import pytest
 
 from tests import processes
 from tests.ray_serve.test_cluster import (  # noqa: F401  # two of its tests run here, over this fixture
-    FACT,
-    QUESTION,
     SMALL,
     client,
     test_a_replica_that_is_killed_between_turns,
     test_two_owners_of_one_session,
-    user,
 )
 
 pytestmark = pytest.mark.slow
@@ -65,22 +59,3 @@ def cluster(s3: dict[str, str]) -> Iterator[str]:
 def url(s3: dict[str, str]) -> Iterator[str]:
     with cluster(s3) as url:
         yield url
-
-
-def test_sessions_go_on_after_a_restart(s3: dict[str, str]):
-    with cluster(s3) as url, openai.OpenAI(base_url=url, api_key="none", timeout=120) as to:
-        first = to.responses.create(model="bundled", input=FACT.format(48213))
-        took = list[float]()
-        for _ in range(5):
-            began = time.perf_counter()
-            to.chat.completions.create(model="bundled", messages=[user("Hello.")], max_tokens=1,
-                                           extra_headers={"X-Session-Id": "short"})
-            took.append(time.perf_counter() - began)
-        print(f"\na turn of one token with its save: {sorted(took)[2]:.2f} s")
-        log = "".join(f"At {number} nothing happened.\n" for number in range(500)) + FACT.format(71234) + "\n"
-        assert httpx.put(f"{url}/sessions/log/ingest?label=log", content=log.encode(), timeout=120).status_code == 200
-    with cluster(s3) as url, openai.OpenAI(base_url=url, api_key="none", timeout=120) as to:
-        more = to.responses.create(model="bundled", input=QUESTION, previous_response_id=first.id)
-        assert "48213" in more.output_text and more.locret["source"] == "snapshot"
-        asked = httpx.post(f"{url}/sessions/log/ask", json={"question": QUESTION}, timeout=60).json()
-        assert "71234" in asked["answer"], asked
