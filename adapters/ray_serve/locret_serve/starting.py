@@ -30,7 +30,7 @@ def run(cluster: dict[str, Any], *, host: str, port: int, address: str | None, l
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, lets every other program of the machine go first
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")  # Ray's own, 5, is too short for a busy machine
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")  # Ray's own, 5, is short on a busy machine
     try:
         import ray
         from ray import serve
