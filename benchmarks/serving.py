@@ -8,7 +8,7 @@ with --streams at once. The two take turns, --repeats times. Measured:
                with others. Of the server it is all of it: HTTP, JSON, boundaries, template
   first_ms     from the request to its first text, a new connection and the loopback included
   left_ms      from the moment in which a client closes its connection in the middle of an answer until `/metrics` shows
-               that nothing runs: the turn is undone and its slot is free
+               that nothing runs: the turn is undone and its slot is free. It is asked every 5 ms
 
 Ratios and differences are medians over the rounds of neighbours.
 """
@@ -37,6 +37,7 @@ from locret_stream import Runtime
 PROMPT = "The door code of falcon is 48213. It was cold, and number {} stood at the gate. What is the door code?"
 REQUEST = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
            b"Connection: close\r\nContent-Length: %d\r\n\r\n")
+POLL_S = 0.005
 FIRST_TEXT = re.compile(rb'"content":"[^"]')
 HERTZ = os.sysconf("SC_CLK_TCK")
 
@@ -90,6 +91,7 @@ async def until_left(port: int, number: int) -> float:
     writer.transport.abort()
     began = time.perf_counter()
     while True:
+        await asyncio.sleep(POLL_S)  # a loop without it would take the server's time from what it waits for
         commands.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         head = await watching.readuntil(b"\r\n\r\n")
         size = re.search(rb"content-length: (\d+)", head)

@@ -111,9 +111,11 @@ def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 def first_argument(schema: Mapping[str, Any], form: CallForm) -> list[Piece]:
     """What follows the name in a call, up to the value of its first argument; empty if another one may be first: behind
     the mark of a text a weak model finds into it, where it would take a token that is that mark and more."""
-    name = next(iter(schema.get("properties") or ()), None)
-    inner = (schema.get("properties") or {}).get(name)
-    if name is None or name not in (schema.get("required") or ()):
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or not properties or not isinstance(required, (list, tuple)):
+        return []
+    name, inner = next(iter(properties.items()))
+    if name not in required:
         return []
     quoted = isinstance(inner, dict) and inner.get("type") == "string"
     return [Piece(form.between + '{"', form.data), Piece(json.dumps(name, ensure_ascii=False)[1:-1], True),

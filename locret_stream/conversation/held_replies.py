@@ -44,7 +44,8 @@ class Demand:
         sampling: fields of `Sampling`.
         opening, begun: the beginning of a call that the prompt writes, as ids and as text.
         form: of the call that the reply is, or may be; None: nothing but a schema holds it, or nothing.
-        constraint: what holds it to its grammar, behind what the prompt writes; None: it is made with the reply.
+        constraint: what holds it to its schema or grammar, behind what the prompt writes; None: nothing, or a grammar
+            that the caller gave, for which it is made with the reply.
         not_held: why a call that was demanded is begun and not held; "" otherwise.
     """
 
@@ -71,10 +72,9 @@ async def demand_of(threads: Threads, request: Request) -> Demand:
 
 def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand:
     template, constraints = threads.template, threads.runtime.constraints
-    if schema is not None:
-        constraints.begin(Sampling(schema=schema))
+    held = None if schema is None else constraints.begin(Sampling(schema=schema))
     if not request.choice and not (request.tools and template.tells_of_tools):
-        return Demand(request.sampling)
+        return Demand(request.sampling, constraint=held)
     tools = [tool for tool in request.tools if request.choice in ("", "any", tool["function"]["name"])]
     sampling = {name: value for name, value in request.sampling.items() if name not in ("schema", "grammar")}
     try:
@@ -87,7 +87,8 @@ def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand
         assert schema is not None
         if form is None or not _apart_from_json(threads, form):
             raise ConfigError(BESIDE_TOOLS)
-        return Demand(sampling | {"grammar": _grammar(threads, tools, form, "", json.loads(schema))}, form=form)
+        grammar, held = _grammar(threads, tools, form, instead=json.loads(schema))
+        return Demand(sampling | {"grammar": grammar}, form=form, constraint=held)
     name = "" if request.choice == "any" else request.choice
     if not_held := constraints.why_not() or (NO_JSON if form is None else ""):
         if schema is not None:
@@ -96,19 +97,22 @@ def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand
         begun = "".join(piece.text for piece in opening)
         return Demand(sampling, template.encode(opening, start=False), begun, not_held=not_held)
     assert form is not None
-    opening = begun_call(template, form, name)
-    begun = "".join(piece.text for piece in opening)
     sampling = {name: value for name, value in sampling.items() if name not in ("stop", "ignore_eos")}
-    sampling["grammar"], ids = _grammar(threads, tools, form, begun, None), template.encode(opening, start=False)
     if name and (first := first_argument(arguments_of(tools[0]), form)):
         head = [Piece(form.before, form.data), Piece(form.written(name), True)]
-        further = sampling | {"grammar": _grammar(threads, tools, form, "".join(piece.text for piece in head), None)}
-        behind = template.encode(first, start=False)
-        with suppress(ConfigError):  # the arguments do not begin so
-            return Demand(further, template.encode(head, start=False) + behind,
-                          "".join(piece.text for piece in [*head, *first]), form,
-                          constraints.begin(Sampling(**further), behind))
-    return Demand(sampling, ids, begun, form)
+        with suppress(ConfigError):  # the arguments do not begin so, or cannot be held, which the other way tells
+            return _begun(threads, sampling, tools, form, head, first)
+    return _begun(threads, sampling, tools, form, begun_call(template, form, name), [])
+
+
+def _begun(threads: Threads, sampling: dict[str, Any], tools: Sequence[dict[str, Any]], form: CallForm,
+           opening: list[Piece], further: list[Piece]) -> Demand:
+    """A call that the prompt begins: `opening`, behind which its grammar is, and `further`, which that lets through."""
+    encode, text = threads.template.encode, "".join(piece.text for piece in opening)
+    ids = encode(further, start=False)
+    grammar, held = _grammar(threads, tools, form, text, ids)
+    return Demand(sampling | {"grammar": grammar}, encode(opening, start=False) + ids,
+                  text + "".join(piece.text for piece in further), form, held)
 
 
 def _apart_from_json(threads: Threads, form: CallForm) -> bool:
@@ -118,21 +122,22 @@ def _apart_from_json(threads: Threads, form: CallForm) -> bool:
     return form.before[0] not in '{["-0123456789tfn' or (not form.data and first in codec.control_ids)
 
 
-def _grammar(threads: Threads, tools: Sequence[dict[str, Any]], form: CallForm, begun: str, instead: Any) -> str:
-    """The grammar of a call of one of these tools. Raises ConfigError, which names the tool that cannot be held."""
+def _grammar(threads: Threads, tools: Sequence[dict[str, Any]], form: CallForm, begun: str = "",
+             behind: Sequence[int] = (), instead: Any = None) -> tuple[str, Constraint]:
+    """The grammar of a call of one of these tools, and what holds a reply to it behind these ids. Raises ConfigError,
+    which names the tool that cannot be held."""
     schemas: dict[str, dict[str, Any]] = {}
     for tool in tools:
         schemas.setdefault(tool["function"]["name"], arguments_of(tool))
     constraints = threads.runtime.constraints
     try:
         grammar = call_grammar(threads.template.codec, schemas, form, begun=begun, instead=instead)
-        constraints.begin(Sampling(grammar=grammar))
+        return grammar, constraints.begin(Sampling(grammar=grammar), behind)
     except (ConfigError, ValueError, TypeError, RecursionError):
         otherwise = "tool_choice='auto'" if instead is None else "no schema of the answer"
         for name, schema in schemas.items():
             _expect_held(constraints, name, schema, otherwise)
         raise
-    return grammar
 
 
 def _expect_held(constraints: Constraints, name: str, schema: dict[str, Any], otherwise: str) -> None:

@@ -6,11 +6,11 @@ Nothing here loads torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from locret_stream.conversation.messages import Message
 
@@ -22,6 +22,26 @@ OnMismatch = Literal["reread", "rebuild"]
 TOOLS_LEFT_OUT = ("the chat template tells the model of no tools, so it does not know of those that were bound; "
                   "expected a chat template that does, or tool_prompt='auto', which tells of them in a system text")
 NOT_HELD = "the call that was demanded was begun for the model, and nothing held it to the tool's schema"
+
+
+@asynccontextmanager
+async def within(seconds: float | None, failed: str) -> AsyncIterator[asyncio.Timeout]:
+    """A block that ends in time. Raises TimeoutError, in the words `failed`, when it does not; one that was raised
+    inside stays as it is."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield limit
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(failed) from None
+
+
+class Told(NamedTuple):
+    """Where the items of messages that were told are: so many behind the item `after`; "": from the first one on."""
+
+    after: str
+    items: int
 
 
 class Delivery:

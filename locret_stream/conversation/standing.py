@@ -47,6 +47,7 @@ async def at_rest(threads: Threads, name: str, *, told: bool = True) -> AsyncIte
 
 @asynccontextmanager
 async def alone(threads: Threads, name: str) -> AsyncIterator[Thread]:
+    """The thread, alone, wherever its context is. Raises SnapshotError: the store cannot be read."""
     thread = threads.named(name)
     async with thread.in_use(), thread.lock, threads.gate:
         try:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
 from locret_stream.conversation.matching import reach, reach_behind
 from locret_stream.conversation.messages import digest
-from locret_stream.conversation.request import Request
+from locret_stream.conversation.places import unpacked
+from locret_stream.conversation.request import Request, Told, within
 from locret_stream.conversation.threads import Threads
 from locret_stream.conversation.turns import encode
 from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
 
-async def tell(threads: Threads, request: Request) -> None:
+async def tell(threads: Threads, request: Request) -> Told:
     """Feed messages behind what the thread was told last, without an answer; their end is a boundary, which is stored.
     If that fails or is cancelled, the thread is as it was.
 
@@ -22,18 +21,9 @@ async def tell(threads: Threads, request: Request) -> None:
         StoreError: it cannot be stored. StaleOwner: another owner saved the thread meanwhile. TimeoutError. Otherwise
         as a turn.
     """
-    try:
-        async with asyncio.timeout(request.timeout_s) as limit:
-            await _tell(threads, request)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise TimeoutError(f"the messages were not read within {request.timeout_s} s, waiting for the thread included; "
-                           "expected a longer timeout, or fewer. The thread is as it was") from None
-
-
-async def _tell(threads: Threads, request: Request) -> None:
-    async with threads.exclusive(request) as thread:
+    late = (f"the messages were not read within {request.timeout_s} s, waiting for the thread included; expected a "
+            "longer timeout, or fewer. The thread is as it was")
+    async with within(request.timeout_s, late), threads.exclusive(request) as thread:
         behind = await reach_behind(threads, thread, request)
         request, reached = behind or (request, await reach(threads, thread, request))
         if reached.rendered.body <= reached.at:
@@ -51,3 +41,7 @@ async def _tell(threads: Threads, request: Request) -> None:
                 raise StaleOwner(f"another owner, such as another process, told thread {request.thread!r} something "
                                  "meanwhile; the thread is as the other one left it. Expected the messages again")
             raise StoreError(f"thread {request.thread!r} cannot be saved; expected a store that can be written")
+        before = reached.base.tokens if reached.base is not None else 0
+        places = unpacked(boundary.places)
+        known = [place for place in places if place.start < before]
+        return Told(known[-1].id if known else "", len(places) - len(known))

@@ -20,7 +20,7 @@ from locret_stream.conversation.messages import digest
 from locret_stream.conversation.parts import End, Part
 from locret_stream.conversation.recalling import Recollection, recollect
 from locret_stream.conversation.replies import Reply, response_template, shows_special
-from locret_stream.conversation.request import NOT_HELD, TOOLS_LEFT_OUT, Request
+from locret_stream.conversation.request import NOT_HELD, TOOLS_LEFT_OUT, Request, within
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError, InputError, SnapshotNotFound
@@ -40,35 +40,31 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
     Raises:
         StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.
     """
-    try:
-        async with asyncio.timeout(request.timeout_s) as limit, threads.exclusive(request) as thread:
-            if not request.append and not request.behind:
-                reached = await reach(threads, thread, request)
-            elif (behind := await reach_behind(threads, thread, request)) is not None:
-                request, reached = behind
-            elif request.append and request.mark and thread.snapshots:  # it was created, and told nothing yet
-                reached = await reach(threads, thread, request)
-            elif request.append and request.mark:
-                raise SnapshotNotFound(f"there is no conversation {request.thread!r} (any more); expected one that was "
-                                       "created")
-            elif request.behind:
-                raise SnapshotNotFound(f"thread {request.thread!r} keeps no boundary of mark {request.behind.hex()}: "
-                                       "it is older than those that are kept, or was forgotten; expected a later one")
-            else:
-                raise InputError(f"thread {request.thread!r} was told nothing yet, so there is nothing to append to; "
-                                 "expected its first messages without append=True")
-            last = await Turn(threads, thread, request, reached, emit).run()
-            if not limit.expired():
-                limit.reschedule(None)  # the answer is whole: how long reading it takes is up to the caller
-            if request.delivery is None:
-                emit(last)
-            else:
-                request.delivery.offer = lambda: emit(last)
-    except TimeoutError:
+    late = (f"no whole answer within {request.timeout_s} s, waiting for its turn included; expected a longer timeout "
+            "or a smaller max_tokens. The thread is as it was")
+    async with within(request.timeout_s, late) as limit, threads.exclusive(request) as thread:
+        if not request.append and not request.behind:
+            reached = await reach(threads, thread, request)
+        elif (behind := await reach_behind(threads, thread, request)) is not None:
+            request, reached = behind
+        elif request.append and request.mark and thread.snapshots:  # it was created, and told nothing yet
+            reached = await reach(threads, thread, request)
+        elif request.append and request.mark:
+            raise SnapshotNotFound(f"there is no conversation {request.thread!r} (any more); expected one that was "
+                                   "created")
+        elif request.behind:
+            raise SnapshotNotFound(f"thread {request.thread!r} keeps no boundary of mark {request.behind.hex()}: "
+                                   "it is older than those that are kept, or was forgotten; expected a later one")
+        else:
+            raise InputError(f"thread {request.thread!r} was told nothing yet, so there is nothing to append to; "
+                             "expected its first messages without append=True")
+        last = await Turn(threads, thread, request, reached, emit).run()
         if not limit.expired():
-            raise
-        raise TimeoutError(f"no whole answer within {request.timeout_s} s, waiting for its turn included; expected a "
-                           "longer timeout or a smaller max_tokens. The thread is as it was") from None
+            limit.reschedule(None)  # the answer is whole: how long reading it takes is up to the caller
+        if request.delivery is None:
+            emit(last)
+        else:
+            request.delivery.offer = lambda: emit(last)
 
 
 class Turn:

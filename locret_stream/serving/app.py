@@ -13,7 +13,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from locret_stream.serving import names
-from locret_stream.serving import responses as responses_api
 from locret_stream.serving.bodies import Json, decode
 from locret_stream.serving.chat import completion
 from locret_stream.serving.errors import ApiError
@@ -180,10 +179,9 @@ async def add_items(request: Request, service: Service) -> Response:
     if not isinstance(items, list) or not items:
         raise ApiError(400, "items is missing or empty; expected a list", param="items")
     await service.session(thread, session)  # raises if there is none
-    await while_there(request, service.tell(thread, items))
-    shown = sum(bool(message.content or message.calls) for message in responses_api.read_items(items))
-    told = await service.items(thread, session, shown, "", True)
-    return json_response(page_json(told["data"][::-1], more=False))
+    told = await while_there(request, service.tell(thread, items))
+    page = await service.items(thread, session, told.items, told.after, False)
+    return json_response(page_json(page["data"], more=False))  # others may have told more meanwhile
 
 
 async def models(request: Request, service: Service) -> Response:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,17 +12,15 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from locret_stream.serving import streams
 from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.limits import Limits
 from locret_stream.serving.service import Service
-from locret_stream.serving.streams import HEADERS, as_refusal, json_response
+from locret_stream.serving.streams import HEADERS, Pen, as_refusal, json_response, write_events
 from locret_stream.serving.uploads import Incoming
 
 TELL_EVERY_S = 0.5  # between two events of progress
 _PIECE = 1 << 16  # bytes that are read by the memory at once
-_log = logging.getLogger(__name__)
 
 
 async def ingest(service: Service, thread: str, request: Request, offset: int) -> Response:
@@ -104,40 +100,18 @@ class _Progress(Response):
         self._service, self._thread, self._request, self._options = service, thread, request, options
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [
-            pair for pair in self.raw_headers if pair[0] != b"content-length"]})
-        writing, self._written = asyncio.Lock(), time.perf_counter()
+        await write_events(send, self.raw_headers, self._write)
 
-        async def write(data: bytes, *, more: bool = True) -> None:
-            try:
-                async with asyncio.timeout(streams.SEND_S), writing:
-                    await send({"type": "http.response.body", "body": data, "more_body": more})
-            except TimeoutError:
-                raise ClientDisconnect from None
-            self._written = time.perf_counter()
-
-        alive = asyncio.create_task(self._stay_alive(write))
+    async def _write(self, pen: Pen) -> None:
         try:
             async with aclosing(self._events()) as events:
                 async for event in events:
-                    await write(_line(event))
+                    await pen.write(_line(event))
         except ClientDisconnect:
-            _log.warning("the sender of an upload left, or took nothing of its progress for %.0f s", streams.SEND_S)
             return
         except Exception as error:
-            await write(_line(as_refusal(error).body["error"] | {"type": "error"}))
-        finally:
-            alive.cancel()
-            await asyncio.wait({alive})
-        await write(b"", more=False)
-
-    async def _stay_alive(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write a comment where nothing else is written: many proxies close what is silent for longer."""
-        with contextlib.suppress(ClientDisconnect):  # the next event finds out, too
-            while True:
-                await asyncio.sleep(max(self._written + streams.PING_S - time.perf_counter(), 0.01))
-                if time.perf_counter() - self._written >= streams.PING_S:
-                    await write(b": waiting\n\n")
+            await pen.write(_line(as_refusal(error).body["error"] | {"type": "error"}))
+        await pen.write(b"", more=False)
 
     async def _events(self) -> AsyncGenerator[Json]:
         began = told = time.perf_counter()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from locret_stream.conversation.request import Request
+from locret_stream.conversation.request import Request, Told, within
 from locret_stream.serving import chat, names, responses
 from locret_stream.serving.bodies import Json, as_struct
 from locret_stream.serving.errors import ApiError
@@ -40,14 +39,9 @@ class Sessions:
         """A place among the requests, for as long as a turn may take. Raises as `admitted`; TimeoutError."""
         timeout_s = self.limits.timeout_s if timeout_s is None else timeout_s
         with self.admitted(kind):
-            try:
-                async with asyncio.timeout(timeout_s) as limit:
-                    yield
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise TimeoutError(f"{kind} was not done within {timeout_s} s, waiting for the session included; "
-                                   "expected a longer timeout, or another try once the session is free") from None
+            async with within(timeout_s, f"{kind} was not done within {timeout_s} s, waiting for the session included; "
+                              "expected a longer timeout, or another try once the session is free"):
+                yield
 
     # -- conversations ----------------------------------------------------------------------------------------
 
@@ -57,13 +51,13 @@ class Sessions:
         async with self._in_time("create"):
             return await create(self.threads, thread)
 
-    async def tell(self, thread: str, items: list[Json]) -> None:
+    async def tell(self, thread: str, items: list[Json]) -> Told:
         """Items that a conversation is told and does not answer. Raises ApiError 400; TimeoutError: nothing of them
         stays."""
         from locret_stream.conversation.telling import tell
         with self.admitted("tell"):
-            await tell(self.threads, Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
-                                             timeout_s=self.limits.timeout_s))
+            return await tell(self.threads, Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
+                                                    timeout_s=self.limits.timeout_s))
 
     async def items(self, thread: str, session: str, limit: int, after: str, newest_first: bool) -> Json:
         """A page of the items of a conversation, from its log. Raises ApiError 404."""

@@ -71,7 +71,7 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait({task})
 
 
-class _Pen:
+class Pen:
     """Writes to a client. One timer watches it: a timer for each event would cost as much as the event."""
 
     def __init__(self, send: Send):
@@ -84,7 +84,7 @@ class _Pen:
         self._since, self._writing = self._now(), False
 
     async def watch(self) -> None:
-        """Writes a sign of life when nothing came for `PING_S`; returns once the client took nothing for `SEND_S`."""
+        """Write a sign of life when nothing came for `PING_S`; returns once the client took nothing for `SEND_S`."""
         with contextlib.suppress(TimeoutError):
             while True:
                 left = self._since + (SEND_S if self._writing else PING_S) - self._now()
@@ -94,8 +94,26 @@ class _Pen:
                     break
                 else:
                     async with asyncio.timeout(SEND_S):
-                        await self.write(b": reading\n\n")
-        _log.warning("a reader took nothing for %.0f s: its answer is undone", SEND_S)
+                        await self.write(b": waiting\n\n")
+        _log.warning("a reader took nothing for %.0f s: what it asked for is undone", SEND_S)
+
+
+async def write_events(send: Send, headers: list[tuple[bytes, bytes]],
+                       writing: Callable[[Pen], Coroutine[Any, Any, None]], *until: Coroutine[Any, Any, None]) -> None:
+    """A response whose body `writing` writes. It is cancelled once one of `until` returns, or the client takes nothing.
+    """
+    await send({"type": "http.response.start", "status": 200, "headers": [
+        pair for pair in headers if pair[0] != b"content-length"]})
+    pen = Pen(send)
+    body, *others = (asyncio.ensure_future(each) for each in (writing(pen), pen.watch(), *until))
+    try:
+        await asyncio.wait({body, *others}, return_when=asyncio.FIRST_COMPLETED)
+        if body.done():
+            body.result()
+    finally:
+        for task in (body, *others):
+            task.cancel()
+        await asyncio.wait({body, *others})
 
 
 class EventStream(Response):
@@ -114,22 +132,12 @@ class EventStream(Response):
         self._events, self._first, self._named, self._failed = events, first, named, failed
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [
-            pair for pair in self.raw_headers if pair[0] != b"content-length"]})
-        pen = _Pen(send)
-        sending = asyncio.ensure_future(self._send(pen))
-        others = [asyncio.ensure_future(gone(receive)), asyncio.ensure_future(pen.watch())]
         try:
-            await asyncio.wait({sending, *others}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            await write_events(send, self.raw_headers, self._write, gone(receive))
         finally:
-            for task in (sending, *others):
-                task.cancel()
-            await asyncio.wait({sending, *others})
             await close(self._events, self._first)
 
-    async def _send(self, pen: _Pen) -> None:
+    async def _write(self, pen: Pen) -> None:
         try:
             await pen.write(self._line(await self._first))
             async for event in self._events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_every_way_of_telling_is_listed_in_its_words_and_role(script: Script, tm
         assert served.http.get(f"/v1/conversations/{made}/items", params={"order": "asc"}).json() == whole
         one = whole["data"][2]
         assert served.http.get(f"/v1/conversations/{made}/items/{one['id']}").json() == one
+
+
+def test_who_tells_is_answered_with_what_that_one_told(served: Served):
+    """However many tell at once: the newest items may be another's by the time they are listed."""
+    made = converse(served)
+    tell(served, made, ("user", "the first"))
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda n: tell(served, made, ("user", f"told by {n}"), ("system", f"and {n}")),
+                              range(12)))
+    assert [[item["content"][0]["text"] for item in page["data"]] for page in found] == [
+        [f"told by {n}", f"and {n}"] for n in range(12)]
 
 
 def test_a_chat_and_a_stream_are_listed_too(served: Served, script: Script):

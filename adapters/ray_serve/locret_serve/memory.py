@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import End, Part
-from locret_stream.conversation.request import Request
+from locret_stream.conversation.request import Request, Told
 from locret_stream.serving.errors import ApiError, api_error
 from locret_stream.serving.service import Service
 from locret_stream.serving.uploads import Upload
@@ -92,17 +92,16 @@ class Memory:
         except Exception as error:
             return _refusal(error)
 
-    async def tell(self, request: Request, again: bool) -> ApiError | None:
+    async def tell(self, request: Request, again: bool) -> Told | ApiError:
         """As `Service.tell`, with the request's own mark."""
         from locret_stream.conversation.telling import tell
         try:
             if again:
                 await self._take_back(request)  # a message is told once
             with self.service.admitted("tell"):
-                await tell(self.service.threads, request)
+                return await tell(self.service.threads, request)
         except Exception as error:
             return _refusal(error)
-        return None
 
     async def _take_back(self, request: Request) -> None:
         """Undo what a replica that died had made durable of this request."""

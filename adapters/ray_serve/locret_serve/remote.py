@@ -18,7 +18,7 @@ from locret_serve.replicas import ReplicaDied, Replicas, died
 from locret_serve.sent import Sent
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import End, Part
-from locret_stream.conversation.request import Request
+from locret_stream.conversation.request import Request, Told
 from locret_stream.errors import SnapshotNotFound
 from locret_stream.serving import names, responses
 from locret_stream.serving.bodies import Json
@@ -133,11 +133,11 @@ class RemoteService(Service):
                     await patience.wait()
                     sent.begin_again()
 
-    async def tell(self, thread: str, items: list[Json]) -> None:
+    async def tell(self, thread: str, items: list[Json]) -> Told:
         request = Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
                           timeout_s=self.limits.timeout_s)
         with self.admitted("tell"):
-            await self._do(thread, "tell", request, again=True)
+            return await self._do(thread, "tell", request, again=True)
 
     # -- what a replica does as a whole -------------------------------------------------------------------------
 
