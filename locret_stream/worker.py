@@ -92,6 +92,12 @@ class Worker:
         """
         return self._queue(key, _Work(Future(), step, group, item, ahead))
 
+    def leave(self, key: Hashable) -> None:
+        """The context `key` takes no further joint step, so that no other waits for it. For finalisers too: without the
+        lock, as the worst that can be lost is one such wait."""
+        group, keys, seconds = self._last
+        self._last = group, keys - {key}, seconds
+
     def _queue(self, key: Hashable, work: _Work) -> Future:
         expect_own(self.process)
         with self._wake:

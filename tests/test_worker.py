@@ -245,6 +245,18 @@ def test_a_joint_step_waits_for_a_moment_only_and_not_again(worker: Worker, monk
     assert step.calls == [[1, 2], [1], [1]]
 
 
+def test_a_joint_step_does_not_wait_for_a_context_that_is_done(worker: Worker, patient):
+    gate, step = Gate(worker), Together()
+    both = [worker.submit_joint(key, "g", key, step) for key in (1, 2)]
+    gate.open.set()
+    assert [future.result(WAIT_S) for future in both] == [2, 4]
+    worker.leave(2)
+    started = time.monotonic()
+    assert worker.submit_joint(1, "g", 1, step).result(WAIT_S) == 2
+    assert time.monotonic() - started < WAIT_S / 4
+    assert step.calls == [[1, 2], [1]]
+
+
 def test_what_can_be_done_ahead_is_done_when_nothing_else_waits(worker: Worker):
     gate, ran = Gate(worker), []
 

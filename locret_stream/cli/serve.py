@@ -109,7 +109,7 @@ def serve(
         import asyncio
 
         from locret_stream.serving.app import make_app
-        from locret_stream.serving.server import Server
+        from locret_stream.serving.server import Server, leave_loaded_alone
         from locret_stream.serving.service import Service
         from locret_stream.snapshot import Store
 
@@ -117,6 +117,7 @@ def serve(
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
         service = count.service = Service(runtime, model=model, limits=limits)
 
+        leave_loaded_alone()
         server = Server(make_app(service, keys), service, host=host, port=port, grace_s=grace, listening=listening)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop's, where there is one
             runner.run(server.serve())

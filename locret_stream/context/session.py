@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from locret_stream.constraints import Constraint
 
 T = TypeVar("T")
-_INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
+INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
 
 
 class Session(SessionState):
@@ -159,7 +159,7 @@ class Session(SessionState):
             return [token for segment in segments for token in
                     (segment if isinstance(segment, list) else codec.encode(segment, trusted=trusted))]
 
-        if sum(len(segment) for segment in segments if isinstance(segment, str)) <= _INLINE_CHARS:
+        if sum(len(segment) for segment in segments if isinstance(segment, str)) <= INLINE_CHARS:
             return run()
         return await asyncio.get_running_loop().run_in_executor(self.services.tokenizing, run)
 

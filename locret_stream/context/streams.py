@@ -434,4 +434,5 @@ class Generation(_Operation):
             self._session.release(self._key)
         if self._state != "ended":
             self._state, self.finish_reason, self._constraint = "ended", reason, None
+            self._speaker.services.worker.leave(id(self._speaker.state))
             self._leaving.close()

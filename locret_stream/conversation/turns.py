@@ -7,12 +7,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import msgspec
 
 from locret_stream.context import Generation
+from locret_stream.context.session import INLINE_CHARS
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.held_replies import Demand, HeldReply, demand_of
 from locret_stream.conversation.matching import Reached, reach, reach_behind
@@ -244,7 +245,10 @@ class Turn:
 async def encode(threads: Threads, reached: Reached, start: int, end: int | None) -> list[int]:
     """Token ids of the rendering's characters start .. end-1, which are fed behind those that this gave before."""
     pieces = reached.rendered.pieces(start, end)
-    each = await asyncio.wrap_future(threads.runtime.tokenizing.submit(
-        threads.template.encode_each, pieces, start=start == 0 and reached.base is None))
+    encoded = partial(threads.template.encode_each, pieces, start=start == 0 and reached.base is None)
+    if sum(len(piece.text) for piece in pieces) <= INLINE_CHARS:
+        each = encoded()
+    else:
+        each = await asyncio.get_running_loop().run_in_executor(threads.runtime.tokenizing, encoded)
     reached.placing.take(reached.rendered, reached.shown, start, pieces, each)
     return [token for ids in each for token in ids]

@@ -104,6 +104,19 @@ async def test_replies_at_once_share_their_steps_and_are_each_what_they_are_alon
         assert max(decoded) == 4 and sum(decoded) >= 2 * len(decoded), widths
 
 
+async def test_a_reply_does_not_wait_for_one_that_has_ended(monkeypatch):
+    """Ended by itself, or left: neither takes another step."""
+    monkeypatch.setattr(worker, "_PATIENCE_S", (60.0, 0.0, 60.0))
+    async with tiny(max_live=2) as runtime, asyncio.timeout(30):
+        for left in (False, True):
+            async with runtime.open() as ctx:
+                async for _ in ctx.generate("one", max_new_tokens=4, ignore_eos=True):
+                    if left:
+                        break
+        async with runtime.open() as ctx:
+            assert len([token async for token in ctx.generate("two", max_new_tokens=4, ignore_eos=True)]) == 4
+
+
 async def test_long_feeds_take_turns():
     async with tiny() as runtime:
         order: list[int] = []

@@ -21,6 +21,7 @@ from locret_serve.scaling import by_slots
 from locret_serve.settings import Cluster, read_cluster
 from locret_stream.errors import ConfigError
 from locret_stream.serving.keys import read_keys
+from locret_stream.serving.server import leave_loaded_alone
 from locret_stream.serving.service import Service
 
 if TYPE_CHECKING:  # these load torch
@@ -48,6 +49,7 @@ class Replica(Memory):
         service = Service(runtime, model=asked.model, limits=asked.limits)
         service.expires = context.rank.rank == 0
         await service.start()
+        leave_loaded_alone()
         super().__init__(service, f"{context.replica_id.unique_id}.{os.getpid()}")
 
     def runtime_of(self, asked: Cluster, store: Store) -> Runtime:
