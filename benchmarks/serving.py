@@ -2,15 +2,16 @@
 
 The same prompts are answered by the bundled model through `runtime.open` and `generate` in this process, and through
 `POST /v1/chat/completions` of a server process (`locret-stream serve`, one torch thread each), streamed, with 1 and
-with --streams at once. The two take turns, --repeats times. Measured:
+with --streams at once. The two take turns, --repeats times, as the speed of a shared machine changes. Measured:
 
   cpu_ms       CPU time (user and system) of the process that answers, per token: steadier than wall time on a machine
                with others. Of the server it is all of it: HTTP, JSON, boundaries, template
-  first_ms     from the request to its first text, a new connection and the loopback included
+  first_ms     from the request to its first text, a new connection and the loopback included: one request at a time, in
+               --pairs neighbours of one by the library and one by the server
   left_ms      from the moment in which a client closes its connection in the middle of an answer until `/metrics` shows
                that nothing runs: the turn is undone and its slot is free. It is asked every 5 ms
 
-Ratios and differences are medians over the rounds of neighbours.
+Ratios and differences are quartiles over neighbours: the one in the middle counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -103,43 +105,43 @@ async def until_left(port: int, number: int) -> float:
 
 async def measure(options: argparse.Namespace, port: int, pid: int) -> dict[str, Any]:
     numbers = iter(range(10**6))
-    rounds: dict[int, list[dict[str, Any]]] = {1: [], options.streams: []}
+    cpu: dict[int, list[dict[str, float]]] = {1: [], options.streams: []}
+    firsts: list[dict[str, float]] = []
     async with Runtime.from_pretrained("bundled", max_live=options.streams) as runtime:
+        ways: list[tuple[str, Callable[[int, int], Awaitable[float]], int | None]] = [
+            ("library", lambda number, tokens: by_library(runtime, number, tokens), None),
+            ("server", lambda number, tokens: by_server(port, number, tokens), pid)]
         for repeat in range(options.repeats + 1):
-            for streams, rows in rounds.items():
-                row: dict[str, Any] = {}
-                for name, one, process in (("library", lambda n: by_library(runtime, n, options.tokens), None),
-                                           ("server", lambda n: by_server(port, n, options.tokens), pid)):
+            for streams, rows in cpu.items():
+                row = {}
+                for name, one, process in ways:
                     before = cpu_s(process)
-                    firsts = await asyncio.gather(*(one(next(numbers)) for _ in range(streams)))
-                    row[name] = {"cpu_ms": 1e3 * (cpu_s(process) - before) / streams / options.tokens,
-                                 "first_ms": 1e3 * statistics.median(firsts)}
+                    await asyncio.gather(*(one(next(numbers), options.tokens) for _ in range(streams)))
+                    row[name] = 1e3 * (cpu_s(process) - before) / streams / options.tokens
                 if repeat:  # the first one warms up
                     rows.append(row)
                     print(streams, row, file=sys.stderr, flush=True)
-        left = sorted([1e3 * await until_left(port, number) for number in range(10 * options.repeats)])
-    return {"streams": {str(streams): summary(rows) for streams, rows in rounds.items()},
+        for _ in range(options.pairs):
+            firsts.append({name: 1e3 * await one(next(numbers), 4) for name, one, _ in ways})
+        left = sorted([1e3 * await until_left(port, number) for number in range(options.leave)])
+    return {"cpu_ms": {str(streams): summary(rows) for streams, rows in cpu.items()}, "first_ms": summary(firsts),
             "left_ms": {"median": statistics.median(left), "most": left[-1], "clients": len(left)}}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    def median(value: Any) -> float:
-        return statistics.median(map(value, rows))
-
-    return {"library_cpu_ms": median(lambda row: row["library"]["cpu_ms"]),
-            "server_cpu_ms": median(lambda row: row["server"]["cpu_ms"]),
-            "cpu_ratio": median(lambda row: row["server"]["cpu_ms"] / row["library"]["cpu_ms"]),
-            "library_first_ms": median(lambda row: row["library"]["first_ms"]),
-            "server_first_ms": median(lambda row: row["server"]["first_ms"]),
-            "first_ms_more": median(lambda row: row["server"]["first_ms"] - row["library"]["first_ms"]),
-            "rounds": rows}
+def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians of both, and of what neighbours are to each other, with the quartiles of that."""
+    ratios, more = [row["server"] / row["library"] for row in rows], [row["server"] - row["library"] for row in rows]
+    return {**{name: statistics.median(row[name] for row in rows) for name in ("library", "server")},
+            "ratio": statistics.quantiles(ratios, n=4), "more": statistics.quantiles(more, n=4), "rounds": len(rows)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--leave", type=int, default=100, help="clients that leave in the middle of an answer")
     parser.add_argument("--keep", metavar="NAME")
     options = parser.parse_args()
     torch.set_num_threads(1)
