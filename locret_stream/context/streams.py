@@ -432,7 +432,8 @@ class Generation(_Operation):
             except BudgetExceeded:  # no room for the literals: the reply stays open, and the caller has its own error
                 pass
             self._session.release(self._key)
+        if self._state == "reply" and not self._speaker.closed:
+            self._speaker.services.worker.leave(id(self._speaker.state))
         if self._state != "ended":
             self._state, self.finish_reason, self._constraint = "ended", reason, None
-            self._speaker.services.worker.leave(id(self._speaker.state))
             self._leaving.close()
