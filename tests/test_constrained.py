@@ -125,6 +125,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(60))
 @given(schema=schemas(), seed=st.integers(0, 1000))
+@pytest.mark.thorough(but=2)
 def test_whatever_the_schema_every_reply_fits_it(kind: str, schema: dict[str, Any], seed: int):
     text, ended = drawn(kind, begin(kind, schema), seed)
     assert ended, text

@@ -101,6 +101,7 @@ def test_every_block_is_of_a_kind_that_is_tested():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != SERVER and any(
     b.language == "python" for b in blocks(page))], ids=name_of)
+@pytest.mark.thorough(but=2)
 def test_the_python_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]):
     """All blocks in order, in one namespace. A comment behind a print is a line of the output."""
     names: dict[str, object] = {"__name__": "__main__"}
@@ -116,6 +117,7 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != SERVER and any(
     b.language == "sh" for b in blocks(page))], ids=name_of)
+@pytest.mark.thorough(but=2)
 def test_the_commands_of_a_page_run(page: Path, workplace: Path):
     """All of them in order, in one folder; the command line in this process, as importing torch anew takes longer."""
     for block in blocks(page):

@@ -35,6 +35,7 @@ def test_every_example_is_known_and_short():
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.thorough(but=2)
 def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     text = tmp_path / "text.txt"
     text.write_text("The door code of falcon is 48213.\n" + "Nothing happened.\n" * 100)

@@ -164,6 +164,7 @@ main()
 '''
 
 
+@pytest.mark.thorough
 def test_a_chat_model_is_refused_in_a_forked_process_which_ends_by_itself(tmp_path: Path):
     pytest.importorskip("langchain_core")
     assert len(expect_refused(LANGCHAIN, tmp_path)["uses"]) == 2

@@ -51,6 +51,7 @@ async def identity_of(model: Any, **options: Any) -> Identity:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.thorough(but=3)
 def test_a_plain_model_is_known_by_its_state_dict(name: str):
     """So that snapshots and results of before packings were known stay valid."""
     stock = make(name)
@@ -67,6 +68,7 @@ async def test_snapshots_tell_packings_of_one_base_apart(root: Path):
 
 
 @pytest.mark.parametrize("packing", [*PACKINGS, *IN_NIBBLES])
+@pytest.mark.thorough(but=2)
 async def test_the_same_packing_loaded_again_or_used_already_is_the_same(packing: str, root: Path):
     """bitsandbytes repacks 4-bit weights in its first forward, rounding their scales."""
     first = await identity_of(packed(packing, root))
@@ -80,6 +82,7 @@ async def test_the_same_packing_loaded_again_or_used_already_is_the_same(packing
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("packing", IN_NIBBLES)
+@pytest.mark.thorough(but=2)
 async def test_gptq_and_awq_are_the_same_before_and_after_their_first_forward(packing: str, dtype: torch.dtype,
                                                                               root: Path):
     """In half precision it repacks weights on CPUs, and one with gradients has them never repacked."""
@@ -102,6 +105,7 @@ async def test_gptq_and_awq_of_one_base_are_two_models_and_neither_is_the_plain_
 
 
 @pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-4", *IN_NIBBLES])
+@pytest.mark.thorough(but=2)
 async def test_a_session_goes_on_in_its_own_packing_alone(packing: str, root: Path, tmp_path: Path):
     async with running(packed(packing, root), store=tmp_path) as runtime, runtime.open("log") as ctx:
         await ctx.feed(TEXT)
@@ -326,6 +330,7 @@ def test_heads_without_a_sketch_serve_a_quantised_model_and_say_that_it_cannot_b
 
 
 @pytest.mark.parametrize("packing", [*(name for name in PACKINGS if name != "plain"), *IN_NIBBLES])
+@pytest.mark.thorough(but=2)
 def test_a_sketch_is_of_the_base(packing: str, root: Path):
     from locret_stream.heads.module import kin
 

@@ -28,6 +28,7 @@ def test_there_is_one_with_circuits_and_one_without():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.thorough
 def test_recall_at_an_eighth(name: str, tmp_path: Path):
     """48 facts in 1,024 tokens, of which 128 stay in a layer on the mean: the heads and their shares are of this
     model."""
@@ -45,6 +46,7 @@ def test_recall_at_an_eighth(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("policy", "folder"), [("kvzap", "heads-hidden"), ("trimkv", "heads-retention")])
+@pytest.mark.thorough
 def test_heads_of_the_others(policy: str, folder: str, tmp_path: Path):
     bench, heads = bench_of(MODELS / "recall"), str(MODELS / "recall" / folder)
     base = {"task": "recall", "length": 1024, "units": 128, "stabilizers": 4, "streams": 2}

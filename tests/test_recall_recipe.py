@@ -30,6 +30,7 @@ def writer(text):
     return data.Writer(data.train_tokenizer(text, 1200), text, "3")
 
 
+@pytest.mark.thorough
 def test_markers_are_tokens_of_their_own(writer):
     ids = writer.tokenizer.encode("?<QX:471\n<AB:067>\n").tokens
     assert ids == ["?", "<", "QX", ":", "4", "7", "1", "Ċ", "<", "AB", ":", "0", "6", "7", ">", "Ċ"]

@@ -120,6 +120,7 @@ def test_values_that_cannot_work_are_refused_before_anything_is_loaded(options: 
     ({"reads": object()}, ConfigError, "expected a fast tokenizer"),
     ({"on": torch.nn.Linear(2, 2)}, UnsupportedModel, "found Linear"),
 ])
+@pytest.mark.thorough(but=3)
 async def test_what_is_found_out_on_entering_leaves_nothing(options: dict, error: type, says: str):
     runtime = unstarted(**options)
     with pytest.raises(error) as caught:

@@ -126,6 +126,7 @@ def test_a_run_of_newlines_waits_for_what_follows():
     assert cutter.flush() == ["b"] and cutter.flush() == [] and cutter.state == SegmenterState()
 
 
+@pytest.mark.thorough
 def test_a_megabyte_line_one_character_at_a_time_is_linear():
     def seconds(n: int) -> float:
         text, cutter = "abcdé漢🙂_" * (n // 8), Segmenter()

@@ -105,6 +105,7 @@ def test_units_in_few_bits(small: list[str]):
         assert f"store_bits is {said}" in mistake("inspect", "--store-bits", wrong, *small)
 
 
+@pytest.mark.thorough
 def test_output_in_an_encoding_that_lacks_characters(small: list[str], tmp_path: Path):
     """What it lacks is written out; JSON stays JSON."""
     note = tmp_path / "note.txt"

@@ -172,6 +172,7 @@ def test_a_session_is_saved_while_it_reads(small: list[str], tmp_path: Path):
     assert not [one.problem for one in store.verify() if one.problem]
 
 
+@pytest.mark.thorough
 def test_reading_ends_when_another_owner_takes_the_session(small: list[str], tmp_path: Path):
     arguments = ["run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", "--save-every", "0.2", *small]
     process, store = start(*arguments, stdin=PIPE), Store(tmp_path)

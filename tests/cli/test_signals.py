@@ -77,6 +77,7 @@ def test_files_are_read_in_pieces_that_join_and_end_in_a_newline(tmp_path: Path)
         list(file_text(path))
 
 
+@pytest.mark.thorough
 def test_a_named_pipe_is_read_as_it_comes(small: list[str], tmp_path: Path):
     pipe, after = tmp_path / "pipe", tmp_path / "after.txt"
     os.mkfifo(pipe)

@@ -119,6 +119,7 @@ BAD = {
 
 @pytest.mark.parametrize("how", ["await", "for"])
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.thorough(but=12)
 async def test_a_source_that_cannot_be_read(name: str, how: str):
     bad = BAD[name]
     async with tiny() as runtime, runtime.open() as ctx:

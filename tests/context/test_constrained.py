@@ -41,6 +41,7 @@ def expect_fits(text: str, schema: dict[str, Any] = BOUNDED) -> None:
 
 @pytest.mark.parametrize("knobs", [dict(), dict(temperature=1.0), dict(temperature=3.0, seed=5, top_k=4),
                                    dict(temperature=1.0, top_p=0.2, repetition_penalty=1.5), dict(temperature=1e30)])
+@pytest.mark.thorough(but=2)
 async def test_a_random_model_says_what_fits_and_the_memory_holds_it(knobs: dict[str, Any]):
     async with tiny() as runtime, runtime.open() as ctx:
         await ctx.feed("some text")

@@ -92,6 +92,7 @@ async def test_one_that_was_only_opened_leaves_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize("before", [QUERY, None])
 @pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.thorough(but=2)
 async def test_an_undone_turn_takes_it_back(committed: bool, before: str | None, tmp_path: Path):
     async with tiny(store=tmp_path, policy="sirllm") as runtime, runtime.open("a", focus=before) as ctx:
         await ctx.feed(LONG)
@@ -154,6 +155,7 @@ def failing(*arguments: object, **more: object) -> None:
 
 @pytest.mark.parametrize("part", ["pages", "m"])
 @pytest.mark.parametrize("saves", [(), (2, 4), (1, 2, 3, 4, 5)])
+@pytest.mark.thorough(but=2)
 async def test_a_log_is_fed_again_with_every_focus_where_it_was(saves: tuple, part: str, tmp_path: Path):
     async with tiny(store=tmp_path) as runtime:
         async with runtime.open("a", system="Note all.", focus=QUERY) as ctx:

@@ -72,6 +72,7 @@ async def run(ctx, how: str, reply: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["eos", "marker", "length", "stop", "break", "raises", "aclose"])
+@pytest.mark.thorough(but=2)
 async def test_the_reply_is_closed_and_memory_exact_however_it_ends(monkeypatch, how: str):
     reply = spelled("the pass key is") + ([EOS] if how == "eos" else [IM_END] if how == "marker" else [])
     async with tiny() as runtime, runtime.open() as ctx:

@@ -204,6 +204,7 @@ def test_committed_state_is_a_function_of_the_tokens(shared: Runtime, program, s
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("way", ["drained", "iterated", "pushed"])
+@pytest.mark.thorough(but=2)
 async def test_taking_in_cancelled_anywhere_goes_on_to_the_same_bits(monkeypatch, way: str, twice: bool):
     monkeypatch.setattr(session, "INLINE_CHARS", 20)  # more is tokenised on a thread
     async with tiny() as runtime, runtime.open() as whole:

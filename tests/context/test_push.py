@@ -34,6 +34,7 @@ async def test_push_and_flush_give_what_a_feed_gives():
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("call", ["push", "flush", "feed"])
+@pytest.mark.thorough(but=2)
 async def test_no_text_is_lost_wherever_a_call_is_cancelled(call: str, twice: bool, monkeypatch: pytest.MonkeyPatch):
     """Of so much text at once that it is tokenised on a thread of its own."""
     monkeypatch.setattr("locret_stream.context.session.INLINE_CHARS", 64)

@@ -505,6 +505,7 @@ async def test_a_question_between_the_tokens_of_a_reply_says_at_once_what_it_lac
 
 
 @pytest.mark.parametrize("wrong", [0, 1, "no", {}, 128])
+@pytest.mark.thorough(but=2)
 async def test_what_says_how_to_recall_is_checked(wrong):
     async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
         await ctx.feed(STORY)

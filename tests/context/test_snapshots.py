@@ -486,6 +486,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("field", MISMATCHES)
+@pytest.mark.thorough(but=2)
 async def test_a_session_made_by_something_else_is_refused_by_name(tmp_path: Path, field: str):
     base = options("locret") if field in ("heads", "policy") else {"policy": "h2o"}
     async with tiny(**base, store=tmp_path) as runtime, runtime.open("a") as ctx:

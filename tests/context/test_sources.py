@@ -66,6 +66,7 @@ def _sources() -> dict:
 
 
 @pytest.mark.parametrize("name", _sources())
+@pytest.mark.thorough(but=5)
 async def test_every_kind_of_source_gives_the_same_tokens(name: str):
     kind, make = _sources()[name]
     ids = [5, 400, 7, 7, 480, 11, 3, 250, 17, 18, 19, 20]
@@ -95,6 +96,7 @@ async def test_a_source_is_pulled_only_as_fast_as_its_tokens_are_accepted(kind: 
 
 @pytest.mark.parametrize("how", ["break", "end", "drain", "fails", "dropped", "aclose", "cancelled"])
 @pytest.mark.parametrize("kind", [Counted, CountedAsync])
+@pytest.mark.thorough(but=3)
 async def test_no_feed_closes_its_source(kind: type, how: str):
     async with tiny() as runtime, runtime.open() as ctx:
         source = kind(PIECES, fails=OSError("gone") if how == "fails" else None)

@@ -34,6 +34,7 @@ NAMES = [f"context {n}" for n in range(5)]
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["feed", "push", "reply", "ask", "look", "fork"]),
                                 st.integers(1, 3 * CHUNK)), min_size=5, max_size=25))
+@pytest.mark.thorough
 def test_five_contexts_in_two_slots_are_each_as_if_alone(tmp_path_factory, steps: list):
     """In any order of use, units, frames and replies are those of contexts that kept their slots."""
     folder = tmp_path_factory.mktemp("store")

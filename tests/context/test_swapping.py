@@ -103,6 +103,7 @@ async def test_a_context_that_is_used_all_the_time_gives_others_a_turn(tmp_path:
             await asyncio.gather(*(endless(number) for number in range(3)))
 
 
+@pytest.mark.thorough
 async def test_a_reply_goes_on_where_it_was_when_others_had_a_turn_in_between(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(sharing, "TURN_S", 0.0)
     async with tiny(store=tmp_path, max_live=1, scratch=1) as runtime, tiny(max_live=1) as plain:
@@ -255,6 +256,7 @@ async def test_an_opened_session_has_no_whole_chunk_pending(tmp_path: Path):
             await expect_replay(ctx, plain)
 
 
+@pytest.mark.thorough
 async def test_a_copy_of_a_context_that_is_swapped_meanwhile_is_of_one_moment(tmp_path: Path):
     """It is swapped out; while it is copied another task feeds it, so that it is swapped in."""
     async with tiny(store=tmp_path, max_live=2) as runtime, tiny() as plain:
@@ -471,11 +473,13 @@ EVERY = [pytest.param(9, id="some places"), pytest.param(1, id="any place", mark
 
 
 @pytest.mark.parametrize("every", EVERY)
+@pytest.mark.thorough
 async def test_a_slot_refused_anywhere_leaves_what_a_replay_gives(tmp_path: Path, monkeypatch, caplog, every: int):
     assert await places(tmp_path, monkeypatch, caplog, no_slot(monkeypatch), every) > 10
 
 
 @pytest.mark.parametrize("every", EVERY)
+@pytest.mark.thorough
 async def test_a_store_that_fails_anywhere_leaves_what_a_replay_gives(tmp_path: Path, monkeypatch, caplog, every: int):
     assert await places(tmp_path, monkeypatch, caplog, no_store(monkeypatch), every) > 60
 
@@ -506,6 +510,7 @@ MOVES: dict[str, Callable[[StreamingContext, int], Awaitable]] = {
 
 
 @pytest.mark.parametrize("move", MOVES)
+@pytest.mark.thorough(but=2)
 async def test_a_swapped_out_context_cancelled_at_any_await_is_a_replay(tmp_path: Path, move: str):
     """Two contexts on one slot; whatever is cut off midway, both hold what their tokens give and no slot is lost."""
     async with tiny(store=Store(tmp_path, keep_last=1000), max_live=1) as runtime, tiny() as plain:

@@ -42,6 +42,7 @@ SHORT, LONG = [5], list(range(5, 5 + 4 * CHUNK))
 
 @pytest.mark.parametrize("size", ["nothing", "short", "long"])
 @pytest.mark.parametrize("reply", [False, True])
+@pytest.mark.thorough(but=2)
 async def test_a_failed_turn_leaves_no_trace(size: str, reply: bool):
     """With and without a commit inside: units, pending ids, frame and buffered text, and what comes next."""
     async with tiny() as runtime, runtime.open() as ctx, runtime.open() as untouched:
@@ -183,6 +184,7 @@ async def test_an_operation_of_another_task_dies_with_the_turn_it_began_in(cross
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("size", [1, CHUNK])
+@pytest.mark.thorough(but=2)
 async def test_a_turn_cancelled_anywhere_is_undone_or_kept_whole(size: int, twice: bool):
     async with tiny(scratch=2) as runtime, runtime.open() as ctx:  # one for the turn, one for the question in it
         await prepared(ctx, half=False)

@@ -48,6 +48,7 @@ def together(engine: Engine, states: list[EngineState], tokens: list[int]) -> li
                                             ("gemma2", "locret"), ("gemma3", "h2o"), ("gpt-oss", "locret"),
                                             ("mistral-sliding", "keydiff"), ("smollm3", "locret"),
                                             ("phi3-longrope", "locret")])
+@pytest.mark.thorough(but=4)
 def test_contexts_that_join_and_leave_are_each_what_they_are_alone(on: str, policy: str):
     """Logits to 1e-5 at every step, committed states bit for bit; prompts of 1 to 50 tokens, 30 steps."""
     engine = engine_of(policy, on)
@@ -81,6 +82,7 @@ def test_contexts_that_join_and_leave_are_each_what_they_are_alone(on: str, poli
 @pytest.mark.parametrize(("on", "allocation"), [("llama", (0.8, 1.0, 1.2)), ("gemma3", (0.8, 1.0, 1.2)),
                                                 ("gpt-oss", (0.8, 1.0, 1.2)), ("smollm3", (0.8, 1.0, 1.2)),
                                                 ("gemma3", "uniform"), ("smollm3", "uniform")])
+@pytest.mark.thorough(but=2)
 def test_a_step_agrees_with_a_forward_of_the_same_tokens_at_once(on: str, allocation):
     """With unequal, full budgets every layer has other ranks; with one budget and several RoPE tables layers of equal
     ranks rotate by different tables."""

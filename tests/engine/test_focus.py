@@ -77,6 +77,7 @@ def test_law_3_exact_while_it_fits(policy: str):
 
 @pytest.mark.parametrize("on", ["llama", *SLIDING])
 @pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.thorough(but=7)
 def test_it_stays_in_front_inside_the_budget_and_off_the_grid(policy: str, on: str):
     engine, ids = engine_of(policy, on), ids_of(7 * CHUNK)
     state = engine.open(0)
@@ -115,6 +116,7 @@ def test_its_units_are_those_of_the_query_alone(on: str):
 
 @pytest.mark.parametrize("on", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.thorough(but=5)
 def test_law_2_the_state_is_a_function_of_tokens_and_focuses(policy: str, on: str):
     engine, ids = engine_of(policy, on), ids_of(7 * CHUNK + 3)
     focuses = {0: QUERY, 2 * CHUNK: LONG, 3 * CHUNK + 1: OTHER, 3 * CHUNK + 5: QUERY, 5 * CHUNK + 2: [],
@@ -168,6 +170,7 @@ def test_what_is_committed_behind_it_has_seen_it():
 
 @pytest.mark.parametrize("on", ["llama", *SLIDING])
 @pytest.mark.parametrize("policy", ["h2o", "locret", "infllm", "keydiff"])
+@pytest.mark.thorough(but=2)
 def test_law_6_it_moves_with_exports_and_forks(policy: str, on: str):
     engine, ids = engine_of(policy, on), ids_of(4 * CHUNK + 3)
     for focuses in ({0: QUERY}, {0: LONG, 2 * CHUNK + 1: OTHER}, {CHUNK: QUERY, 3 * CHUNK: []}, {4 * CHUNK + 1: LONG}):

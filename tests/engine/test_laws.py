@@ -241,6 +241,7 @@ def play(engine: Engine, operations: list[tuple]) -> None:
 
 
 @every_policy
+@pytest.mark.thorough(but=3)
 def test_committed_state_is_a_function_of_the_tokens(policy: str):
     """Laws 1, 2, 4, 7, 9 and 10 over random operations: whatever was asked, forked, undone, or failed, and whoever
     else was served, equal tokens give bit-equal exports, and the invariants of `Rig.check` hold after every step."""
@@ -256,6 +257,7 @@ def test_committed_state_is_a_function_of_the_tokens(policy: str):
 
 @pytest.mark.parametrize(("on", "policy"), [("gemma3", "locret"), ("gpt-oss", "h2o"), ("smollm3", "keydiff"),
                                             ("mistral-sliding", "sirllm"), ("gemma2", "sirllm")])
+@pytest.mark.thorough(but=2)
 def test_committed_state_is_a_function_of_the_tokens_on_other_architectures(on: str, policy: str):
     """The same with sliding layers, softcaps, learned sink logits and layers without RoPE."""
     engine = engine_of(policy, on)
@@ -324,6 +326,7 @@ def test_law_6_planes_and_state_of_a_policy_move_with_the_units():
 
 @of_exact_units
 @every_evicting
+@pytest.mark.thorough(but=3)
 def test_law_1_cap_during_decode_of_five_chunks(policy: str, monkeypatch):
     """No row behind b_l + chunk_size is ever written, addresses never move, and all bytes follow from the formula."""
     engine = engine_of(policy)
@@ -374,6 +377,7 @@ def test_law_2_grid_every_split_commits_the_same(policy: str):
 
 
 @every_policy
+@pytest.mark.thorough(but=3)
 def test_law_2_provisional_logits_agree_however_they_were_asked_for(policy: str):
     engine = engine_of(policy)
     ids = ids_of(71, seed=3)
@@ -386,6 +390,7 @@ def test_law_2_provisional_logits_agree_however_they_were_asked_for(policy: str)
 
 @every_policy
 @pytest.mark.parametrize("kept", [0, 1, 4, 6])
+@pytest.mark.thorough(but=10)
 def test_law_2_what_was_provisional_and_taken_back_is_never_answered_from(policy: str, kept: int):
     """Ask at 7 pending tokens, take some back, go on with others: the answer is that of the tokens that are left."""
     engine = engine_of(policy)
@@ -403,6 +408,7 @@ def test_law_2_what_was_provisional_and_taken_back_is_never_answered_from(policy
 
 @of_exact_units
 @every_policy
+@pytest.mark.thorough(but=3)
 def test_law_3_exact_while_it_fits(policy: str):
     engine = engine_of(policy)
     ids = ids_of(min(engine.budgets) if policy != "full" else 60, seed=4)
@@ -413,6 +419,7 @@ def test_law_3_exact_while_it_fits(policy: str):
 
 
 @every_policy
+@pytest.mark.thorough(but=3)
 def test_law_4_time_order(policy: str):
     """Positions rise within every head, and each unit is the one that was committed at its position."""
     engine = engine_of(policy)
@@ -432,6 +439,7 @@ def test_law_4_time_order(policy: str):
 
 @of_exact_units
 @every_evicting
+@pytest.mark.thorough(but=3)
 def test_law_5_no_drift(policy: str):
     """Over 40 commits a kept key stays, bit for bit, as its forward made it; stored rotated keys are one rotation of it
     at its rank."""
@@ -452,6 +460,7 @@ def test_law_5_no_drift(policy: str):
 
 
 @every_policy
+@pytest.mark.thorough(but=3)
 def test_law_6_state_moves_with_the_units(policy: str):
     """A context loaded into another engine goes on with the logits, evictions and scores of the exported one."""
     engine, other = engine_of(policy), engine_of(policy)
@@ -480,6 +489,7 @@ def test_law_6_an_export_is_a_copy(policy: str):
 
 @every_evicting
 @pytest.mark.parametrize(("sinks", "stabilizers"), [(0, 0), (5, 0), (0, 7), (6, 9)])
+@pytest.mark.thorough(but=9)
 def test_law_7_protection_counts_inside_the_budget(policy: str, sinks: int, stabilizers: int):
     engine = build(policy, units=16, chunk_size=CHUNK, sinks=sinks, stabilizers=stabilizers)
     state = engine.open(0)
@@ -506,6 +516,7 @@ def test_law_8_a_total_order():
 
 
 @every_policy
+@pytest.mark.thorough(but=3)
 def test_law_9_whole_or_not_at_all(policy: str):
     """A fault in any layer of a commit or an answer leaves the export bit-identical and the next logits equal."""
     engine = engine_of(policy)
@@ -580,6 +591,7 @@ def test_law_9_ids_are_accepted_while_units_move(monkeypatch):
 
 
 @every_policy
+@pytest.mark.thorough(but=3)
 def test_law_10_alone(policy: str):
     """Two contexts stepped in turn, one of them decoding, are what they are when each is alone."""
     engine = engine_of(policy)

@@ -71,6 +71,7 @@ def test_committed_state_is_a_function_of_the_tokens_with_all_that_a_policy_may_
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.thorough(but=2)
 def test_law_1_cap_during_decode_of_five_chunks(bits: int | tuple[int, int]):
     """Addresses never move, and all bytes follow from the formula."""
     engine = engine_of(bits)
@@ -102,6 +103,7 @@ def test_codes_take_less_than_exact_units():
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("on", ["llama", "gemma3", "gpt-oss", "smollm3", "phi3-partial"])
+@pytest.mark.thorough(but=2)
 def test_law_3_nothing_is_rounded_before_it_is_committed_and_then_little(bits: int, on: str):
     engine = engine_of(bits, "streaming_llm", on, units=80, allocation="uniform")
     ids = ids_of(64, seed=4)
@@ -113,6 +115,7 @@ def test_law_3_nothing_is_rounded_before_it_is_committed_and_then_little(bits: i
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("policy", ["locret", "keydiff"])
+@pytest.mark.thorough(but=2)
 def test_law_5_no_drift(policy: str, bits: int | tuple[int, int], monkeypatch: pytest.MonkeyPatch,
                         commits: int = 30):
     """A kept unit has, bit for bit, the codes that it got at its commit; the first ones are as their forward made them,

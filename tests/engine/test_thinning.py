@@ -25,6 +25,7 @@ def expect_left_whole(engine: Engine, state: EngineState, share: float) -> None:
 
 @pytest.mark.parametrize("on", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.thorough(but=5)
 def test_it_keeps_what_an_eviction_to_that_share_would(policy: str, on: str):
     engine = engine_of(policy, on)
     state = engine.open(0)
@@ -102,6 +103,7 @@ PENDING = 5
     (0.01, SINKS + STABILIZERS + 1, 2 * CHUNK - 1 - PENDING, 2 * CHUNK - 1),
     (0.5, UNITS // 2, 2 * CHUNK - 1 - PENDING, CHUNK - 1),
     (1.0, UNITS, CHUNK - 1 - PENDING, CHUNK - 1)])
+@pytest.mark.thorough(but=7)
 def test_what_a_copy_reads_stays_where_there_is_room(policy: str, share: float, left: int, whole: int, early: int):
     """Of as many tokens as it has room for none is evicted. What is pending is committed before where that makes room,
     and takes the places that became free."""

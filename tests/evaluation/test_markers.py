@@ -53,6 +53,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 @given(seed=SEEDS)
+@pytest.mark.thorough(but=2)
 def test_who_keeps_every_mark_knows_every_answer(name: str, seed: int):
     case = MAKERS[name](random.Random(seed))
     assert case == MAKERS[name](random.Random(seed))
@@ -204,6 +205,7 @@ def test_intervals_hold_the_mean_and_count_streams_not_questions():
 
 
 @pytest.mark.parametrize("streams,asked", [(1, 16), (2, 12), (4, 16), (6, 12), (16, 16)])
+@pytest.mark.thorough(but=2)
 def test_nineteen_intervals_of_twenty_hold_the_truth_however_few_the_streams(streams: int, asked: int):
     rng, held, runs = random.Random(f"{streams} {asked}"), 0, 300
     for run in range(runs):

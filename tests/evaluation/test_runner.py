@@ -167,6 +167,7 @@ def test_answers_do_not_depend_on_which_cells_ran_before(tmp_path: Path):
 
 @pytest.mark.parametrize("policy", ["oracle", "oracle_per_head"])
 @pytest.mark.parametrize("task", ["passkey", "last_write"])
+@pytest.mark.thorough(but=2)
 def test_the_oracles_keep_what_answers_follow_from(policy: str, task: str, tmp_path: Path, monkeypatch):
     kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     real = runner.ask_all

@@ -87,6 +87,7 @@ def test_all_forms_read_the_same_bits(bits: int, dim: int, dtype: torch.dtype, w
 @pytest.mark.parametrize(("dim", "count"), [(64, 37), (80, 5), (24, 200), (16, 1), (128, 70)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_mean", [False, True])
+@pytest.mark.thorough(but=15)
 def test_triton_reads_the_same_bits(bits: int, dim: int, count: int, dtype: torch.dtype, with_mean: bool):
     """Rows and channels in the middle of larger tensors, which stay as they are around them."""
     pytest.importorskip("triton", reason="triton is published for Linux only")

@@ -86,6 +86,7 @@ def check_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits):
     (9, 140, 1, 2, 40, F16, 66, None, False),
     (20, 70, 1, 2, 136, F16, None, None, False),
 ])
+@pytest.mark.thorough(but=2)
 def test_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits):
     check_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits)
 
@@ -130,6 +131,7 @@ def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logi
     ([131, 66], 131, 1, 2, 2, 16, BF16, F32, 70, None, True, 2),
     ([200, 3], 200, 1, 3, 2, 16, F16, F16, None, None, False, 3),
 ])
+@pytest.mark.thorough(but=3)
 def test_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits, programs, monkeypatch):
     if programs:  # fewer splits of a context than its capacity would get
         monkeypatch.setattr(decode_module, "_PROGRAMS", programs)

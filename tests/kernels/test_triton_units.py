@@ -50,6 +50,7 @@ def check_select(scores: torch.Tensor, budget: int, sinks: int = 0, stabilizers:
 
 @settings(max_examples=25)
 @given(st.data())
+@pytest.mark.thorough
 def test_select_units_of_awkward_scores(data):
     values = data.draw(st.lists(score, min_size=1, max_size=40))
     budget = data.draw(st.integers(1, len(values) + 1))
@@ -63,11 +64,13 @@ def test_select_units_of_awkward_scores(data):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("H", "N", "B"), [(1, 2, 1), (3, 255, 254), (2, 257, 1), (5, 300, 100), (2, 5003, 4111)])
+@pytest.mark.thorough(but=3)
 def test_select_units_of_any_bits_and_sizes(dtype: torch.dtype, H: int, N: int, B: int):
     check_select(any_bits((H, N), dtype, N), B, min(3, B // 2), min(5, B // 2))
 
 
 @pytest.mark.parametrize("levels", [1, 3])
+@pytest.mark.thorough
 def test_select_units_takes_the_newest_of_equals(levels: int, monkeypatch):
     """Ties on both sides of a block's edge, and of the protected units."""
     monkeypatch.setattr(select_file, "_BLOCK", 64)
@@ -79,6 +82,7 @@ def test_select_units_takes_the_newest_of_equals(levels: int, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, -0.0])
+@pytest.mark.thorough(but=2)
 def test_select_units_of_one_score(value: float):
     scores = torch.full((1, 300), value, device=DEVICE)
     check_select(scores, 7, sinks=4, stabilizers=3)
@@ -236,6 +240,7 @@ def variant(request, monkeypatch) -> str:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("H", "G", "T", "D", "W"), [(2, 3, 70, 10, 131), (1, 1, 1, 1, 1), (17, 1, 131, 5, 260),
                                                      (2, 4, 19, 80, 33)])
+@pytest.mark.thorough(but=4)
 def test_score_units_of_any_sizes(dtype: torch.dtype, H: int, G: int, T: int, D: int, W: int, variant: str):
     q, k, v, fc1, fc2, biases = head_inputs(dtype, H, G, T, D, W)
     check_score(q, k, v, fc1, fc2, torch.nn.SiLU(), *biases)

@@ -296,6 +296,7 @@ STEP = st.tuples(st.sampled_from(["say", "say", "regenerate", "edit", "trim", "r
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEP, min_size=4, max_size=14))
+@pytest.mark.thorough
 def test_any_order_of_turns_uses_the_memory_of_the_messages_given(tmp_path_factory, steps: list):
     """For any sequence of new, repeated, edited and trimmed messages, left calls and restarts."""
     folder = tmp_path_factory.mktemp("store")

@@ -83,6 +83,7 @@ async def not_read(chat: LocretChatModel, script: Script, said: list[Any]) -> No
 
 @pytest.mark.parametrize("ending", [cancelled, timed_out, failed, broken, left, left_in_a_thread, not_read])
 @pytest.mark.parametrize("save", ["turn", "run"])
+@pytest.mark.thorough(but=3)
 async def test_a_turn_that_ends_badly_leaves_the_thread_as_it_was(script: Script, tmp_path: Path, ending: Any,
                                                                   save: str):
     """The turns after it have the same texts and token ids as in a thread without the failed turn."""

@@ -56,6 +56,7 @@ def asked(chat: Any, history: list[Any], how: str) -> AIMessage:
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
 @pytest.mark.parametrize("how", ["invoke", "stream", "chunk"])
+@pytest.mark.thorough(but=2)
 def test_reasoning_and_calls_come_back_as_they_were(script: Script, tmp_path: Path, version: str, how: str):
     with model(tmp_path, response_template=THINKING, output_version=version) as chat:
         tools = chat.bind_tools([look])

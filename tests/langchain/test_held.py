@@ -56,6 +56,7 @@ def expect_one_call(answer: AIMessage, among: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.thorough(but=2)
 def test_a_demanded_call_fits_whatever_the_model_would_say(tmp_path: Path, name: str):
     with model(tmp_path) as chat:
         said = set()
@@ -153,6 +154,7 @@ def test_a_script_that_does_not_fit_fails_its_test(tmp_path: Path):
     ({"type": "string"}, "are of type 'string'; "), (closed(a={"enum": []}), "unsatisfiable"),
     (closed(a={"minimum": float("nan")}), "NaN|nan")])
 @pytest.mark.parametrize("choice", ["bad", "any"])
+@pytest.mark.thorough(but=2)
 def test_a_schema_that_cannot_be_held_is_refused_by_its_tools_name_and_nothing_is_read(
         script: Script, tmp_path: Path, schema: dict[str, Any], why: str, choice: str):
     with model(tmp_path) as chat:

@@ -74,6 +74,7 @@ def script_seen(chat: LocretChatModel, answer: AIMessage) -> str:
 
 @pytest.mark.parametrize("forged", [None, 3, "x", {}, {"state": None}, {"state": "0" * 63}, {"state": "0" * 64},
                                     {"state": ["0"]}, {"state": "0" * 64 + "\n"}, {"state": "Z" * 64}])
+@pytest.mark.thorough(but=2)
 def test_a_forged_receipt_is_no_receipt(chat: LocretChatModel, forged: Any):
     said = [HumanMessage("one"), AIMessage("x", response_metadata={"locret": forged}), HumanMessage("two")]
     answer = chat.invoke(said, thread("a"))
@@ -97,6 +98,7 @@ def test_control_tokens_in_what_is_said_stay_data(chat: LocretChatModel):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])
+@pytest.mark.thorough(but=2)
 def test_a_tampered_snapshot_is_never_used(script: Script, tmp_path: Path, damage: str):
     with model(tmp_path) as chat:
         history: list[Any] = [HumanMessage("one " * 70)]

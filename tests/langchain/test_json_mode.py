@@ -40,6 +40,7 @@ SCHEMA = {"title": "Wanted", "type": "object", "properties": {"name": {"type": "
                                                   (Asked, {"name": "falcon", "floor": 2}),
                                                   (SCHEMA, {"name": "falcon", "floor": 2})])
 @pytest.mark.parametrize("form", ['%s', 'Here it is:\n```json\n%s\n```\n'])
+@pytest.mark.thorough(but=2)
 def test_the_schema_is_told_and_the_reply_is_read(chat: LocretChatModel, script: Script, method: str, schema: Any,
                                                   expected: Any, form: str):
     script.say = lambda shown: form % '{"name": "falcon", "floor": 2}'

@@ -197,6 +197,7 @@ def test_a_thread_that_knows_of_no_tools_is_not_told_that_there_are_none(script:
 
 @pytest.mark.parametrize("tools", [(), (add,)])
 @pytest.mark.parametrize("asked_by", ["One.", "Two.", "Three."])
+@pytest.mark.thorough(but=2)
 def test_a_stream_absorbed_behind_another_beginning_is_there_for_whoever_asks(script: Script, tmp_path: Path,
                                                                               tools: tuple, asked_by: str):
     """No answer follows a stream that was absorbed behind a late message, so that no receipt names its boundary."""

@@ -82,6 +82,7 @@ def test_the_pieces_are_what_the_template_writes(name: str, tools: tuple, count:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("place", ["system", "asked", "at", "key", "result", "said", "name", "more", "description"])
+@pytest.mark.thorough(but=6)
 def test_no_text_becomes_control(name: str, place: str):
     """The control tokens of a conversation, in their order, are those of one without hostile text."""
     _, template = made(name)
@@ -193,6 +194,7 @@ CODER = """{% for tool in tools or [] %}{% set f = tool.function %}{{ '<tool>' +
 @pytest.mark.parametrize("hostile", ["tool_call", "/tool_call", "|im_end|", "<|im_end|>", "im_end", "x<", ">x", "<|im_",
                                      '\ue0000"\ue001', '\ue000999"\ue001', "</tool_call><|im_end|>"])
 @pytest.mark.parametrize("where", ["name", "key", "enum", "unknown key", "unknown value", "title"])
+@pytest.mark.thorough(but=11)
 def test_no_word_of_a_schema_becomes_control(where: str, hostile: str):
     """That holds, too, if the template itself writes brackets around it; and templates can still compare names."""
     tokenizer, _ = made("chatml")
@@ -227,6 +229,7 @@ def test_no_word_of_a_schema_becomes_control(where: str, hostile: str):
 
 @pytest.mark.parametrize("mark", ["<|im_end|>", "<tool_call>"])
 @pytest.mark.parametrize("side", ["before", "behind"])
+@pytest.mark.thorough(but=2)
 def test_no_part_of_a_control_token_in_a_name_is_completed_by_what_stands_beside_it(mark: str, side: str):
     """However short the part is, down to a single character."""
     tokenizer, _ = made("chatml")

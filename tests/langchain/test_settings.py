@@ -43,6 +43,7 @@ def test_a_model_without_heads_is_told_so_at_once(tmp_path: Path):
      ToolMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], tool_call_id="1")],
     [HumanMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}])],
     [HumanMessage("\ud800")], [SystemMessage("x\ud800"), HumanMessage("y")]])
+@pytest.mark.thorough(but=2)
 def test_messages_that_cannot_be_read_are_refused_and_change_nothing(chat: LocretChatModel, messages: list):
     history: list[Any] = [HumanMessage("one")]
     history += [chat.invoke(history, thread("a"))]

@@ -117,6 +117,7 @@ async def stops(kind: str) -> Any:
 @pytest.mark.parametrize(("kind", "error"), [
     ("raises", SourceError), ("bytes", InvalidText), ("ids", InputError), ("surrogate", InvalidText),
     ("cut", InvalidText), ("hangs", TimeoutError)])
+@pytest.mark.thorough(but=2)
 async def test_a_stream_that_ends_badly_leaves_the_thread_as_it_was(chat: LocretChatModel, kind: str, error: type):
     history: list[Any] = [HumanMessage("one")]
     history += [await chat.ainvoke(history, thread("a"))]

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from langchain_locret import LocretChatModel
@@ -14,6 +15,7 @@ from locret_stream.conversation import matching, threads
 from tests.langchain.support import Script, held, model, receipt, rendered, thread
 
 
+@pytest.mark.thorough
 async def test_thirty_two_threads_in_eight_slots_know_only_their_own(script: Script, tmp_path: Path):
     """Each memory holds its own conversation, no thread waits for ever, and all take turns."""
     ended: list[int] = []

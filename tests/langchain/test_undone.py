@@ -56,6 +56,7 @@ async def cut(chat: LocretChatModel, script: Script, said: list[Any], how: str) 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout", "left"])
 @pytest.mark.parametrize("thread_is", ["new", "old"])
+@pytest.mark.thorough(but=2)
 async def test_a_call_that_was_cut_short_leaves_no_byte(script: Script, tmp_path: Path, thread_is: str, how: str):
     with model(Store(tmp_path, keep_last=4)) as chat:
         history: list[Any] = [SystemMessage("Be brief.")]
@@ -134,6 +135,7 @@ async def test_a_call_that_fails_at_its_last_step_is_undone_too(script: Script, 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 @pytest.mark.parametrize("to", ["an earlier message", "nothing"])
+@pytest.mark.thorough(but=2)
 async def test_a_call_cut_short_while_it_goes_back_leaves_the_thread_where_it_was(script: Script, tmp_path: Path,
                                                                                   monkeypatch, to: str, how: str):
     """The context is at the earlier boundary by then, and must not be used or saved as if it were at the later one."""

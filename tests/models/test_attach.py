@@ -95,6 +95,7 @@ def test_refuses_a_norm_after_rope(dtype, tolerance):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("folder", ["locret_stream/assets/bundled", "research/models/recall"])
+@pytest.mark.thorough(but=2)
 def test_rounding_is_no_reason_to_refuse_what_is_shipped(folder, dtype):
     """In bf16 a few logits of the bundled model differ by a third of a standard deviation."""
     model = tf.AutoModelForCausalLM.from_pretrained(Path(__file__).parents[2] / folder, dtype=dtype)
@@ -170,6 +171,7 @@ def test_refuses_nan(stock):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.thorough(but=6)
 def test_half_precision_models_pass(name: str, dtype: torch.dtype):
     attachment = attach(make(name, dtype=dtype))
     assert attachment.dtype == dtype and attachment.shape.item_bytes == 2

@@ -37,6 +37,7 @@ def run_in_pieces(engine: Engine, ids: list[int], pieces: list[int]) -> tuple[to
 
 
 @pytest.mark.parametrize(("name", "attn"), BOTH)
+@pytest.mark.thorough(but=5)
 def test_exact_while_it_fits(name: str, attn: str, record_property):
     """Commits of 17; asked after every single token, and after pieces of odd sizes."""
     stock = model(name, attn)
@@ -83,6 +84,7 @@ def test_bf16_is_as_close_as_bf16_is(name: str):
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("policy", ["streaming_llm", "locret", "h2o"])
+@pytest.mark.thorough(but=2)
 def test_position_twenty_million_equals_position_two_thousand(name: str, policy: str):
     """Only ranks reach the model: a stream 20 million tokens old computes what a young one does, bit for bit."""
     engine = build(policy, on=model(name), units=40, chunk_size=16)

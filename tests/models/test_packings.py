@@ -35,6 +35,7 @@ def stock_in_pieces(of: tf.PreTrainedModel, ids: list[int], size: int) -> torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
                          ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("packing", [*PACKINGS, *IN_NIBBLES])
+@pytest.mark.thorough(but=4)
 def test_a_quantised_model_streams_as_its_own_forward_computes(packing: str, dtype: torch.dtype, root: Path):
     """With a full budget, read in the same pieces: what rounds activations rounds them by the piece."""
     stock = packed(packing, root, dtype=dtype)
@@ -55,6 +56,7 @@ def test_a_quantised_model_streams_as_its_own_forward_computes(packing: str, dty
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("packing", ["torchao-int8", "bitsandbytes-4"])
+@pytest.mark.thorough(but=2)
 def test_so_do_quantised_qwens(name: str, packing: str, root: Path):
     """Qwen 2 has biases, which bitsandbytes casts in place; Qwen 3 norms Q and K."""
     attachment = attach(stock := packed(packing, root, name=name))
@@ -63,6 +65,7 @@ def test_so_do_quantised_qwens(name: str, packing: str, root: Path):
 
 @pytest.mark.parametrize("packing", [name for name in PACKINGS if name.startswith("bitsandbytes")])
 @pytest.mark.parametrize("ran", [False, True], ids=["fresh", "used"])
+@pytest.mark.thorough(but=2)
 def test_the_first_tree_is_left_as_it_was_though_forwards_repack_weights(packing: str, ran: bool, root: Path):
     """bitsandbytes' first forward takes scales off the parameter and repacks it: a shadow has parameters of its own."""
     stock, ids = packed(packing, root, dtype=torch.bfloat16), torch.tensor([ids_of(20)])
@@ -191,6 +194,7 @@ def test_a_model_that_compressed_tensors_packed_is_attached(root: Path):
 
 
 @pytest.mark.parametrize("packing", [*PACKINGS, *IN_NIBBLES])
+@pytest.mark.thorough(but=2)
 def test_gradients_pass_or_it_is_said_before_anything_is_tuned(packing: str, root: Path):
     """int8 of activations has none, nor has bitsandbytes' 4 bit where its kernel for CPUs is used."""
     attachment, scale = attach(packed(packing, root)), torch.nn.Parameter(torch.zeros(()))

@@ -180,6 +180,7 @@ def test_words_that_nothing_has(index: Index, codec: TextCodec):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("least", "most"), [(8, 80), (3, 14), (1, 9)])
+@pytest.mark.thorough(but=10)
 def test_it_holds_what_it_was_given(codec: TextCodec, seed: int, least: int, most: int):
     """Adding, cutting back, following another stream, copying: as if the ids had been added at once."""
     def new() -> Index:

@@ -271,6 +271,7 @@ USER = {"role": "user", "content": "x"}
     ("responses", {"input": [[]] * 300_000}), ("responses", {"input": "x", "text": {"format": "json"}}),
     ("conversations", {"items": [1]}),
     ("conversations", {"items": ["x"]})])
+@pytest.mark.thorough(but=2)
 def test_bodies_of_a_wrong_form_are_the_callers_mistake(served: Served, path: str, body: dict[str, Any]):
     answer = served.http.post(f"/v1/{path}", json=body)
     assert answer.status_code == 400, answer.text

@@ -20,6 +20,7 @@ BUSY = [("sessions/s/ask", {"question": "?"}), ("sessions/s/fork", {"to": "t"}),
 
 
 @pytest.mark.parametrize("number", range(len(BUSY)))
+@pytest.mark.thorough(but=2)
 def test_what_waits_for_a_session_ends_in_time(served: Served, monkeypatch: pytest.MonkeyPatch, number: int):
     path, body = BUSY[number]
     respond(served, input="one", session_id="s")
@@ -74,6 +75,7 @@ def test_a_focus_is_in_force_after_a_restart_and_moves_nothing(script: Script, t
 
 @pytest.mark.parametrize("session, body, status", [
     ("s", {}, 400), ("s", {"focus": 1}, 400), ("s", {"focus": "word " * 9000}, 400), ("none", {"focus": "x"}, 404)])
+@pytest.mark.thorough(but=2)
 def test_a_focus_that_cannot_be_leaves_the_session(served: Served, session: str, body: dict[str, Any], status: int):
     respond(served, input="one", session_id="s")
     before = state_of(served, "s")

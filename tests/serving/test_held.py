@@ -62,6 +62,7 @@ def asked(served: Served, face: str, names: list[str], choice: Any, **body: Any)
 
 @pytest.mark.parametrize("choice", ["required", "nested"])
 @pytest.mark.parametrize("face", FACES)
+@pytest.mark.thorough(but=2)
 def test_a_demanded_call_fits(free: Served, face: str, choice: str):
     for seed in range(5):
         text, calls, ended = asked(free, face, ALL, choice, seed=seed)
@@ -71,6 +72,7 @@ def test_a_demanded_call_fits(free: Served, face: str, choice: str):
 
 
 @pytest.mark.parametrize("face", FACES)
+@pytest.mark.thorough(but=2)
 def test_beside_a_schema_the_answer_is_a_call_or_fits(free: Served, face: str):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
     kinds = set()

@@ -115,6 +115,7 @@ def test_pages_follow_each_other_in_either_order(served: Served):
 @pytest.mark.parametrize("query, status", [
     ({"limit": 0}, 400), ({"limit": 101}, 400), ({"limit": "x"}, 400), ({"order": "up"}, 400),
     ({"after": "msg_0"}, 404)])
+@pytest.mark.thorough(but=2)
 def test_pages_that_are_none(served: Served, query: dict[str, Any], status: int):
     made = converse(served)
     tell(served, made, ("user", "one"))

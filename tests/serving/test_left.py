@@ -30,6 +30,7 @@ def state_of(served: Served, thread: str) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", ["chat", "responses", "conversation"])
+@pytest.mark.thorough(but=2)
 def test_a_turn_that_is_left_is_undone(served: Served, script: Script, api: str, stream: bool):
     made = served.http.post("/v1/conversations", json={}).json()["id"]
     paths = {"chat": ("/v1/chat/completions", {"session_id": made, "messages": [{"role": "user", "content": "one"}]}),

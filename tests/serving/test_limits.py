@@ -114,6 +114,7 @@ BOMBS = [(b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
 
 
 @pytest.mark.parametrize("number", range(len(BOMBS)))
+@pytest.mark.thorough(but=2)
 def test_json_bombs_are_refused_and_the_server_lives(served: Served, number: int):
     body, status = BOMBS[number]
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/sessions/a/ask"):
@@ -137,6 +138,7 @@ def raw(served: Served, request: bytes, wait_s: float = 5) -> bytes:
     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n",
     b"GET / HTTP/1.1\nHost localhost\n\n", b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03", b"GET /" + b"a" * 100_000])
+@pytest.mark.thorough(but=2)
 def test_smuggled_and_broken_requests_are_refused(served: Served, request_: bytes):
     answer = raw(served, request_ + b"Connection: close\r\n\r\n")
     assert answer.count(b"HTTP/1.1 2") <= 1 and b"HTTP/1.1 500" not in answer
@@ -156,6 +158,7 @@ def test_a_slow_sender_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch
     ("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("GET", "/../../etc/passwd", 404),
     ("GET", "/v1/sessions/..%2f..%2fetc%2fpasswd", 404), ("GET", "/v1/sessions/%00", 400),
     ("GET", "/v1/sessions/" + "a" * 300, 400), ("GET", "/docs", 404), ("DELETE", "/v1/sessions/", 400)])
+@pytest.mark.thorough(but=2)
 def test_paths_that_are_none(served: Served, method: str, path: str, status: int):
     answer = served.http.request(method, path)
     assert answer.status_code == status and answer.json()["error"]["message"], answer.text

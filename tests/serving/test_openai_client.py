@@ -220,6 +220,7 @@ def test_what_is_not_stored_cannot_be_gone_on_from(served: Served):
     ({"messages": [user("x")], "session_id": ""}, 400, "bad_session", "session_id"),
     ({"messages": [user("x")], "session_id": "a\nb"}, 400, "bad_session", "session_id"),
     ({"messages": [user("\ud800")]}, 400, None, None)])
+@pytest.mark.thorough(but=3)
 def test_mistakes_in_chat_are_told_and_change_nothing(served: Served, body: dict, status: int, code: str | None,
                                                       where: str | None):
     raw = json.dumps({"session_id": "alice", **body})
@@ -238,6 +239,7 @@ def test_mistakes_in_chat_are_told_and_change_nothing(served: Served, body: dict
     ({"input": "x", "conversation": "conv_unknown"}, 404), ({"input": "x", "conversation": {}}, 400),
     ({"input": [{"type": "function_call", "name": "x"}]}, 400),
     ({"input": [{"role": "user", "content": 3}]}, 400)])
+@pytest.mark.thorough(but=2)
 def test_mistakes_in_responses_are_told_and_change_nothing(served: Served, body: dict, status: int):
     answer = served.http.post("/v1/responses", json=body)
     assert answer.status_code == status and answer.json()["error"]["message"], answer.text

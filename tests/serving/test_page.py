@@ -73,6 +73,7 @@ def test_the_page_needs_no_key_and_shows_nothing_without_one(script: Script, tmp
 
 @pytest.mark.parametrize("told", [LOG, "Ägypten 🐪 über alles, naïve 日本語 tokens\n" * 40])
 @pytest.mark.parametrize("columns", [7, 4096])
+@pytest.mark.thorough(but=2)
 def test_texts_are_cut_into_the_columns_of_the_map(script: Script, tmp_path: Path, told: str, columns: int):
     with serving(tmp_path, budget=512) as served:
         ingest(served, "builds", told)

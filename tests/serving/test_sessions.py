@@ -153,6 +153,7 @@ def test_progress_is_told_while_it_is_read(served: Served, monkeypatch: pytest.M
 @pytest.mark.parametrize("content, query, status", [
     (b"", {}, 400), (b"\xff", {}, 400), ("ä".encode()[:1], {}, 400), (b"x", {"label": "a\nb"}, 400),
     (b"x", {"offset": "-1"}, 400), (b"x", {"upload": ""}, 400), (b"x", {"upload": "u" * 200}, 400)])
+@pytest.mark.thorough(but=2)
 def test_streams_that_cannot_be_read_leave_nothing(served: Served, content: bytes, query: dict, status: int):
     answer = served.http.post("/v1/sessions/builds/ingest", content=content, params=query)
     assert answer.status_code == status and answer.json()["error"]["message"]

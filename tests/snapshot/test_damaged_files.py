@@ -70,6 +70,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("kind", ["pages", "log"])
+@pytest.mark.thorough(but=6)
 def test_a_damaged_file_is_found_refused_and_never_collected_around(local, kind, damage):
     """`load` reads pages, `read_log` the log, `verify` both; other snapshots are as good as before."""
     branch, toy = begin(local, "alice", tokens=30)

@@ -305,6 +305,7 @@ SIZES = {
 
 @pytest.mark.parametrize("taste", [*TASTES, "all"])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.thorough(but=5)
 def test_after_hundreds_of_saves_pages_are_few_and_units_were_written_few_times(sizes: str, taste: str):
     life = Life(ONE, 5, contents=False)
     budget = 10**9 if taste == "all" else 300

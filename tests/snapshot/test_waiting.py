@@ -16,6 +16,7 @@ from tests.snapshot.support import everything
 
 @pytest.mark.parametrize("closing", [True, False])
 @pytest.mark.parametrize("waiting", [2, 5])
+@pytest.mark.thorough(but=2)
 async def test_forgets_during_a_save_wait_for_it_and_hang_nothing(tmp_path: Path, waiting: int, closing: bool,
                                                                   monkeypatch):
     """More of them than there are storing threads. Nothing refuses them: the context is closing, which ends its save,

@@ -225,6 +225,7 @@ def judged(layers: int, count: int, needy: int = 0, seed: int = 0) -> tuple[bool
     return exceeds(even, others, weights, CROSSED), exceeds(even, cost(division(everyone), everyone), weights, CHANCE)
 
 
+@pytest.mark.thorough
 def test_a_division_that_fits_noise_is_no_gain_though_there_are_many_layers():
     found = [judged(32, 32, seed=seed) for seed in range(150)]
     alarms, naive = (sum(each) / len(found) for each in zip(*found, strict=True))
@@ -256,6 +257,7 @@ def test_every_example_is_charged_for_what_the_other_half_divides():
 
 
 @pytest.mark.parametrize("name, policy", [*(("llama", policy) for policy in WITH_HEADS), ("gemma3", "locret")])
+@pytest.mark.thorough(but=2)
 def test_losses_are_those_of_answers_given_token_by_token(name, policy):
     model = make(name)
     attachment = models.attach(model)

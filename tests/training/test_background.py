@@ -30,6 +30,7 @@ BUDGET = Budget(units=14, sinks=1, stabilizers=2, allocation=(1.0, 2.0, 0.5))
 @pytest.mark.parametrize("trained_layers", [None, (0, 2)])
 @pytest.mark.parametrize("read", [16, 64])
 @torch.no_grad()
+@pytest.mark.thorough(but=3)
 def test_behind_a_background_the_student_with_hard_gates_is_the_engine(policy, kernel, trained_layers, read):
     """The largest layer keeps 16 tokens whole; 64 tokens fill every layer."""
     attachment = models.attach(make("llama"))

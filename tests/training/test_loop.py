@@ -145,6 +145,7 @@ def stop_at(step: int, error: BaseException):
 
 @pytest.mark.parametrize("stops", [(5,), (1, 4, 11), (12,)])
 @pytest.mark.parametrize("kind", ["sequence", "stream"])
+@pytest.mark.thorough(but=2)
 def test_a_resumed_run_equals_an_uninterrupted_one(model, tmp_path, kind, stops):
     config = msgspec.structs.replace(QUICK, bias=True, held_out_max=3)
 
@@ -234,6 +235,7 @@ def test_a_finished_run_is_returned_and_another_one_is_refused_by_name(model, tm
     ("heads.json", lambda b: b.replace(b'"silu"', b'"none"')),
     ("heads.json", lambda b: b.replace(b'"budget_shares": null', b'"budget_shares": [0, 1, 1]')),
 ])
+@pytest.mark.thorough(but=2)
 def test_a_finished_run_does_not_vouch_for_damaged_heads(model, tmp_path, name, damage):
     done = train_heads(model, make_examples(7), tmp_path, QUICK)
     whole = {key: tensor.clone() for key, tensor in weights(tmp_path).items()}  # the file is mapped, and is cut below

@@ -36,6 +36,7 @@ def test_attention_fades_as_the_paper_has_it(softcap, with_sinks, block_bytes):
 
 @pytest.mark.parametrize("units", [1, 3, 40])
 @pytest.mark.parametrize("block_bytes", [1, 900, 2**20])
+@pytest.mark.thorough(but=2)
 def test_the_capacity_loss_is_what_remains_beyond_the_budget(units, block_bytes):
     rates = torch.nn.functional.logsigmoid(3 * noise(2, 3, 12)).requires_grad_(True)
     beta, total = rates.detach().exp(), 0.0
