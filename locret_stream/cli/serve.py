@@ -113,6 +113,7 @@ def serve(
         from locret_stream.serving.service import Service
         from locret_stream.snapshot import Store
 
+        _expect_free(host, port)
         runtime = make_runtime(options, store=Store(store, key=key, keep_last=boundaries), max_live=max_live)
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
         service = count.service = Service(runtime, model=model, limits=limits)
@@ -123,6 +124,18 @@ def serve(
             runner.run(server.serve())
         if not server.started:
             raise ConfigError(f"cannot listen on {host}:{port}; the line above tells why")
+
+
+def _expect_free(host: str, port: int) -> None:
+    """Raises ConfigError: nobody can listen there, before a model is loaded."""
+    import socket
+
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; expected a free --port, or "
+                          "--port 0") from None
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:

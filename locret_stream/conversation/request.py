@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from locret_stream.conversation.messages import Message
+from locret_stream.errors import SnapshotNotFound
 
 Save = Literal["turn", "run"]
 OnChange = Literal["late", "reread"]
@@ -35,6 +36,10 @@ async def within(seconds: float | None, failed: str) -> AsyncIterator[asyncio.Ti
         if not limit.expired():
             raise
         raise TimeoutError(failed) from None
+
+
+class ThreadNotFound(SnapshotNotFound):
+    """There is no thread of that name, or it was told nothing."""
 
 
 class Told(NamedTuple):

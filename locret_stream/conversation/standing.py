@@ -13,7 +13,7 @@ from locret_stream.conversation.boundary_pruning import tip_of, untold
 from locret_stream.conversation.matching import STAND_INS
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.recalling import recollect
-from locret_stream.conversation.request import Request
+from locret_stream.conversation.request import Request, ThreadNotFound
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
 from locret_stream.engine import Occupancy
@@ -35,12 +35,12 @@ async def at_rest(threads: Threads, name: str, *, told: bool = True) -> AsyncIte
         told: whether a thread that was created, and told nothing yet, counts as none.
 
     Raises:
-        SnapshotNotFound: it was told nothing. SnapshotError: it cannot be loaded.
+        ThreadNotFound: it was told nothing. SnapshotError: it cannot be loaded.
     """
     async with alone(threads, name) as thread:
         tip = tip_of(thread.snapshots, thread.live) or (None if told else untold(thread.snapshots))
         if tip is None:
-            raise SnapshotNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
+            raise ThreadNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
         await thread.move_to(tip)
         yield thread
 
@@ -104,7 +104,7 @@ async def refocus(threads: Threads, name: str, text: str | None) -> int:
     async with threads.exclusive(Request([], thread=name)) as thread:
         tip = tip_of(thread.snapshots, thread.live)
         if tip is None:
-            raise SnapshotNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was, or a "
+            raise ThreadNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was, or a "
                                    "focus with the first call that tells it something")
         await thread.move_to(tip)
         await thread.feed([], text or "")

@@ -20,6 +20,7 @@ from locret_stream.serving.ingest import ingest, ingest_state
 from locret_stream.serving.items import page_json, read_page
 from locret_stream.serving.keys import Keys
 from locret_stream.serving.metrics import CONTENT_TYPE
+from locret_stream.serving.responses import read_items
 from locret_stream.serving.service import Service
 from locret_stream.serving.streams import error_response, json_response, stream, while_there
 
@@ -137,10 +138,16 @@ async def create_conversation(request: Request, service: Service) -> Response:
     items = body.get("items") or []
     if not isinstance(items, list):
         raise ApiError(400, "items is no list", param="items")
+    read_items(items, field="items")  # raises before there is a conversation
     session, thread = thread_of(request, names.new_conversation())
     await while_there(request, service.create(thread))
     if items:
-        await while_there(request, service.tell(thread, items))
+        try:
+            await while_there(request, service.tell(thread, items))
+        except BaseException:  # nobody knows of it
+            with contextlib.suppress(Exception):
+                await service.forget(thread, session)
+            raise
     return json_response(_conversation(session) | {"metadata": body.get("metadata") or {}})
 
 
@@ -254,7 +261,7 @@ async def ask(request: Request, service: Service) -> Response:
 
 async def fork(request: Request, service: Service) -> Response:
     body, (_, thread) = await read_body(request), thread_of(request)
-    new, other = thread_of(request, names.check_session(body.get("to")))
+    new, other = thread_of(request, names.check_session(body.get("to"), "to", new=True))
     await while_there(request, service.fork(thread, other))
     return json_response({"object": "session", "id": new})
 
@@ -328,15 +335,15 @@ def make_app(service: Service, keys: Mapping[str, str] | None = None, hosts: tup
         finally:
             await service.aclose()
 
-    one = "/v1/sessions/{session:path}"
+    one, talk = "/v1/sessions/{session:path}", "/v1/conversations/{session:path}"
     post, get = ["POST"], ["GET"]
     app = Starlette(lifespan=lifespan, exception_handlers={404: _not_found, 405: _not_allowed}, routes=[
         Route("/v1/chat/completions", guarded(chat_completions), methods=post),
         Route("/v1/responses", guarded(responses), methods=post),
         Route("/v1/conversations", guarded(create_conversation), methods=post),
-        Route("/v1/conversations/{session}/items", guarded(conversation_items), methods=["GET", "POST"]),
-        Route("/v1/conversations/{session}/items/{item}", guarded(conversation_item), methods=["GET", "DELETE"]),
-        Route("/v1/conversations/{session}", guarded(conversation), methods=["GET", "DELETE"]),
+        Route(f"{talk}/items", guarded(conversation_items), methods=["GET", "POST"]),
+        Route(f"{talk}/items/{{item}}", guarded(conversation_item), methods=["GET", "DELETE"]),
+        Route(talk, guarded(conversation), methods=["GET", "DELETE"]),
         Route("/v1/models", guarded(models), methods=get),
         Route("/v1/models/{model:path}", guarded(model), methods=get),
         Route("/v1/sessions", guarded(sessions), methods=get),

@@ -19,6 +19,7 @@ MOST_PARTS = 200_000  # objects and lists of a body: everybody waits while they 
 SILENT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
           "prompt_cache_retention", "session_id", "include", "stream_options", "truncation", "model", "stream",
           "context_management"}
+_OFF = {("min_p", 0), ("top_k", 0), ("top_k", -1)}  # as other servers write that these do nothing
 
 
 def decode(raw: bytes) -> Json:
@@ -89,8 +90,9 @@ class Sampled(msgspec.Struct, kw_only=True):
             raise ApiError(400, f"{name} is {count}; expected 1 to {most} (serve --max-tokens)", param=name)
         out: Json = {"max_new_tokens": count}
         for each in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos"):
-            if getattr(self, each) is not None:
-                out[each] = getattr(self, each)
+            value = getattr(self, each)
+            if value is not None and (each, value) not in _OFF:
+                out[each] = value
         if self.stop:
             out["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return out

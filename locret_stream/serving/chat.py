@@ -98,7 +98,7 @@ def read_arguments(written: Any, where: str) -> Json:
 
 def read_tools(tools: Sequence[Any]) -> tuple[Json, ...]:
     """Tools as OpenAI's function schemas, from either API's form. Raises ApiError 400."""
-    out = []
+    out, taken = [], set[str]()
     for at, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
@@ -108,6 +108,10 @@ def read_tools(tools: Sequence[Any]) -> tuple[Json, ...]:
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"] or not isinstance(
                 inner.get("parameters") or {}, dict):
             raise ApiError(400, f"tools[{at}] has no name, or parameters that are no JSON schema", param=f"tools[{at}]")
+        if inner["name"] in taken:
+            raise ApiError(400, f"tools[{at}] is named {inner['name']!r:.80}, as an earlier one is; expected names of "
+                           "their own", param=f"tools[{at}]")
+        taken.add(inner["name"])
         schema = inner.get("parameters") or {}
         required, properties = schema.get("required") or [], schema.get("properties") or {}
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required) or not isinstance(
@@ -145,7 +149,9 @@ def read_choice(choice: Any, tools: Sequence[Json]) -> tuple[str, bool]:
     if choice == "none":
         return "", False
     names = [tool["function"]["name"] for tool in tools]
-    if choice == "required" and names:
+    if choice == "required" and not names:
+        raise ApiError(400, "tool_choice is 'required', and there are no tools; expected tools", param="tool_choice")
+    if choice == "required":
         return names[0] if len(names) == 1 else "any", True
     name: Any = None
     if isinstance(choice, dict):

@@ -24,18 +24,22 @@ _log = logging.getLogger(__name__)
 async def expire(threads: Threads, older_than_s: float) -> list[str]:
     """Forget the unnamed sessions whose newest snapshot is older than that; their threads.
 
-    One that cannot be read stays, as its age is not known; so does one that cannot be deleted just now.
+    Forks are forgotten with their session, so it stays as long as one of them is younger, or has a name. One that
+    cannot be read stays, as its age is not known; so does one that cannot be deleted just now.
     """
-    from locret_stream.conversation.boundaries import PREFIX
+    from locret_stream.conversation.boundaries import PREFIX, from_note
 
     store = threads.runtime.store
     if store is None:
         return []
-    gone = []
+    gone, stays, found = [], set[str](), set[str]()
     for row in await asyncio.to_thread(store.list):
-        thread = row.name.removeprefix(PREFIX)
-        if row.problem or not _UNNAMED.fullmatch(thread) or time.time() - row.created < older_than_s:
-            continue
+        boundary = from_note(row.note)
+        session = boundary.owner if boundary is not None and boundary.owner else row.name
+        old = not row.problem and time.time() - row.created >= older_than_s
+        (found if old and _UNNAMED.fullmatch(row.name.removeprefix(PREFIX)) else stays).add(session)
+    for session in sorted(found - stays):
+        thread = session.removeprefix(PREFIX)
         try:
             if await threads.forget(thread):
                 gone.append(thread)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 
 from locret_stream.errors import ConfigError
 from locret_stream.serving.errors import ApiError
+
+_TENANT = re.compile(r"[\w-]+")
 
 
 def read_keys(given: list[str]) -> dict[str, str]:
@@ -16,7 +19,7 @@ def read_keys(given: list[str]) -> dict[str, str]:
     keys: dict[str, str] = {}
     for entry in [part.strip() for text in given for part in text.split(",") if part.strip()]:
         tenant, separator, key = entry.rpartition(":")
-        if not key or (separator and not (tenant.isidentifier() or tenant.replace("-", "_").isidentifier())):
+        if not key or (separator and not _TENANT.fullmatch(tenant)):
             raise ConfigError("an API key is empty, or its tenant is no word of letters, digits, - and _; expected a "
                               "key, or tenant:key")
         if keys.setdefault(key, tenant) != tenant:

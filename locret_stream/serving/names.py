@@ -16,15 +16,26 @@ MARK_BYTES = 16
 UNNAMED = "responses/"  # sessions of responses that name none begin so
 HEADERS = ("x-session-id", "x-openwebui-chat-id")
 _MOST = 200  # characters of a session's name
+_UNNAMED = re.compile(rf"{UNNAMED}[0-9a-f]{{24}}")
+# What stands behind a session in a path, so that no session's name may end so.
+_ENDS = re.compile(r"/(ingest|ask|fork|focus|rewind|snapshot|memory|map|text|search|items(/[^/]*)?)$")
 _ID = re.compile(r"resp_([A-Za-z0-9_-]{0,1200})\.([0-9a-f]{32})")
 
 
-def check_session(name: Any) -> str:
-    """The name of a session. Raises ApiError 400."""
+def check_session(name: Any, param: str = "session_id", *, new: bool = False) -> str:
+    """The name of a session. Raises ApiError 400.
+
+    Args:
+        param: the field that has it. new: it may not be of the form of those that nobody named, which are deleted.
+    """
     if not isinstance(name, str) or not 0 < len(name) <= _MOST or not name.isprintable():
-        shown = repr(name[:40]) if isinstance(name, str) else type(name).__name__
-        raise ApiError(400, f"session is {shown}; expected a text of 1 to {_MOST} printable characters",
-                       param="session_id", code="bad_session")
+        shown = repr(name[:40]) if isinstance(name, str) else "missing" if name is None else f"{name!r:.40}"
+        raise ApiError(400, f"{param} is {shown}; expected a text of 1 to {_MOST} printable characters", param=param,
+                       code="bad_session")
+    if (end := _ENDS.search(name)) is not None or (new and _UNNAMED.fullmatch(name)):
+        why = f"no path could tell it from {end[0]!r} of another" if end else (
+            "sessions of that form were named by nobody, and are deleted after a while")
+        raise ApiError(400, f"{param} is {name!r:.80}: {why}; expected another name", param=param, code="bad_session")
     return name
 
 
@@ -32,9 +43,18 @@ def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | Non
     """The session that a request names: in the body's `session_id`, a header, `metadata.session`, or
     `prompt_cache_key`; None for none. `user` names a person and no conversation. Raises ApiError 400."""
     metadata = body.get("metadata")
-    named = [body.get("session_id"), *(headers.get(header) for header in HEADERS),
-             metadata.get("session") if isinstance(metadata, Mapping) else None, body.get("prompt_cache_key")]
-    return next((check_session(name) for name in named if name is not None), None)
+    named = [("session_id", body.get("session_id")), *((header, _text_of(headers.get(header))) for header in HEADERS),
+             ("metadata.session", metadata.get("session") if isinstance(metadata, Mapping) else None),
+             ("prompt_cache_key", body.get("prompt_cache_key"))]
+    return next((check_session(name, param, new=True) for param, name in named if name is not None), None)
+
+
+def _text_of(header: str | None) -> str | None:
+    """A header's text, which clients write in UTF-8 and HTTP reads as latin-1."""
+    try:
+        return None if header is None else header.encode("latin-1").decode()
+    except UnicodeError:
+        return header
 
 
 def new_mark() -> bytes:

@@ -56,8 +56,10 @@ def conversation_id(given: str | Mapping[str, Any] | None) -> str | None:
     return name
 
 
-def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[Message]:
-    """Input as messages, instructions ahead of them. Reasoning is passed over. Raises ApiError 400."""
+def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None, *, field: str = "input"
+               ) -> list[Message]:
+    """Items of that field as messages, instructions ahead of them. Reasoning is passed over. Raises ApiError
+    400."""
     out = [Message("system", instructions)] if instructions else []
     if isinstance(items, str):
         return [*out, Message("user", items)]
@@ -76,7 +78,7 @@ def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | Non
             calls.clear()
 
     for number, item in enumerate(items):
-        where = f"input[{number}]"
+        where = f"{field}[{number}]"
         if not isinstance(item, Mapping):
             raise ApiError(400, f"{where} is a {type(item).__name__}; expected an object", param=where)
         kind = item.get("type", "message")

@@ -185,6 +185,9 @@ class Service(Sessions):
         choice, told = chat.read_choice(body.tool_choice, tools)
         sampling = self._sampling(body)
         if schema is not None:
+            if body.stop:
+                raise ApiError(400, "stop is given beside a JSON schema, which an answer cut by it would not fit; "
+                               "expected one of the two", param="stop")
             sampling["schema"] = json.dumps(schema, ensure_ascii=False)
         timeout_s = self._timeout(body)
         return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s,
@@ -217,6 +220,8 @@ class Service(Sessions):
         """
         self.check_model(body)
         given, unused = chat.read_chat(body)
+        if body.get("store") is False and thread is not None:  # a session that is named is kept
+            unused.append("store")
         schema = chat.read_format(given.response_format, "response_format")
         request = self._request(given, chat.read_messages(given.messages), schema, thread=thread, realm=tenant)
         usage = not given.stream or bool((given.stream_options or {}).get("include_usage"))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from locret_stream.conversation.request import Request, Told, within
+from locret_stream.conversation.request import Request, ThreadNotFound, Told, within
 from locret_stream.serving import chat, names, responses
-from locret_stream.serving.bodies import Json, as_struct
+from locret_stream.serving.bodies import Json, as_struct, ignored
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.items import item_json, page_json
 from locret_stream.serving.limits import Limits
@@ -38,7 +38,7 @@ class Sessions:
     async def _in_time(self, kind: str, timeout_s: float | None = None) -> AsyncIterator[None]:
         """A place among the requests, for as long as a turn may take. Raises as `admitted`; TimeoutError."""
         timeout_s = self.limits.timeout_s if timeout_s is None else timeout_s
-        with self.admitted(kind):
+        with self.admitted(kind), _known():
             async with within(timeout_s, f"{kind} was not done within {timeout_s} s, waiting for the session included; "
                               "expected a longer timeout, or another try once the session is free"):
                 yield
@@ -56,7 +56,8 @@ class Sessions:
         stays."""
         from locret_stream.conversation.telling import tell
         with self.admitted("tell"):
-            return await tell(self.threads, Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
+            said = responses.read_items(items, field="items")
+            return await tell(self.threads, Request(said, thread=thread, mark=names.new_mark(),
                                                     timeout_s=self.limits.timeout_s))
 
     async def items(self, thread: str, session: str, limit: int, after: str, newest_first: bool) -> Json:
@@ -114,7 +115,7 @@ class Sessions:
     async def map(self, thread: str, start: int, end: int | None, columns: int) -> Json:
         """Units that a session keeps of each part of what it was told. Raises ApiError 404, InputError."""
         from locret_stream.conversation.standing import occupancy
-        with self.admitted("map"):
+        with self.admitted("map"), _known():
             named = self.threads.named(thread)
             if named.open and named.lock.locked():  # a turn runs: as it is at this moment
                 found = await named.context.occupancy(start, end, columns)
@@ -134,11 +135,11 @@ class Sessions:
             if column is not None:
                 cut = await text_in_columns(self.threads, thread, start, end, column)
                 if cut is None:
-                    raise unknown_session(session)
+                    raise await _no_text(self.threads, thread, session, start, end)
                 return {"object": "session.text", **msgspec.to_builtins(cut[0]), "column": column, "pieces": cut[1]}
             found = await recall(self.threads, thread, "", start, end, 1)
         if not found:
-            raise unknown_session(session)
+            raise await _no_text(self.threads, thread, session, start, end)
         return {"object": "session.text", **msgspec.to_builtins(found[0])}
 
     async def search(self, thread: str, words: str, limit: int) -> Json:
@@ -158,7 +159,9 @@ class Sessions:
         given = as_struct(body, chat.Sampled)
         async with self._in_time("ask", self._timeout(given)):
             asked = await ask(self.threads, thread, question, recall=given.recall, **self._sampling(given))
-        return {"object": "session.answer", "answer": asked.text, "recalled": asked.recalled}
+        unused = ignored(body, chat.Sampled, ("question",)) + [name for name in ("focus", "stream") if body.get(name)]
+        return {"object": "session.answer", "answer": asked.text, "recalled": asked.recalled,
+                "locret": {"ignored": unused} if unused else {}}
 
     async def fork(self, thread: str, new: str) -> None:
         """Let a new session go on from where one is. Raises as `conversation.forking.fork`; TimeoutError: there is no
@@ -205,6 +208,25 @@ class Sessions:
         await self.uploads.abort(thread)
         if not await self.threads.forget(thread):
             raise unknown_session(session)
+
+
+async def _no_text(threads: Threads, thread: str, session: str, start: int, end: int | None) -> ApiError:
+    from locret_stream.conversation.standing import boundaries
+    rows = await boundaries(threads, thread)
+    if not rows:
+        return unknown_session(session)
+    return ApiError(400, f"there is no text from token {start} {'on' if end is None else f'to {end}'}; expected a part "
+                    f"of the {max(boundary.tokens for _, boundary in rows):,} tokens that were told", param="start")
+
+
+@contextmanager
+def _known() -> Iterator[None]:
+    """A session that was told nothing is refused in the words of this API."""
+    try:
+        yield
+    except ThreadNotFound:
+        raise ApiError(404, "there is no such session, or it was told nothing; expected one that was",
+                       code="session_not_found") from None
 
 
 def unknown_session(session: str) -> ApiError:

@@ -9,6 +9,7 @@ import pytest
 from locret_stream.errors import ConfigError
 from locret_stream.serving.expiry import expire
 from locret_stream.serving.limits import Limits
+from locret_stream.serving.names import response_id
 from tests.langchain.support import Script
 from tests.serving.support import Served, serving
 
@@ -51,3 +52,27 @@ def test_what_a_session_takes_on_disk_is_bounded(served: Served):
 def test_a_limit_below_zero_is_refused():
     with pytest.raises(ConfigError, match="unnamed_days is 0"):
         Limits(unnamed_days=0)
+
+
+def test_a_fork_with_a_name_keeps_the_session_that_it_came_from(served: Served):
+    """What is forked is deleted with its session, and what a caller named is the caller's to delete."""
+    first = served.http.post("/v1/responses", json={"input": "one"}).json()
+    second = served.http.post("/v1/responses", json={"input": "two"}).json()
+    unnamed = [row["id"] for row in served.http.get("/v1/sessions").json()["data"]]
+    (parent,) = [name for name in unnamed if response_id(name, b"")[:40] == first["id"][:40]]
+    assert served.http.post(f"/v1/sessions/{parent}/fork", json={"to": "mine"}).status_code == 200
+    assert served.do(expire(served.service.threads, 0)) == [name for name in unnamed if name != parent]
+    assert {row["id"] for row in served.http.get("/v1/sessions").json()["data"]} == {"mine", parent}
+    assert served.http.post("/v1/responses", json={"input": "more", "conversation": "mine"}).status_code == 200
+    assert served.http.post("/v1/responses", json={"input": "more", "previous_response_id": second["id"]}
+                            ).status_code == 404
+    assert served.http.delete("/v1/sessions/mine").status_code == 200
+    assert served.do(expire(served.service.threads, 0)) == [parent]
+
+
+def test_no_caller_takes_a_name_that_expires(served: Served):
+    name = "responses/" + "a" * 24
+    for path, body in (("/v1/responses", {"input": "one", "session_id": name}),
+                       ("/v1/sessions/x/fork", {"to": name})):
+        refused = served.http.post(path, json=body)
+        assert refused.status_code == 400 and "deleted after a while" in refused.json()["error"]["message"]

@@ -134,7 +134,7 @@ class RemoteService(Service):
                     sent.begin_again()
 
     async def tell(self, thread: str, items: list[Json]) -> Told:
-        request = Request(responses.read_items(items), thread=thread, mark=names.new_mark(),
+        request = Request(responses.read_items(items, field="items"), thread=thread, mark=names.new_mark(),
                           timeout_s=self.limits.timeout_s)
         with self.admitted("tell"):
             return await self._do(thread, "tell", request, again=True)
