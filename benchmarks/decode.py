@@ -15,7 +15,8 @@ what was decoded. The ratio is the median over the rounds of two neighbours' tim
     python benchmarks/decode.py --batched --contexts 8 --repeats 5
 
 With --smollm2 the random Llama has the shape of SmolLM2-135M: 30 layers, 9 query heads over 3 KV heads of 64.
-With --store-bits: the engine with units in 8 and in 4 bits against the engine with exact ones, at equal units.
+With --store-bits: the engine with units in 8 and in 4 bits, without and with `decode_copy`, against the engine with
+exact ones, at equal units.
 With --batched: N contexts of the bundled model generate at once (asyncio.gather), and one after the other: tokens of
 all of them per second, and whether tokens and memories are the same bit for bit. Each reads other text, of a length of
 its own; the memories are compared after one more chunk was fed, so that what was generated is committed.
@@ -79,9 +80,9 @@ async def face(settings: SimpleNamespace) -> AsyncIterator[list[float]]:
 
 
 @torch.no_grad()
-def engine(settings: SimpleNamespace, store_bits: int = 16) -> Iterator[list[float]]:
+def engine(settings: SimpleNamespace, store_bits: int = 16, decode_copy: bool = False) -> Iterator[list[float]]:
     """The engine without worker, sampling and text."""
-    ids, runtime = load_ids(settings), runtime_of(settings, lambda: load(settings), store_bits)
+    ids, runtime = load_ids(settings), runtime_of(settings, lambda: load(settings), store_bits, decode_copy)
     runtime.start()
     core = runtime.engine
     state = core.open(0)
@@ -163,14 +164,16 @@ async def batched(settings: SimpleNamespace, together: bool) -> dict[str, Any]:
 SMOLLM2 = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
            "num_attention_heads": 9, "num_key_value_heads": 3}
 TURNS = {"face": face, "engine": engine, "stock": stock, "8 bits": lambda settings: engine(settings, 8),
-         "4 bits": lambda settings: engine(settings, 4)}
+         "4 bits": lambda settings: engine(settings, 4), "8 bits, copy": lambda settings: engine(settings, 8, True),
+         "4 bits, copy": lambda settings: engine(settings, 4, True)}
 CASES = {"at once": lambda settings: asyncio.run(batched(settings, together=True)),
          "in turn": lambda settings: asyncio.run(batched(settings, together=False))}
 
 
 def one_stream(options: argparse.Namespace) -> None:
     """All three, in turns."""
-    *others, base = ("8 bits", "4 bits", "engine") if options.store_bits else ("face", "engine", "stock")
+    *others, base = ("8 bits", "4 bits", "8 bits, copy", "4 bits, copy", "engine") if options.store_bits else (
+        "face", "engine", "stock")
     with tiny_llama(options.tokens, **(SMOLLM2 if options.smollm2 else {})) as folder:
         settings = settings_of(options, folder)
         rounds: dict[str, list[float]] = {case: [] for case in (*others, base)}

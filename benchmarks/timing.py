@@ -329,13 +329,13 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
-def runtime_of(settings: SimpleNamespace, model: Any, store_bits: int = 16) -> Any:
+def runtime_of(settings: SimpleNamespace, model: Any, store_bits: int = 16, decode_copy: bool = False) -> Any:
     """Our runtime over the tiny Llama (or a function that loads it: then in the runtime's thread, as users do) and its
     random heads."""
     from locret_stream import Runtime
     from locret_stream.config import Budget
     return Runtime(model, words(), heads=Path(settings.folder) / "heads", policy="locret", max_live=1,
-                   chunk_size=settings.chunk, store_bits=store_bits,
+                   chunk_size=settings.chunk, store_bits=store_bits, decode_copy=decode_copy,
                    budget=Budget(units=settings.budget, sinks=SINKS, stabilizers=STABILIZERS))
 
 

@@ -64,7 +64,7 @@ def saved_heads(of: PreTrainedModel, folder: Path, policy: str = "locret", **mor
 def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto", units: int = 20, chunk_size: int = 8,
           sinks: int = 2, stabilizers: int = 3, slots: int = 4, allocation: str | tuple[float, ...] = "uniform",
           heads: RetainingHeads | None = None, store_bits: int | tuple[int, int] | None = None,
-          **knobs: float | str) -> Engine:
+          decode_copy: bool = False, **knobs: float | str) -> Engine:
     """A small engine of that policy, with random heads if it takes any. LOCRET_TEST_STORE_BITS=4 is the default of
     `store_bits`, to hold all laws for codes."""
     attachment = attach(on or model(), attn)
@@ -72,7 +72,7 @@ def build(policy: str, *, on: PreTrainedModel | None = None, attn: str = "auto",
     config = StreamConfig(budget=Budget(units=units, sinks=sinks, stabilizers=stabilizers, allocation=allocation),
                           chunk_size=chunk_size, policy=policy, knobs=knobs, store_bits=check_store_bits(
                               store_bits or int(os.environ.get("LOCRET_TEST_STORE_BITS", "16"))))
-    return Engine(attachment, config, make_policy(policy, knobs, heads), slots)
+    return Engine(attachment, config, make_policy(policy, knobs, heads), slots, decode_copy=decode_copy)
 
 
 def ids_of(count: int, seed: int = 0, distinct: bool = False) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ class LayerBuffers:
 
 
 @dataclass(slots=True)
+class Dense:
+    """Units as attention reads them: keys, values and rotated keys, [3, H, C, D], of one slot and layer at a time.
+
+    owner: whose they are, and of which layer.
+    right: how many of the first ranks of each of the three are as the owner has them.
+    """
+
+    units: Tensor
+    owner: tuple[object, int] | None = None
+    right: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+
+@dataclass(slots=True)
 class QuantisedBuffers(LayerBuffers):
     """All slots of one layer whose committed units are codes.
 
@@ -61,24 +74,25 @@ class QuantisedBuffers(LayerBuffers):
     bytes.
     exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
     means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32.
-    dense: [3, H, C, D], shared with other layers: keys, values and rotated keys as they were read last.
+    dense: what was read of them last.
     """
 
     exact_keys: Tensor
     exact_values: Tensor
     means: Tensor
-    dense: Tensor
+    dense: Dense
 
     @classmethod
     def empty(cls, slots: int, heads: int, dim: int, units: int, exact: int, store_bits: tuple[int, int], *,
-              scores: Tensor, positions: Tensor, scratch: Tensor, dense: Tensor) -> QuantisedBuffers:
+              scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense) -> QuantisedBuffers:
         """Buffers of `units` coded units and `exact` exact ones, in the dtype of `dense`."""
-        keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dense.dtype), dtype=torch.uint8,
-                                    device=dense.device) for bits in store_bits)
-        exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dense.dtype, device=dense.device)
+        dtype, device = dense.units.dtype, dense.units.device
+        keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
+                        for bits in store_bits)
+        exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dtype, device=device)
         return cls(keys=keys, rotated=keys, values=values, scores=scores, positions=positions, scratch=scratch,
                    exact_keys=exact_keys, exact_values=torch.zeros_like(exact_keys),
-                   means=torch.zeros(slots, 2, heads, dim, device=dense.device), dense=dense)
+                   means=torch.zeros(slots, 2, heads, dim, device=device), dense=dense)
 
     @property
     def tensors(self) -> list[Tensor]:

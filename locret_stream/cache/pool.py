@@ -12,7 +12,8 @@ Where committed units are codes (see `cache.quantised_store`):
     kept = row(K) + row(V)                             (see `budgets.row_bytes`; D * item at 16 bits)
     new = 2 * D * item, beside = 4 * planes + 8        (first_l: the first units of layer l, which are kept exactly too:
                                                         its sinks, none where it has a sliding window)
-    scratch = H * max_l(b_l) * max(D * item, 8) + 3 * H * max_l(b_l + chunk) * D * item
+    scratch = H * max_l(b_l) * max(D * item, 8) + dense
+    dense = 3 * H * max_l(b_l + chunk) * D * item      (of each layer its own with `decode_copy`, else one for all)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from locret_stream.cache.buffers import LayerBuffers, QuantisedBuffers
+from locret_stream.cache.buffers import Dense, LayerBuffers, QuantisedBuffers
 from locret_stream.config import ModelShape, unit_bytes
 
 
@@ -37,12 +38,13 @@ class Pool:
         store_bits: of a channel of K and of V; (16, 16) stores them in `dtype`, and `layers` are `LayerBuffers`, else
             `QuantisedBuffers`, without rotated keys.
         firsts: how many of the first units of each layer are kept exactly beside their codes, [L].
+        decode_copy: whether each layer of codes has a scratch of its own, so that what one slot read stays read.
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
                  rope: tuple[bool, ...], planes: int, dtype: torch.dtype,
                  device: torch.device | Sequence[torch.device], store_bits: tuple[int, int] = (16, 16),
-                 firsts: Sequence[int] = ()):
+                 firsts: Sequence[int] = (), decode_copy: bool = False):
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
         self.store_bits, self.quantised, self.dtype = store_bits, store_bits != (16, 16), dtype
         self.planes, self.rope = planes, (False,) * len(budgets) if self.quantised else rope
@@ -54,16 +56,19 @@ class Pool:
         scratches = {device: torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=device)
                      for device in self.devices}
         self.scratch = next(iter(scratches.values()))
-        dense = {device: torch.zeros(3, heads, max(budgets) + chunk_size, dim, dtype=dtype, device=device)
-                 for device in self.devices if self.quantised}
+        self.decode_copy = decode_copy and self.quantised
+        shared: dict[torch.device, Dense] = {}
         self.layers: list[LayerBuffers] = []
         for units, rotates, first, device in zip(budgets, self.rope, self.firsts, devices, strict=True):
             scores = torch.zeros(slots, planes, heads, units + chunk_size, device=device)
             positions = torch.zeros(slots, heads, units + chunk_size, dtype=torch.int64, device=device)
             if self.quantised:
+                most = units if decode_copy else max(budgets)
+                if decode_copy or device not in shared:
+                    shared[device] = Dense(torch.zeros(3, heads, most + chunk_size, dim, dtype=dtype, device=device))
                 self.layers.append(QuantisedBuffers.empty(
                     slots, heads, dim, units, first + chunk_size, store_bits, scores=scores, positions=positions,
-                    scratch=scratches[device], dense=dense[device]))
+                    scratch=scratches[device], dense=shared[device]))
                 continue
             keys = torch.zeros(slots, heads, units + chunk_size, dim, dtype=dtype, device=device)
             self.layers.append(LayerBuffers(
@@ -79,7 +84,7 @@ class Pool:
     def bytes_resident(self) -> int:
         """Bytes that the pool's tensors really take."""
         shared = {id(t): t for layer in self.layers for t in (
-            (layer.scratch, layer.dense) if isinstance(layer, QuantisedBuffers) else (layer.scratch,))}
+            (layer.scratch, layer.dense.units) if isinstance(layer, QuantisedBuffers) else (layer.scratch,))}
         return sum(t.untyped_storage().nbytes() for t in (*self.tensors, *shared.values()))
 
     @property
@@ -100,6 +105,7 @@ class Pool:
         shape = self.shape
         row = shape.head_dim * shape.item_bytes
         scratch = shape.kv_heads * max(self.budgets) * max(row, 8)
-        if self.quantised:
-            scratch += 3 * shape.kv_heads * (max(self.budgets) + self.chunk_size) * row
-        return self.slots * sum(self.layer_bytes) + len(self.devices) * scratch
+        dense = [units + self.chunk_size for units in self.budgets] if self.decode_copy else [
+            max(self.budgets) + self.chunk_size] * len(self.devices) if self.quantised else []
+        return (self.slots * sum(self.layer_bytes) + len(self.devices) * scratch
+                + 3 * shape.kv_heads * sum(dense) * row)

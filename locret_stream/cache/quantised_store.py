@@ -3,8 +3,9 @@
 Rank r of a layer is row r of its codes, as long as it is committed. Exact are, in rows of their own, the first units of
 the stream, to which models attend most, and the units behind the committed ones, chunk or provisional. Keys are coded
 without a mean per channel, which is that of the first chunk, and stays; those of a focus without a mean of their own.
-Attention reads a layer from one scratch, into which its codes are read and its keys rotated; all layers of a device
-share it.
+Attention reads a layer from a scratch, into which its codes are read and its keys rotated. All layers of a device
+share one, or each has its own (`decode_copy`): then what one slot read stays right until its units change, and the
+next token reads nothing again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class QuantisedStore(UnitStore):
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
         """As of `UnitStore`."""
+        self._changed(layer, start)
         buffers, first = self._buffers(layer), start - self.counts[layer]
         assert 0 <= first and first + keys.shape[2] <= self.pool.chunk_size, "a forward writes the tail area only"
         first += self.pool.firsts[layer]
@@ -49,24 +51,42 @@ class QuantisedStore(UnitStore):
 
     def attended(self, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
         """As of `UnitStore`, until the next read of any layer of this device."""
-        keys, values = self.keys(layer, count), self.values(layer, count)
-        return keys, rotate(layer, keys, 0, self._buffers(layer).dense[2:, :, :count]), values
+        keys, values, dense = self.keys(layer, count), self.values(layer, count), self._buffers(layer).dense
+        rotated, start = dense.units[2:, :, :count], min(dense.right[2], count)
+        if start < count:
+            rotate(layer, keys[:, :, start:], start, rotated[:, :, start:])
+            dense.right[2] = count
+        return keys, rotated, values
 
     def _dense(self, layer: int, count: int, part: int) -> Tensor:
         """K (part 0) or V (part 1) of the first `count` ranks, [1, H, count, D], in the scratch."""
         buffers, committed, tail = self._buffers(layer), min(count, self.counts[layer]), self.pool.firsts[layer]
+        dense, out = buffers.dense, buffers.dense.units[part, :, :count]
+        if dense.owner != (self, layer):
+            dense.owner, dense.right = (self, layer), [0, 0, 0]
+        right = dense.right[part]
         bits, rows, exact, means = self._parts(layer)[part]
-        out, first = buffers.dense[part, :, :count], self._firsts(layer)
-        if bits == 16:
-            out[:, :committed] = rows[:, :committed].view(out.dtype)
-        else:
-            front = min(first.start, committed)
-            dequantise_units(rows[:, :front], bits, out[:, :front], means[1])
-            dequantise_units(rows[:, front:committed], bits, out[:, front:committed], means[0])
-        stop = max(first.start, min(first.stop, committed))
-        out[:, first.start:stop] = exact[:, :stop - first.start]
-        out[:, committed:] = exact[:, tail:tail + count - committed]
+        if right < committed:
+            first, right = self._firsts(layer), committed
+            if bits == 16:
+                out[:, :committed] = rows[:, :committed].view(out.dtype)
+            else:
+                front = min(first.start, committed)
+                dequantise_units(rows[:, :front], bits, out[:, :front], means[1])
+                dequantise_units(rows[:, front:committed], bits, out[:, front:committed], means[0])
+            stop = max(first.start, min(first.stop, committed))
+            out[:, first.start:stop] = exact[:, :stop - first.start]
+        if right < count:
+            behind = tail - self.counts[layer]  # the row of rank 0, if all ranks were behind the committed ones
+            out[:, right:] = exact[:, behind + right:behind + count]
+        dense.right[part] = max(dense.right[part], count)
         return out[None]
+
+    def _changed(self, layer: int, start: int = 0) -> None:
+        """Ranks from `start` on are no longer as they were read."""
+        dense = self._buffers(layer).dense
+        if dense.owner == (self, layer):
+            dense.right = [min(right, start) for right in dense.right]
 
     def _parts(self, layer: int) -> tuple[tuple[int, Tensor, Tensor, Sequence[Tensor | None]], ...]:
         """Of K and of V: bits, rows of codes, exact units, and the means of the stream and of a focus, [H, 1, D]."""
@@ -92,6 +112,7 @@ class QuantisedStore(UnitStore):
     def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
                rotate: Rotate) -> None:
         """Code the last `new` written units, and keep of all units those at the ranks `keep`; as `UnitStore.commit`."""
+        self._changed(layer)
         buffers, slot, count = self._buffers(layer), self.slot, self.counts[layer]
         total, tail, first = count + new, self.pool.firsts[layer], self._firsts(layer)
         keys, values = (part[slot, :, tail:tail + new] for part in (buffers.exact_keys, buffers.exact_values))
@@ -114,6 +135,7 @@ class QuantisedStore(UnitStore):
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """As of `UnitStore`."""
         for layer, (count, first) in enumerate(zip(other.counts, self.pool.firsts, strict=True)):
+            self._changed(layer)
             buffers = self._buffers(layer)
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
                                          (buffers.exact_keys, 1, first + tail), (buffers.exact_values, 1, first + tail),
@@ -121,6 +143,12 @@ class QuantisedStore(UnitStore):
                                          (buffers.positions, 1, count)):
                 tensor[self.slot].narrow(axis, 0, length).copy_(tensor[other.slot].narrow(axis, 0, length))
         self.counts, self.fronts = list(other.counts), list(other.fronts)
+
+    def put_in_front(self, layer: int, units: tuple[Tensor, Tensor] | None, keep: Tensor, front: int,
+                     rotate: Rotate) -> None:
+        """As of `UnitStore`."""
+        self._changed(layer)
+        super().put_in_front(layer, units, keep, front, rotate)
 
     # -- as tensors -------------------------------------------------------------------------------------------
 
@@ -146,6 +174,7 @@ class QuantisedStore(UnitStore):
         """As of `UnitStore`."""
         super().load(units, rotate, fronts)
         for layer in range(len(self.counts)):
+            self._changed(layer)
             buffers, first = self._buffers(layer), units[f"{layer}.first_keys"].shape[1]
             buffers.exact_keys[self.slot, :, :first] = units[f"{layer}.first_keys"].to(buffers.keys.device)
             buffers.exact_values[self.slot, :, :first] = units[f"{layer}.first_values"]

@@ -32,6 +32,7 @@ FORMULA = "bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · plan
 FORMULA_IN_BITS = (
     "bytes = slots · Σ H · (b_l · rows + (chunk + sinks) · 2 · D · item + (b_l + chunk) · (4 · planes + 8) + 8 · D)\n"
     "        + H · max b_l · max(D · item, 8) + 3 · H · max(b_l + chunk) · D · item\n"
+    "        (the last term, with --decode-copy, for each layer)\n"
     "rows: of K and of V, D · bits / 8, and for each group of at most 32 channels 4 (at 8 bits: of at most 64, 8); no "
     "sinks in layers with a sliding window")
 

@@ -56,6 +56,9 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     acknowledge: Acknowledge = None
     recall: Recall = None
     store_bits: StoreBits = None
+    decode_copy: Annotated[bool, typer.Option(help=(
+        "With --store-bits: share an exact copy of the memory that answers, which takes as much as one exact memory "
+        "and makes answers quicker."))] = False
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:

@@ -40,6 +40,7 @@ class Engine:
         policy: made by `make_policy`.
         slots: how many contexts fit at once, scratch slots included.
         shares: share of the total budget per layer that the heads recommend, for `allocation="auto"`.
+        decode_copy: with units in few bits, keep those of the context that decodes as attention reads them (`Pool`).
 
     Attributes:
         layout: all that is fixed; shape, budgets, chunk_size and capacity are attributes of the engine, too.
@@ -50,14 +51,14 @@ class Engine:
     """
 
     def __init__(self, attachment: Attachment, config: StreamConfig, policy: Policy, slots: int, *,
-                 shares: tuple[float, ...] | None = None):
+                 shares: tuple[float, ...] | None = None, decode_copy: bool = False):
         self.attachment, self.config, self.policy, self.shape = attachment, config, policy, attachment.shape
         self.layout = layout = Layout.of(attachment, config, policy, shares)
         self.budgets, self.chunk_size, self.capacity = layout.budgets, layout.chunk_size, layout.capacity
         self.pool = Pool(self.shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
                          device=[place.device for place in attachment.places],
                          rope=tuple(copies == 2 for copies in attachment.key_copies),
-                         store_bits=config.store_bits, firsts=layout.firsts)
+                         store_bits=config.store_bits, firsts=layout.firsts, decode_copy=decode_copy)
         self.attention = Attention(layout, attachment)
         self.decoder = Decoder(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # the contexts of the last step of decoding

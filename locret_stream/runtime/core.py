@@ -72,7 +72,8 @@ class Runtime:
                  template: str = "auto", acknowledge: str | None = "OK.", attn: str = "auto",
                  ingest_rate: float | None = None, slot_timeout_s: float = 60.0,
                  store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True,
-                 recall: bool | Recall | None = None, store_bits: int | tuple[int, int] = 16):
+                 recall: bool | Recall | None = None, store_bits: int | tuple[int, int] = 16,
+                 decode_copy: bool = False):
         """A runtime over loaded objects.
 
         Args:
@@ -102,6 +103,8 @@ class Runtime:
             store_bits: of a channel of the K and V that are kept: 16 keeps them as the model has them; 8 and 4 as
                 codes, so that the same bytes hold more units (beside bf16 1.7 and 3 times as many on CUDA, 2.5 and 4
                 times on a CPU); two numbers for K and V.
+            decode_copy: with units in few bits, whether all slots share an exact copy of the memory that answers, so
+                that a token reads no codes again: it takes what one slot of exact units takes.
 
         Raises:
             ConfigError: a value that cannot work, before anything is loaded. Entering checks the rest.
@@ -140,7 +143,7 @@ class Runtime:
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
         self.acknowledge = acknowledge
         check_recall(recall)
-        self._store_bits = check_store_bits(store_bits)
+        self._store_bits, self._decode_copy = check_store_bits(store_bits), decode_copy
         self.recall = Recall() if recall is True else recall or None
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
         self._open = self._closing = False
@@ -213,7 +216,7 @@ class Runtime:
         other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
                         template=self._template, acknowledge=self.acknowledge, attn=self._attn,
-                        slot_timeout_s=self._timeout_s, store_bits=config.store_bits)
+                        slot_timeout_s=self._timeout_s, store_bits=config.store_bits, decode_copy=self._decode_copy)
         other._number = self._number + own_thread
         return other
 
@@ -275,7 +278,7 @@ class Runtime:
                               store_bits=self._store_bits)
         slots = self.max_live + self.scratch
         try:
-            return Engine(attachment, config, policy, slots, shares=shares)
+            return Engine(attachment, config, policy, slots, shares=shares, decode_copy=self._decode_copy)
         except (RuntimeError, MemoryError) as error:  # torch reports missing memory in several ways
             size = slots * attachment.shape.kv_heads * sum(unit.of(budget.units, chunk_size, budget.sinks)
                                                            for unit in per_unit)

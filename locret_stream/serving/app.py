@@ -167,6 +167,9 @@ def _conversation(session: str) -> Json:
 async def conversation_items(request: Request, service: Service) -> Response:
     if request.method == "POST":
         return await add_items(request, service)
+    if request.method == "DELETE":  # else the path would be read as a conversation of that name
+        raise ApiError(405, "the list of items takes no DELETE; expected the id of one behind it",
+                       code="method_not_allowed")
     session, thread = thread_of(request)
     limit, after, newest_first = read_page(request.query_params)
     return json_response(await while_there(request, service.items(thread, session, limit, after, newest_first)))
@@ -341,7 +344,7 @@ def make_app(service: Service, keys: Mapping[str, str] | None = None, hosts: tup
         Route("/v1/chat/completions", guarded(chat_completions), methods=post),
         Route("/v1/responses", guarded(responses), methods=post),
         Route("/v1/conversations", guarded(create_conversation), methods=post),
-        Route(f"{talk}/items", guarded(conversation_items), methods=["GET", "POST"]),
+        Route(f"{talk}/items", guarded(conversation_items), methods=["GET", "POST", "DELETE"]),
         Route(f"{talk}/items/{{item}}", guarded(conversation_item), methods=["GET", "DELETE"]),
         Route(talk, guarded(conversation), methods=["GET", "DELETE"]),
         Route("/v1/models", guarded(models), methods=get),

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from locret_stream.cache import stored_row
+from locret_stream.cache import quantised_store, stored_row
+from locret_stream.cache.buffers import Dense
+from locret_stream.cache.quantised_store import QuantisedStore
+from locret_stream.cache.unit_store import Rotate
 from locret_stream.config import Budget, ModelShape, StreamConfig, check_codes, check_store_bits
 from locret_stream.engine import Engine, EngineState, NextToken
 from locret_stream.errors import ConfigError, SnapshotCorrupt
@@ -57,6 +60,54 @@ def test_committed_state_is_a_function_of_the_tokens(policy: str, on: str, bits:
     law()
 
 
+@pytest.mark.parametrize(("policy", "on", "bits"), [("locret", "llama", 4), ("tova", "gemma3", (16, 4)),
+                                                    ("keydiff", "smollm3", (8, 4))])
+@pytest.mark.thorough(but=2)
+def test_what_stays_read_is_what_would_be_read_anew(policy: str, on: str, bits: int | tuple[int, int], monkeypatch):
+    """With `decode_copy`, over random operations of two contexts in turn; a reader that never trusts it says so."""
+    engine, real = engine_of(bits, policy, on, decode_copy=True), QuantisedStore.attended
+    again = Dense(torch.zeros(3, engine.shape.kv_heads, max(engine.budgets) + CHUNK, engine.shape.head_dim))
+    kept = [0]
+
+    def attended(store: QuantisedStore, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
+        buffers = engine.pool.layers[layer]
+        kept[0] += buffers.dense.owner == (store, layer) and buffers.dense.right[0] > 0
+        found = real(store, layer, count, rotate)
+        own, buffers.dense, again.owner = buffers.dense, again, None
+        anew = real(store, layer, count, rotate)
+        buffers.dense = own
+        assert all(map(torch.equal, found, anew))
+        return found
+
+    monkeypatch.setattr(QuantisedStore, "attended", attended)
+
+    @settings(max_examples=examples(12))
+    @given(st.lists(operation, min_size=6, max_size=12))
+    def law(operations: list[tuple]) -> None:
+        play(engine, operations)
+
+    law()
+    assert kept[0] > 50
+
+
+def test_with_a_copy_a_token_reads_no_codes(monkeypatch: pytest.MonkeyPatch):
+    """But after a commit, and where another context answered in between. Without one, every token does."""
+    calls: list[tuple] = []
+    monkeypatch.setattr(quantised_store, "dequantise_units", lambda *a: calls.append(a) or dequantise_units(*a))
+    for copy in (True, False):
+        engine = engine_of(4, decode_copy=copy)
+        states = [engine.open(slot) for slot in range(2)]
+        for state in states:
+            feed(engine, state, ids_of(5 * CHUNK))
+        reads = []
+        for state in (states[0], states[0], states[0], states[1], states[0], states[0]):
+            calls.clear()
+            feed(engine, state, [int(engine.logits(state).argmax())])
+            engine.logits(state)
+            reads.append(bool(calls))
+        assert reads == ([True, False, False, True, True, False] if copy else [True] * 6)
+
+
 def test_committed_state_is_a_function_of_the_tokens_with_all_that_a_policy_may_declare():
     config = StreamConfig(budget=Budget(units=UNITS, sinks=SINKS, stabilizers=STABILIZERS, allocation=SHARES),
                           chunk_size=CHUNK, policy="toy", store_bits=(4, 4))
@@ -70,11 +121,12 @@ def test_committed_state_is_a_function_of_the_tokens_with_all_that_a_policy_may_
     law()
 
 
+@pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.thorough(but=2)
-def test_law_1_cap_during_decode_of_five_chunks(bits: int | tuple[int, int]):
+@pytest.mark.thorough(but=3)
+def test_law_1_cap_during_decode_of_five_chunks(bits: int | tuple[int, int], copy: bool):
     """Addresses never move, and all bytes follow from the formula."""
-    engine = engine_of(bits)
+    engine = engine_of(bits, decode_copy=copy)
     pool, state = engine.pool, engine.open(0)
     addresses = [t.data_ptr() for t in pool.tensors]
     feed(engine, state, ids_of(45))
@@ -87,7 +139,8 @@ def test_law_1_cap_during_decode_of_five_chunks(bits: int | tuple[int, int]):
     rows = sum(stored_row(dim, one, dtype) for one in check_store_bits(bits))
     of_slot = sum(heads * (units * rows + (SINKS + CHUNK) * 2 * dim * item + (units + CHUNK) * 12 + 8 * dim)
                   for units in engine.budgets)
-    scratch = heads * max(engine.budgets) * dim * item + 3 * heads * (max(engine.budgets) + CHUNK) * dim * item
+    read = sum(units + CHUNK for units in engine.budgets) if copy else max(engine.budgets) + CHUNK
+    scratch = heads * max(engine.budgets) * dim * item + 3 * heads * read * dim * item
     assert pool.slot_bytes == of_slot
     assert pool.bytes_resident == pool.formula_bytes() == 4 * of_slot + scratch
     assert [layer.keys.shape[2] for layer in pool.layers] == list(engine.budgets)
