@@ -76,7 +76,7 @@ class Absorption:
                 ahead = replace(pieces[place], text=pieces[place].text.removesuffix(_STREAM.content))
                 each = threads.template.encode_each([*pieces[:place], ahead], start=self._reached.base is None)
                 self._reached.placing.take(self._reached.rendered, self._reached.shown, self._reached.at,
-                                           [*pieces[:place], ahead], each)
+                                           [*pieces[:place], ahead], each, threads.template)
                 self._closing = threads.template.encode(pieces[place + 1:], start=False)
                 await thread.feed([token for ids in each for token in ids], request.focus)
                 # The runtime may close it for its slot once another owner has saved: nothing can be kept then.

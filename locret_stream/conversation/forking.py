@@ -9,7 +9,6 @@ import msgspec
 
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundary_pruning import tip_of
-from locret_stream.conversation.request import ThreadNotFound
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError, ContextBusy, InputError, StoreError
@@ -20,9 +19,9 @@ async def fork(threads: Threads, name: str, new: str) -> None:
     cancelled, nothing of the new name exists.
 
     Raises:
-        ThreadNotFound: the old thread was told nothing. InputError: the new one was told something. ConfigError: there
-            is no store. ContextBusy: the new thread is in use. SnapshotError: the old one cannot be loaded or saved;
-            both are as they were.
+        InputError: the old thread was told nothing, or the new one something. ConfigError: there is no store.
+            ContextBusy: the new thread is in use. SnapshotError: the old one cannot be loaded or saved; both are as
+            they were.
     """
     thread, copy = threads.named(name), threads.named(new)
     if thread.session is None:
@@ -51,7 +50,7 @@ async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: 
         await thread.keep()
         tip = tip_of(thread.snapshots, thread.live)
         if tip is None:
-            raise ThreadNotFound(f"thread {name!r} was told nothing, so there is nothing to fork")
+            raise InputError(f"thread {name!r} was told nothing, so there is nothing to fork")
         await thread.move_to(tip)
         if not await thread.keep():
             raise StoreError(f"thread {name!r} cannot be saved, so it cannot be forked; the log tells why")

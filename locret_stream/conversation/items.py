@@ -53,8 +53,7 @@ async def items(threads: Threads, name: str, *, limit: int, after: str = "", new
             places = places[_number(places, after, name) + 1:]
         page = places[:limit]
         cuts = transcript.cuts([(place.start, min(place.end, place.start + MOST)) for place in page])
-        codec = threads.runtime.codec
-        return Items([Item(place, len(ids), codec.decode(ids.tolist(), skip_special=place.role != UNKNOWN))
+        return Items([Item(place, len(ids), decode(_said(threads, place, ids.tolist())))
                       for place, ids in zip(page, cuts, strict=True)], len(places) > limit)
 
     found = await read_log_of(threads, name, read)
@@ -99,6 +98,17 @@ async def take_item_back(threads: Threads, name: str, item_id: str) -> None:
         number, boundary = max(before, key=lambda row: row[0])
         await thread.move_to(boundary)
         await to_the_end(thread.delete_after(number))
+
+
+def _said(threads: Threads, place: Place, ids: list[int]) -> list[int]:
+    """The same without control tokens that are none of its text. Marks of a call may be some that are: of an answer,
+    only what ended it is left out."""
+    if place.role == "assistant":
+        while ids and ids[-1] in threads.template.frames.eos_ids:
+            ids = ids[:-1]
+    elif place.role != UNKNOWN:
+        ids = [token for token in ids if token not in threads.runtime.codec.special_ids]
+    return ids
 
 
 def _places(boundary: Boundary) -> list[Place]:

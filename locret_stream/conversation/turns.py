@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -245,10 +245,12 @@ class Turn:
 async def encode(threads: Threads, reached: Reached, start: int, end: int | None) -> list[int]:
     """Token ids of the rendering's characters start .. end-1, which are fed behind those that this gave before."""
     pieces = reached.rendered.pieces(start, end)
-    encoded = partial(threads.template.encode_each, pieces, start=start == 0 and reached.base is None)
+
+    def encoded() -> list[int]:
+        each = threads.template.encode_each(pieces, start=start == 0 and reached.base is None)
+        reached.placing.take(reached.rendered, reached.shown, start, pieces, each, threads.template)
+        return [token for ids in each for token in ids]
+
     if sum(len(piece.text) for piece in pieces) <= INLINE_CHARS:
-        each = encoded()
-    else:
-        each = await asyncio.get_running_loop().run_in_executor(threads.runtime.tokenizing, encoded)
-    reached.placing.take(reached.rendered, reached.shown, start, pieces, each)
-    return [token for ids in each for token in ids]
+        return encoded()
+    return await asyncio.get_running_loop().run_in_executor(threads.runtime.tokenizing, encoded)

@@ -164,10 +164,13 @@ class Sessions:
                 "locret": {"ignored": unused} if unused else {}}
 
     async def fork(self, thread: str, new: str) -> None:
-        """Let a new session go on from where one is. Raises as `conversation.forking.fork`; TimeoutError: there is no
-        new one."""
+        """Let a new session go on from where one is. Raises ApiError 404; otherwise as `conversation.forking.fork`;
+        TimeoutError: there is no new one."""
         from locret_stream.conversation.forking import fork
+        from locret_stream.conversation.standing import boundaries
         async with self._in_time("fork"):
+            if not await boundaries(self.threads, thread) and self.threads.named(thread).live is None:
+                raise ThreadNotFound
             await fork(self.threads, thread, new)
 
     async def focus(self, thread: str, session: str, body: Mapping[str, Any]) -> Json:
