@@ -211,9 +211,11 @@ class Load:
         text, at = "", 0
         while True:
             found = await self.http.get(f"/v1/sessions/{name}/text", params={"start": at})
-            if found.status_code == 404:
+            if found.status_code == 404:  # it was told nothing
                 return text
             found.raise_for_status()
+            if found.json()["end"] == at:
+                return text
             text, at = text + found.json()["text"], found.json()["end"]
 
     async def missing(self, talk: Talk) -> list[str]:

@@ -135,11 +135,11 @@ class Sessions:
             if column is not None:
                 cut = await text_in_columns(self.threads, thread, start, end, column)
                 if cut is None:
-                    raise await _no_text(self.threads, thread, session, start, end)
+                    return await _text_behind(self.threads, thread, session, start, end)
                 return {"object": "session.text", **msgspec.to_builtins(cut[0]), "column": column, "pieces": cut[1]}
             found = await recall(self.threads, thread, "", start, end, 1)
         if not found:
-            raise await _no_text(self.threads, thread, session, start, end)
+            return await _text_behind(self.threads, thread, session, start, end)
         return {"object": "session.text", **msgspec.to_builtins(found[0])}
 
     async def search(self, thread: str, words: str, limit: int) -> Json:
@@ -213,13 +213,17 @@ class Sessions:
             raise unknown_session(session)
 
 
-async def _no_text(threads: Threads, thread: str, session: str, start: int, end: int | None) -> ApiError:
+async def _text_behind(threads: Threads, thread: str, session: str, start: int, end: int | None) -> Json:
+    """The empty text right behind all that was told. Raises ApiError 400: of any other place; 404."""
     from locret_stream.conversation.standing import boundaries
     rows = await boundaries(threads, thread)
     if not rows:
-        return unknown_session(session)
-    return ApiError(400, f"there is no text from token {start} {'on' if end is None else f'to {end}'}; expected a part "
-                    f"of the {max(boundary.tokens for _, boundary in rows):,} tokens that were told", param="start")
+        raise unknown_session(session)
+    told = max(boundary.tokens for _, boundary in rows)
+    if start == told and (end is None or end >= start):
+        return {"object": "session.text", "start": start, "end": start, "text": "", "share": 0.0}
+    raise ApiError(400, f"there is no text from token {start} {'on' if end is None else f'to {end}'}; expected a part "
+                   f"of the {told:,} tokens that were told", param="start")
 
 
 @contextmanager
