@@ -105,6 +105,11 @@ async def text_in_columns(threads: Threads, name: str, start: int, end: int | No
     return (passage, pieces) if passage is not None and passage.end > passage.start else None
 
 
+async def tokens_told(threads: Threads, name: str) -> int | None:
+    """How many tokens the log has; None for a thread that was told nothing. Raises as `memory_text`."""
+    return await _read(threads, name, lambda transcript, _: transcript.tokens)
+
+
 async def _read(threads: Threads, name: str, work: Callable[[Transcript, Callable[[list[int]], str]], T]) -> T | None:
     """The result of `work` on the log up to where the thread rests, or was told something last; None if it was told
     nothing. `work` runs on a thread of its own."""

@@ -215,11 +215,10 @@ class Sessions:
 
 async def _text_behind(threads: Threads, thread: str, session: str, start: int, end: int | None) -> Json:
     """The empty text right behind all that was told. Raises ApiError 400: of any other place; 404."""
-    from locret_stream.conversation.standing import boundaries
-    rows = await boundaries(threads, thread)
-    if not rows:
+    from locret_stream.conversation.thread_memory import tokens_told
+    told = await tokens_told(threads, thread)
+    if told is None:
         raise unknown_session(session)
-    told = max(boundary.tokens for _, boundary in rows)
     if start == told and (end is None or end >= start):
         return {"object": "session.text", "start": start, "end": start, "text": "", "share": 0.0}
     raise ApiError(400, f"there is no text from token {start} {'on' if end is None else f'to {end}'}; expected a part "

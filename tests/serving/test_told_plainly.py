@@ -77,6 +77,9 @@ def test_texts_outside_of_what_was_told_are_not_a_missing_session(served: Served
     for query in ("start=99999", "start=5&end=2", "start=99999&column=10"):
         status, error = refusal(served, "GET", f"/v1/sessions/mine/text?{query}")
         assert (status, error["param"]) == (400, "start") and "tokens that were told" in error["message"]
+    first = served.http.post("/v1/responses", json={"input": "x" * 300, "session_id": "mine"}).json()
+    served.http.post("/v1/responses", json={"input": "one " * 50, "previous_response_id": first["id"]})
+    served.http.post("/v1/responses", json={"input": "a shorter branch", "previous_response_id": first["id"]})
     end = served.http.get("/v1/sessions/mine/text").json()["end"]
     rest = served.http.get("/v1/sessions/mine/text", params={"start": end}).json()
     assert (rest["start"], rest["end"], rest["text"]) == (end, end, ""), "a reader who goes on from there is at the end"
