@@ -89,7 +89,7 @@ async def take_item_back(threads: Threads, name: str, item_id: str) -> None:
         assert tip is not None
         before = [(number, boundary) for number, boundary in thread.snapshots.values()
                   if (boundary.appended or boundary.stream or not boundary.tokens)
-                  and (_places(boundary) == places[:at] if at else not boundary.tokens)]
+                  and (_alike(_places(boundary), places[:at]) if at else not boundary.tokens)]
         if at + 1 != len(places) or not before:
             why = "others were told behind it" if at + 1 != len(places) else (
                 "no boundary is kept that ends right before it: it was told together with others, or is an answer")
@@ -109,6 +109,13 @@ def _said(threads: Threads, place: Place, ids: list[int]) -> list[int]:
     elif place.role != UNKNOWN:
         ids = [token for token in ids if token not in threads.runtime.codec.special_ids]
     return ids
+
+
+def _alike(one: list[Place], other: list[Place]) -> bool:
+    """Whether two boundaries' places are the same, as far as both have their roles."""
+    first, second = ([place for place in places if place.role != UNKNOWN] for places in (one, other))
+    count = min(len(first), len(second))
+    return first[-count:] == second[-count:] if count else one == other
 
 
 def _places(boundary: Boundary) -> list[Place]:

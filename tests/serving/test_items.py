@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from locret_stream.conversation import boundaries
+from locret_stream.conversation import boundaries, places
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.places import MOST, Place, Placing, packed, unpacked
 from locret_stream.conversation.render import ChatTemplate
@@ -290,6 +290,17 @@ def test_the_last_item_can_be_taken_back_and_no_other(served: Served, script: Sc
     assert listed(served, other) == []
     respond(served, input="anew", conversation=other)
     assert "alone" not in script.seen
+
+
+def test_the_last_of_more_than_have_roles_can_be_taken_back(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(places, "MOST", 3)
+    made = converse(served)
+    for number in range(5):
+        last = tell(served, made, ("user", f"fact {number}"))["data"][0]
+    held = listed(served, made)
+    assert [role for role, _ in held] == ["unknown", "user", "user", "user"]
+    assert served.http.delete(f"/v1/conversations/{made}/items/{last['id']}").status_code == 200
+    assert listed(served, made)[-2:] == held[-3:-1]
 
 
 def test_openai_s_client_lists_reads_and_deletes(served: Served, script: Script):
