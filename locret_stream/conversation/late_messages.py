@@ -67,7 +67,7 @@ def what_is_new(boundary: Boundary, start: bytes, said: Sequence[Message], *, to
 
 
 def write(template: ChatTemplate, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]], *,
-          no_tools: bool) -> Written | None:
+          no_tools: bool, system: Sequence[Message] | None = None) -> Written | None:
     """The messages from `count` on, behind the new system text and tools; None if the template has no place for these.
 
     If a user speaks next, the template writes them as it begins a conversation. Behind results of tools they are a
@@ -75,8 +75,9 @@ def write(template: ChatTemplate, said: Sequence[Message], count: int, tools: Se
 
     Args:
         no_tools: the memory may have been told of tools, so that it must be told that there are none now.
+        system: the new system text, where others stand behind it; by default all that the messages begin with.
     """
-    system, new = split(said)[0], list(said[count:])
+    system, new = split(said)[0] if system is None else system, list(said[count:])
     words = [message.content for message in system] + ([NO_TOOLS] if no_tools and not tools else [])
     top = [Message("system", "\n\n".join(words))] if words else []
     if new and new[0].role == "user":

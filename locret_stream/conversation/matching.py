@@ -153,7 +153,7 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
     at: int | None
     if changed:
         written = late_messages.write(threads.template, [*system, *earlier, *new], len(system) + len(earlier), tools,
-                                      no_tools=base.tools and other_tools)
+                                      no_tools=base.tools and other_tools, system=system)
         if written is None:
             raise ConfigError(f"the chat template has no place for {changed} behind what the memory holds; expected "
                               "those that it was told before")

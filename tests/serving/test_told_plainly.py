@@ -119,3 +119,22 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(tmp_path: Path):
         done = run_python("-m", "locret_stream", "serve", "--store", tmp_path, "--port", port, "--model", tmp_path,
                           timeout_s=60)
     assert done.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("way", ["items", "input", "instructions"])
+def test_nothing_is_told_that_nobody_said(served: Served, way: str):
+    """Where a system text follows a system text, no stand-in for what is held may get into the new one."""
+    made = served.http.post("/v1/conversations", json={"items": [
+        {"role": "user", "content": "u1"}, {"role": "system", "content": "s1"}]}).json()["id"]
+    new = {"role": "system", "content": "s2"}
+    if way == "items":
+        answer = served.http.post(f"/v1/conversations/{made}/items", json={"items": [new]})
+    else:
+        answer = served.http.post("/v1/responses", json={"conversation": made} | (
+            {"input": [new, {"role": "user", "content": "u2"}]} if way == "input" else
+            {"input": "u2", "instructions": "s2"}))
+    assert answer.status_code == 200, answer.text
+    items = served.http.get(f"/v1/conversations/{made}/items?order=asc").json()["data"]
+    assert [(item["role"], item["content"][0]["text"]) for item in items][:3] == [
+        ("user", "u1"), ("system", "s1"), ("system", "s2")]
+    assert "before" not in served.http.get(f"/v1/sessions/{made}/text").json()["text"]
