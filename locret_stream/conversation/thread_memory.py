@@ -17,6 +17,7 @@ from locret_stream.text import Detokenizer
 
 T = TypeVar("T")
 MOST = 4096  # tokens that one call reads by position
+CHARACTER = 4  # tokens that may spell one character: one for each of its bytes
 
 
 async def memory_text(threads: Threads, name: str) -> list[Passage]:
@@ -74,7 +75,11 @@ async def recall(threads: Threads, name: str, words: str, start: int | None, end
             first = max(end - MOST, 0)
         else:
             return transcript.find(words.split(), decode, limit)
-        passage = transcript.between(first, min(end if end is not None else first + MOST, first + MOST), decode)
+        last = first + MOST if end is None else min(end, first + MOST)
+        passage = transcript.between(first, last, decode)
+        if last != end:  # the cut is chosen here: not inside of a character that several tokens spell
+            whole = (transcript.between(first, passage.end - fewer, decode) for fewer in range(CHARACTER))
+            passage = next((one for one in whole if not one.text.endswith("\ufffd")), passage)
         return [passage] if passage.end > passage.start else []
 
     return await _read(threads, name, search) or []

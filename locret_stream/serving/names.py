@@ -32,6 +32,9 @@ def check_session(name: Any, param: str = "session_id", *, new: bool = False) ->
         shown = repr(name[:40]) if isinstance(name, str) else "missing" if name is None else f"{name!r:.40}"
         raise ApiError(400, f"{param} is {shown}; expected a text of 1 to {_MOST} printable characters", param=param,
                        code="bad_session")
+    if {".", ".."} & {*name.split("/")}:
+        raise ApiError(400, f"{param} is {name!r:.80}: clients read '.' and '..' in a path as folders; expected "
+                       "another name", param=param, code="bad_session")
     if (end := _ENDS.search(name)) is not None or (new and _UNNAMED.fullmatch(name)):
         why = f"no path could tell it from {end[0]!r} of another" if end else (
             "sessions of that form were named by nobody, and are deleted after a while")

@@ -58,7 +58,7 @@ def test_headers_name_sessions_in_utf_8(served: Served):
     assert sessions(served) == ["é名"]
 
 
-@pytest.mark.parametrize("name", ["x/memory", "x/ingest", "a/b/text", "x/items", "x/items/5"])
+@pytest.mark.parametrize("name", ["x/memory", "x/ingest", "a/b/text", "x/items", "x/items/5", "..", "a/./b"])
 def test_names_that_no_path_could_reach_are_refused(served: Served, name: str):
     status, error = refusal(served, "POST", "/v1/chat/completions", said(session_id=name))
     assert (status, error["code"], error["param"]) == (400, "bad_session", "session_id")
@@ -138,3 +138,14 @@ def test_nothing_is_told_that_nobody_said(served: Served, way: str):
     assert [(item["role"], item["content"][0]["text"]) for item in items][:3] == [
         ("user", "u1"), ("system", "s1"), ("system", "s2")]
     assert "before" not in served.http.get(f"/v1/sessions/{made}/text").json()["text"]
+
+def test_pages_of_a_text_never_cut_a_character(served: Served):
+    text = "".join(f"{number} 日本語🙂\\n" for number in range(700))
+    for shift in range(4):
+        session = f"s{shift}"
+        served.http.put(f"/v1/sessions/{session}/ingest", content=("x" * shift + text).encode())
+        pages, at = "", 0
+        while (page := served.http.get(f"/v1/sessions/{session}/text", params={"start": at}).json())["end"] > at:
+            pages, at = pages + page["text"], page["end"]
+        assert at > 4096 and "\ufffd" not in pages and text in pages
+
