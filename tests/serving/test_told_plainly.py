@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from locret_stream.conversation import thread_memory
+from locret_stream.snapshot.transcript import Passage
 from tests.processes import run_python
 from tests.serving.support import Served
 
@@ -83,6 +86,24 @@ def test_texts_outside_of_what_was_told_are_not_a_missing_session(served: Served
     end = served.http.get("/v1/sessions/mine/text").json()["end"]
     rest = served.http.get("/v1/sessions/mine/text", params={"start": end}).json()
     assert (rest["start"], rest["end"], rest["text"]) == (end, end, ""), "a reader who goes on from there is at the end"
+
+
+def test_a_text_that_grew_as_its_end_was_read_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """Another turn ends between the look behind the last token and the count of the tokens."""
+    recall = thread_memory.recall
+
+    async def and_a_turn(*given: Any) -> list[Passage]:
+        monkeypatch.setattr(thread_memory, "recall", recall)
+        found = await recall(*given)
+        await asyncio.to_thread(served.http.post, "/v1/responses", json={
+            "input": "more", "previous_response_id": first["id"]})
+        return found
+
+    first = served.http.post("/v1/responses", json={"input": "some", "session_id": "mine"}).json()
+    end = served.http.get("/v1/sessions/mine/text").json()["end"]
+    monkeypatch.setattr(thread_memory, "recall", and_a_turn)
+    answer = served.http.get("/v1/sessions/mine/text", params={"start": end})
+    assert answer.status_code == 200 and "more" in answer.json()["text"], answer.text
 
 
 def test_what_ask_does_not_heed_is_named(served: Served):
