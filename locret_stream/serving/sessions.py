@@ -131,34 +131,17 @@ class Sessions:
             column: also the text cut every so many tokens, as the columns of `map`.
         """
         with self.admitted("text"):
-            found = await self._text(thread, start, end, column)
+            found = await _text(self.threads, thread, start, end, column)
             if found is None:
-                told = await self._told(thread, session)
+                told = await _told(self.threads, thread, session)
                 if start < told and (end is None or start < end):  # told since it was read
-                    found = await self._text(thread, start, end, column)
+                    found = await _text(self.threads, thread, start, end, column)
                 elif start == told and (end is None or end >= start):  # all has been read
                     found = {"start": start, "end": start, "text": "", "share": 0.0}
         if found is None:
             raise ApiError(400, f"there is no text from token {start} {'on' if end is None else f'to {end}'}; expected "
                            f"a part of the {told:,} tokens that were told", param="start")
         return {"object": "session.text", **found}
-
-    async def _text(self, thread: str, start: int, end: int | None, column: int | None) -> Json | None:
-        """The text from a position on, None where the log has none."""
-        from locret_stream.conversation.thread_memory import recall, text_in_columns
-        if column is not None:
-            cut = await text_in_columns(self.threads, thread, start, end, column)
-            return cut and {**msgspec.to_builtins(cut[0]), "column": column, "pieces": cut[1]}
-        found = await recall(self.threads, thread, "", start, end, 1)
-        return msgspec.to_builtins(found[0]) if found else None
-
-    async def _told(self, thread: str, session: str) -> int:
-        """Tokens that a session was told. Raises ApiError 404."""
-        from locret_stream.conversation.thread_memory import tokens_told
-        told = await tokens_told(self.threads, thread)
-        if told is None:
-            raise unknown_session(session)
-        return told
 
     async def search(self, thread: str, words: str, limit: int) -> Json:
         """Passages of a session's log that have these words, whether its memory keeps them or not."""
@@ -229,6 +212,25 @@ class Sessions:
         await self.uploads.abort(thread)
         if not await self.threads.forget(thread):
             raise unknown_session(session)
+
+
+async def _text(threads: Threads, thread: str, start: int, end: int | None, column: int | None) -> Json | None:
+    """The text from a position on, None where the log has none."""
+    from locret_stream.conversation.thread_memory import recall, text_in_columns
+    if column is not None:
+        cut = await text_in_columns(threads, thread, start, end, column)
+        return cut and {**msgspec.to_builtins(cut[0]), "column": column, "pieces": cut[1]}
+    found = await recall(threads, thread, "", start, end, 1)
+    return msgspec.to_builtins(found[0]) if found else None
+
+
+async def _told(threads: Threads, thread: str, session: str) -> int:
+    """Tokens that a session was told. Raises ApiError 404."""
+    from locret_stream.conversation.thread_memory import tokens_told
+    told = await tokens_told(threads, thread)
+    if told is None:
+        raise unknown_session(session)
+    return told
 
 
 @contextmanager
