@@ -323,17 +323,17 @@ class UnitBytes(NamedTuple):
 
 
 def unit_bytes(shape: ModelShape, planes: int = 1, *, key_copies: int = 2,
-               store_bits: tuple[int, int] = (16, 16)) -> UnitBytes:
+               store_bits: tuple[int, int] = (16, 16), own_means: bool = True) -> UnitBytes:
     """What a unit takes: K and V in the model's dtype or in codes, fp32 score planes, int64 position.
 
     `key_copies`: 2 where K is stored before and after RoPE, 1 where a layer has no RoPE or kernels apply it on read;
-    codes are of K before RoPE alone.
+    codes are of K before RoPE alone. `own_means`: whether a slot has means of keys of its own, or those of the heads.
     """
     row, beside = shape.head_dim * shape.item_bytes, 4 * planes + 8
     if store_bits == (16, 16):
         return UnitBytes((key_copies + 1) * row + beside, (key_copies + 1) * row + beside)
     rows = sum(row if bits == 16 else row_bytes(shape.head_dim, bits) for bits in store_bits)
-    return UnitBytes(rows + beside, 2 * row + beside, 2 * row, 8 * shape.head_dim)
+    return UnitBytes(rows + beside, 2 * row + beside, 2 * row, 8 * shape.head_dim if own_means else 0)
 
 
 def budget_from(value: int | str | Budget, shape: ModelShape, chunk_size: int, *, sinks: int | None = None,

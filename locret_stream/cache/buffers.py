@@ -73,31 +73,37 @@ class QuantisedBuffers(LayerBuffers):
     keys (also as `rotated`), values: rows of codes, [S, H, b, bytes] uint8; those of a part that is not coded have its
     bytes.
     exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
-    means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32.
+    means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32; `given` ones are the same for all
+        slots, in whose tensors they are not.
     dense: what was read of them last.
     """
 
     exact_keys: Tensor
     exact_values: Tensor
     means: Tensor
+    given: bool
     dense: Dense
 
     @classmethod
     def empty(cls, slots: int, heads: int, dim: int, units: int, exact: int, store_bits: tuple[int, int], *,
-              scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense) -> QuantisedBuffers:
-        """Buffers of `units` coded units and `exact` exact ones, in the dtype of `dense`."""
+              scores: Tensor, positions: Tensor, scratch: Tensor, dense: Dense,
+              means: Tensor | None = None) -> QuantisedBuffers:
+        """Buffers of `units` coded units and `exact` exact ones, in the dtype of `dense`; `means` [H, D] if given."""
         dtype, device = dense.units.dtype, dense.units.device
         keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
                         for bits in store_bits)
         exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dtype, device=device)
+        own = (torch.zeros(slots, 2, heads, dim, device=device) if means is None else
+               means.to(device, torch.float32).expand(slots, 2, heads, dim))
         return cls(keys=keys, rotated=keys, values=values, scores=scores, positions=positions, scratch=scratch,
-                   exact_keys=exact_keys, exact_values=torch.zeros_like(exact_keys),
-                   means=torch.zeros(slots, 2, heads, dim, device=device), dense=dense)
+                   exact_keys=exact_keys, exact_values=torch.zeros_like(exact_keys), means=own,
+                   given=means is not None, dense=dense)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of this layer that have slots."""
-        return [self.keys, self.values, self.exact_keys, self.exact_values, self.means, self.scores, self.positions]
+        means = [] if self.given else [self.means]
+        return [self.keys, self.values, self.exact_keys, self.exact_values, *means, self.scores, self.positions]
 
 
 def stored_row(dim: int, bits: int, dtype: torch.dtype) -> int:

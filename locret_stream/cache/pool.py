@@ -7,11 +7,13 @@
 
 Where committed units are codes (see `cache.quantised_store`):
 
-    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l) * new + (b_l + chunk) * beside + 8 * D)
+    bytes = slots * sum over layers of H * (b_l * kept + (chunk + first_l) * new + (b_l + chunk) * beside + mean)
             + scratch
     kept = row(K) + row(V)                             (see `budgets.row_bytes`; D * item at 16 bits)
     new = 2 * D * item, beside = 4 * planes + 8        (first_l: the first units of layer l, which are kept exactly too:
                                                         its sinks, none where it has a sliding window)
+    mean = 8 * D                                       (0 where means of keys come with the heads: one [H, D] fp32 a
+                                                        layer for all slots)
     scratch = H * max_l(b_l) * max(D * item, 8) + dense
     dense = 3 * H * max_l(b_l + chunk) * D * item      (of each layer its own with `decode_copy`, else one for all)
 """
@@ -38,13 +40,14 @@ class Pool:
         store_bits: of a channel of K and of V; (16, 16) stores them in `dtype`, and `layers` are `LayerBuffers`, else
             `QuantisedBuffers`, without rotated keys.
         firsts: how many of the first units of each layer are kept exactly beside their codes, [L].
+        key_means: of each layer, [L, H, D], which keys are coded without; None: each slot has its own.
         decode_copy: whether each layer of codes has a scratch of its own, so that what one slot read stays read.
     """
 
     def __init__(self, shape: ModelShape, budgets: tuple[int, ...], chunk_size: int, slots: int, *,
                  rope: tuple[bool, ...], planes: int, dtype: torch.dtype,
                  device: torch.device | Sequence[torch.device], store_bits: tuple[int, int] = (16, 16),
-                 firsts: Sequence[int] = (), decode_copy: bool = False):
+                 firsts: Sequence[int] = (), key_means: Tensor | None = None, decode_copy: bool = False):
         self.shape, self.budgets, self.chunk_size, self.slots = shape, budgets, chunk_size, slots
         self.store_bits, self.quantised, self.dtype = store_bits, store_bits != (16, 16), dtype
         self.planes, self.rope = planes, (False,) * len(budgets) if self.quantised else rope
@@ -52,6 +55,8 @@ class Pool:
         devices = [device] * len(budgets) if isinstance(device, torch.device) else device
         self.devices = tuple(dict.fromkeys(devices))
         heads, dim = shape.kv_heads, shape.head_dim
+        means = [None] * len(budgets) if key_means is None or not self.quantised else list(key_means)
+        self.own_means = means[0] is None
         row = max(dim * dtype.itemsize, 8)  # a row of K or V, or a position
         scratches = {device: torch.zeros(heads * max(budgets) * row, dtype=torch.uint8, device=device)
                      for device in self.devices}
@@ -59,7 +64,7 @@ class Pool:
         self.decode_copy = decode_copy and self.quantised
         shared: dict[torch.device, Dense] = {}
         self.layers: list[LayerBuffers] = []
-        for units, rotates, first, device in zip(budgets, self.rope, self.firsts, devices, strict=True):
+        for units, rotates, first, device, mean in zip(budgets, self.rope, self.firsts, devices, means, strict=True):
             scores = torch.zeros(slots, planes, heads, units + chunk_size, device=device)
             positions = torch.zeros(slots, heads, units + chunk_size, dtype=torch.int64, device=device)
             if self.quantised:
@@ -68,7 +73,7 @@ class Pool:
                     shared[device] = Dense(torch.zeros(3, heads, most + chunk_size, dim, dtype=dtype, device=device))
                 self.layers.append(QuantisedBuffers.empty(
                     slots, heads, dim, units, first + chunk_size, store_bits, scores=scores, positions=positions,
-                    scratch=scratches[device], dense=shared[device]))
+                    scratch=scratches[device], dense=shared[device], means=mean))
                 continue
             keys = torch.zeros(slots, heads, units + chunk_size, dim, dtype=dtype, device=device)
             self.layers.append(LayerBuffers(
@@ -96,8 +101,8 @@ class Pool:
     def layer_bytes(self) -> list[int]:
         """Bytes of each layer of one slot, by the formula in this module's docstring."""
         return [self.shape.kv_heads * unit_bytes(
-                    self.shape, self.planes, key_copies=2 if rotates else 1, store_bits=self.store_bits).of(
-                        budget, self.chunk_size, first)
+                    self.shape, self.planes, key_copies=2 if rotates else 1, store_bits=self.store_bits,
+                    own_means=self.own_means).of(budget, self.chunk_size, first)
                 for budget, rotates, first in zip(self.budgets, self.rope, self.firsts, strict=True)]
 
     def formula_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 Rank r of a layer is row r of its codes, as long as it is committed. Exact are, in rows of their own, the first units of
 the stream, to which models attend most, and the units behind the committed ones, chunk or provisional. Keys are coded
-without a mean per channel, which is that of the first chunk, and stays; those of a focus without a mean of their own.
+without a mean per channel: one that comes with the heads, the same for all slots, or else that of the first chunk,
+which stays, and for those of a focus a mean of their own.
 Attention reads a layer from a scratch, into which its codes are read and its keys rotated. All layers of a device
 share one, or each has its own (`decode_copy`): then what one slot read stays right until its units change, and the
 next token reads nothing again.
@@ -101,9 +102,9 @@ class QuantisedStore(UnitStore):
     # -- committed units --------------------------------------------------------------------------------------
 
     def _stored(self, layer: int, keys: Tensor, values: Tensor, *, focus: bool) -> tuple[Tensor, Tensor]:
-        """Rows of codes, [H, T, bytes] each. All units of a focus come at once and fix its mean; those of the first
-        chunk fix that of the stream."""
-        if focus or self.counts[layer] == self.fronts[layer]:
+        """Rows of codes, [H, T, bytes] each. Unless means are given, all units of a focus, which come at once, fix its
+        mean, and those of the first chunk that of the stream."""
+        if not self._buffers(layer).given and (focus or self.counts[layer] == self.fronts[layer]):
             self._buffers(layer).means[self.slot, int(focus)] = keys.float().mean(1)
         coded = [part.contiguous().view(torch.uint8) if bits == 16 else quantise_units(part, bits, means[focus])
                  for part, (bits, _, _, means) in zip((keys, values), self._parts(layer), strict=True)]
@@ -139,8 +140,8 @@ class QuantisedStore(UnitStore):
             buffers = self._buffers(layer)
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
                                          (buffers.exact_keys, 1, first + tail), (buffers.exact_values, 1, first + tail),
-                                         (buffers.means, 0, 2), (buffers.scores, 2, count),
-                                         (buffers.positions, 1, count)):
+                                         (buffers.scores, 2, count), (buffers.positions, 1, count),
+                                         *(() if buffers.given else ((buffers.means, 0, 2),))):
                 tensor[self.slot].narrow(axis, 0, length).copy_(tensor[other.slot].narrow(axis, 0, length))
         self.counts, self.fronts = list(other.counts), list(other.fronts)
 
@@ -154,14 +155,14 @@ class QuantisedStore(UnitStore):
 
     def beside(self) -> dict[str, Tensor]:
         """Copies of what is stored beside the units of each layer l: `l.first_keys`, `l.first_values` [H, n, D], the
-        first units exactly, and `l.key_mean` [H, D] fp32, once there are any."""
+        first units exactly, and `l.key_mean` [H, D] fp32, once there are any, unless means are given."""
         out: dict[str, Tensor] = {}
         for layer in range(len(self.counts)):
             buffers = self._buffers(layer)
             count = max(0, min(self.pool.firsts[layer], self.counts[layer] - self.fronts[layer]))
             out[f"{layer}.first_keys"] = buffers.exact_keys[self.slot, :, :count].clone()
             out[f"{layer}.first_values"] = buffers.exact_values[self.slot, :, :count].clone()
-            if self.counts[layer] > self.fronts[layer]:
+            if self.counts[layer] > self.fronts[layer] and not buffers.given:
                 out[f"{layer}.key_mean"] = buffers.means[self.slot, 0].clone()
         return out
 
@@ -178,5 +179,5 @@ class QuantisedStore(UnitStore):
             buffers, first = self._buffers(layer), units[f"{layer}.first_keys"].shape[1]
             buffers.exact_keys[self.slot, :, :first] = units[f"{layer}.first_keys"].to(buffers.keys.device)
             buffers.exact_values[self.slot, :, :first] = units[f"{layer}.first_values"]
-            if self.counts[layer] > self.fronts[layer]:
+            if self.counts[layer] > self.fronts[layer] and not buffers.given:
                 buffers.means[self.slot, 0] = units[f"{layer}.key_mean"].to(buffers.keys.device)

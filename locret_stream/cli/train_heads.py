@@ -36,7 +36,8 @@ HELP = """Train retaining heads for a model.
 
 The data is JSONL, one {"prompt", "answer"} or ShareGPT {"conversations": …} or {"messages": …} per line; it is \
 rendered with the model's own chat template. The same command on the same --out goes on where an interrupted run \
-stopped. The other verbs read the result with --heads.
+stopped. The other verbs read the result with --heads. \
+The means of the model's keys are measured as well, for --store-bits.
 
 --allocate then measures, on held-out examples, what it costs the answers when one layer alone keeps few units, and \
 divides the budget by it: layers that need more get more. The division is stored with the heads, and used only if it \
@@ -207,6 +208,7 @@ def train_heads(
     with interruptible(Summary(f"the state of the run is in {to}; the same command"
                             + (f", without {restarts}," if restarts else "") + " goes on from there")):
         from locret_stream import models, training
+        from locret_stream.heads.module import MEANS
 
         config = heads.config()
         loaded, tokenizer = load(model, device=device, dtype=dtype)
@@ -233,6 +235,8 @@ def train_heads(
                                       restart=restart_tuning)
         if allocation.allocate:  # returns at once unless tuning changed the heads
             divided = _divide(attachment, to, held_out, division, ids)
+        if not (to / MEANS).is_file():
+            training.store_key_means(attachment, to, examples)
     _report(result, divided, tuned, as_json)
     if not as_json:
         policy = training.policy_for(config)

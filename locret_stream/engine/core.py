@@ -40,6 +40,7 @@ class Engine:
         policy: made by `make_policy`.
         slots: how many contexts fit at once, scratch slots included.
         shares: share of the total budget per layer that the heads recommend, for `allocation="auto"`.
+        key_means: that keys are coded without, [L, H, D], where they come with the heads (`Pool`).
         decode_copy: with units in few bits, keep those of the context that decodes as attention reads them (`Pool`).
 
     Attributes:
@@ -51,14 +52,18 @@ class Engine:
     """
 
     def __init__(self, attachment: Attachment, config: StreamConfig, policy: Policy, slots: int, *,
-                 shares: tuple[float, ...] | None = None, decode_copy: bool = False):
+                 shares: tuple[float, ...] | None = None, key_means: Tensor | None = None,
+                 decode_copy: bool = False):
         self.attachment, self.config, self.policy, self.shape = attachment, config, policy, attachment.shape
-        self.layout = layout = Layout.of(attachment, config, policy, shares)
+        self.layout = layout = Layout.of(attachment, config, policy, shares,
+                                                   given_means=key_means is not None)
+        self.key_means = key_means if config.quantised else None
         self.budgets, self.chunk_size, self.capacity = layout.budgets, layout.chunk_size, layout.capacity
         self.pool = Pool(self.shape, self.budgets, self.chunk_size, slots, planes=policy.planes, dtype=attachment.dtype,
                          device=[place.device for place in attachment.places],
                          rope=tuple(copies == 2 for copies in attachment.key_copies),
-                         store_bits=config.store_bits, firsts=layout.firsts, decode_copy=decode_copy)
+                         store_bits=config.store_bits, firsts=layout.firsts, key_means=key_means,
+                         decode_copy=decode_copy)
         self.attention = Attention(layout, attachment)
         self.decoder = Decoder(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # the contexts of the last step of decoding

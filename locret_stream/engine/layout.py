@@ -24,6 +24,7 @@ class Layout:
         triton: for every layer, whether its operations run in Triton.
         on_load: for every layer, whether kernels apply RoPE as they read keys, so that no rotated keys are stored.
         dtype: of keys, values and hidden states.
+        given_means: whether the means that codes of keys are without come with the heads, and not with each context.
     """
 
     shape: ModelShape
@@ -34,10 +35,11 @@ class Layout:
     triton: tuple[bool, ...]
     on_load: tuple[bool, ...]
     dtype: torch.dtype
+    given_means: bool
 
     @classmethod
     def of(cls, attachment: Attachment, config: StreamConfig, policy: Policy,
-           shares: tuple[float, ...] | None) -> Layout:
+           shares: tuple[float, ...] | None, *, given_means: bool = False) -> Layout:
         """The layout of a model's memory; `shares` of the total budget come with the heads. Raises as `Engine`."""
         shape = attachment.shape
         budgets = config.budget.per_layer(shape, shares, most=shape.window - config.chunk_size)
@@ -48,7 +50,8 @@ class Layout:
         layout = cls(shape, config, policy, budgets, tables,
                      tuple(uses_triton(torch.empty(0, device=place.device)) for place in attachment.places),
                      tuple(pair is not None and attachment.rotates_on_load(layer) and not config.quantised
-                           for layer, pair in enumerate(tables.layers)), attachment.dtype)
+                           for layer, pair in enumerate(tables.layers)), attachment.dtype,
+                     given_means and config.quantised)
         for units, window, (sinks, stabilizers) in zip(budgets, shape.sliding, layout.protection, strict=True):
             if not window and sinks + stabilizers >= units:
                 raise ConfigError(f"policy {policy.name!r} protects {sinks} + {stabilizers} units of {units}; "

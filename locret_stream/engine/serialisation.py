@@ -140,7 +140,7 @@ def _expected_codes(layout: Layout, layer: int, units: int, tensors: Mapping[str
         f"{layer}.{part}": (torch.uint8, (heads, units, stored_row(dim, bits, layout.dtype)))
         for part, bits in zip(("keys", "values"), layout.config.store_bits, strict=True)}
     expected |= {f"{layer}.{part}": (layout.dtype, (heads, first, dim)) for part in ("first_keys", "first_values")}
-    if units:
+    if units and not layout.given_means:
         expected[f"{layer}.key_mean"] = (torch.float32, (heads, dim))
     return expected
 

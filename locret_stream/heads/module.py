@@ -30,7 +30,7 @@ from locret_stream.kernels import score_units
 from locret_stream.kernels.reference import project
 
 _log = logging.getLogger(__name__)
-WEIGHTS, CONFIG = "heads.safetensors", "heads.json"
+WEIGHTS, CONFIG, MEANS = "heads.safetensors", "heads.json", "key_means.safetensors"
 VERSION = 1
 MOST = 1 << 18  # of any count in a config: far above any model, and a damaged file must not allocate all memory
 KIN_BITS = 32  # of 128: sketches of unrelated models differ in half, and in so few by chance once in 10^8 times
@@ -112,12 +112,34 @@ def kin(one: str, other: str) -> bool:
     return (int(one, 16) ^ int(other, 16)).bit_count() <= KIN_BITS
 
 
+def write_key_means(folder: str | os.PathLike[str], means: Tensor) -> None:
+    """Write means [L, H, D] beside heads, by an atomic replacement. Raises OSError."""
+    stored = means.detach().float().cpu().contiguous()
+    replace(Path(folder) / MEANS, lambda path: save_file({"key_means": stored}, path, metadata={"format": "pt"}))
+
+
+def _expect_means(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path) -> Tensor:
+    """The means of a file. Raises HeadsMismatch: it holds anything else."""
+    expected, means = (config.layers, config.kv_heads, config.head_dim), tensors.get("key_means")
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if means is None or found != {"key_means": (expected, torch.float32)} or not torch.isfinite(means).all():
+        raise HeadsMismatch(f"{folder / MEANS} holds {found}; expected key_means {expected} of finite float32 numbers: "
+                            "remove that file, and each context takes means of its own")
+    return means
+
+
 class RetainingHeads(nn.Module):
-    """Scores units of every layer that has a head. `fc1[l]`: in_features -> width, `fc2[l]`: width -> H."""
+    """Scores units of every layer that has a head. `fc1[l]`: in_features -> width, `fc2[l]`: width -> H.
+
+    Attributes:
+        key_means: of the model's keys before RoPE, [L, H, D] fp32, which units in few bits are coded without
+            (`training.store_key_means`); None: not measured. They are no part of what scores, nor of its digest.
+    """
 
     def __init__(self, config: HeadsConfig):
         super().__init__()
         self.config = config
+        self.key_means: Tensor | None = None
         if config.act not in ACT2FN:
             raise ConfigError(f"heads: activation {config.act!r}; expected one that transformers knows")
         self.act = ACT2FN[config.act]
@@ -167,7 +189,8 @@ class RetainingHeads(nn.Module):
         return nn.functional.avg_pool1d(scores, kernel, stride=1, padding=kernel // 2, count_include_pad=False)
 
     def save(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write heads.safetensors and heads.json, each by an atomic replacement. Raises OSError."""
+        """Write heads.safetensors, heads.json and, where there are means, key_means.safetensors, each by an atomic
+        replacement. Raises OSError."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: (t.to(dtype) if dtype else t).detach().cpu().contiguous()
@@ -175,6 +198,8 @@ class RetainingHeads(nn.Module):
         config = msgspec.json.format(msgspec.json.encode(self.config), indent=2)
         replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         replace(folder / CONFIG, lambda path: path.write_bytes(config))
+        if self.key_means is not None:
+            write_key_means(folder, self.key_means)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], weights: str = WEIGHTS) -> RetainingHeads:
@@ -193,6 +218,8 @@ class RetainingHeads(nn.Module):
                 cls(config).expect_tensors(tensors)
             heads = cls(config)
             heads.load_strictly(tensors)
+            if (folder / MEANS).is_file():
+                heads.key_means = _expect_means(load_file(folder / MEANS), config, folder)
         except SafetensorError as error:
             raise HeadsMismatch(f"{folder} cannot be read as retaining heads: {error}") from error
         return heads.float().eval()

@@ -265,12 +265,14 @@ class Runtime:
 
     def _engine(self, attachment: Attachment) -> Engine:
         heads = self._load_heads(attachment)
+        means = None if heads is None else heads.key_means
         policy = self._policy if isinstance(self._policy, Policy) else make_policy(self._policy, self._knobs, heads)
         # A policy that never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None
         usual_budget, usual_chunk = usual_memory(attachment.shape.window)
         chunk_size = usual_chunk if self._chunk_size is None else self._chunk_size
-        per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies, store_bits=self._store_bits)
+        per_unit = tuple(unit_bytes(attachment.shape, policy.planes, key_copies=copies, store_bits=self._store_bits,
+                                    own_means=means is None)
                          for copies in attachment.key_copies)
         budget = budget_from(usual_budget if self._budget is None else self._budget, attachment.shape, chunk_size,
                              sinks=self._sinks, stabilizers=self._stabilizers, shares=shares, per_unit=per_unit)
@@ -278,7 +280,8 @@ class Runtime:
                               store_bits=self._store_bits)
         slots = self.max_live + self.scratch
         try:
-            return Engine(attachment, config, policy, slots, shares=shares, decode_copy=self._decode_copy)
+            return Engine(attachment, config, policy, slots, shares=shares, key_means=means,
+                          decode_copy=self._decode_copy)
         except (RuntimeError, MemoryError) as error:  # torch reports missing memory in several ways
             size = slots * attachment.shape.kv_heads * sum(unit.of(budget.units, chunk_size, budget.sinks)
                                                            for unit in per_unit)
@@ -453,7 +456,9 @@ class Runtime:
     def _stored_dtype(self) -> str:
         """The dtype of K and V, and in how many bits they are stored if not in its own."""
         dtype, (keys, values) = str(self.attachment.dtype).removeprefix("torch."), self._store_bits
-        return dtype if not self.engine.config.quantised else f"{dtype}, stored in {keys} and {values} bits"
+        means = self.engine.key_means
+        return dtype if not self.engine.config.quantised else f"{dtype}, stored in {keys} and {values} bits" + (
+            "" if means is None else f", keys without the means {digest_tensors([('key_means', means.float())])}")
 
     @property
     def memory(self) -> RuntimeMemory:

@@ -5,6 +5,7 @@ from locret_stream.training.allocation import allocate, held_out_examples
 from locret_stream.training.config import AllocationConfig, TrainConfig, TuneConfig
 from locret_stream.training.data import Example, load_examples, read_jsonl, render
 from locret_stream.training.first_heads import is_tuned
+from locret_stream.training.key_means import store_key_means
 from locret_stream.training.loop import evaluate_heads, train_heads
 from locret_stream.training.progress import progress_bar
 from locret_stream.training.results import Allocation, Measurement, Progress, TrainResult, TuneResult
@@ -30,6 +31,7 @@ __all__ = [
     "progress_bar",
     "read_jsonl",
     "render",
+    "store_key_means",
     "train_heads",
     "tune",
 ]

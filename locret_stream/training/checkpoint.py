@@ -9,6 +9,7 @@
     tuning.json              the outcome of `tune` so far; tuning.jsonl: its metrics; tuning.safetensors: its
                              checkpoint while it is not finished
     heads.first.safetensors  the heads before `tune` replaced them; allocation.first.json: their allocation.json
+    key_means.safetensors    means of the keys of the model, see `key_means`
 
 No random state is stored: initial weights and the order of examples are functions of seed and step.
 """
@@ -29,7 +30,7 @@ from safetensors.torch import save_file
 from locret_stream.errors import ConfigError, HeadsMismatch
 from locret_stream.files import TEMPORARY, flush, replace
 from locret_stream.heads import RetainingHeads
-from locret_stream.heads.module import CONFIG, WEIGHTS
+from locret_stream.heads.module import CONFIG, MEANS, WEIGHTS
 from locret_stream.training.config import TrainConfig
 from locret_stream.training.results import Allocation, TrainResult, TuneResult
 
@@ -38,7 +39,7 @@ ALLOCATION = "allocation.json"
 TUNING, TUNING_METRICS, TUNING_CHECKPOINT = "tuning.json", "tuning.jsonl", "tuning.safetensors"
 FIRST_WEIGHTS, FIRST_ALLOCATION = "heads.first.safetensors", "allocation.first.json"
 _OF_RUN = (CHECKPOINT, METRICS, RESULT, ALLOCATION, TUNING, TUNING_METRICS, TUNING_CHECKPOINT, FIRST_ALLOCATION,
-           FIRST_WEIGHTS, WEIGHTS, CONFIG, RUN)  # run.json is removed last: until then the folder is recognised
+           FIRST_WEIGHTS, MEANS, WEIGHTS, CONFIG, RUN)  # run.json is removed last: until then the folder is recognised
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 T = TypeVar("T", bound=msgspec.Struct)

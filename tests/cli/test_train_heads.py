@@ -23,7 +23,10 @@ def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
     assert code == 0, err
     found = json.loads(out)
     assert found["steps"] == 3 and found["out"] == str(heads)
+    means = (heads / "key_means.safetensors").read_bytes()
     assert json.loads(invoke(*train)[1]) == found  # finished runs are not run again
+    (heads / "key_means.safetensors").unlink()  # as in a folder of an earlier version
+    assert json.loads(invoke(*train)[1]) == found and (heads / "key_means.safetensors").read_bytes() == means
     heads = heads.rename(tmp_path / "moved")
     train[train.index("--out") + 1] = heads
     assert json.loads(invoke(*train)[1]) == found | {"out": str(heads)}
@@ -41,6 +44,8 @@ def test_heads_are_trained_resumed_and_used(tiny: Path, tmp_path: Path):
                             "What?", "--max-new-tokens", 3, "--json", text="The code of 3 is 111. " * 20)
     assert code == 0, err
     assert json.loads(out)["units"] == 96
+    (heads / "key_means.safetensors").write_bytes(b"of another run")
+    assert invoke(*train, "--restart")[0] == 0 and (heads / "key_means.safetensors").read_bytes() == means
 
 
 def pairs(folder: Path) -> Path:

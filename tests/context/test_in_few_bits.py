@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from langchain_locret import LocretChatModel
 from locret_stream import ConfigError, Runtime, SnapshotMismatch
 from locret_stream.evaluation.cells import Cell, Origin, file_name, in_words
 from locret_stream.evaluation.variants import labels
+from locret_stream.heads import RetainingHeads
+from locret_stream.models import attached
 from tests.context.support import TEXT, expect_same, model, replies, settled, snap, tiny, tokenizer
+from tests.kit import random_heads
 
 TOLD = TEXT * 6
 
@@ -52,6 +56,40 @@ def test_a_session_of_other_bits_is_refused_and_can_be_read_again(tmp_path: Path
         async with tiny(store_bits=second) as runtime, runtime.open() as ctx:
             await ctx.feed(TOLD)
             expect_same(settled(again), settled(await snap(ctx)))
+
+    asyncio.run(main())
+
+
+def heads_with(means: torch.Tensor | None) -> RetainingHeads:
+    with attached(model()) as attachment:
+        heads = random_heads(attachment)
+    heads.key_means = means
+    return heads
+
+
+def test_a_session_is_resumed_with_the_means_of_its_heads(tmp_path: Path):
+    """Exact units know of no means."""
+    means = [torch.full((2, 2, 8), value) for value in (0.5, 0.25)]
+
+    async def resumes(bits: int, before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+        name = f"{bits}{before is None}{after is None}"
+        async with tiny(policy="locret", heads=heads_with(before), store=tmp_path, store_bits=bits) as runtime:
+            async with runtime.open(name) as ctx:
+                await ctx.feed(TOLD)
+                held = await snap(ctx)
+        async with tiny(policy="locret", heads=heads_with(after), store=tmp_path, store_bits=bits) as runtime:
+            try:
+                async with runtime.open(name) as ctx:
+                    expect_same(settled(await snap(ctx)), settled(held))
+            except SnapshotMismatch as mismatch:
+                assert mismatch.field == "dtype" and "keys without the means" in str(mismatch)
+                return False
+            return not (await runtime.replay(name)).differs
+
+    async def main() -> None:
+        assert await resumes(4, means[0], means[0]) and await resumes(16, None, means[0])
+        for before, after in ((None, means[0]), (means[0], None), (means[0], means[1])):
+            assert not await resumes(4, before, after)
 
     asyncio.run(main())
 

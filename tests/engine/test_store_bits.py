@@ -60,6 +60,40 @@ def test_committed_state_is_a_function_of_the_tokens(policy: str, on: str, bits:
     law()
 
 
+def test_the_laws_hold_with_means_that_are_given():
+    engine = engine_of(4, given_means=True)
+
+    @settings(max_examples=examples(8))
+    @given(st.lists(operation, min_size=6, max_size=12))
+    def law(operations: list[tuple]) -> None:
+        play(engine, operations)
+
+    law()
+
+
+@pytest.mark.parametrize("bits", [4, (8, 4)])
+def test_given_means_are_those_that_keys_are_coded_without(bits: int | tuple[int, int], monkeypatch):
+    """The same for all slots and for a focus; nothing of them is in a slot, nor in what is exported."""
+    engine, (key_bits, _) = engine_of(bits, given_means=True), check_store_bits(bits)
+    own, shape = engine_of(bits), engine.shape
+    state = engine.open(1)
+    seen = arrivals(state, monkeypatch)
+    feed(engine, state, ids_of(2 * CHUNK))
+    for layer, (keys, _) in seen.items():
+        mean = engine.key_means[layer][:, None].to(DEVICE)
+        assert torch.equal(state.store.rows(layer, 2 * CHUNK)[0][:, CHUNK:], quantise_units(keys, key_bits, mean))
+        assert torch.equal(engine.pool.layers[layer].means, mean[None, None, :, 0].expand(4, 2, -1, -1))
+    assert own.pool.slot_bytes - engine.pool.slot_bytes == 8 * shape.layers * shape.kv_heads * shape.head_dim
+    assert engine.pool.bytes_resident == engine.pool.formula_bytes()
+    exported = engine.export(state)
+    assert not [name for name in exported if name.endswith("key_mean")]
+    again = engine.load(exported, 2)
+    assert_same(engine.export(again), exported)
+    with pytest.raises(SnapshotCorrupt, match="key_mean"):
+        own.load(exported, 2)
+    assert engine_of(16, given_means=True).key_means is None
+
+
 @pytest.mark.parametrize(("policy", "on", "bits"), [("locret", "llama", 4), ("tova", "gemma3", (16, 4)),
                                                     ("keydiff", "smollm3", (8, 4))])
 @pytest.mark.thorough(but=2)

@@ -183,6 +183,29 @@ def test_saved_heads_load_to_the_same_scores(tmp_path, more):
     torch.testing.assert_close(half.score(0, *inputs()), heads.score(0, *inputs()), atol=0.05, rtol=0.05)
 
 
+def test_means_of_keys_are_read_beside_heads(tmp_path):
+    heads, means = RetainingHeads(config()), torch.randn(LAYERS, KV, DIM)
+    heads.save(tmp_path)
+    assert RetainingHeads.load(tmp_path).key_means is None
+    heads.key_means = means
+    heads.save(tmp_path)
+    again = RetainingHeads.load(tmp_path)
+    assert torch.equal(again.key_means, means) and "key_means" not in again.state_dict()
+
+
+@pytest.mark.parametrize("wrong", [{"key_means": torch.randn(LAYERS, KV, DIM + 1)}, {"other": torch.randn(3)},
+                                   {"key_means": torch.full((LAYERS, KV, DIM), float("nan"))},
+                                   {"key_means": torch.zeros(LAYERS, KV, DIM, dtype=torch.float64)}])
+def test_means_that_fit_nothing_are_refused(tmp_path, wrong):
+    RetainingHeads(config()).save(tmp_path)
+    save_file(wrong, tmp_path / "key_means.safetensors")
+    with pytest.raises(HeadsMismatch, match=r"key_means.safetensors holds .*remove that file"):
+        RetainingHeads.load(tmp_path)
+    (tmp_path / "key_means.safetensors").write_bytes(b"12345678")
+    with pytest.raises(HeadsMismatch, match="cannot be read as retaining heads"):
+        RetainingHeads.load(tmp_path)
+
+
 def test_files_that_do_not_belong_together_are_refused(tmp_path):
     RetainingHeads(config()).save(tmp_path / "one")
     RetainingHeads(config(layers=4)).save(tmp_path / "two")

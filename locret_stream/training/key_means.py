@@ -1,0 +1,80 @@
+"""The means of a model's keys, which units in few bits are coded without: measured once, and stored with the heads.
+
+Keys have channels whose mean is many times their spread (KIVI, arXiv:2402.02750, section 3.1), so that codes of few
+bits spend their range on it. The mean of a channel hardly differs between texts: one measured beforehand serves all
+contexts, which then hold none of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from locret_stream.errors import ConfigError
+from locret_stream.files import alone_in
+from locret_stream.heads import RetainingHeads
+from locret_stream.heads.module import write_key_means
+from locret_stream.models import Attachment, Attended, LayerCall, attached
+from locret_stream.training.data import Example
+
+EXAMPLES, TOKENS = 32, 4_096  # a mean over some thousand tokens hardly changes any more
+
+
+@torch.no_grad()
+def store_key_means(model: PreTrainedModel | Attachment, heads: str | os.PathLike[str],
+                    examples: Sequence[Example]) -> Tensor:
+    """Measure the means of keys before RoPE and write them into the folder of heads, as key_means.safetensors.
+
+    Snapshots of units in few bits name the means that they were made with, so that those made before cannot be resumed
+    with these heads any more; exact units are not concerned.
+
+    Args:
+        model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
+        heads: a folder of retaining heads of any kind.
+        examples: texts like those that will be read; of the first 32 of them at most 4,096 tokens each are read.
+
+    Returns:
+        [L, H, D] fp32.
+
+    Raises:
+        ConfigError: no example. HeadsMismatch: no heads, or those of another model. InvalidTokens: ids outside the
+            vocabulary.
+    """
+    folder = Path(heads)
+    with attached(model) as attachment, alone_in(folder):
+        attachment.expect_one_device("key means")
+        attachment.check_heads(RetainingHeads.load(folder))
+        means = measure_key_means(attachment, examples)
+        write_key_means(folder, means)
+    return means
+
+
+def measure_key_means(attachment: Attachment, examples: Sequence[Example]) -> Tensor:
+    """[L, H, D] fp32, of the first tokens of the first examples; summed in float64. Raises as above."""
+    read = examples[:EXAMPLES]
+    for example in read:
+        example.expect_vocabulary(attachment.shape.vocab)
+    ids = [example.ids[:min(TOKENS, attachment.shape.window)] for example in read]
+    if not ids:
+        raise ConfigError("key means: found no example; expected one at least")
+    shape, tables = attachment.shape, attachment.tables(max(map(len, ids)))
+    sums = torch.zeros(shape.layers, shape.kv_heads, shape.head_dim, dtype=torch.float64)
+
+    def step(call: LayerCall) -> Attended:
+        sums[call.layer] += call.k[0].double().sum(1).cpu()
+        window, total = shape.sliding[call.layer], call.k.shape[2]
+        mask = None
+        if window is not None and window < total:
+            ranks = torch.arange(total, device=call.k.device)
+            distance = ranks[:, None] - ranks[None, :]
+            mask = (distance >= 0) & (distance < window)
+        return tables.rotate(call.layer, call.q, 0), tables.rotate(call.layer, call.k, 0), call.v, mask
+
+    for sequence in ids:
+        attachment.hidden(sequence[None].to(attachment.device), step)
+    return (sums / sum(map(len, ids))).float()
