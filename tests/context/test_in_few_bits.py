@@ -60,8 +60,8 @@ def test_a_session_of_other_bits_is_refused_and_can_be_read_again(tmp_path: Path
     asyncio.run(main())
 
 
-def heads_with(means: torch.Tensor | None) -> RetainingHeads:
-    with attached(model()) as attachment:
+def heads_with(means: torch.Tensor | None, hidden: int = 32) -> RetainingHeads:
+    with attached(model(hidden=hidden)) as attachment:
         heads = random_heads(attachment)
     heads.key_means = means
     return heads
@@ -122,6 +122,18 @@ def test_as_many_bytes_hold_more_units():
     assert four > 1.4 * eight and eight > 2 * exact
     for size in (*sizes, *sizes8, *sizes4):
         assert 0.97 * 300_000 < size <= 300_000
+
+
+def test_bytes_that_means_of_the_heads_spare_hold_units():
+    async def units(means: torch.Tensor | None) -> int:
+        async with tiny(on=model(hidden=128), heads=heads_with(means, 128), policy="locret", budget="100KB",
+                        chunk_size=8, store_bits=4) as runtime:
+            assert 98_000 < runtime.memory.slot_bytes <= 100_000
+            return sum(runtime.engine.budgets)
+
+    row, spared = 2 * (16 + 4) + 12, 8 * 32
+    gained = asyncio.run(units(torch.zeros(2, 2, 32))) - asyncio.run(units(None))
+    assert abs(gained - 2 * spared / row) <= 2, "in two layers"
 
 
 def test_the_recalled_is_read_exactly_as_in_a_memory_of_its_own():
