@@ -118,14 +118,23 @@ def write_key_means(folder: str | os.PathLike[str], means: Tensor) -> None:
     replace(Path(folder) / MEANS, lambda path: save_file({"key_means": stored}, path, metadata={"format": "pt"}))
 
 
-def _expect_means(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path) -> Tensor:
-    """The means of a file. Raises HeadsMismatch: it holds anything else."""
-    expected, means = (config.layers, config.kv_heads, config.head_dim), tensors.get("key_means")
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    if means is None or found != {"key_means": (expected, torch.float32)} or not torch.isfinite(means).all():
-        raise HeadsMismatch(f"{folder / MEANS} holds {found}; expected key_means {expected} of finite float32 numbers: "
-                            "remove that file, and each context takes means of its own")
-    return means
+def _read_means(path: Path, config: HeadsConfig) -> Tensor:
+    """The means of a file. Raises HeadsMismatch: it holds anything else. SafetensorError, OSError: it is none."""
+    tensors = load_file(path)
+    if tensors.keys() != {"key_means"}:
+        raise HeadsMismatch(f"{path} holds {sorted(tensors)}; expected key_means alone: remove that file, and each "
+                            "context takes means of its own")
+    _expect_means(tensors["key_means"], config, str(path))
+    return tensors["key_means"]
+
+
+def _expect_means(means: object, config: HeadsConfig, where: str) -> None:
+    """Raises HeadsMismatch: anything but finite numbers of the shape that these heads have."""
+    expected = (config.layers, config.kv_heads, config.head_dim)
+    found = (tuple(means.shape), means.dtype) if isinstance(means, Tensor) else type(means).__name__
+    if not isinstance(means, Tensor) or found != (expected, torch.float32) or not torch.isfinite(means).all():
+        raise HeadsMismatch(f"key_means of {where}: found {found}; expected {expected} of finite float32 numbers, "
+                            "or none, and each context takes means of its own")
 
 
 class RetainingHeads(nn.Module):
@@ -218,9 +227,9 @@ class RetainingHeads(nn.Module):
                 cls(config).expect_tensors(tensors)
             heads = cls(config)
             heads.load_strictly(tensors)
-            if (folder / MEANS).is_file():
-                heads.key_means = _expect_means(load_file(folder / MEANS), config, folder)
-        except SafetensorError as error:
+            if os.path.lexists(folder / MEANS):
+                heads.key_means = _read_means(folder / MEANS, config)
+        except (SafetensorError, OSError) as error:
             raise HeadsMismatch(f"{folder} cannot be read as retaining heads: {error}") from error
         return heads.float().eval()
 
@@ -282,6 +291,8 @@ class RetainingHeads(nn.Module):
         if self.config.layers > shape.layers:
             raise HeadsMismatch(f"retaining heads of another model: they are for {self.config.layers} layers, this "
                                 f"model has {shape.layers}; train heads for it with `locret-stream train-heads`")
+        if self.key_means is not None:
+            _expect_means(self.key_means, self.config, "these heads")
         trained_on = self.config.fingerprint
         if not trained_on or not fingerprint or trained_on == fingerprint:
             return

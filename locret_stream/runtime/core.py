@@ -265,7 +265,9 @@ class Runtime:
 
     def _engine(self, attachment: Attachment) -> Engine:
         heads = self._load_heads(attachment)
-        means = None if heads is None else heads.key_means
+        means = None
+        if heads is not None and heads.key_means is not None:
+            means = heads.key_means.clone()  # the caller's stay theirs
         policy = self._policy if isinstance(self._policy, Policy) else make_policy(self._policy, self._knobs, heads)
         # A policy that never evicts is full as soon as its smallest layer is.
         shares = heads.config.budget_shares if heads is not None and policy.bounded else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from langchain_locret import LocretChatModel
-from locret_stream import ConfigError, Runtime, SnapshotMismatch
+from locret_stream import ConfigError, HeadsMismatch, Runtime, SnapshotMismatch
 from locret_stream.evaluation.cells import Cell, Origin, file_name, in_words
 from locret_stream.evaluation.variants import labels
 from locret_stream.heads import RetainingHeads
@@ -122,6 +122,27 @@ def test_as_many_bytes_hold_more_units():
     assert four > 1.4 * eight and eight > 2 * exact
     for size in (*sizes, *sizes8, *sizes4):
         assert 0.97 * 300_000 < size <= 300_000
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 1, 8), torch.zeros(3, 2, 8), torch.zeros(2, 2, 4), [0.0],
+                                   torch.full((2, 2, 8), torch.nan), torch.zeros(2, 2, 8, dtype=torch.int64)])
+def test_means_of_heads_in_memory_are_checked_as_those_of_a_file(wrong: Any):
+    heads = heads_with(None)
+    heads.key_means = wrong
+    with pytest.raises(HeadsMismatch, match=r"key_means of these heads: found .*expected \(2, 2, 8\)"):
+        asyncio.run(started(heads))
+
+
+async def started(heads: RetainingHeads) -> torch.Tensor | None:
+    """What a runtime has of their means after the caller changed them in place."""
+    async with tiny(policy="locret", heads=heads, store_bits=4) as runtime:
+        if heads.key_means is not None:
+            heads.key_means += 1
+        return runtime.engine.key_means
+
+
+def test_a_callers_means_stay_theirs():
+    assert torch.equal(asyncio.run(started(heads_with(torch.zeros(2, 2, 8)))), torch.zeros(2, 2, 8))
 
 
 def test_bytes_that_means_of_the_heads_spare_hold_units():

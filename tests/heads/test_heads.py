@@ -199,9 +199,14 @@ def test_means_of_keys_are_read_beside_heads(tmp_path):
 def test_means_that_fit_nothing_are_refused(tmp_path, wrong):
     RetainingHeads(config()).save(tmp_path)
     save_file(wrong, tmp_path / "key_means.safetensors")
-    with pytest.raises(HeadsMismatch, match=r"key_means.safetensors holds .*remove that file"):
+    with pytest.raises(HeadsMismatch, match=r"key_means\.safetensors.* (and each context takes|remove that file)"):
         RetainingHeads.load(tmp_path)
-    (tmp_path / "key_means.safetensors").write_bytes(b"12345678")
+    path = tmp_path / "key_means.safetensors"
+    path.write_bytes(b"12345678")
+    with pytest.raises(HeadsMismatch, match="cannot be read as retaining heads"):
+        RetainingHeads.load(tmp_path)
+    path.unlink()
+    path.symlink_to(tmp_path / "nothing")  # not the same as no means
     with pytest.raises(HeadsMismatch, match="cannot be read as retaining heads"):
         RetainingHeads.load(tmp_path)
 
