@@ -248,15 +248,8 @@ def cpu_ms() -> dict[str, float]:
     return found
 
 
-def rows_of(test: object) -> list[tuple[Any, ...]]:
-    """What a test is parametrized with, whatever other marks it has."""
-    (mark,) = (mark for mark in test.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
-    return mark.args[1]
-
-
-MISTAKES = [("chat/completions", *row[:3]) for row in
-            rows_of(one.test_mistakes_in_chat_are_told_and_change_nothing)] + [
-            ("responses", *row, ...) for row in rows_of(one.test_mistakes_in_responses_are_told_and_change_nothing)]
+MISTAKES = [("chat/completions", *row[:3]) for row in one.CHAT_MISTAKES] + [
+    ("responses", *row, ...) for row in one.RESPONSES_MISTAKES]
 
 
 def test_mistakes_are_told_as_by_one_process(url: str):

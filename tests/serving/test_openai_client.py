@@ -203,7 +203,7 @@ def test_what_is_not_stored_cannot_be_gone_on_from(served: Served):
     assert served.http.get("/v1/sessions").json()["data"] == []
 
 
-@pytest.mark.parametrize("body, status, code, where", [
+CHAT_MISTAKES: list[tuple[Any, ...]] = [
     ({"messages": []}, 400, None, "messages"), ({}, 400, "invalid_value", "messages"),
     ({"messages": [user("x")], "n": 2}, 400, "unsupported_parameter", "n"),
     ({"messages": [user("x")], "logprobs": True}, 400, "unsupported_parameter", "logprobs"),
@@ -219,7 +219,10 @@ def test_what_is_not_stored_cannot_be_gone_on_from(served: Served):
     ({"messages": [user("x")], "model": "gpt-9"}, 404, "model_not_found", "model"),
     ({"messages": [user("x")], "session_id": ""}, 400, "bad_session", "session_id"),
     ({"messages": [user("x")], "session_id": "a\nb"}, 400, "bad_session", "session_id"),
-    ({"messages": [user("\ud800")]}, 400, None, None)])
+    ({"messages": [user("\ud800")]}, 400, None, None)]
+
+
+@pytest.mark.parametrize("body, status, code, where", CHAT_MISTAKES)
 @pytest.mark.thorough(but=3)
 def test_mistakes_in_chat_are_told_and_change_nothing(served: Served, body: dict, status: int, code: str | None,
                                                       where: str | None):
@@ -231,14 +234,17 @@ def test_mistakes_in_chat_are_told_and_change_nothing(served: Served, body: dict
     assert served.http.get("/v1/sessions").json()["data"] == []
 
 
-@pytest.mark.parametrize("body, status", [
+RESPONSES_MISTAKES: list[tuple[Any, ...]] = [
     ({"input": ""}, 400), ({}, 400), ({"input": [{"type": "image"}]}, 400), ({"input": "x", "background": True}, 400),
     ({"input": "x", "previous_response_id": "resp_x.0", "conversation": "c"}, 400),
     ({"input": "x", "previous_response_id": "nonsense"}, 404),
     ({"input": "x", "previous_response_id": f"resp_YQ.{'0' * 32}"}, 404),
     ({"input": "x", "conversation": "conv_unknown"}, 404), ({"input": "x", "conversation": {}}, 400),
     ({"input": [{"type": "function_call", "name": "x"}]}, 400),
-    ({"input": [{"role": "user", "content": 3}]}, 400)])
+    ({"input": [{"role": "user", "content": 3}]}, 400)]
+
+
+@pytest.mark.parametrize("body, status", RESPONSES_MISTAKES)
 @pytest.mark.thorough(but=2)
 def test_mistakes_in_responses_are_told_and_change_nothing(served: Served, body: dict, status: int):
     answer = served.http.post("/v1/responses", json=body)
