@@ -1,8 +1,7 @@
 """The means of a model's keys, which units in few bits are coded without: measured once, and stored with the heads.
 
-Keys have channels whose mean is many times their spread (KIVI, arXiv:2402.02750, section 3.1), so that codes of few
-bits spend their range on it. The mean of a channel hardly differs between texts: one measured beforehand serves all
-contexts, which then hold none of their own.
+Keys have channels whose mean is many times their spread, on which codes of few bits would spend their range. A mean
+that was measured beforehand serves all contexts, which then hold none of their own (`benchmarks/equal_bytes.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from locret_stream.heads import RetainingHeads
 from locret_stream.heads.module import write_key_means
 from locret_stream.models import Attachment, Attended, LayerCall, attached
 from locret_stream.training.data import Example
+from locret_stream.training.labels import Masks, window_masks
 
-EXAMPLES, TOKENS = 32, 4_096  # a mean over some thousand tokens hardly changes any more
+EXAMPLES, TOKENS = 32, 1_024  # many texts, and no more of each than takes a moment
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def store_key_means(model: PreTrainedModel | Attachment, heads: str | os.PathLik
     Args:
         model: a causal LM as `attach` takes it; never changed. An Attachment is used and left attached.
         heads: a folder of retaining heads of any kind.
-        examples: texts like those that will be read; of the first 32 of them at most 4,096 tokens each are read.
+        examples: texts like those that will be read; of the first 32 of them at most 1,024 tokens each are read.
 
     Returns:
         [L, H, D] fp32.
@@ -65,16 +65,13 @@ def measure_key_means(attachment: Attachment, examples: Sequence[Example]) -> Te
     shape, tables = attachment.shape, attachment.tables(max(map(len, ids)))
     sums = torch.zeros(shape.layers, shape.kv_heads, shape.head_dim, dtype=torch.float64)
 
-    def step(call: LayerCall) -> Attended:
-        sums[call.layer] += call.k[0].double().sum(1).cpu()
-        window, total = shape.sliding[call.layer], call.k.shape[2]
-        mask = None
-        if window is not None and window < total:
-            ranks = torch.arange(total, device=call.k.device)
-            distance = ranks[:, None] - ranks[None, :]
-            mask = (distance >= 0) & (distance < window)
-        return tables.rotate(call.layer, call.q, 0), tables.rotate(call.layer, call.k, 0), call.v, mask
-
     for sequence in ids:
+        masks = window_masks(len(sequence), attachment.device)
+
+        def step(call: LayerCall, masks: Masks = masks) -> Attended:
+            sums[call.layer] += call.k[0].double().sum(1).cpu()
+            return (tables.rotate(call.layer, call.q, 0), tables.rotate(call.layer, call.k, 0), call.v,
+                    masks(shape.sliding[call.layer]))
+
         attachment.hidden(sequence[None].to(attachment.device), step)
     return (sums / sum(map(len, ids))).float()

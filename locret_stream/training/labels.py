@@ -35,6 +35,9 @@ Visit = Callable[[LayerCall, Tensor, Tensor], None]
 """visit(call, labels [B, H, n] fp32, valid [B, n] bool), n <= T; labels are 0 where not valid. A call has the
 sequences of a background behind the B examples."""
 
+Masks = Callable[[int | None], Tensor | None]
+"""From a layer's sliding window to a mask, see `window_masks`."""
+
 
 def answer_rows(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """(rows [R] that predict reply tokens, ascending; limits [R]): row r labels the tokens before limits[r]."""
@@ -112,8 +115,7 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
         ids = torch.cat([ids, background.to(device)])
     rows = [tuple(t.to(device) for t in answer_rows(example.answer_spans)) for example in examples]
     n = max(int(limits.max()) for _, limits in rows)
-    ranks = torch.arange(ids.shape[1], device=device)
-    masks: dict[int, Tensor] = {}
+    masks = window_masks(ids.shape[1], device)
 
     def step(call: LayerCall) -> Attended:
         q = tables.rotate(call.layer, call.q, 0)
@@ -128,9 +130,23 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
                 best = best.masked_fill(example.template[:best.shape[1]].to(device) & labelled, TEMPLATE)
             labels[i, :, :best.shape[1]], valid[i, :best.shape[1]] = best, labelled
         visit(call, labels, valid)
-        if window is not None and window < ids.shape[1] and window not in masks:
-            distance = ranks[:, None] - ranks[None, :]
-            masks[window] = (distance >= 0) & (distance < window)
-        return q, k, call.v, masks.get(window) if window is not None else None
+        return q, k, call.v, masks(window)
 
     return attachment.hidden(ids, step)
+
+
+def window_masks(total: int, device: torch.device) -> Masks:
+    """From a layer's sliding window to what each of `total` rows attends to, bool [T, T], made once a window; to None
+    where that is all before it."""
+    masks: dict[int, Tensor] = {}
+
+    def mask(window: int | None) -> Tensor | None:
+        if window is None or window >= total:
+            return None
+        if window not in masks:
+            ranks = torch.arange(total, device=device)
+            distance = ranks[:, None] - ranks[None, :]
+            masks[window] = (distance >= 0) & (distance < window)
+        return masks[window]
+
+    return mask

@@ -160,6 +160,7 @@ def test_nothing_is_told_that_nobody_said(served: Served, way: str):
         ("user", "u1"), ("system", "s1"), ("system", "s2")]
     assert "before" not in served.http.get(f"/v1/sessions/{made}/text").json()["text"]
 
+
 def test_pages_of_a_text_never_cut_a_character(served: Served):
     text = "".join(f"{number} 日本語🙂\\n" for number in range(700))
     for shift in range(4):
@@ -169,4 +170,3 @@ def test_pages_of_a_text_never_cut_a_character(served: Served):
         while (page := served.http.get(f"/v1/sessions/{session}/text", params={"start": at}).json())["end"] > at:
             pages, at = pages + page["text"], page["end"]
         assert at > 4096 and "\ufffd" not in pages and text in pages
-
