@@ -412,3 +412,35 @@ def test_figures_are_polled_while_the_page_is_seen_and_follow_the_stream(served:
     browser.see("document.dispatchEvent(new Event('visibilitychange'))")
     browser.see("new Promise(done => setTimeout(done, 1500))")
     assert len(browser.asked) > asked and not browser.told
+
+
+@in_browser
+@pytest.mark.slow  # a million tokens are read first: minutes
+def test_a_session_of_a_million_tokens_opens_within_a_second(tmp_path: Path, browser: Browser):
+    """As a process of its own, with the bundled model: by a link to it, in a page that was closed before. Run with -s,
+    it prints what it took."""
+    process = processes.start_python("-m", "locret_stream", "serve", "--port", "0", "--json", "--store", tmp_path,
+                                     stdout=processes.PIPE, stderr=processes.DEVNULL)
+    try:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"].removesuffix("/v1")
+        line, seconds = "the door is shut, and the window is open at {}\n", list[float]()
+        with httpx.Client(base_url=url, timeout=3_600) as http:
+            told, lines = 0, 0
+            while told < 1_000_000:
+                text = "".join(line.format(number) for number in range(lines, lines + 10_000))
+                answer = http.post("/v1/sessions/log/ingest", content=text.encode())
+                assert answer.status_code == 200, answer.text
+                told, lines = http.get("/v1/sessions/log/memory").json()["tokens"], lines + 10_000
+        for _ in range(5):
+            browser.do("Page.navigate", url="about:blank")
+            began = time.perf_counter()
+            browser.open(f"{url}/#session=log")
+            browser.settle()
+            seconds.append(time.perf_counter() - began)
+            assert browser.see("shown.end") == told
+        print(f"{told:,} tokens: opened in {', '.join(f'{one * 1000:.0f}' for one in seconds)} ms")
+        assert sorted(seconds)[2] <= 1, seconds
+    finally:
+        process.kill()
+        process.communicate()
