@@ -7,12 +7,13 @@ It holds the passages as text, so of a session that is encrypted it stays in mem
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 import sqlite3
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ LEAST_SHARE = 0.5  # of the fit of the best passage: others mostly name another 
 LEAST_FIT = 0.2  # of what a word counts that one passage alone has; repeated questions make their own words common
 NEAR = 64  # passages, of which the first may depend on what the last has: far more than begin in one of the longest
 _WORD = re.compile(r"\w+")
+_CLITIC = re.compile(r"(?<=\w['’])\w\b|\b\w(?=['’]\w\w)")  # "Ann's", "l'eau": a letter that tells nothing alone
 _WIDE = re.compile("[\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
                    "\U00020000-\U0003ffff]+")
 _TABLES = """
@@ -44,6 +46,14 @@ class Passage(NamedTuple):
     start: int
     ids: list[int]
     text: str
+
+
+class _Found(NamedTuple):
+    """A passage, how well it fits the words of a question, and which of them it has."""
+
+    fit: float
+    passage: Passage
+    has: set[str]
 
 
 class Index:
@@ -91,47 +101,59 @@ class Index:
         which they were read. Of equally good ones the newer is better, of equal ones the newest is found alone.
 
         One that has no word beside those of the question tells nothing, and one in which the question itself was asked
-        counts half: it has all the words, and what it knows is what was answered then. Left out is what shares only
-        common words with the question: that fits less than `LEAST_SHARE` as well as the best passage does, or less
-        than `LEAST_FIT`.
+        counts half: it has all the words, and what it knows is what was answered then. One that has some of the words
+        that better ones have, and lacks others, is mostly about another thing, and counts less (`_worth`). Left out is
+        what shares only common words with the question: that fits less than `LEAST_SHARE` as well as the best passage
+        does, or less than `LEAST_FIT`.
 
         Args:
             measure: tokens of a text.
         """
         asked = _words(question)
-        words = list(dict.fromkeys(reversed(asked)))[:MOST_WORDS]
-        if not words:
+        terms = [f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"'
+                 for word in list(dict.fromkeys(reversed(asked)))[:MOST_WORDS]]
+        if not terms:
             return []
         with self._lock:
-            fits = self._candidates(asked, " OR ".join(
-                f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"' for word in words))
+            found = self._candidates(asked, terms)
             (count,) = self._db.execute("select count(*) from passages").fetchone()
-        fits.sort(key=lambda row: -row[0])  # stable
-        chosen, left = list[Passage](), most
-        for fit, start, ids, text in fits:
-            size = measure(text)
-            if size <= left and fit >= max(LEAST_SHARE * fits[0][0], LEAST_FIT * _weight_of_one(count)):
-                chosen.append(Passage(start, np.frombuffer(ids, "<i4").tolist(), text))
-                left -= size
-        return sorted(chosen)
+            weights = {term: _weight(count, self._count(term)) for term in terms}
+        if not found:
+            return []
+        least = max(LEAST_SHARE * found[0].fit, LEAST_FIT * _weight(count, 1))
+        return sorted(_choose(found, weights, least, most, measure))
 
-    def _candidates(self, asked: list[str], wanted: str) -> list[tuple[float, int, bytes, str]]:
-        """The best passages for the words of a question, each text once: how well each fits, its start, ids and text.
-        Ranked before they are read, as many have a common word."""
+    def _candidates(self, asked: list[str], terms: list[str]) -> list[_Found]:
+        """The best passages for the words of a question, each text once, the best first. Ranked before they are read,
+        as many have a common word."""
         rows = self._db.execute(
             "select fit, start, ids, text from (select rowid, -rank as fit from words where words match ? "
             "order by rank, rowid desc limit ?) join passages on start = rowid order by fit desc, start desc",
-            (wanted, MOST_READ)).fetchall()
-        whole, found, seen = " ".join(asked), list[tuple[float, int, bytes, str]](), set[str]()
+            (" OR ".join(terms), MOST_READ)).fetchall()
+        whole, found, seen = " ".join(asked), list[_Found](), set[str]()
         for fit, start, ids, text in rows:
-            has = _words(text)
-            plain = " ".join(has)
-            if plain not in seen and not set(has) <= set(asked):
-                found.append((fit / 2 if whole in plain else fit, start, ids, text))
+            words = _words(text)
+            plain = " ".join(words)
+            if plain not in seen and not set(words) <= set(asked):
+                found.append(_Found(fit / 2 if whole in plain else fit,
+                                    Passage(start, np.frombuffer(ids, "<i4").tolist(), text), set()))
             seen.add(plain)
             if len(found) == CANDIDATES:
                 break
-        return found
+        starts = json.dumps([one.passage.start for one in found])
+        for term in terms:  # SQLite says of a passage how well it fits, but not which words it has
+            having = {start for (start,) in self._db.execute(
+                "select rowid from words where words match ? and rowid in (select value from json_each(?))",
+                (term, starts))}
+            for one in found:
+                if one.passage.start in having:
+                    one.has.add(term)
+        return sorted(found, key=lambda one: -one.fit)  # stable
+
+    def _count(self, term: str) -> int:
+        """How many passages have a word."""
+        (count,) = self._db.execute("select count(*) from words where words match ?", (term,)).fetchone()
+        return int(count)
 
     def truncate(self, end: int) -> None:
         """Forget all ids from position `end` on."""
@@ -200,7 +222,7 @@ class Index:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(_paired(unicodedata.normalize("NFC", text.lower())))
+    return _WORD.findall(_paired(_CLITIC.sub("", unicodedata.normalize("NFC", text.lower()))))
 
 
 def _paired(text: str) -> str:
@@ -209,9 +231,39 @@ def _paired(text: str) -> str:
     return _WIDE.sub(lambda run: f" {' '.join(map(''.join, itertools.pairwise(run[0]))) or run[0]} ", text)
 
 
-def _weight_of_one(count: int) -> float:
-    """What BM25 lets a word count that one of `count` passages has, where that is of average length."""
-    return math.log((count - 0.5) / 1.5) if count > 1 else 0.0
+def _weight(count: int, having: int) -> float:
+    """What BM25 lets a word count that `having` of `count` passages have, where these are of average length."""
+    return max(1e-6, math.log((count - having + 0.5) / (having + 0.5)))
+
+
+def _choose(found: list[_Found], weights: dict[str, float], least: float, most: int,
+            measure: Callable[[str], int]) -> Iterator[Passage]:
+    """One passage after the other, each the one that is worth most beside those before it, and `least` at least, as
+    long as there is room. Of equally good ones the first."""
+    told, left = set[str](), most
+    while found:
+        worths = [_worth(one, told, weights) for one in found]
+        worth = max(worths)
+        if worth < least:
+            return
+        best = found.pop(worths.index(worth))
+        size = measure(best.passage.text)
+        if size <= left:
+            yield best.passage
+            told |= best.has
+            left -= size
+
+
+def _worth(one: _Found, told: set[str], weights: dict[str, float]) -> float:
+    """How well a passage fits beside better ones, which have the words `told`: its fit, less the share of its words
+    that are told already times the share of the told ones that it lacks. Beside "The key of Ann is 7" little is left of
+    "The key of Bob is 8" for the key of Ann, but all of a later "From today on the key of Ann is 9"."""
+    def weight(words: set[str]) -> float:
+        return sum(weights[word] for word in words)
+
+    if not one.has or not told:
+        return one.fit
+    return one.fit * (1 - weight(one.has & told) / weight(one.has) * weight(told - one.has) / weight(told))
 
 
 def _same(held: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -165,6 +165,36 @@ def test_what_shares_common_words_alone_is_left_out(index: Index, codec: TextCod
     assert [passage.text for passage in found] == ["The door code of the library is 48213."]
 
 
+def test_what_is_mostly_about_another_thing_is_left_out(index: Index, codec: TextCodec):
+    """It has some of the words of the best passage and lacks the name; that one has all of them, said otherwise, or
+    one that no other has, leaves it in."""
+    best, same = "Ann's key number is 48213.", "From now on the number of Ann's key is 9."
+    other, more = "The key number of Bob is 5130.", "Carl is on the third floor."
+    index.add(codec.encode_text("".join(f"{line}\n" for line in (best, same, other, more)) + STORY))
+    assert [passage.text for passage in index.search("What is Ann's key number?", 500, size)] == [best, same]
+    assert [passage.text for passage in index.search("What is Bob's key number?", 500, size)] == [other]
+    found = index.search("Give me the key number of Ann and the floor of Carl", 500, size)
+    assert [passage.text for passage in found] == [best, same, more]
+
+
+def test_words_are_the_same_by_their_stems_there_too(index: Index, codec: TextCodec):
+    best, other = "Ann's licenses were numbered 48213.", "The license number of Bob is 5130, as before."
+    index.add(codec.encode_text(f"{best}\n{other}\n{STORY}"))
+    (found,) = index.search("Which license numbers has Ann?", 500, size)
+    assert found.text == best
+
+
+@pytest.mark.parametrize(("question", "text"), [
+    ("Bob's", "Whoever's this is knows it."), ("Bob’s", "It is Carl’s day."),
+    ("l’eau de Bob", "Il sait qu’il a l’air mal.")])
+def test_a_letter_beside_an_apostrophe_is_no_word(index: Index, codec: TextCodec, question: str, text: str):
+    index.add(codec.encode_text(f"{text}\n{STORY}"))
+    assert index.search(question, 500, size) == []
+    index.add(codec.encode_text("The code x is what they gave to Bob.\nAnd an end"))
+    (found,) = index.search(question, 500, size)
+    assert found.text.endswith("to Bob.") and found in index.search("x's", 500, size)
+
+
 @pytest.mark.parametrize("question", ["", "?!", '"', 'near("a b")', "code OR", "*", "a:b", "text : code", "-",
                                       "NOT code", "code\x00", "(", "^code", "日本", "x" * 9000, "word " * 500])
 def test_a_question_is_no_query_language(index: Index, codec: TextCodec, question: str):
