@@ -32,6 +32,12 @@ _WORD = re.compile(r"\w+")
 _CLITIC = re.compile(r"(?<=\w['’])\w\b|\b\w(?=['’]\w\w)")  # "Ann's", "l'eau": a letter that tells nothing alone
 _WIDE = re.compile("[\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
                    "\U00020000-\U0003ffff]+")
+COMMON = frozenset("""a about above after again against all am an and any are as at be because been before being below
+between both but by can could did do does doing down during each few for from further had has have having he her here
+hers herself him himself his how i if in into is it its itself just me more most my myself no nor not now of off on once
+only or other our ours ourselves out over own same she should so some such than that the their theirs them themselves
+then there these they this those through to too under until up very was we were what when where which while who whom why
+will with would you your yours yourself yourselves""".split())  # words of questions whatever is asked, as is common
 _TABLES = """
 create table passages (start integer primary key, seen integer, ids blob not null, text text not null, paired text);
 create view searched as select start, coalesce(paired, text) as text from passages;
@@ -100,18 +106,19 @@ class Index:
         """The passages that fit the words of a question best and have at most `most` tokens together, in the order in
         which they were read. Of equally good ones the newer is better, of equal ones the newest is found alone.
 
-        One that has no word beside those of the question tells nothing, and one in which the question itself was asked
-        counts half: it has all the words, and what it knows is what was answered then. One that has some of the words
-        that better ones have, and lacks others, is mostly about another thing, and counts less (`_worth`). Left out is
-        what shares only common words with the question: that fits less than `LEAST_SHARE` as well as the best passage
-        does, or less than `LEAST_FIT`.
+        The words of `COMMON` count where the question has no others. A passage that has no word beside those of the
+        question tells nothing, and one in which the question itself was asked counts half: it has all the words, and
+        what it knows is what was answered then. One that has some of the words that a better one has, and lacks
+        others, is mostly about another thing, and counts less (`_worth`). Left out is what fits less than
+        `LEAST_SHARE` as well as the best passage, or less than `LEAST_FIT`: it shares only common words.
 
         Args:
             measure: tokens of a text.
         """
         asked = _words(question)
+        words = [word for word in asked if word not in COMMON] or asked
         terms = [f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"'
-                 for word in list(dict.fromkeys(reversed(asked)))[:MOST_WORDS]]
+                 for word in list(dict.fromkeys(reversed(words)))[:MOST_WORDS]]
         if not terms:
             return []
         with self._lock:
@@ -240,7 +247,7 @@ def _choose(found: list[_Found], weights: dict[str, float], least: float, most: 
             measure: Callable[[str], int]) -> Iterator[Passage]:
     """One passage after the other, each the one that is worth most beside those before it, and `least` at least, as
     long as there is room. Of equally good ones the first."""
-    told, left = set[str](), most
+    told, left = list[set[str]](), most
     while found:
         worths = [_worth(one, told, weights) for one in found]
         worth = max(worths)
@@ -250,20 +257,21 @@ def _choose(found: list[_Found], weights: dict[str, float], least: float, most: 
         size = measure(best.passage.text)
         if size <= left:
             yield best.passage
-            told |= best.has
+            told.append(best.has)
             left -= size
 
 
-def _worth(one: _Found, told: set[str], weights: dict[str, float]) -> float:
+def _worth(one: _Found, told: list[set[str]], weights: dict[str, float]) -> float:
     """How well a passage fits beside better ones, which have the words `told`: its fit, less the share of its words
-    that are told already times the share of the told ones that it lacks. Beside "The key of Ann is 7" little is left of
-    "The key of Bob is 8" for the key of Ann, but all of a later "From today on the key of Ann is 9"."""
+    that one of them has, too, times the share of the words of that one that it lacks. Beside "The key of Ann is 7"
+    little is left of "The key of Bob is 8" for the key of Ann, but all of a later "From today on the key of Ann is 9".
+    """
     def weight(words: set[str]) -> float:
         return sum(weights[word] for word in words)
 
-    if not one.has or not told:
-        return one.fit
-    return one.fit * (1 - weight(one.has & told) / weight(one.has) * weight(told - one.has) / weight(told))
+    repeated = (weight(one.has & other) / weight(one.has) * weight(other - one.has) / weight(other)
+                for other in told if other) if one.has else ()
+    return one.fit * (1 - max(repeated, default=0.0))
 
 
 def _same(held: NDArray[np.int32], other: NDArray[np.int32]) -> int:

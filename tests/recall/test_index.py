@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from locret_stream.errors import ConfigError
-from locret_stream.recall import Cutter, Index
+from locret_stream.recall import Cutter, Index, Passage
+from locret_stream.recall.index import _Found, _worth
 from locret_stream.recall.passages import Cut
 from locret_stream.text import TextCodec
 from tests.training.tiny import make_tokenizer
@@ -175,6 +176,26 @@ def test_what_is_mostly_about_another_thing_is_left_out(index: Index, codec: Tex
     assert [passage.text for passage in index.search("What is Bob's key number?", 500, size)] == [other]
     found = index.search("Give me the key number of Ann and the floor of Carl", 500, size)
     assert [passage.text for passage in found] == [best, same, more]
+
+
+@pytest.mark.parametrize(("words", "told", "worth"), [
+    ("ann number", [], 8), ("ann number", ["club guard"], 8), ("ann number", ["number ann"], 8),
+    ("number", ["ann number"], 4), ("number", ["ann club number guard"], 2), ("number ann", ["ann club"], 6),
+    ("number ann", ["ann club", "number guard"], 6), ("number", ["ann number", "number"], 4), ("", ["ann"], 8),
+    ("ann", [""], 8)])
+def test_what_a_passage_is_worth_beside_others(words: str, told: list[str], worth: float):
+    """Each of several others counts alone: what two of them have apart may together be what was asked."""
+    weights = dict.fromkeys("ann number club guard".split(), 3.0)
+    found = _Found(8.0, Passage(0, [], ""), set(words.split()))
+    assert _worth(found, [set(other.split()) for other in told], weights) == worth
+
+
+def test_words_of_every_question_are_not_searched_for_where_there_are_others(index: Index, codec: TextCodec):
+    index.add(codec.encode_text(f"Could you be who they were before?\nAnn lives far away from here.\n{STORY}"))
+    (found,) = index.search("Could you tell me where Ann was before?", 500, size)
+    assert found.text == "Ann lives far away from here."
+    (found,) = index.search("Could they?", 500, size)
+    assert found.text == "Could you be who they were before?"
 
 
 def test_words_are_the_same_by_their_stems_there_too(index: Index, codec: TextCodec):
