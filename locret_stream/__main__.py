@@ -6,8 +6,15 @@ import sys
 import threading
 
 
+SPINS = "5000"  # some 50 µs; by default tens of milliseconds, several hundred times a token
+
+
 def main() -> None:
     """Run the command line. Ctrl-C while it is imported ends the process as quietly as later."""
+    # At the end of each operation torch's threads wait for each other (libgomp, which reads this as torch is loaded).
+    # Where other processes use the cores, too, the one that is waited for does not run, and the others take its time.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     try:
         from locret_stream.cli import app
         from locret_stream.cli.errors import INTERRUPTED, STOPPED

@@ -347,4 +347,5 @@ def _hide(spec: dict[str, Any], control: frozenset[int]) -> None:
     if model["type"] == "BPE":
         prefix = len(model["continuing_subword_prefix"] or "")
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        model["merges"] = [[a, b] for a, b in pairs if hidden.keys().isdisjoint((a, b, a + b[prefix:]))]
+        model["merges"] = [[a, b] for a, b in pairs
+                           if a not in hidden and b not in hidden and a + b[prefix:] not in hidden]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from locret_stream import __main__
 from locret_stream.cli import cores
 from locret_stream.cli.loading import bound_threads
 
@@ -44,3 +45,18 @@ def test_threads_are_only_ever_lowered_and_a_user_decides(group: Path, monkeypat
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     bound_threads()
     assert chosen == [8] and before
+
+
+@pytest.mark.parametrize(("given", "spins"), [({}, __main__.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"),
+                                              ({"OMP_WAIT_POLICY": "active"}, None)])
+def test_threads_that_wait_leave_the_cores_to_others_unless_a_user_decides(monkeypatch, given: dict[str, str],
+                                                                           spins: str | None):
+    with monkeypatch.context() as patch:
+        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+            patch.setenv(name, "")  # what `main` sets goes again
+            patch.delenv(name)
+        for name, value in given.items():
+            patch.setenv(name, value)
+        patch.setattr("locret_stream.cli.app", lambda **_: None)
+        __main__.main()
+        assert os.environ.get("GOMP_SPINCOUNT") == spins
