@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 
-
 SPINS = "5000"  # some 50 µs; by default tens of milliseconds, several hundred times a token
 
 
