@@ -7,7 +7,6 @@ It holds the passages as text, so of a session that is encrypted it stays in mem
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import sqlite3
@@ -147,11 +146,11 @@ class Index:
             seen.add(plain)
             if len(found) == CANDIDATES:
                 break
-        starts = json.dumps([one.passage.start for one in found])
+        starts = [one.passage.start for one in found]
+        places = ", ".join("?" * len(starts))
         for term in terms:  # SQLite says of a passage how well it fits, but not which words it has
             having = {start for (start,) in self._db.execute(
-                "select rowid from words where words match ? and rowid in (select value from json_each(?))",
-                (term, starts))}
+                f"select rowid from words where words match ? and rowid in ({places})", (term, *starts))}
             for one in found:
                 if one.passage.start in having:
                     one.has.add(term)
