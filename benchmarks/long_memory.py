@@ -60,8 +60,7 @@ VERSION = 1  # of streams and systems: counted up when one changes, so that resu
 MEMORIES = "locret", "streaming_llm"
 DEFAULT = (*MEMORIES, *alternatives.SYSTEMS)
 PINNED, RECALL = "pinned", "recall"
-WHERE_RECALLED = ("in the turn that was read, of sentences cut between their parts, by words that are not in every "
-                  "question, none mostly about another thing")  # names the files anew
+WHERE_RECALLED = "in the turn that was read, of sentences cut between their parts, common words a quarter"  # names anew
 KNOWN = (*DEFAULT, PINNED, RECALL)
 SIZED = "truncation", "bm25"  # those that may be given a number of tokens
 LEAST = 3 * alternatives.SUMMARY_TOKENS  # what a summary needs: its old and its new form, and text

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 
-SPINS = "5000"  # some 50 µs; by default tens of milliseconds, several hundred times a token
+SPINS = "5000"  # a sixtieth of libgomp's own number, which is milliseconds, some hundred times a token
 
 
 def main() -> None:

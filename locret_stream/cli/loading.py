@@ -90,14 +90,16 @@ def bound_threads() -> None:
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """A block that imports and loads, and what is there behind it stays to the end: Python's search for garbage would
-    take a seventh of its time and find none, and is not to look through the same objects again later."""
+    """A block that imports and loads without a search for garbage, which would take a seventh of the time for hardly
+    any; and nothing that is there behind it is searched again."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def _before_loading(model: str) -> None:

@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ LEAST_SHARE = 0.5  # of the fit of the best passage: others mostly name another 
 LEAST_FIT = 0.2  # of what a word counts that one passage alone has; repeated questions make their own words common
 NEAR = 64  # passages, of which the first may depend on what the last has: far more than begin in one of the longest
 _WORD = re.compile(r"\w+")
-_CLITIC = re.compile(r"(?<=\w['’])\w\b|\b\w(?=['’]\w\w)")  # "Ann's", "l'eau": a letter that tells nothing alone
+_CLITIC = re.compile(r"(?<=\w['’])[^\W\d_]\b|\b[^\W\d_](?=['’]\w\w)")  # "Ann's", "l'eau": a letter that tells nothing
 _WIDE = re.compile("[\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
                    "\U00020000-\U0003ffff]+")
 COMMON = frozenset("""a about above after again against all am an and any are as at be because been before being below
@@ -36,7 +36,8 @@ between both but by can could did do does doing down during each few for from fu
 hers herself him himself his how i if in into is it its itself just me more most my myself no nor not now of off on once
 only or other our ours ourselves out over own same she should so some such than that the their theirs them themselves
 then there these they this those through to too under until up very was we were what when where which while who whom why
-will with would you your yours yourself yourselves""".split())  # words of questions whatever is asked, as is common
+will with would you your yours yourself yourselves""".split())  # words that questions have whatever they ask
+COMMON_SHARE = 0.25  # of what BM25 lets these count: in a text of another kind, such as code, they are as rare as names
 _TABLES = """
 create table passages (start integer primary key, seen integer, ids blob not null, text text not null, paired text);
 create view searched as select start, coalesce(paired, text) as text from passages;
@@ -51,14 +52,6 @@ class Passage(NamedTuple):
     start: int
     ids: list[int]
     text: str
-
-
-class _Found(NamedTuple):
-    """A passage, how well it fits the words of a question, and which of them it has."""
-
-    fit: float
-    passage: Passage
-    has: set[str]
 
 
 class Index:
@@ -105,61 +98,59 @@ class Index:
         """The passages that fit the words of a question best and have at most `most` tokens together, in the order in
         which they were read. Of equally good ones the newer is better, of equal ones the newest is found alone.
 
-        The words of `COMMON` count where the question has no others. A passage that has no word beside those of the
-        question tells nothing, and one in which the question itself was asked counts half: it has all the words, and
-        what it knows is what was answered then. One that has some of the words that a better one has, and lacks
-        others, is mostly about another thing, and counts less (`_worth`). Left out is what fits less than
-        `LEAST_SHARE` as well as the best passage, or less than `LEAST_FIT`: it shares only common words.
+        Words of `COMMON` count less than others, and alone only where no passage has another word of the question. A
+        passage that has no word beside those of the question tells nothing, and one in which the question itself was
+        asked counts half: it has all the words, and what it knows is what was answered then. Left out is what fits less
+        than `LEAST_SHARE` as well as the best passage, or less than `LEAST_FIT`: it shares only words that many have.
 
         Args:
             measure: tokens of a text.
         """
         asked = _words(question)
-        words = [word for word in asked if word not in COMMON] or asked
-        terms = [f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"'
-                 for word in list(dict.fromkeys(reversed(words)))[:MOST_WORDS]]
-        if not terms:
+        words = list(dict.fromkeys(reversed(asked)))[:MOST_WORDS]
+        if not words:
             return []
         with self._lock:
-            found = self._candidates(asked, terms)
+            fits = self._candidates(asked, self._ranked(words))
             (count,) = self._db.execute("select count(*) from passages").fetchone()
-            weights = {term: _weight(count, self._count(term)) for term in terms}
-        if not found:
-            return []
-        least = max(LEAST_SHARE * found[0].fit, LEAST_FIT * _weight(count, 1))
-        return sorted(_choose(found, weights, least, most, measure))
+        fits.sort(key=lambda row: -row[0])  # stable
+        chosen, left = list[Passage](), most
+        for fit, passage in fits:
+            size = measure(passage.text)
+            if size <= left and fit >= max(LEAST_SHARE * fits[0][0], LEAST_FIT * _weight_of_one(count)):
+                chosen.append(passage)
+                left -= size
+        return sorted(chosen)
 
-    def _candidates(self, asked: list[str], terms: list[str]) -> list[_Found]:
-        """The best passages for the words of a question, each text once, the best first. Ranked before they are read,
-        as many have a common word."""
-        rows = self._db.execute(
-            "select fit, start, ids, text from (select rowid, -rank as fit from words where words match ? "
-            "order by rank, rowid desc limit ?) join passages on start = rowid order by fit desc, start desc",
-            (" OR ".join(terms), MOST_READ)).fetchall()
-        whole, found, seen = " ".join(asked), list[_Found](), set[str]()
-        for fit, start, ids, text in rows:
-            words = _words(text)
-            plain = " ".join(words)
-            if plain not in seen and not set(words) <= set(asked):
-                found.append(_Found(fit / 2 if whole in plain else fit,
-                                    Passage(start, np.frombuffer(ids, "<i4").tolist(), text), set()))
+    def _ranked(self, words: list[str]) -> list[tuple[float, int]]:
+        """How well the passages that have some of the words fit them, and their starts, the best first."""
+        def fits(some: list[str]) -> list[tuple[float, int]]:
+            wanted = " OR ".join(f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"' for word in some)
+            return self._db.execute("select -rank, rowid from words where words match ? order by rank, rowid desc "
+                                    "limit ?", (wanted, MOST_READ)).fetchall()
+
+        telling = [word for word in words if word not in COMMON]
+        if len(telling) in (0, len(words)) or not (found := fits(telling)):
+            return fits(words)
+        whole = {start: fit for fit, start in fits(words)}
+        both = [(fit + COMMON_SHARE * max(0.0, whole.get(start, fit) - fit), start) for fit, start in found]
+        return sorted(both, key=lambda row: (-row[0], -row[1]))
+
+    def _candidates(self, asked: list[str], ranked: list[tuple[float, int]]) -> list[tuple[float, Passage]]:
+        """The best of these passages, each text once, and how well each fits. Ranked before they are read, as many have
+        a common word."""
+        whole, found, seen = " ".join(asked), list[tuple[float, Passage]](), set[str]()
+        for fit, start in ranked:
+            ids, text = self._db.execute("select ids, text from passages where start = ?", (start,)).fetchone()
+            has = _words(text)
+            plain = " ".join(has)
+            if plain not in seen and not set(has) <= set(asked):
+                found.append((fit / 2 if whole in plain else fit,
+                              Passage(start, np.frombuffer(ids, "<i4").tolist(), text)))
             seen.add(plain)
             if len(found) == CANDIDATES:
                 break
-        starts = [one.passage.start for one in found]
-        places = ", ".join("?" * len(starts))
-        for term in terms:  # SQLite says of a passage how well it fits, but not which words it has
-            having = {start for (start,) in self._db.execute(
-                f"select rowid from words where words match ? and rowid in ({places})", (term, *starts))}
-            for one in found:
-                if one.passage.start in having:
-                    one.has.add(term)
-        return sorted(found, key=lambda one: -one.fit)  # stable
-
-    def _count(self, term: str) -> int:
-        """How many passages have a word."""
-        (count,) = self._db.execute("select count(*) from words where words match ?", (term,)).fetchone()
-        return int(count)
+        return found
 
     def truncate(self, end: int) -> None:
         """Forget all ids from position `end` on."""
@@ -237,40 +228,9 @@ def _paired(text: str) -> str:
     return _WIDE.sub(lambda run: f" {' '.join(map(''.join, itertools.pairwise(run[0]))) or run[0]} ", text)
 
 
-def _weight(count: int, having: int) -> float:
-    """What BM25 lets a word count that `having` of `count` passages have, where these are of average length."""
-    return max(1e-6, math.log((count - having + 0.5) / (having + 0.5)))
-
-
-def _choose(found: list[_Found], weights: dict[str, float], least: float, most: int,
-            measure: Callable[[str], int]) -> Iterator[Passage]:
-    """One passage after the other, each the one that is worth most beside those before it, and `least` at least, as
-    long as there is room. Of equally good ones the first."""
-    told, left = list[set[str]](), most
-    while found:
-        worths = [_worth(one, told, weights) for one in found]
-        worth = max(worths)
-        if worth < least:
-            return
-        best = found.pop(worths.index(worth))
-        size = measure(best.passage.text)
-        if size <= left:
-            yield best.passage
-            told.append(best.has)
-            left -= size
-
-
-def _worth(one: _Found, told: list[set[str]], weights: dict[str, float]) -> float:
-    """How well a passage fits beside better ones, which have the words `told`: its fit, less the share of its words
-    that one of them has, too, times the share of the words of that one that it lacks. Beside "The key of Ann is 7"
-    little is left of "The key of Bob is 8" for the key of Ann, but all of a later "From today on the key of Ann is 9".
-    """
-    def weight(words: set[str]) -> float:
-        return sum(weights[word] for word in words)
-
-    repeated = (weight(one.has & other) / weight(one.has) * weight(other - one.has) / weight(other)
-                for other in told if other) if one.has else ()
-    return one.fit * (1 - max(repeated, default=0.0))
+def _weight_of_one(count: int) -> float:
+    """What BM25 lets a word count that one of `count` passages has, where that is of average length."""
+    return math.log((count - 0.5) / 1.5) if count > 1 else 0.0
 
 
 def _same(held: NDArray[np.int32], other: NDArray[np.int32]) -> int:
