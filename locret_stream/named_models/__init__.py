@@ -43,7 +43,7 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 NAMED_MODELS = {
     "bundled": NamedModel(folder=lambda: BUNDLED, heads=BUNDLED, budget=768, chunk_size=256, dtype="float32",
-                          acknowledge=None, recall=Recall(tokens=256, memory=0.05), tools=True, bounded=True),
+                          acknowledge=None, recall=Recall(tokens=96, memory=0.05), tools=True, bounded=True),
     smollm2.NAME: NamedModel(folder=smollm2.smollm2_folder, heads=smollm2.HEADS, budget=1024, chunk_size=256,
                              recall=Recall(memory=0.1)),
 }
