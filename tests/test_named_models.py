@@ -50,7 +50,7 @@ def test_a_name_is_text_and_nothing_else():
 
 
 def test_what_recall_means_is_the_model_s_unless_it_is_said():
-    usual, own = Recall(tokens=256, memory=0.05), Recall(tokens=64)
+    usual, own = Recall(tokens=96, memory=0.05), Recall(tokens=64)
     assert Runtime.from_pretrained("bundled", recall=True).recall == usual
     assert Runtime.from_pretrained("smollm2", recall=True).recall == Recall(memory=0.1)
     assert Runtime.from_pretrained("bundled", recall=own).recall == own
