@@ -133,7 +133,7 @@ class Index:
         if len(telling) in (0, len(words)) or not (found := fits(telling)):
             return fits(words)
         whole = {start: fit for fit, start in fits(words)}
-        both = [(fit + COMMON_SHARE * max(0.0, whole.get(start, fit) - fit), start) for fit, start in found]
+        both = [(fit + COMMON_SHARE * (whole.get(start, fit) - fit), start) for fit, start in found]
         return sorted(both, key=lambda row: (-row[0], -row[1]))
 
     def _candidates(self, asked: list[str], ranked: list[tuple[float, int]]) -> list[tuple[float, Passage]]:
