@@ -54,6 +54,15 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     assert len(found["choices"]) == 5
 
 
+def test_cold_starts_are_timed_to_the_answer():
+    done = run_python("benchmarks/cold_start.py", "--repeats", "1", "--models", "bundled", "--busy", "1",
+                      env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = json.loads(done.stdout)["result"]["cases"]
+    assert cases.keys() == {"help", "import_langchain", "imports", "bundled", "bundled_spinning"}
+    assert all(0 < case["first_s"]["median"] <= case["end_s"]["median"] for case in cases.values())
+
+
 SYSTEMS = ("locret", "pinned", "streaming_llm", "policy:random", "pinned:streaming_llm", "truncation", "truncation:300",
            "summary", "oracle", "gathered", "gathered_recent", "sentences_recent")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import itertools
 import json
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +90,24 @@ def test_a_damaged_conversion_is_made_again(package: Path):
         damage()
         assert model_path("smollm2") == folder and weights.read_bytes() == whole
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "nothing else is left"
+
+
+def test_files_are_compared_once_while_they_stay_as_they_are(package: Path, monkeypatch):
+    folder = Path(model_path("smollm2"))
+    assert smollm2.converted_folder_is_whole()
+    with monkeypatch.context() as patch:
+        patch.setattr(smollm2.mmap, "mmap", lambda *_, **__: pytest.fail("read again"))
+        assert model_path("smollm2") == folder and smollm2.converted_folder_is_whole()
+    weights = folder / "model.safetensors"
+    before, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)  # in place, of the same size
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # and with the old time
+    assert not smollm2.converted_folder_is_whole()
+
+
+def test_nothing_converted_is_not_whole(package: Path):
+    assert not smollm2.converted_folder_is_whole()
 
 
 def test_an_interrupted_conversion_leaves_nothing(package: Path, tmp_path: Path, monkeypatch):
@@ -215,8 +235,7 @@ def test_bfloat16_is_for_cpus_that_have_it(monkeypatch, own, fast, expected):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_checkpoint_is_loaded_in_its_own_precision(tmp_path: Path, monkeypatch, dtype: str):
-    base().to(getattr(torch, dtype)).save_pretrained(tmp_path)
-    base().to(torch.float32)
+    copy.deepcopy(base()).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     for fast in (True, False):
         monkeypatch.setattr(loading, "cpu_has_bfloat16", lambda fast=fast: fast)
         loaded = loading.load_model(tmp_path, "auto", "cpu")

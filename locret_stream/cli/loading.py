@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,11 +103,19 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
+def _quietly(work: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # it will be said when it is needed
+        work()
+
+
 def _before_loading(model: str) -> None:
     """Silence what others print while they load, bound the threads, and say where a hub is asked."""
+    named = named_model(model)
+    if named is not None and named.ahead is not None:
+        threading.Thread(target=_quietly, args=(named.ahead,), name="locret-ahead", daemon=True).start()
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     bound_threads()
-    if named_model(model) is None and not Path(model).exists() and model.count("/") < 2:
+    if named is None and not Path(model).exists() and model.count("/") < 2:
         err.print(f"{model} is no folder here: asking the Hugging Face hub.", soft_wrap=True)

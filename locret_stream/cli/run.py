@@ -25,7 +25,7 @@ from locret_stream.config import Sampling
 from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
 if TYPE_CHECKING:
-    from locret_stream.context import StreamingContext
+    from locret_stream.context import StreamingContext, Token
     from locret_stream.snapshot import Store
 
 LANGCHAIN = "langchain/"  # names of sessions that the adapter writes begin with it
@@ -281,16 +281,19 @@ async def read(names: list[str], text: AsyncIterator[str], context: StreamingCon
 
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
                  as_json: bool, *, recall: bool, evicts: bool) -> None:
-    """Answer every question from the same memory, and print the answers; `recall`: as JSON with what was read again,
-    which is nothing where the policy never evicts."""
+    """Answer every question from the same memory, and print the answers as they come; `recall`: as JSON with what was
+    read again, which is nothing where the policy never evicts."""
     answers = []
     for question in questions:
-        text = await context.ask(question, sampling=sampling)
+        if not as_json and len(questions) > 1:
+            print(f"{question}\n  ", end="", flush=True)
+        line = Stripped()
+        text = await context.ask(question, sampling=sampling, on_token=None if as_json else line.add)
         again = await context.recall(question) if recall and as_json and evicts else ()
         answers.append({"question": question, "answer": text.strip()} | (
             {"recalled": msgspec.to_builtins(again)} if recall else {}))
         if not as_json:
-            print(text.strip() if len(questions) == 1 else f"{question}\n  {text.strip()}", flush=True)
+            print(flush=True)
     memory = context.memory
     if as_json:
         print_json({
@@ -302,6 +305,22 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
             "tok_per_s": round(row.tok_per_s, 1) if row else 0.0,
             "answers": answers,
         })
+
+
+class Stripped:
+    """Prints a reply as it comes, without the white space at its ends."""
+
+    def __init__(self) -> None:
+        self._space: str | None = None  # white space that may be the reply's end; None: at its beginning
+
+    def add(self, token: Token) -> None:
+        """Print what is certain by now."""
+        text = token.text.lstrip() if self._space is None else self._space + token.text
+        shown = text.rstrip()
+        if shown:
+            print(shown, end="", flush=True)
+        if shown or self._space is not None:
+            self._space = text[len(shown):]
 
 
 async def chat(questions: Reader, context: StreamingContext, sampling: Sampling) -> None:

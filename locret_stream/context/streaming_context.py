@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,7 @@ from locret_stream.context.session import Session
 from locret_stream.context.session_index import Recalled
 from locret_stream.context.session_state import CLOSED
 from locret_stream.context.sources import Source, as_piece
-from locret_stream.context.streams import Feed, Generation
+from locret_stream.context.streams import Feed, Generation, Token
 from locret_stream.context.turns import Turn
 from locret_stream.context.values import Memory, sampling_of
 from locret_stream.engine import Occupancy, Receipts, occupancy
@@ -251,7 +251,8 @@ class StreamingContext:
         await session.focus(restoring.focus_ids(self._services, text))
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
-                  recall: bool | Recall | None = None, aside: Sequence[int] = (), **options: Any) -> str:
+                  recall: bool | Recall | None = None, aside: Sequence[int] = (),
+                  on_token: Callable[[Token], object] | None = None, **options: Any) -> str:
         """The reply to `question`, computed on a scratch copy at the last accepted token: the memory stays as it is.
 
         Waits in order for a scratch slot, and for no live one. With `schema` the reply is JSON that fits it, unless
@@ -261,6 +262,8 @@ class StreamingContext:
             recall: whether the copy reads again, before the question, what has the question's words: what `recall`
                 returns. It keeps less of its memory beside that (see `Recall`). By default as the runtime was told.
             aside: token ids that the copy reads before the question, in place of what would be recalled.
+            on_token: called with each token of the reply as it comes; their texts make up the reply. What it raises
+                ends the answer.
 
         Raises:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
@@ -280,8 +283,9 @@ class StreamingContext:
             copy = await session.fork(slot)
             with session.answering_on(copy):
                 reply = Generation(copy, question, settings, name="ask", before=again, constraint=constraint)
-                async for _ in reply:
-                    pass
+                async for token in reply:
+                    if on_token is not None:
+                        on_token(token)
                 return reply.text
 
     async def recall(self, question: str | list[int], recall: Recall | None = None) -> tuple[Recalled, ...]:

@@ -20,6 +20,7 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         folder: finds it, and may convert it first; raises UnsupportedModel.
+        ahead: does what `folder` would do first and needs no torch; may run in a thread beside other work.
         heads: the folder of its retaining heads.
         budget, chunk_size: what it runs with by default; the budget in units per KV head.
         dtype: what "auto" means for it; the figures of the bundled model are of float32.
@@ -31,6 +32,7 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     folder: Callable[[], Path]
+    ahead: Callable[[], object] | None = None
     heads: Path
     budget: int
     chunk_size: int
@@ -44,8 +46,8 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
 NAMED_MODELS = {
     "bundled": NamedModel(folder=lambda: BUNDLED, heads=BUNDLED, budget=768, chunk_size=256, dtype="float32",
                           acknowledge=None, recall=Recall(tokens=96, memory=0.05), tools=True, bounded=True),
-    smollm2.NAME: NamedModel(folder=smollm2.smollm2_folder, heads=smollm2.HEADS, budget=1024, chunk_size=256,
-                             recall=Recall(memory=0.1)),
+    smollm2.NAME: NamedModel(folder=smollm2.smollm2_folder, ahead=smollm2.converted_folder_is_whole,
+                             heads=smollm2.HEADS, budget=1024, chunk_size=256, recall=Recall(memory=0.1)),
 }
 
 

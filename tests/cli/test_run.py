@@ -8,10 +8,12 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from locret_stream.cli.run import Stripped
 from tests.cli import command
 from tests.cli.command import invoke, mistake
 from tests.processes import run_python
@@ -44,6 +46,23 @@ def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):
     assert code == 0, err
     read = int(re.search(r"At the end: ([\d,]+) tokens", err)[1].replace(",", ""))
     assert read > len("Hello.\nWho?Why?")
+
+
+@pytest.mark.parametrize("pieces", [["", " \n", " It ", "is ", "", "48213", " ", " \n"], ["It is 48213"],
+                                    [" It is", " 48213\n"], ["\nI", "t is 4", "8213"]])
+def test_an_answer_is_printed_as_it_comes_without_white_space_at_its_ends(pieces: list[str], capsys):
+    line, shown = Stripped(), ""
+    for number, piece in enumerate(pieces, 1):
+        line.add(SimpleNamespace(text=piece))
+        shown += capsys.readouterr().out
+        assert shown == "".join(pieces[:number]).strip(), "nothing that is certain waits"
+    assert shown == "It is 48213"
+
+
+def test_several_answers_stand_below_their_questions(small: list[str]):
+    code, out, err = invoke("run", "--ask", "What?", "--ask", "And?", "--max-new-tokens", 4, *small, text="abc\n")
+    assert code == 0, err
+    assert out.startswith("What?\n  ") and "\nAnd?\n  " in out and out.endswith("\n")
 
 
 def test_json_tells_what_an_answer_read_again(small: list[str], tmp_path: Path):

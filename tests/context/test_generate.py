@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from locret_stream import ConfigError, Sampling
+from locret_stream.context import Token
 from tests import tiny_tokenizers
 from tests.context.support import (
     ASK,
@@ -424,6 +425,25 @@ async def test_ask_leaves_memory_bit_for_bit(monkeypatch):
                 await ctx.ask(wrong)
         expect_same(await snap(ctx, settle=False), before)
         assert runtime.slots.scratch.free == 2
+
+
+async def test_ask_tells_each_token_as_it_comes():
+    async with tiny(scratch=1) as runtime, runtime.open() as ctx:
+        await ctx.feed(TEXT)
+        told: list[Token] = []
+        answer = await ctx.ask("who?", max_new_tokens=9, ignore_eos=True, on_token=told.append)
+        assert len(told) == 9 and "".join(token.text for token in told) == answer
+        before = await snap(ctx)
+
+        def second(token: Token) -> None:
+            if told.append(token) or len(told) == 11:
+                raise KeyError("enough")
+
+        with pytest.raises(KeyError, match="enough"):
+            await ctx.ask("who?", max_new_tokens=9, ignore_eos=True, on_token=second)
+        assert len(told) == 11 and runtime.slots.scratch.free == 1, "the slot came back at once"
+        expect_same(await snap(ctx), before)
+        assert await ctx.ask("who?", max_new_tokens=9, ignore_eos=True) == answer
 
 
 async def test_an_answer_depends_on_the_tokens_alone():
