@@ -9,7 +9,7 @@ Files were read before (an untimed round comes first), programs were not: this i
   help                 `locret-stream --help`, to its end
   import_langchain     `import langchain_locret`, to the end of the process; fails if that imports torch
   imports              the class of a model is imported from transformers without a search for garbage, as the command
-                       line does it, to the end of the process: what no answer gets below
+                       line does it, to its first output: what no answer gets below
   bundled, smollm2     `locret-stream run notes.txt --ask ...`: to the first characters of the answer, and to the end of
                        the process
   smollm2_spinning     with --busy: the same, where torch's threads wait as long for each other as libgomp lets them
@@ -37,7 +37,7 @@ from locret_stream.named_models import model_path
 ROOT = Path(__file__).parents[1]
 FACT, QUESTION, VALUE = "The door code of falcon is 48213.\n", "What is the door code of falcon?", "48213"
 LANGCHAIN = "import sys, langchain_locret; sys.exit('torch' in sys.modules)"
-IMPORTS = "import gc; gc.disable(); from transformers import LlamaForCausalLM"
+IMPORTS = "import gc; gc.disable(); from transformers import LlamaForCausalLM; print(1, flush=True)"
 USUAL_SPINS = "300000"
 
 
