@@ -43,8 +43,9 @@ HELP = """Stream real text past a small memory, then ask what was in it.
 
 Twelve facts lie at random places in the standard library's sources, among 110 sentences of the same shape that are \
 never asked; any model but the bundled one reads six facts as people tell them, and no decoys. Every question is asked \
-on a scratch copy of the memory, and again of a memory that keeps the first and the most recent tokens at the same \
-budget. Then the memory is saved, and a new process opens it and answers again.
+on a scratch copy of the memory, once more with recall, which first reads again what has the question's words, and of \
+a memory that keeps the first and the most recent tokens at the same budget. Then the memory is saved, and a new \
+process opens it and answers again.
 
 Examples:
 
@@ -68,14 +69,21 @@ app = typer.Typer(rich_markup_mode="rich")
 class Asked:
     """One question with its true answer, the position of its fact in the stream, and what each memory answered.
 
-    answer: of the memory under test. recent: of sinks + recent; None without the comparison.
+    answer: of the memory under test. recalled: of the same memory with recall; None without. recent: of sinks + recent;
+    None without the comparison.
     """
 
     question: str
     expected: str
     position: int | None = None
     answer: str = ""
+    recalled: str | None = None
     recent: str | None = None
+
+    @property
+    def best(self) -> str:
+        """With recall, where that was asked."""
+        return self.answer if self.recalled is None else self.recalled
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ def demo(
     policy: Policy = "locret",
     model: Model = "bundled",
     heads: Heads = None,
+    recall: Annotated[bool, typer.Option("--recall/--no-recall", help="Ask once more with recall.")] = True,
     compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Run sinks + recent beside it.")] = True,
     restart: Annotated[bool, typer.Option("--restart/--no-restart", help=(
         "Save the memory and let a new process answer from it."))] = True,
@@ -119,7 +128,7 @@ def demo(
     summary = Summary()
     names = [policy, "sinks + recent"] if compare else [policy]
     options = RuntimeOptions(model=model, heads=heads, policy=policy, budget=None if budget is None else str(budget),
-                             chunk_size=chunk_size)
+                             chunk_size=chunk_size, recall=recall)
 
     with interruptible(summary), tempfile.TemporaryDirectory(prefix="locret-demo-") as folder:
         runtimes = [make_runtime(options, **({"store": folder, "autosave": False} if restart else {}))]
@@ -141,7 +150,7 @@ def demo(
                          f"budget {units:,} + chunk {chunk} units per KV head")
                 with Board(title, names, planted.size) as board:
                     asked = await feed_all(planted, given or planted.facts, contexts, board)
-                    await ask(asked, contexts)
+                    await ask(asked, contexts, recall=recall and runtimes[0].engine.policy.bounded)
                 restored = await ask_again(asked, contexts[0], folder, options) if restart else None
                 report(asked, board, units, chunk, restored, whole=ours, as_json=as_json)
 
@@ -223,12 +232,17 @@ async def feed_all(planted: PlantedStream, facts: Iterable[Fact | GivenFact], co
     return asked
 
 
-async def ask(asked: list[Asked], contexts: list[StreamingContext]) -> None:
-    """Write the answer of every memory into the entries."""
+async def ask(asked: list[Asked], contexts: list[StreamingContext], *, recall: bool) -> None:
+    """Write the answer of every memory into the entries; `recall`: that of the first memory with recall, too."""
+    async def answer(context: StreamingContext, question: str, *, again: bool = False) -> str:
+        return (await context.ask(question, max_new_tokens=ANSWER_TOKENS, recall=again)).strip()
+
     for entry in asked:
-        entry.answer = (await contexts[0].ask(entry.question, max_new_tokens=ANSWER_TOKENS)).strip()
+        entry.answer = await answer(contexts[0], entry.question)
+        if recall:
+            entry.recalled = await answer(contexts[0], entry.question, again=True)
         if len(contexts) > 1:
-            entry.recent = (await contexts[1].ask(entry.question, max_new_tokens=ANSWER_TOKENS)).strip()
+            entry.recent = await answer(contexts[1], entry.question)
 
 
 async def ask_again(asked: list[Asked], context: StreamingContext, folder: str, options: RuntimeOptions) -> Restored:
@@ -242,6 +256,7 @@ async def ask_again(asked: list[Asked], context: StreamingContext, folder: str, 
     save_s = time.perf_counter() - began
     words = [word for name in ("model", "policy", "budget", "chunk_size", "heads")
              if (value := getattr(options, name)) is not None for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += ["--recall"] if options.recall else []
     questions = [word for entry in asked for word in ("--ask", entry.question)]
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCRET_KEY", "LOCRET_STORE")}
     process = await asyncio.create_subprocess_exec(
@@ -286,10 +301,11 @@ def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, resto
     memory = row.memory
     assert memory is not None  # every stream has a first block, after which the row has a memory
     right = sum(is_right(entry.answer, entry.expected, whole) for entry in asked)
+    recalled = sum(is_right(entry.recalled, entry.expected, whole) for entry in asked)
     recent = sum(is_right(entry.recent, entry.expected, whole) for entry in asked)
     same = 0 if restored is None else sum(
-        entry.answer == answer for entry, answer in zip(asked, restored.answers, strict=True))
-    compared = len(board.rows) > 1
+        entry.best == answer for entry, answer in zip(asked, restored.answers, strict=True))
+    compared, reread = len(board.rows) > 1, asked[0].recalled is not None
     if as_json:
         print_json({
             "tokens_fed": row.tokens,
@@ -299,25 +315,31 @@ def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, resto
             "bytes_resident": memory.bytes_resident,
             "bytes_full_cache": memory.bytes_full_cache,
             "recall": right / len(asked),
+            "recall_rereading": recalled / len(asked) if reread else None,
             "recall_recent": recent / len(asked) if compared else None,
             "tok_per_s": round(row.tok_per_s, 1),
             "answers": [{"question": entry.question, "expected": entry.expected, "answer": entry.answer,
-                         "position": entry.position} for entry in asked],
+                         **({"recalled": entry.recalled} if reread else {}), "position": entry.position}
+                        for entry in asked],
             "restored": None if restored is None else {
                 "answers": restored.answers, "same": same, "snapshot_bytes": restored.bytes,
                 "save_s": round(restored.save_s, 3), "process_s": round(restored.process_s, 1)},
         })
         return
     table = Table(title=f"asked after {row.tokens:,} tokens", title_justify="left", pad_edge=False)
-    for heading in ("at token", "question", "truth", row.name, *(["sinks + recent"] if compared else [])):
+    for heading in ("at token", "question", "truth", row.name, *(["with recall"] if reread else []),
+                    *(["sinks + recent"] if compared else [])):
         table.add_column(heading, justify="right" if heading == "at token" else "left", overflow="fold")
     for entry in sorted(asked, key=lambda entry: entry.position or 0):
-        answers = (entry.answer, entry.recent) if compared else (entry.answer,)
+        answers = (entry.answer, *([entry.recalled] if reread else []), *([entry.recent] if compared else []))
         table.add_row(f"{entry.position or 0:,}", entry.question, entry.expected,
                       *(_marked(answer, entry.expected, whole) for answer in answers))
     out.print(table)
     out.print(f"{row.name}: {right} of {len(asked)} right, from {in_bytes(memory.bytes_resident)} where a full cache "
               f"would need {in_bytes(memory.bytes_full_cache)}; {row.tok_per_s:,.0f} tok/s", soft_wrap=True)
+    if reread:
+        out.print(f"with recall, from an index of {in_bytes(memory.bytes_recall)} beside it: {recalled} of "
+                  f"{len(asked)} right", soft_wrap=True)
     if restored is not None:
         out.print(f"saved in {restored.save_s:.2f} s ({in_bytes(restored.bytes)}); a new process opened it and gave "
                   f"{same} of {len(asked)} answers the same, {restored.process_s:.1f} s from its start on",

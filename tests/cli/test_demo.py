@@ -15,8 +15,8 @@ from tests.cli.command import invoke, mistake
 
 DEMO_KEYS = [
     "tokens_fed", "budget_units", "chunk_size", "peak_units", "bytes_resident", "bytes_full_cache", "recall",
-    "recall_recent", "tok_per_s", "answers", "restored",
-]  # fmt: skip  # fmt: skip
+    "recall_rereading", "recall_recent", "tok_per_s", "answers", "restored",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("lines", "complaint"), [
@@ -50,14 +50,14 @@ def test_demo_json_is_the_contract(small: list[str]):
     assert found["tokens_fed"] >= 3000 and found["budget_units"] == 96 and found["chunk_size"] == 32
     assert 96 <= found["peak_units"] <= 96 + 32
     assert found["bytes_resident"] > 0 and found["bytes_full_cache"] > 0 and found["tok_per_s"] > 0
-    assert 0 <= found["recall"] <= 1 and 0 <= found["recall_recent"] <= 1
+    assert all(0 <= found[name] <= 1 for name in ("recall", "recall_rereading", "recall_recent"))
     assert len(found["answers"]) == 6
     for answer in found["answers"]:
-        assert list(answer) == ["question", "expected", "answer", "position"]
+        assert list(answer) == ["question", "expected", "answer", "recalled", "position"]
         assert 0 <= answer["position"] <= found["tokens_fed"]
     assert "6 facts in 3,000 tokens" in err, "as of any model but the bundled one"
     again = found["restored"]
-    assert again["answers"] == [one["answer"] for one in found["answers"]] and again["same"] == 6
+    assert again["answers"] == [one["recalled"] for one in found["answers"]] and again["same"] == 6
     assert again["snapshot_bytes"] > 2 * 2 * 2 * 96 * 8 * 4  # layers, K and V, KV heads, units, dimensions, fp32
 
 
@@ -116,8 +116,16 @@ def test_demo_refuses_a_budget_without_room_for_a_fact(small: list[str], tmp_pat
 def test_demo_prints_answers_beside_the_truth(small: list[str]):
     code, out, err = invoke("demo", "--tokens", 2000, *small)
     assert code == 0, err
-    assert "truth" in out and "sinks + recent at the same budget" in out
+    assert "truth" in out and "sinks + recent at the same budget" in out and "with recall, from an index of " in out
     assert "a new process opened it and gave 6 of 6 answers the same" in out
+
+
+def test_demo_without_recall_asks_the_memory_alone(small: list[str]):
+    code, out, err = invoke("demo", "--json", "--tokens", 1000, "--no-compare", "--no-recall", *small)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["recall_rereading"] is None and found["restored"]["same"] == 6
+    assert all(list(answer) == ["question", "expected", "answer", "position"] for answer in found["answers"])
 
 
 def test_own_answers_count_as_words():
