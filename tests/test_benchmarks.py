@@ -63,6 +63,15 @@ def test_cold_starts_are_timed_to_the_answer():
     assert all(0 < case["first_s"]["median"] <= case["end_s"]["median"] for case in cases.values())
 
 
+def test_a_turn_is_timed_by_the_length_of_its_history():
+    done = run_python("benchmarks/langchain_growth.py", "--repeats", "2", "--lengths", "4", "40",
+                      env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)["result"]["by_length"]
+    assert found.keys() == {"4", "40"} and found["4"]["fed"] == found["40"]["fed"] > 0
+    assert all(row["cpu_ms"] > 0 and row["s"] > 0 for row in found.values())
+
+
 SYSTEMS = ("locret", "pinned", "streaming_llm", "policy:random", "pinned:streaming_llm", "truncation", "truncation:300",
            "summary", "oracle", "gathered", "gathered_recent", "sentences_recent")
 

@@ -94,7 +94,7 @@ def heading(system: Sequence[Message]) -> bytes:
     return digest(*(message.digest for message in system))[:16] if system else b""
 
 
-def fitting(reachable: Mapping[bytes, Boundary], start: bytes, said: Sequence[Message]
+def fitting(reachable: Mapping[bytes, Boundary], keys: list[bytes], said: Sequence[Message]
             ) -> list[tuple[int, Boundary, list[bytes]]]:
     """Boundaries that these messages go on from: (messages held, boundary, keys of all boundaries), deepest first.
 
@@ -103,9 +103,8 @@ def fitting(reachable: Mapping[bytes, Boundary], start: bytes, said: Sequence[Me
 
     Args:
         reachable: by key.
-        start: key of the boundary before any message.
+        keys: of the boundaries of just these messages (`chain`).
     """
-    keys = chain(start, said)
     matches = [(count, reachable[keys[count]], keys) for count in range(1, len(said) + 1) if keys[count] in reachable]
     streams: dict[bytes, list[bytes]] = {}
     for key, boundary in reachable.items():
@@ -115,7 +114,7 @@ def fitting(reachable: Mapping[bytes, Boundary], start: bytes, said: Sequence[Me
              for key in (streams.get(message.digest, ()) if message.stream else (message.state_key,))]
     trimmed = [(at, key) for at, key in named if key != keys[at + 1] and key in reachable]
     for at, key in trimmed[-MOST_ANSWERS:]:
-        if reachable[key].proves(start, said[:at + 1]):
+        if reachable[key].proves(keys[0], said[:at + 1]):
             longer = [*keys[:at + 1], *chain(key, said[at + 1:])]
             matches += [(count, reachable[longer[count]], longer) for count in range(at + 1, len(said) + 1)
                         if longer[count] in reachable]

@@ -190,13 +190,19 @@ class _Search:
     async def _of_these_messages(self) -> Reached | None:
         """At a boundary of just these messages, or of a longer history that provably ends with them."""
         template, said, tools = self._template, self._request.said, self._request.tools
-        self._rendered, exact, fits = await self._aside(lambda: (
-            template.render(said, tools), set(chain(self._start, said)), fitting(self._reachable, self._start, said)))
-        rendered = self._rendered
+
+        def written(count: int) -> tuple[Rendered, int | None, Sequence[Message], int]:
+            shown = template.last_of(said, count, tools)
+            first = count - (len(said) - len(shown))
+            rendered = template.render(shown, tools)
+            return rendered, template.after(shown, first, tools, rendered), shown, first
+
+        exact, fits = await self._aside(lambda: (
+            set(keys := chain(self._start, said)), fitting(self._reachable, keys, said)))
         for count, boundary, keys in fits:
             if count < self._last:
                 break
-            at = await self._aside(partial(template.after, said, count, tools, rendered))
+            rendered, at, shown, first = await self._aside(partial(written, count))
             if at is None:
                 self._why = "the template writes earlier messages differently once others follow"
                 continue
@@ -204,7 +210,8 @@ class _Search:
                 continue
             if boundary.key not in exact:
                 await self._thread.keep()  # reading the messages again could not restore it
-            return Reached(rendered, count, at, keys, boundary, source, self._why, said, count)
+            return Reached(rendered, count, at, keys, boundary, source, self._why, shown, first)
+        self._rendered = await self._aside(partial(template.render, said, tools))
         return None
 
     async def _late(self) -> Reached | None:

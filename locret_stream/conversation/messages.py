@@ -17,20 +17,19 @@ from typing import Any
 
 from locret_stream.errors import InputError
 
+_in_quotes = json.encoder.encode_basestring_ascii
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
 _STAND_IN = re.compile(r"\A\[absorbed stream (.{1,80}): (\d{1,20}) characters, sha256 ([0-9a-f]{64})\]\Z")
 
 
 def digest(*parts: bytes) -> bytes:
     """sha256 [32] of parts, each with its length ahead, so that different lists of parts differ."""
-    out = hashlib.sha256()
-    for part in parts:
-        out.update(len(part).to_bytes(8, "little") + part)
-    return out.digest()
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
 def canonical(value: Any) -> bytes:
     """JSON, the same bytes for equal values; it can hold lone surrogates."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,12 @@ class Message:
     @cached_property
     def digest(self) -> bytes:
         """[16] bytes, of this message alone."""
-        calls = [[name, arguments] for name, arguments, _ in self.calls]
-        return digest(canonical([self.role, self.content, self.reasoning, calls, self.name, self.answers]))[:16]
+        if self.calls:
+            calls = [[name, arguments] for name, arguments, _ in self.calls]
+            return digest(canonical([self.role, self.content, self.reasoning, calls, self.name, self.answers]))[:16]
+        # The same bytes, sooner: a history of thousands of messages is hashed in every turn.
+        role, content, reasoning, name = map(_in_quotes, (self.role, self.content, self.reasoning, self.name))
+        return digest(f"[{role},{content},{reasoning},[],{name},{self.answers}]".encode())[:16]
 
     @property
     def stream(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from locret_stream.conversation import tool_prompt as words
+from locret_stream.conversation.local_templates import messages_ahead
 from locret_stream.conversation.messages import Message
 from locret_stream.errors import ConfigError
 from locret_stream.text import ChatFrame, FrameState, TextCodec
@@ -145,6 +146,9 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self.closing = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
+        plain = all(isinstance(value, (str, int, float, type(None))) for value in self._options.values())
+        written = frames.template or tokenizer.chat_template
+        self._ahead = messages_ahead(written) if plain and isinstance(written, str) else None
         shows_tools = self._shows_tools()
         self.in_words = not shows_tools and tool_prompt == "auto"
         self.tells_of_tools = shows_tools or self.in_words
@@ -181,6 +185,14 @@ class ChatTemplate:
             texts = words.ahead_of_the_first(texts)
             rendered = self._render(texts, ())
         return rendered.without_first(len(texts) - len(said))
+
+    def last_of(self, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]] = ()) -> Sequence[Message]:
+        """The messages of which a rendering ends like that of all: from the first `count` on, which are held already,
+        both are the same. Fewer than all of them if the template is proved to write each by itself."""
+        if self._ahead is None or count - 2 <= self._ahead or (self.in_words and (tools or any(
+                message.calls or message.role == "tool" for message in said))):
+            return said
+        return [*said[:self._ahead], *said[count - 2:]]
 
     def _render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Rendered:
         probes = _Probes()

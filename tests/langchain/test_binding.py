@@ -14,6 +14,7 @@ from langchain_core.runnables import ConfigurableField
 
 from langchain_locret import LocretChatModel, RebuildWarning
 from locret_stream import Store
+from locret_stream.conversation.messages import Message, digest
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, scripted, thread, tokenizer
 
 A = thread("a")
@@ -150,6 +151,14 @@ def test_other_tools_are_another_conversation(chat: LocretChatModel):
     results = [*history, HumanMessage("two"), called, ToolMessage("5", tool_call_id=called.tool_calls[0]["id"])]
     done = chat.bind_tools([add]).invoke(results, A)
     assert done.text == "Done." and receipt(done)["source"] == "live"
+
+
+@pytest.mark.parametrize("text", ["", "Yes.", 'a "b" \\ /', "\n\t\x00\x7f", "é ß 中 😀", "\ud800", "\u2028"])
+def test_a_digest_is_of_the_message_as_json(text: str):
+    for message in (Message("user", text), Message("assistant", "x", reasoning=text, answers=-1),
+                    Message("tool", text, call_id="7", answers=3, name=text), Message("a-b_1", text, name="n")):
+        plain = [message.role, message.content, message.reasoning, [], message.name, message.answers]
+        assert message.digest == digest(json.dumps(plain, separators=(",", ":")).encode())[:16]
 
 
 def test_parallel_results_answer_their_own_calls(chat: LocretChatModel):
