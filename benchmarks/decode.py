@@ -14,7 +14,8 @@ what was decoded. The ratio is the median over the rounds of two neighbours' tim
     python benchmarks/decode.py --store-bits --repeats 3
     python benchmarks/decode.py --batched --contexts 8 --repeats 5
 
-With --smollm2 the random Llama has the shape of SmolLM2-135M: 30 layers, 9 query heads over 3 KV heads of 64.
+With --smollm2 the random Llama has the shape of SmolLM2-135M: 30 layers, 9 query heads over 3 KV heads of 64. With
+--dtype bfloat16 weights, keys and values of all three are in bf16, as SmolLM2 runs where the processor has it.
 With --store-bits: the engine with units in 8 and in 4 bits, without and with `decode_copy`, against the engine with
 exact ones, at equal units.
 With --batched: N contexts of the bundled model generate at once (asyncio.gather), and one after the other: tokens of
@@ -175,7 +176,7 @@ def one_stream(options: argparse.Namespace) -> None:
     *others, base = ("8 bits", "4 bits", "8 bits, copy", "4 bits, copy", "engine") if options.store_bits else (
         "face", "engine", "stock")
     with tiny_llama(options.tokens, **(SMOLLM2 if options.smollm2 else {})) as folder:
-        settings = settings_of(options, folder)
+        settings = settings_of(options, folder, dtype=options.dtype)
         rounds: dict[str, list[float]] = {case: [] for case in (*others, base)}
         for repeat in range(options.repeats):
             print(f"repeat {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
@@ -192,7 +193,8 @@ def one_stream(options: argparse.Namespace) -> None:
     notes = [f"{name}: {one['median_of_rounds']:.3f}, median of {len(rounds[base])} rounds; half of them "
              f"{one['quartiles'][0]:.3f} to {one['quartiles'][1]:.3f}" for name, one in ratios.items()]
     finish(options, "decode", {case: spreads(found) for case, found in rows.items()}, ratios, notes,
-           {name: settings[name] for name in ("tokens", "budget", "chunk", "decode")} | {"bursts": options.bursts})
+           {name: settings[name] for name in ("tokens", "budget", "chunk", "decode", "dtype")}
+           | {"bursts": options.bursts})
 
 
 def many_contexts(options: argparse.Namespace) -> None:
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("--bursts", type=int, default=12, help="turns of each case (default 12)")
     parser.add_argument("--store-bits", action="store_true", help="units in 8 and in 4 bits against exact ones")
     parser.add_argument("--smollm2", action="store_true", help="a random Llama of SmolLM2-135M's shape")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the random Llama")
     parser.add_argument("--batched", action="store_true", help="several contexts of the bundled model")
     parser.add_argument("--contexts", type=int, default=8, metavar="N", help="with --batched (default 8)")
     options = parser.parse_args()

@@ -312,7 +312,8 @@ class HighWater:
 def load(settings: SimpleNamespace) -> Any:
     """The model of the folder."""
     from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(settings.folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    dtype = getattr(torch, getattr(settings, "dtype", "float32"))
+    return AutoModelForCausalLM.from_pretrained(settings.folder, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 def load_ids(settings: SimpleNamespace) -> torch.Tensor:
