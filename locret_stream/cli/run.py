@@ -126,7 +126,7 @@ def run(
     for name in names:
         if name != "-":
             check_readable(Path(name))
-    if "" in (ask or ()):
+    if any(not question.strip() for question in ask or ()):
         raise ConfigError("--ask is empty; expected a question")
     if as_json and not ask:
         raise ConfigError("--json answers questions and ends; expected at least one --ask")
@@ -285,11 +285,15 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
     read again, which is nothing where the policy never evicts."""
     answers = []
     for question in questions:
+        line = Stripped(indent="  " if len(questions) > 1 else "")
         if not as_json and len(questions) > 1:
             print(f"{question}\n  ", end="", flush=True)
-        line = Stripped()
         text = await context.ask(question, sampling=sampling, on_token=None if as_json else line.add)
-        again = await context.recall(question) if recall and as_json and evicts else ()
+        again = await context.recall(question) if recall and evicts else ()
+        if recall and not as_json:
+            err.print(f"Read again for it: {len(again)} passage{'s' * (len(again) != 1)}, "
+                      f"{sum(passage.end - passage.start for passage in again):,} tokens." if again else
+                      "Nothing was read again for it: no passage has telling words of the question.", soft_wrap=True)
         answers.append({"question": question, "answer": text.strip()} | (
             {"recalled": msgspec.to_builtins(again)} if recall else {}))
         if not as_json:
@@ -308,9 +312,11 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
 
 
 class Stripped:
-    """Prints a reply as it comes, without the white space at its ends."""
+    """Prints a reply as it comes, without the white space at its ends; `indent` stands before all lines but the first.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, indent: str = "") -> None:
+        self._line = f"\n{indent}"
         self._space: str | None = None  # white space that may be the reply's end; None: at its beginning
 
     def add(self, token: Token) -> None:
@@ -318,7 +324,7 @@ class Stripped:
         text = token.text.lstrip() if self._space is None else self._space + token.text
         shown = text.rstrip()
         if shown:
-            print(shown, end="", flush=True)
+            print(shown.replace("\n", self._line), end="", flush=True)
         if shown or self._space is not None:
             self._space = text[len(shown):]
 

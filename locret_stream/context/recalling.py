@@ -91,6 +91,7 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
     if to_read:
         room = services.engine.room_to_read(session.state, settings.memory)
         most = min(most, max(LEAST, room - len(codec.encode_text(text)) - session.frame_room() - REPLY))
+    most -= 2 * session.raw  # what is read has empty lines around it there
     while True:
         await complete(session)
         try:

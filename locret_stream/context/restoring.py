@@ -161,6 +161,7 @@ async def move(session: Session, name: str) -> None:
     """Let a stored session go on under a new name, where nothing is saved yet. Raises as `StreamingContext.save_as`."""
     async with session.frozen():
         expect_no_turn(session, "save_as")
+        await asyncio.wrap_future(session.barrier())  # a commit that runs already is in the old log behind it
         old = session.stored_branch
         session.bind(await storing(session.services, old.fork, name, session.state.seen))
         session.mark_saved(None)

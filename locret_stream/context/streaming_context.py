@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -262,8 +263,8 @@ class StreamingContext:
             recall: whether the copy reads again, before the question, what has the question's words: what `recall`
                 returns. It keeps less of its memory beside that (see `Recall`). By default as the runtime was told.
             aside: token ids that the copy reads before the question, in place of what would be recalled.
-            on_token: called with each token of the reply as it comes; their texts make up the reply. What it raises
-                ends the answer.
+            on_token: a plain function, called with each token of the reply as it comes; their texts make up the reply.
+                What it raises ends the answer.
 
         Raises:
             NoSlot: none came free before the runtime's deadline, or at once if this context's own `turn()` holds the
@@ -271,6 +272,8 @@ class StreamingContext:
         """
         check_recall(recall)
         session, settings = self._live, sampling_of(sampling, options)
+        if on_token is not None and (not callable(on_token) or inspect.iscoroutinefunction(on_token)):
+            raise ConfigError(f"on_token is {on_token!r}; expected a plain function, which is called and not awaited")
         if isinstance(question, (str, bytes, list)) and not question:
             raise InputError(f"ask() was called with {question!r}; expected a question")
         constraint = await session.constraint(settings)  # a schema that cannot be held waits for no slot

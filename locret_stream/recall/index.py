@@ -54,6 +54,14 @@ class Passage(NamedTuple):
     text: str
 
 
+class Candidate(NamedTuple):
+    """How well a passage fits, for the order in which it is taken and for whether it is taken at all."""
+
+    rank: float
+    fit: float
+    passage: Passage
+
+
 class Index:
     """Passages of one stream. Safe to use from several threads, one at a time.
 
@@ -95,13 +103,16 @@ class Index:
             self.end += len(ids)
 
     def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Passage]:
-        """The passages that fit the words of a question best and have at most `most` tokens together, in the order in
-        which they were read. Of equally good ones the newer is better, of equal ones the newest is found alone.
+        """The passages that fit the words of a question best and have at most `most` tokens together, a line break
+        between any two included, in the order in which they were read. Of equal ones the newest is found alone. After
+        the best one comes the newest that has the same telling words: what was told anew has them too, and may fit less
+        well only because it stands among others.
 
         Words of `COMMON` count less than others, and alone only where no passage has another word of the question. A
-        passage that has no word beside those of the question tells nothing, and one in which the question itself was
-        asked counts half: it has all the words, and what it knows is what was answered then. Left out is what fits less
-        than `LEAST_SHARE` as well as the best passage, or less than `LEAST_FIT`: it shares only words that many have.
+        passage that has no word beside those of the question tells nothing. One in which the question itself was asked
+        comes behind others: it has all the words, and what it knows is what was answered then. If it ends with the
+        question, the passage behind it is read with it. Left out is what fits less than `LEAST_SHARE` as well as the
+        best passage, or less than `LEAST_FIT`: it shares only words that many have.
 
         Args:
             measure: tokens of a text.
@@ -111,13 +122,20 @@ class Index:
         if not words:
             return []
         with self._lock:
-            fits = self._candidates(asked, self._ranked(words))
+            found = self._candidates(asked, self._ranked(words))
+            found.sort(key=lambda one: -one.rank)  # stable
+            newest = self._newest_like(found[0].passage, asked, words) if found else None
             (count,) = self._db.execute("select count(*) from passages").fetchone()
-        fits.sort(key=lambda row: -row[0])  # stable
+        if not found:
+            return []
+        least = max(LEAST_SHARE * found[0].rank, LEAST_FIT * _weight_of_one(count))
+        fitting = [one.passage for one in found if one.fit >= least]
+        if fitting and newest is not None:
+            fitting.insert(1, newest)
         chosen, left = list[Passage](), most
-        for fit, passage in fits:
-            size = measure(passage.text)
-            if size <= left and fit >= max(LEAST_SHARE * fits[0][0], LEAST_FIT * _weight_of_one(count)):
+        for passage in fitting:
+            size = measure(passage.text) + bool(chosen)
+            if size <= left and not any(_overlap(passage, one) for one in chosen):
                 chosen.append(passage)
                 left -= size
         return sorted(chosen)
@@ -125,7 +143,7 @@ class Index:
     def _ranked(self, words: list[str]) -> list[tuple[float, int]]:
         """How well the passages that have some of the words fit them, and their starts, the best first."""
         def fits(some: list[str]) -> list[tuple[float, int]]:
-            wanted = " OR ".join(f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"' for word in some)
+            wanted = " OR ".join(map(_as_query, some))
             return self._db.execute("select -rank, rowid from words where words match ? order by rank, rowid desc "
                                     "limit ?", (wanted, MOST_READ)).fetchall()
 
@@ -136,21 +154,47 @@ class Index:
         both = [(fit + COMMON_SHARE * (whole.get(start, fit) - fit), start) for fit, start in found]
         return sorted(both, key=lambda row: (-row[0], -row[1]))
 
-    def _candidates(self, asked: list[str], ranked: list[tuple[float, int]]) -> list[tuple[float, Passage]]:
+    def _newest_like(self, best: Passage, asked: list[str], words: list[str]) -> Passage | None:
+        """The newest passage that has every telling word of the question which the best passage has, and in which the
+        question itself was not asked."""
+        has = [_as_query(word) for word in words if word not in COMMON and self._db.execute(
+            "select 1 from words where words match ? and rowid = ?", (_as_query(word), best.start)).fetchone()]
+        if not has:
+            return None
+        for start, ids, text in self._db.execute(
+                "select start, ids, passages.text from words join passages on passages.start = words.rowid where words "
+                "match ? order by words.rowid desc limit ?", (" AND ".join(has), CANDIDATES)):
+            told = _words(text)
+            if not set(told) <= set(asked) and not _asks(told, asked):
+                return Passage(start, np.frombuffer(ids, "<i4").tolist(), text)
+        return None
+
+    def _candidates(self, asked: list[str], ranked: list[tuple[float, int]]) -> list[Candidate]:
         """The best of these passages, each text once, and how well each fits. Ranked before they are read, as many have
         a common word."""
-        whole, found, seen = " ".join(asked), list[tuple[float, Passage]](), set[str]()
+        found, seen = list[Candidate](), set[str]()
         for fit, start in ranked:
             ids, text = self._db.execute("select ids, text from passages where start = ?", (start,)).fetchone()
             has = _words(text)
             plain = " ".join(has)
             if plain not in seen and not set(has) <= set(asked):
-                found.append((fit / 2 if whole in plain else fit,
-                              Passage(start, np.frombuffer(ids, "<i4").tolist(), text)))
+                passage = Passage(start, np.frombuffer(ids, "<i4").tolist(), text)
+                answered = self._with_next(passage, asked) if _ends(has, asked) else passage
+                found.append(Candidate(fit / 2 if _asks(has, asked) else fit, fit if answered else fit / 2,
+                                       answered or passage))
             seen.add(plain)
             if len(found) == CANDIDATES:
                 break
         return found
+
+    def _with_next(self, passage: Passage, asked: list[str]) -> Passage | None:
+        """A passage that ends with a question, and the one right behind it, which may answer; None if that has only
+        words of the question again."""
+        behind = passage.start + len(passage.ids)
+        row = self._db.execute("select ids, text from passages where start = ?", (behind,)).fetchone()
+        if row is None or set(_words(row[1])) <= set(asked):
+            return None
+        return Passage(passage.start, passage.ids + np.frombuffer(row[0], "<i4").tolist(), f"{passage.text} {row[1]}")
 
     def truncate(self, end: int) -> None:
         """Forget all ids from position `end` on."""
@@ -220,6 +264,24 @@ class Index:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(_paired(_CLITIC.sub("", unicodedata.normalize("NFC", text.lower()))))
+
+
+def _as_query(word: str) -> str:
+    """What FTS5 looks for; one character alone also begins a pair."""
+    return f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"'
+
+
+def _overlap(one: Passage, other: Passage) -> bool:
+    return one.start < other.start + len(other.ids) and other.start < one.start + len(one.ids)
+
+
+def _asks(has: list[str], asked: list[str]) -> bool:
+    """Whether the words of a passage have all the words of a question, one behind the other."""
+    return f" {' '.join(asked)} " in f" {' '.join(has)} "
+
+
+def _ends(has: list[str], asked: list[str]) -> bool:
+    return has[-len(asked):] == asked
 
 
 def _paired(text: str) -> str:

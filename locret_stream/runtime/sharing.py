@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 
 from locret_stream.context.services import OpenContext
-from locret_stream.errors import ContextBusy, LocretError
+from locret_stream.errors import ContextBusy
 from locret_stream.runtime.slots import LOOK_AGAIN_S, Slots
 from locret_stream.worker import expect_own
 
@@ -79,7 +79,7 @@ class SlotSharing:
             try:
                 if await context.swap_out(midway=midway):
                     return True
-            except LocretError as error:
+            except Exception as error:  # of any kind: whoever waits for a slot has nothing to do with it
                 if context.closed:  # meanwhile, and its slot came free
                     continue
                 self._not_before[context] = time.monotonic() + LOOK_AGAIN_S

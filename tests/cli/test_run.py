@@ -59,6 +59,27 @@ def test_an_answer_is_printed_as_it_comes_without_white_space_at_its_ends(pieces
     assert shown == "It is 48213"
 
 
+def test_lines_of_an_answer_below_its_question_are_indented(capsys):
+    line = Stripped(indent="  ")
+    for piece in (" \n It is\n", "\n so", ".\nYes", "\n\n"):
+        line.add(SimpleNamespace(text=piece))
+    assert capsys.readouterr().out == "It is\n  \n   so.\n  Yes"
+
+
+def test_what_was_read_again_is_said(small: list[str], tmp_path: Path):
+    note = tmp_path / "note.txt"
+    note.write_text("The door code of falcon is 48213.\n" + "All work and no play.\n" * 8)
+    code, out, err = invoke("run", note, "--recall", "--ask", "Which falcon?", "--ask", "Who?", "--max-new-tokens", 1,
+                            *small)
+    assert code == 0 and re.search(r"Read again for it: 1 passage, \d+ tokens\.", err), err
+    assert "Nothing was read again for it" in err and "Read again" not in out
+
+
+def test_a_blank_question_is_refused(small: list[str]):
+    for blank in ("", "  ", "\n"):
+        assert "--ask is empty" in mistake("run", "--ask", blank, *small)
+
+
 def test_several_answers_stand_below_their_questions(small: list[str]):
     code, out, err = invoke("run", "--ask", "What?", "--ask", "And?", "--max-new-tokens", 4, *small, text="abc\n")
     assert code == 0, err

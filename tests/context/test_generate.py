@@ -435,6 +435,13 @@ async def test_ask_tells_each_token_as_it_comes():
         assert len(told) == 9 and "".join(token.text for token in told) == answer
         before = await snap(ctx)
 
+        async def awaited(token: Token) -> None:
+            told.append(token)
+
+        for wrong in (awaited, "print", 3):
+            with pytest.raises(ConfigError, match="expected a plain function"):
+                await ctx.ask("who?", max_new_tokens=9, on_token=wrong)
+
         def second(token: Token) -> None:
             if told.append(token) or len(told) == 11:
                 raise KeyError("enough")

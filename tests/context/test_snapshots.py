@@ -38,6 +38,8 @@ from tests.context.support import (
     TEXT,
     cut_at_every_await,
     expect_same,
+    ids_in,
+    ids_of,
     model,
     replies,
     settled,
@@ -403,6 +405,32 @@ async def test_a_stale_owner_goes_on_under_a_new_name_with_all_it_has(tmp_path: 
             await again.rewind(1)
             expect_same(settled(await snap(again)), before)
         assert {one.name for one in runtime.store.list()} == {"a", "a, too"}
+
+
+async def test_a_new_name_is_given_behind_a_commit_that_runs(tmp_path: Path):
+    """Else what it commits would be in the log of the old name alone, and nothing could be saved any more."""
+    async with tiny(store=tmp_path) as runtime:
+        commit, started, go_on = runtime.engine.commit, threading.Event(), threading.Event()
+
+        def slow(state):
+            started.set()
+            go_on.wait(10)
+            return commit(state)
+
+        async with runtime.open("a", raw=True) as ctx:
+            runtime.engine.commit = slow
+            feeding = asyncio.create_task(ctx.feed(ids_of(1, 6 * CHUNK)))
+            await asyncio.to_thread(started.wait, 10)
+            moving = asyncio.create_task(ctx.save_as("b"))
+            await asyncio.sleep(0.05)
+            go_on.set()
+            saved, _ = await asyncio.gather(moving, feeding)
+            assert saved.name == "b" and ctx.memory.tokens == 6 * CHUNK
+            await ctx.snapshot()
+            before = settled(await snap(ctx))
+        async with runtime.open("b") as again:
+            expect_same(settled(await snap(again)), before)
+            assert ids_in(again) == ids_of(1, 6 * CHUNK)
 
 
 async def test_a_key_for_a_session_without_one_is_refused_at_once(tmp_path: Path):

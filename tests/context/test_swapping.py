@@ -119,14 +119,15 @@ async def test_a_reply_goes_on_where_it_was_when_others_had_a_turn_in_between(tm
         assert found == expected
 
 
-async def test_a_context_that_cannot_be_saved_keeps_its_slot_and_is_rarely_tried(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("error", [StoreError("injected: the disk is full"), AssertionError("injected: a fault")])
+async def test_a_context_that_cannot_be_saved_keeps_its_slot_and_is_rarely_tried(tmp_path: Path, monkeypatch, error):
     """One try each time that its turn is over, whatever it is used for meanwhile."""
     monkeypatch.setattr(sharing, "TURN_S", 0.2)
     tries, loop = [], asyncio.get_running_loop()
 
     async def full(session: object) -> None:
         tries.append(loop.time())
-        raise StoreError("injected: the disk is full")
+        raise error
 
     async with tiny(store=tmp_path, max_live=1, slot_timeout_s=1, autosave=False) as runtime:
         async with runtime.open("a", raw=True) as ctx:

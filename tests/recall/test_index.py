@@ -93,17 +93,48 @@ def test_of_equal_passages_the_newest_is_found(index: Index, codec: TextCodec):
     assert found.start > len(codec.encode_text(STORY))
 
 
-def test_where_the_question_itself_was_asked_counts_half(index: Index, codec: TextCodec):
+def test_where_the_question_itself_was_asked_comes_behind_what_tells(index: Index, codec: TextCodec):
     question = "What is the code of the gate?"
     index.add(codec.encode_text("The code of the gate is 1234 today, they say.\n" + STORY[:600]))
     index.add(codec.encode_text(f"{question}\nI do not know.\n" * 3 + STORY[:300]))
     (found,) = index.search(question, 10, size)
     assert found.text.startswith("The code of the gate is 1234")
-    assert not any(question in passage.text for passage in index.search(question, 40, size)), "less than half as good"
+    told, asked = index.search(question, 40, size)
+    assert told == found and question in asked.text, "there is room for both"
     index.truncate(0)
     index.add(codec.encode_text("The gate opens to 1234 today, they say.\n" + STORY[:600]))
     index.add(codec.encode_text(f"{question}\nI do not know.\n" * 3 + STORY[:300]))
     assert any(question in passage.text for passage in index.search(question, 40, size))
+
+
+def test_an_answer_behind_its_question_is_found_where_others_fit_better(index: Index, codec: TextCodec):
+    """As in a page of questions and answers."""
+    question = "What is the door code of falcon?"
+    lines = ["The door of the falcon room has a code lock since March.", "A falcon door code was lost in May.",
+             f"Q: {question} A: it is 48213, as ever."]
+    index.add(codec.encode_text("\n".join(lines) + "\n" + STORY))
+    assert any("48213" in passage.text for passage in index.search(question, 60, size))
+
+
+NINE = [f"The door code of falcon is {number}.\n" for number in range(11111, 11120)]
+
+
+@pytest.mark.parametrize("newest", ["After the meeting at noon it was agreed: The door code of falcon is 99999.",
+                                    "Door codes anew: falcon 99999, since the weather of that story got worse."])
+@pytest.mark.parametrize("behind", ["", "What is the door code of falcon?\nI do not know.\n" * 4])
+def test_what_was_told_anew_is_always_among_what_is_found(index: Index, codec: TextCodec, newest: str, behind: str):
+    index.add(codec.encode_text("".join(f"{line}{STORY[:300]}\n" for line in NINE) + f"{newest}\n" + behind + STORY))
+    for most in (30, 60, 200):
+        found = [passage.text for passage in index.search("What is the door code of falcon?", most, size)]
+        assert any("99999" in text for text in found) and len(found) > 1, "beside the best one"
+
+
+def test_no_more_is_found_than_there_is_room_for(index: Index, codec: TextCodec):
+    index.add(codec.encode_text("".join(f"{line}{STORY[:200]}\n" for line in NINE) + STORY))
+    for most in range(1, 120):
+        found = index.search("What is the door code of falcon?", most, size)
+        assert size("\n".join(passage.text for passage in found)) <= most
+    assert index.search("falcon?", 0, size) == []
 
 
 def test_words_that_are_everywhere_find_nothing(index: Index, codec: TextCodec):
@@ -116,7 +147,7 @@ def test_words_that_are_everywhere_find_nothing(index: Index, codec: TextCodec):
 
 def test_equal_passages_are_found_once_and_an_echo_of_the_question_never(index: Index, codec: TextCodec):
     question = "What is the code of the gate?"
-    index.add(codec.encode_text("The code of the gate is 1234 today, they say.\n" + STORY[:900]))
+    index.add(codec.encode_text("The code of the gate is 1234 today, they say.\n" + STORY[:900] + "\n"))
     index.add(codec.encode_text(f"{question} What is the code of the gate?\n" * 70 + STORY))
     index.add(codec.encode_text("Nobody is at the gate, it says again.\n" * 20 + STORY[:300]))
     texts = [passage.text for passage in index.search(question, 500, size)]
