@@ -119,15 +119,30 @@ async def test_a_reply_goes_on_where_it_was_when_others_had_a_turn_in_between(tm
         assert found == expected
 
 
-@pytest.mark.parametrize("error", [StoreError("injected: the disk is full"), AssertionError("injected: a fault")])
-async def test_a_context_that_cannot_be_saved_keeps_its_slot_and_is_rarely_tried(tmp_path: Path, monkeypatch, error):
+async def test_a_fault_in_one_context_is_not_that_of_another(tmp_path: Path, monkeypatch):
+    async def faulty(session: object) -> None:
+        raise AssertionError("injected: a fault of no documented kind")
+
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.5, autosave=False) as runtime:
+        async with runtime.open("a", raw=True) as ctx:
+            await ctx.push(ids_of(1, CHUNK + 2))
+            with monkeypatch.context() as patch:
+                patch.setattr(saving, "save", faulty)
+                with pytest.raises(NoSlot):
+                    await runtime.open("b").__aenter__()
+            async with runtime.open("b", raw=True) as other:
+                await other.push(ids_of(2, CHUNK))
+            assert ctx.memory.tokens == CHUNK + 2
+
+
+async def test_a_context_that_cannot_be_saved_keeps_its_slot_and_is_rarely_tried(tmp_path: Path, monkeypatch):
     """One try each time that its turn is over, whatever it is used for meanwhile."""
     monkeypatch.setattr(sharing, "TURN_S", 0.2)
     tries, loop = [], asyncio.get_running_loop()
 
     async def full(session: object) -> None:
         tries.append(loop.time())
-        raise error
+        raise StoreError("injected: the disk is full")
 
     async with tiny(store=tmp_path, max_live=1, slot_timeout_s=1, autosave=False) as runtime:
         async with runtime.open("a", raw=True) as ctx:
