@@ -202,6 +202,17 @@ def test_the_glossary_is_short():
         assert meaning.endswith(".") and ". " not in meaning and len(meaning) < 180, word
 
 
+def test_the_share_that_a_row_gives_is_that_of_its_file():
+    rows = re.findall(r"^\| .* \| ([^|]+) \| A \| `python benchmarks/recall\.py[^`]*` \| \[(\w+)\]",
+                      (DOCS / "benchmarks.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 10
+    for figure, name in rows:
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_bytes())["result"]["recall_mean"]
+        of = re.match(r"(\d+) of (\d+)\b", figure)
+        given = int(of[1]) / int(of[2]) if of else float(figure.split(";")[0])
+        assert abs(given - found) < 5e-4, name
+
+
 def test_every_figure_names_the_file_that_has_it():
     """Command, commit, hardware and date of a row are those that stand there."""
     rows = re.findall(r"^\| .* \| ([AXH]) \| `(python [^`]+)` \| \[(\w+)\]\(\.\./benchmarks/results/\3\.json\), (\S+), "

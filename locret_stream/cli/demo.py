@@ -341,8 +341,8 @@ def report(asked: list[Asked], board: Board, budget: int, chunk_size: int, resto
         out.print(f"with recall, from an index of {in_bytes(memory.bytes_recall)} beside it: {recalled} of "
                   f"{len(asked)} right", soft_wrap=True)
     if restored is not None:
-        out.print(f"saved in {restored.save_s:.2f} s ({in_bytes(restored.bytes)}); a new process opened it and gave "
-                  f"{same} of {len(asked)} answers the same, {restored.process_s:.1f} s from its start on",
-                  soft_wrap=True)
+        out.print(f"saved in {restored.save_s:.2f} s ({in_bytes(restored.bytes)}); a new process gave {same} of "
+                  f"{len(asked)} answers{' with recall' if reread else ''} the same, the last one "
+                  f"{restored.process_s:.1f} s after its start", soft_wrap=True)
     if compared:
         out.print(f"sinks + recent at the same budget: {recent} of {len(asked)} right", soft_wrap=True)

@@ -30,7 +30,8 @@ Dtype = Annotated[str, typer.Option(help="Data type of the weights, such as bflo
 Acknowledge = Annotated[str | None, typer.Option(show_default="OK.; none for bundled", help=(
     'The reply between what was read and a question, which then has a turn of its own; "" for both in one turn.'))]
 Recall = Annotated[bool | None, typer.Option("--recall", help=(
-    "Before each question read again what has its words, evicted or not; all that is read is kept as text for that."))]
+    "Before each question read again what has its words, evicted or not; all that is read is kept as text for that, "
+    "some 10 bytes a token."))]
 StoreBits = Annotated[str | None, typer.Option(show_default="16", metavar="BITS[,BITS]", help=(
     "Bits of a channel of the K and V that are kept, or of each: 16 (as the model has them), or 8 or 4, which hold "
     "more units in the same bytes; 2 is coarse."))]

@@ -92,8 +92,8 @@ def _source() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     missing = [name for name in (PACKAGE, "gguf", "accelerate") if not importlib.util.find_spec(name)]
     if spec is None or not spec.submodule_search_locations or missing:
-        raise UnsupportedModel(f"the model {NAME!r} needs {', '.join(missing)}, not installed here; expected: "
-                               f"{INSTALL}")
+        raise UnsupportedModel(f"the model {NAME!r} needs {', '.join(missing or [PACKAGE])}, not installed here; "
+                               f"expected: {INSTALL}")
     path = Path(spec.submodule_search_locations[0]) / GGUF
     if not path.is_file() or _digest(path) != DIGEST:
         what = "another content" if path.is_file() else "no such file"

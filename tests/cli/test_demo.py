@@ -117,7 +117,7 @@ def test_demo_prints_answers_beside_the_truth(small: list[str]):
     code, out, err = invoke("demo", "--tokens", 2000, *small)
     assert code == 0, err
     assert "truth" in out and "sinks + recent at the same budget" in out and "with recall, from an index of " in out
-    assert "a new process opened it and gave 6 of 6 answers the same" in out
+    assert "a new process gave 6 of 6 answers with recall the same" in out
 
 
 def test_demo_without_recall_asks_the_memory_alone(small: list[str]):
