@@ -30,6 +30,7 @@ class ReadAgain(NamedTuple):
 
 NOTHING = ReadAgain()
 REPLY = 32  # tokens of a reply that still see all passages, where the budget is so small that its commits evict some
+AROUND = "\n\n"  # what is read, where no template sets it off
 LEAST = 64  # tokens of passages that are read whether they have room or not: one of the longest
 
 
@@ -40,7 +41,7 @@ async def read_again(session: Session, question: str | list[int] | None, recall:
     passages = [] if question is None or not bounded else await recalled(session, question, recall, to_read=True)
     if not passages:
         return NOTHING
-    around = "\n\n" if session.raw else ""
+    around = AROUND if session.raw else ""
     text = around + "\n".join(passage.text for passage in passages) + around
     ids = session.services.codec.encode_text(text)
     return ReadAgain(tuple(passages), tuple(ids), settings_of(session.services, recall).memory)
@@ -91,7 +92,7 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
     if to_read:
         room = services.engine.room_to_read(session.state, settings.memory)
         most = min(most, max(LEAST, room - len(codec.encode_text(text)) - session.frame_room() - REPLY))
-    most -= 2 * session.raw  # what is read has empty lines around it there
+    most -= 2 * len(codec.encode_text(AROUND)) * session.raw
     while True:
         await complete(session)
         try:

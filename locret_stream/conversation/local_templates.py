@@ -26,8 +26,8 @@ _OF_LOOP = {"first", "last"}  # what a loop tells that is the same when messages
 
 @lru_cache(maxsize=64)
 def messages_ahead(template: str) -> int | None:
-    """How many of the first messages must be given with the last ones, and two ahead of them, so that these are written
-    as in the whole conversation; None for a template of which that cannot be proved."""
+    """How many of the first messages must be given with the last ones, and the one ahead of these, so that they are
+    written as in the whole conversation; None for a template of which that cannot be proved."""
     try:
         tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except TemplateError:

@@ -189,10 +189,10 @@ class ChatTemplate:
     def last_of(self, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]] = ()) -> Sequence[Message]:
         """The messages of which a rendering ends like that of all: from the first `count` on, which are held already,
         both are the same. Fewer than all of them if the template is proved to write each by itself."""
-        if self._ahead is None or count - 2 <= self._ahead or (self.in_words and (tools or any(
+        if self._ahead is None or count - 1 <= self._ahead or (self.in_words and (tools or any(
                 message.calls or message.role == "tool" for message in said))):
             return said
-        return [*said[:self._ahead], *said[count - 2:]]
+        return [*said[:self._ahead], *said[count - 1:]]
 
     def _render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Rendered:
         probes = _Probes()

@@ -317,6 +317,16 @@ async def test_closing_while_it_is_searched(monkeypatch):
             assert isinstance(found, (tuple, ContextClosed)), found
 
 
+@pytest.mark.parametrize("raw", [False, True])
+async def test_no_more_is_read_again_than_was_said(raw: bool):
+    facts = "".join(f"The door code of falcon {number} is {48_000 + number}.\n{TEXT[:90]}\n" for number in range(12))
+    async with tiny(budget=512, recall=True) as runtime, runtime.open(raw=raw) as ctx:
+        await ctx.feed(facts + TEXT * 4)
+        for most in range(64, 220, 3):
+            again = await recalling.read_again(ctx._live, "What is the door code of falcon 7?", Recall(tokens=most))
+            assert again.passages and len(again.ids) <= most
+
+
 async def test_questions_at_the_same_time(asked: list[str]):
     async with tiny(recall=RECALL, scratch=2, max_live=3) as runtime:
         async def one(number: int) -> None:

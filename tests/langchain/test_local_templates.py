@@ -156,5 +156,5 @@ def test_a_turn_writes_only_the_last_messages(monkeypatch: pytest.MonkeyPatch):
                 said.append(reply)
                 replies[whole].append((reply.content, reply.response_metadata["locret"]))
                 if len(said) > 62:
-                    assert (max(rendered) <= 3 + 2 + 1) != whole
+                    assert (max(rendered) <= 3 + 1 + 1) != whole
     assert replies[False] == replies[True]

@@ -107,13 +107,21 @@ def test_where_the_question_itself_was_asked_comes_behind_what_tells(index: Inde
     assert any(question in passage.text for passage in index.search(question, 40, size))
 
 
-def test_an_answer_behind_its_question_is_found_where_others_fit_better(index: Index, codec: TextCodec):
+@pytest.mark.parametrize("answer", [" A: it is 48213, as ever.", "\n\nIt is 48213, as ever."])
+def test_an_answer_behind_its_question_is_found_where_others_fit_better(index: Index, codec: TextCodec, answer: str):
     """As in a page of questions and answers."""
-    question = "What is the door code of falcon?"
-    lines = ["The door of the falcon room has a code lock since March.", "A falcon door code was lost in May.",
-             f"Q: {question} A: it is 48213, as ever."]
-    index.add(codec.encode_text("\n".join(lines) + "\n" + STORY))
-    assert any("48213" in passage.text for passage in index.search(question, 60, size))
+    question, better = "What is the door code of falcon?", "A falcon door code was lost in May, they say."
+    index.add(codec.encode_text("The door of the falcon room has a code lock since March.\n"
+                                f"{better}\n{STORY[:1200]}\nQ: {question}{answer}\n{STORY}"))
+    found = [passage.text for passage in index.search(question, 60, size)]
+    assert any("48213" in text for text in found) and better in found
+
+
+def test_what_is_read_behind_a_question_is_not_read_twice(index: Index, codec: TextCodec):
+    question, answer = "What is the door code of falcon?", "The door code of falcon is 48213, as ever."
+    index.add(codec.encode_text(f"{STORY[:1200]}\n{question}\n\n{answer}\n{STORY}"))
+    found = index.search(question, 60, size)
+    assert "\n".join(passage.text for passage in found).count("48213") == 1
 
 
 NINE = [f"The door code of falcon is {number}.\n" for number in range(11111, 11120)]
@@ -131,9 +139,9 @@ def test_what_was_told_anew_is_always_among_what_is_found(index: Index, codec: T
 
 def test_no_more_is_found_than_there_is_room_for(index: Index, codec: TextCodec):
     index.add(codec.encode_text("".join(f"{line}{STORY[:200]}\n" for line in NINE) + STORY))
-    for most in range(1, 120):
-        found = index.search("What is the door code of falcon?", most, size)
-        assert size("\n".join(passage.text for passage in found)) <= most
+    for most in range(1, 400, 3):
+        found = index.search("What is the door code of falcon?", most, len)
+        assert len("\n".join(passage.text for passage in found)) <= most
     assert index.search("falcon?", 0, size) == []
 
 
