@@ -323,7 +323,7 @@ async def test_no_more_is_read_again_than_was_said(raw: bool):
     async with tiny(budget=512, recall=True) as runtime, runtime.open(raw=raw) as ctx:
         await ctx.feed(facts + TEXT * 4)
         for most in range(64, 220, 3):
-            again = await recalling.read_again(ctx._live, "What is the door code of falcon 7?", Recall(tokens=most))
+            again = await recalling.read_again(ctx._live, "What is the door code of falcon?", Recall(tokens=most))
             assert again.passages and len(again.ids) <= most
 
 

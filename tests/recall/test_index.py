@@ -107,19 +107,23 @@ def test_where_the_question_itself_was_asked_comes_behind_what_tells(index: Inde
     assert any(question in passage.text for passage in index.search(question, 40, size))
 
 
-@pytest.mark.parametrize("answer", [" A: it is 48213, as ever.", "\n\nIt is 48213, as ever."])
-def test_an_answer_behind_its_question_is_found_where_others_fit_better(index: Index, codec: TextCodec, answer: str):
-    """As in a page of questions and answers."""
+@pytest.mark.parametrize(("answer", "found"), [
+    (" A: it is 48213, as the porter wrote to all in May.", True),
+    ("\n\nIt is 48213, as the porter wrote to all in May.", True), ("", False)])
+def test_an_answer_behind_its_question_is_found_where_others_fit_better(index: Index, codec: TextCodec, answer: str,
+                                                                        found: bool):
+    """As in a page of questions and answers; a question behind which nothing tells is left out."""
     question, better = "What is the door code of falcon?", "A falcon door code was lost in May, they say."
-    index.add(codec.encode_text("The door of the falcon room has a code lock since March.\n"
-                                f"{better}\n{STORY[:1200]}\nQ: {question}{answer}\n{STORY}"))
-    found = [passage.text for passage in index.search(question, 60, size)]
-    assert any("48213" in text for text in found) and better in found
+    index.add(codec.encode_text(f"{better}\n{STORY[:1200]}\nSomebody wrote on the wall at noon: {question}{answer}\n"
+                                + f"{question} {question}\n" * (not found) + STORY))
+    texts = [passage.text for passage in index.search(question, 60, size)]
+    assert any("48213" in text for text in texts) == any(question in text for text in texts) == found
+    assert better in texts
 
 
 def test_what_is_read_behind_a_question_is_not_read_twice(index: Index, codec: TextCodec):
     question, answer = "What is the door code of falcon?", "The door code of falcon is 48213, as ever."
-    index.add(codec.encode_text(f"{STORY[:1200]}\n{question}\n\n{answer}\n{STORY}"))
+    index.add(codec.encode_text(f"{STORY[:1200]}\nQ: {question}\n\n{answer}\n{STORY}"))
     found = index.search(question, 60, size)
     assert "\n".join(passage.text for passage in found).count("48213") == 1
 
