@@ -288,7 +288,12 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
         line = Stripped(indent="  " if len(questions) > 1 else "")
         if not as_json and len(questions) > 1:
             print(f"{question}\n  ", end="", flush=True)
-        text = await context.ask(question, sampling=sampling, on_token=None if as_json else line.add)
+        try:
+            text = await context.ask(question, sampling=sampling, on_token=None if as_json else line.add)
+        except BaseException:
+            if line.begun:
+                print(" …", flush=True)  # a part of an answer is not to look like a whole one
+            raise
         again = await context.recall(question) if recall and evicts else ()
         if recall and not as_json:
             err.print(f"Read again for it: {len(again)} passage{'s' * (len(again) != 1)}, "
@@ -318,6 +323,11 @@ class Stripped:
     def __init__(self, indent: str = "") -> None:
         self._line = f"\n{indent}"
         self._space: str | None = None  # white space that may be the reply's end; None: at its beginning
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was printed."""
+        return self._space is not None
 
     def add(self, token: Token) -> None:
         """Print what is certain by now."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from locret_stream.cli.run import Stripped
+from locret_stream.cli.run import Stripped, answer
 from tests.cli import command
 from tests.cli.command import invoke, mistake
 from tests.processes import run_python
@@ -64,6 +66,21 @@ def test_lines_of_an_answer_below_its_question_are_indented(capsys):
     for piece in (" \n It is\n", "\n so", ".\nYes", "\n\n"):
         line.add(SimpleNamespace(text=piece))
     assert capsys.readouterr().out == "It is\n  \n   so.\n  Yes"
+
+
+async def test_a_part_of_an_answer_does_not_look_like_a_whole_one(capsys):
+    class Cut:
+        memory = None
+
+        async def ask(self, question: str, *, sampling: object, on_token: Callable[[object], None]) -> str:
+            if question == "Which?":
+                on_token(SimpleNamespace(text=" It is 482"))
+            raise asyncio.CancelledError
+
+    for question, printed in (("Which?", "It is 482 …\n"), ("Who?", "")):
+        with pytest.raises(asyncio.CancelledError):
+            await answer([question], Cut(), None, None, False, recall=False, evicts=True)
+        assert capsys.readouterr().out == printed
 
 
 def test_what_was_read_again_is_said(small: list[str], tmp_path: Path):
