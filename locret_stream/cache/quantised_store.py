@@ -40,6 +40,23 @@ class QuantisedStore(UnitStore):
         buffers.exact_keys[self.slot, :, first:first + keys.shape[2]] = keys[0]
         buffers.exact_values[self.slot, :, first:first + keys.shape[2]] = values[0]
 
+    def append(self, layer: int, rank: int, keys: Tensor, values: Tensor, turned: Tensor, rotate: Rotate
+               ) -> tuple[Tensor, Tensor]:
+        """Write one unit behind the others, and what a decode attends to: rotated keys and values of the first
+        `rank` + 1 ranks. Where all ahead of it was read before, nothing else is.
+
+        Args:
+            keys, values, turned: K before RoPE, V, and K at its rank, [1, H, 1, D].
+        """
+        self.write(layer, rank, keys, values, rotate)
+        dense = self._buffers(layer).dense
+        if dense.owner != (self, layer) or dense.right != [rank, rank, rank]:
+            return self.attended(layer, rank + 1, rotate)[1:]
+        for part, unit in enumerate((keys, values, turned)):
+            dense.units[part, :, rank] = unit[0, :, 0]
+        dense.right = [rank + 1] * 3
+        return dense.units[2:, :, :rank + 1], dense.units[1:2, :, :rank + 1]
+
     def keys(self, layer: int, count: int) -> Tensor:
         """Keys before RoPE, read from their codes, until the next read of any layer of this device."""
         return self._dense(layer, count, 0)

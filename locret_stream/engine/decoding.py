@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret_stream.cache import Pool, UnitStore
+from locret_stream.cache import Pool, QuantisedStore, UnitStore
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.state import EngineState
 from locret_stream.kernels import decode_attention
@@ -130,20 +130,25 @@ class Decoder:
 
     def _forward_quantised(self, stores: Sequence[UnitStore], batch: Tensor) -> Tensor:
         """`_forward` where committed units are codes: each context's layer is read, and attended to, by itself."""
-        tables, attachment = self.layout.tables, self.attachment
-        counts = batch[2:].tolist()
+        tables, attachment, shape = self.layout.tables, self.attachment, self.layout.shape
+        counts, place = batch[2:].tolist(), torch.zeros(1, dtype=torch.int64, device=batch.device)
+        shared: dict[tuple[Any, ...], tuple[Tensor, list[Tensor], tuple[Tensor, Tensor] | None]] = {}
 
         def step(call: LayerCall) -> Attended:
-            layer, out = call.layer, []
-            place = torch.zeros(1, dtype=torch.int64, device=call.q.device)
-            for a, store in enumerate(stores):
-                rank = counts[layer][a]
-                store.write(layer, rank, call.k[a:a + 1], call.v[a:a + 1], tables.rotate)
-                _, k, v = store.attended(layer, rank + 1, tables.rotate)
-                out.append(decode_attention(tables.rotate(layer, call.q[a:a + 1], rank), k, v, place, place + rank + 1,
-                                            call.scale, window=self.layout.shape.sliding[layer], softcap=call.softcap,
+            layer, heads, device = call.layer, call.q.shape[1], call.q.device
+            kind = *counts[layer], id(tables.layers[layer]), device
+            if kind not in shared:
+                ranks = batch[2 + layer].to(device)
+                shared[kind] = place.to(device), list((ranks + 1).split(1)), tables.turns(layer, ranks)
+            here, lengths, turns = shared[kind]
+            both, out = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns), []
+            for a, (store, rank) in enumerate(zip(stores, counts[layer], strict=True)):
+                assert isinstance(store, QuantisedStore), "a pool of codes has no others"
+                k, v = store.append(layer, rank, call.k[a:a + 1], call.v[a:a + 1], both[a:a + 1, heads:], tables.rotate)
+                out.append(decode_attention(both[a:a + 1, :heads], k, v, here, lengths[a], call.scale,
+                                            window=shape.sliding[layer], softcap=call.softcap,
                                             sink_logits=call.sink_logits))
-            return torch.cat(out)
+            return torch.cat(out) if len(out) > 1 else out[0]
 
         hidden = attachment.hidden(batch[0][:, None], step)
         return attachment.logits(hidden)[:, -1].float()

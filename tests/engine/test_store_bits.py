@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -99,21 +101,34 @@ def test_given_means_are_those_that_keys_are_coded_without(bits: int | tuple[int
 @pytest.mark.thorough(but=2)
 def test_what_stays_read_is_what_would_be_read_anew(policy: str, on: str, bits: int | tuple[int, int], monkeypatch):
     """With `decode_copy`, over random operations of two contexts in turn; a reader that never trusts it says so."""
-    engine, real = engine_of(bits, policy, on, decode_copy=True), QuantisedStore.attended
+    engine = engine_of(bits, policy, on, decode_copy=True)
+    attended, append = QuantisedStore.attended, QuantisedStore.append
     again = Dense(torch.zeros(3, engine.shape.kv_heads, max(engine.budgets) + CHUNK, engine.shape.head_dim))
     kept = [0]
 
-    def attended(store: QuantisedStore, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
+    def anew(store: QuantisedStore, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
         buffers = engine.pool.layers[layer]
-        kept[0] += buffers.dense.owner == (store, layer) and buffers.dense.right[0] > 0
-        found = real(store, layer, count, rotate)
         own, buffers.dense, again.owner = buffers.dense, again, None
-        anew = real(store, layer, count, rotate)
+        found = attended(store, layer, count, rotate)
         buffers.dense = own
-        assert all(map(torch.equal, found, anew))
         return found
 
-    monkeypatch.setattr(QuantisedStore, "attended", attended)
+    def compared_attended(store: QuantisedStore, layer: int, count: int, rotate: Rotate
+                          ) -> tuple[Tensor, Tensor, Tensor]:
+        found = attended(store, layer, count, rotate)
+        assert all(map(torch.equal, found, anew(store, layer, count, rotate)))
+        return found
+
+    def compared_append(store: QuantisedStore, layer: int, rank: int, *args: Any) -> tuple[Tensor, Tensor]:
+        dense = engine.pool.layers[layer].dense
+        kept[0] += dense.owner == (store, layer) and dense.right[0] > 0
+        found = append(store, layer, rank, *args)
+        keys, *others = anew(store, layer, rank + 1, args[-1])
+        assert torch.equal(dense.units[0, :, :rank + 1], keys[0]) and all(map(torch.equal, found, others))
+        return found
+
+    monkeypatch.setattr(QuantisedStore, "attended", compared_attended)
+    monkeypatch.setattr(QuantisedStore, "append", compared_append)
 
     @settings(max_examples=examples(12))
     @given(st.lists(operation, min_size=6, max_size=12))
