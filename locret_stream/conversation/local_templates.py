@@ -1,5 +1,5 @@
-"""Chat templates of which it can be proved that they write each message by itself: from this message, the ones beside
-it and the first ones. Of a conversation of thousands of messages only the last ones then have to be rendered.
+"""Chat templates of which it can be proved that they write each message by itself: from this message and the first
+ones. Of a conversation of thousands of messages only the last ones then have to be rendered.
 
 The proof is read off the template's syntax tree. It knows one shape, a loop over the messages whose body keeps nothing
 for the next round, and where a template does anything else it is not local, whatever it would write.
@@ -13,14 +13,14 @@ from functools import lru_cache
 from jinja2 import TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MESSAGES, LOOP = "messages", "loop"
+MESSAGES, LOOP, PROMPT = "messages", "loop", "add_generation_prompt"
 _PURE = (  # what computes from its operands alone, and keeps nothing
     nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Assign, nodes.Name, nodes.Const, nodes.Getattr,
     nodes.Getitem, nodes.Slice, nodes.Compare, nodes.Operand, nodes.BinExpr, nodes.UnaryExpr, nodes.Filter, nodes.Test,
     nodes.Call, nodes.Keyword, nodes.Concat, nodes.CondExpr, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair)
-_KEEPING = {"cycler", "joiner", "lipsum", "namespace", "self", "caller", "varargs", "kwargs"}  # names; filters below
+_KEEPING = {"cycler", "joiner", "lipsum", "namespace", "dict", "self", "caller", "varargs", "kwargs"}
 _DRAWING = {"random"}
-_LAZY = {"map", "select", "reject", "selectattr", "rejectattr", "batch", "slice", "unique", "items"}
+_LAZY = {"map", "select", "reject", "selectattr", "rejectattr", "batch", "slice", "unique", "items", "reverse"}
 _OF_LOOP = {"first", "last"}  # what a loop tells that is the same when messages in its middle are left out
 
 
@@ -76,16 +76,20 @@ class _Proof:
 
     def _inside(self, node: nodes.Node) -> bool:
         """Of a node in the loop over the messages."""
+        if isinstance(node, nodes.Name) and node.name == PROMPT:
+            return False
         if isinstance(node, nodes.Getattr) and self._is_loop(node.node):
             return node.attr in _OF_LOOP
         if isinstance(node, nodes.For):  # its `loop` is another one
             return (self._inside(node.iter) and not (node.test or node.recursive)
                     and all(self._further_inside(inner) for inner in node.body)
                     and all(self._inside(inner) for inner in node.else_))
-        return self._is_first(node) or self._is_beside(node) or self._is_pure(node, self._inside)
+        return self._is_first(node) or self._is_pure(node, self._inside)
 
     def _further_inside(self, node: nodes.Node) -> bool:
         """Of a node in a loop inside that loop."""
+        if isinstance(node, nodes.Name) and node.name == PROMPT:
+            return False
         if isinstance(node, nodes.Getattr) and self._is_loop(node.node):
             return True
         return self._is_first(node) or self._is_pure(node, self._further_inside)
@@ -116,14 +120,6 @@ class _Proof:
         """`messages[-1]`"""
         return (isinstance(node, nodes.Getitem) and self._is_list(node.node) and isinstance(node.arg, nodes.Neg)
                 and _is_number(node.arg.node, 1))
-
-    def _is_beside(self, node: nodes.Node) -> bool:
-        """`messages[loop.index0 - 1]` or `messages[loop.index0 + 1]`, in a loop over that very list"""
-        if not isinstance(node, nodes.Getitem) or not self._is_list(node.node) or len(self._lists) > 1 or self.slices:
-            return False
-        at = node.arg
-        return (isinstance(at, (nodes.Add, nodes.Sub)) and isinstance(at.left, nodes.Getattr)
-                and self._is_loop(at.left.node) and at.left.attr == "index0" and _is_number(at.right, 1))
 
     @staticmethod
     def _is_loop(node: nodes.Node) -> bool:

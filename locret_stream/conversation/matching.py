@@ -193,8 +193,11 @@ class _Search:
 
         def written(count: int) -> tuple[Rendered, int | None, Sequence[Message], int]:
             shown = template.last_of(said, count, tools)
+            try:
+                rendered = template.render(shown, tools)
+            except ConfigError:  # unless the template refuses all of them
+                shown, rendered = said, template.render(said, tools)
             first = count - (len(said) - len(shown))
-            rendered = template.render(shown, tools)
             return rendered, template.after(shown, first, tools, rendered), shown, first
 
         exact, fits = await self._aside(lambda: (

@@ -51,7 +51,8 @@ class _Probes:
         if not text:
             return text
         self.texts.append(text)
-        return f'\ue000{len(self.texts) - 1}"\ue001'
+        # Of one length and in the order of the texts, whatever the number: a template may measure or sort them.
+        return f'\ue000{len(self.texts) - 1:08d}"\ue001'
 
     def hide_same(self, text: str) -> str:
         """As `hide`, with the same probe for equal texts: a template may look one up in a list of others."""
@@ -189,9 +190,11 @@ class ChatTemplate:
     def last_of(self, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]] = ()) -> Sequence[Message]:
         """The messages of which a rendering ends like that of all: from the first `count` on, which are held already,
         both are the same. Fewer than all of them if the template is proved to write each by itself."""
-        if self._ahead is None or count - 1 <= self._ahead or (self.in_words and (tools or any(
-                message.calls or message.role == "tool" for message in said))):
+        if self._ahead is None or count - 1 <= self._ahead:
             return said
+        if self.in_words and (tools or any(message.calls or message.role == "tool" for message in said) or (
+                said[0].role == "system" and all(message.role != "user" for message in said[:self._ahead]))):
+            return said  # what is written out goes into the first messages, up to the first user's
         return [*said[:self._ahead], *said[count - 1:]]
 
     def _render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Rendered:

@@ -11,6 +11,7 @@ from langchain_locret import LocretChatModel
 from locret_stream.conversation.local_templates import messages_ahead
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.render import ChatTemplate
+from locret_stream.conversation.tool_prompt import ToolPrompt
 from locret_stream.errors import ConfigError
 from locret_stream.text import ChatFrame, TextCodec
 from tests import tiny_tokenizers
@@ -24,8 +25,6 @@ LOCAL = {
         tiny_tokenizers.TEMPLATES["phi3"], 2), "bundled": (LANGCHAIN["chatml"], 3), "llama": (LANGCHAIN["llama"], 4),
     "first": (EACH + "{% if loop.first %}!{% endif %}{% if messages[0].role == 'system' %}?{% endif %}" + END, 2),
     "last": (EACH + "{% if loop.last %}!{% endif %}" + END, 2),
-    "beside": (EACH + "{% if messages[loop.index0 - 1].role == message.role %}+{% endif %}"
-               "{% if messages[loop.index0 + 1].role == 'user' %}!{% endif %}" + END, 2),
     "own loop": (EACH + "{% for word in message.content.split() %}{{ loop.index0 }}{{ loop.length }}{% endfor %}"
                  + END, 2),
     "own variable": (EACH + "{% if message.role == 'user' %}{% set mark = '!' %}{% endif %}{{ mark }}" + END, 2),
@@ -49,6 +48,12 @@ NOT_LOCAL = {
     "another place": EACH + "{{ messages[2].content }}" + END,
     "the newest ahead": "{% if messages[-1].role == 'user' %}!{% endif %}" + EACH + END,
     "the newest in each": EACH + "{% if messages[-1].role == 'user' %}!{% endif %}" + END,
+    "the one before": EACH + "{% if messages[loop.index0 - 1].role == message.role %}+{% endif %}" + END,
+    "the one behind": EACH + "{% if messages[loop.index0 + 1].role == 'user' %}!{% endif %}" + END,
+    "the prompt in each": EACH + "{% if add_generation_prompt %}!{% endif %}" + END,
+    "the prompt in an own loop": EACH + "{% for x in 'ab' %}{{ add_generation_prompt }}{% endfor %}" + END,
+    "turned round": "{% set kept = [1, 2] | reverse %}" + EACH + "{% for x in kept %}{{ x }}{% endfor %}" + END,
+    "a dict changed": "{% set kept = {'n': 0} %}" + EACH + "{{ dict.update(kept, n=kept.n + 1) or kept.n }}" + END,
     "two beside": EACH + "{{ messages[loop.index0 - 2].role }}" + END,
     "beside in another list": "{% set rest = messages[1:] %}" + EACH.replace("messages", "rest")
                               + "{{ messages[loop.index0 - 1].role }}" + END,
@@ -80,12 +85,12 @@ def test_templates_that_count_or_look_around_are_not_local(template: str):
     assert messages_ahead(template) is None
 
 
-def made(written: str, **options: object) -> ChatTemplate:
+def made(written: str, tool_prompt: ToolPrompt = "template", **options: object) -> ChatTemplate:
     tokenizer = tiny_tokenizers.wrap(tiny_tokenizers.trained("byte_level"), marks=TOKENS)
     codec = TextCodec(tokenizer)
     frames = ChatFrame(codec, tokenizer)
     frames.template = written  # for frames alone some of these would be refused
-    return ChatTemplate(tokenizer, codec, frames, options=options)
+    return ChatTemplate(tokenizer, codec, frames, options=options, tool_prompt=tool_prompt)
 
 
 def conversation(rng: random.Random, size: int, calls: bool) -> list[Message]:
@@ -127,6 +132,39 @@ def test_the_last_messages_are_written_as_in_the_whole_conversation(name: str):
             assert [number - first for number in short.left_out if number >= first] == [
                 number - count for number in whole.left_out if number >= count]
     assert shorter >= 10
+
+
+def test_texts_are_measured_and_sorted_as_in_the_whole_conversation():
+    written = EACH + "{{ message.content | length }}{{ [message.content, messages[0].content] | sort | join(' ') }}" + END
+    template, said = made(written), conversation(random.Random(3), 120, calls=False)
+    shown = template.last_of(said, 110)
+    assert len(shown) == 2 + 1 + 10
+    short, whole = template.render(shown), template.render(said)
+    at, expected = template.after(shown, 3, (), short), template.after(said, 110, (), whole)
+    assert at is not None and expected is not None and short.pieces(at) == whole.pieces(expected)
+
+
+NO_SYSTEM = EACH.replace("%}", "%}{% if message.role != 'system' %}", 1) + "{% endif %}" + END
+REFUSED = "{% if message.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_system_text_stays_in_the_first_message_of_a_user(refused: bool):
+    """Where the template has no place for it; an assistant may have spoken before the user."""
+    template = made(NO_SYSTEM.replace("{% if", REFUSED + "{% if", 1) if refused else NO_SYSTEM, tool_prompt="auto")
+    for opening in ([Message("assistant", "How can I help?")], [Message("system", "More.")], []):
+        said = [Message("system", "RULES"), *opening]
+        for number in range(5):
+            said += [Message("user", f"u{number}"), Message("assistant", f"a{number}")]
+        if refused and opening and opening[0].role == "system":
+            continue  # it has no place at all
+        for count in range(len(said) - 3, len(said)):
+            shown = template.last_of(said, count)
+            first = count - (len(said) - len(shown))
+            short, whole = template.render(shown), template.render(said)
+            at, expected = template.after(shown, first, (), short), template.after(said, count, (), whole)
+            assert at is not None and expected is not None
+            assert short.pieces(at) == whole.pieces(expected)
 
 
 def test_of_other_templates_all_is_rendered():
