@@ -147,7 +147,9 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self.closing = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
-        plain = all(isinstance(value, (str, int, float, type(None))) for value in self._options.values())
+        # What is proved of a template holds where transformers itself renders it, with variables that cannot change.
+        plain = type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base" and all(
+            isinstance(value, (str, int, float, type(None))) for value in self._options.values())
         written = frames.template or tokenizer.chat_template
         self._ahead = messages_ahead(written) if plain and isinstance(written, str) else None
         shows_tools = self._shows_tools()

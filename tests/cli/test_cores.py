@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from locret_stream import __main__
-from locret_stream.cli import cores
+from locret_stream.cli import cores, loading
 from locret_stream.cli.loading import bound_threads
+from locret_stream.named_models import NAMED_MODELS, smollm2
 
 
 @pytest.fixture
@@ -60,3 +63,21 @@ def test_threads_that_wait_leave_the_cores_to_others_unless_a_user_decides(monke
         patch.setattr("locret_stream.cli.app", lambda **_: None)
         __main__.main()
         assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_the_files_of_smollm2_are_compared_beside_the_imports(monkeypatch: pytest.MonkeyPatch):
+    """In a thread that tells nothing of what it meets: that is said when the files are needed."""
+    assert NAMED_MODELS["smollm2"].ahead is smollm2.converted_folder_is_whole
+    begun: list[str] = []
+
+    def ahead() -> None:
+        begun.append(threading.current_thread().name)
+        raise OSError("the disk is gone")
+
+    threads = threading.Thread
+    made: list[threading.Thread] = []
+    monkeypatch.setattr(loading.threading, "Thread", lambda **options: made.append(threads(**options)) or made[-1])
+    monkeypatch.setattr(loading, "named_model", lambda model: msgspec.structs.replace(NAMED_MODELS[model], ahead=ahead))
+    loading._before_loading("smollm2")
+    made[0].join(10)
+    assert begun == ["locret-ahead"] and len(made) == 1

@@ -13,7 +13,6 @@ from locret_stream import InputError
 from locret_stream.conversation.messages import Message
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "developer": "developer"}
-_KNOWN = frozenset(ROLES.values())
 SUMMARY = "summarization"  # how LangChain's summarising middleware marks a message that it wrote for older ones
 RECEIPT = "locret"  # the key of the receipt in response_metadata
 WARNINGS = "warnings"  # the key of what the model warns of; it takes that out
@@ -35,9 +34,9 @@ def read(messages: Iterable[BaseMessage]) -> list[Message]:
         role = ROLES.get(message.type) or ROLES.get(message.type.removesuffix("MessageChunk").lower())
         if role is None:
             role = getattr(message, "role", None)
-        if not isinstance(role, str) or (role not in _KNOWN and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,31}", role)):
-            raise InputError(f"message {number} is a {type(message).__name__} of type {message.type!r}; expected "
-                             "human, ai, system, tool or chat messages")
+            if not isinstance(role, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,31}", role):
+                raise InputError(f"message {number} is a {type(message).__name__} of type {message.type!r}; expected "
+                                 "human, ai, system, tool or chat messages")
         content, reasoning, state_key = _text(number, message), "", b""
         calls: tuple[tuple[str, dict[str, Any], str], ...] = ()
         if isinstance(message, AIMessage):
