@@ -57,13 +57,18 @@ class LayerBuffers:
 class Dense:
     """Units as attention reads them: keys, values and rotated keys, [3, H, C, D], of one slot and layer at a time.
 
+    parts: views of the three, [1, H, C, D] each.
     owner: whose they are, and of which layer.
     right: how many of the first ranks of each of the three are as the owner has them.
     """
 
     units: Tensor
+    parts: tuple[Tensor, ...] = field(init=False)
     owner: tuple[object, int] | None = None
     right: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+    def __post_init__(self) -> None:
+        self.parts = self.units.split(1)
 
 
 @dataclass(slots=True)

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from locret_stream.cache.buffers import QuantisedBuffers
+from locret_stream.cache.pool import Pool
 from locret_stream.cache.unit_store import Rotate, UnitStore
-from locret_stream.kernels import compact_units, dequantise_units, quantise_units
+from locret_stream.kernels import compact_units, dequantise_units, quantise_units, slot_units
+
+_LATE = 16  # units of a layer that `append` keeps before it writes them
 
 
 class QuantisedStore(UnitStore):
@@ -29,33 +32,66 @@ class QuantisedStore(UnitStore):
         assert isinstance(buffers, QuantisedBuffers), "a pool of codes has no others"
         return buffers
 
+    def __init__(self, pool: Pool, slot: int):
+        super().__init__(pool, slot)
+        # Of each layer, the row of the first unit that decoding has appended and not yet written to its row, and those
+        # units: several are written at once, which saves two small copies a layer and token.
+        self._late: list[tuple[int, list[tuple[Tensor, Tensor]]]] = [(0, []) for _ in pool.layers]
+
     # -- a forward pass ---------------------------------------------------------------------------------------
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor, rotate: Rotate) -> None:
         """As of `UnitStore`."""
+        self._write_late(layer)
         self._changed(layer, start)
-        buffers, first = self._buffers(layer), start - self.counts[layer]
-        assert 0 <= first and first + keys.shape[2] <= self.pool.chunk_size, "a forward writes the tail area only"
-        first += self.pool.firsts[layer]
-        buffers.exact_keys[self.slot, :, first:first + keys.shape[2]] = keys[0]
-        buffers.exact_values[self.slot, :, first:first + keys.shape[2]] = values[0]
+        self._write_rows(layer, self._row(layer, start, keys.shape[2]), keys, values)
 
     def append(self, layer: int, rank: int, keys: Tensor, values: Tensor, turned: Tensor, rotate: Rotate
                ) -> tuple[Tensor, Tensor]:
-        """Write one unit behind the others, and what a decode attends to: rotated keys and values of the first
-        `rank` + 1 ranks. Where all ahead of it was read before, nothing else is.
+        """Write one unit behind the others, and what a decode attends to: rotated keys and values, of which the first
+        `rank` + 1 ranks are right, [1, H, more, D]. Where those ahead of it were read before, nothing else is.
 
         Args:
-            keys, values, turned: K before RoPE, V, and K at its rank, [1, H, 1, D].
+            keys, values, turned: K before RoPE, V, and K at its rank, [1, H, 1, D]. The first two are kept for a while,
+                on CPUs: nothing may change them.
         """
-        self.write(layer, rank, keys, values, rotate)
         dense = self._buffers(layer).dense
-        if dense.owner != (self, layer) or dense.right != [rank, rank, rank]:
-            return self.attended(layer, rank + 1, rotate)[1:]
-        for part, unit in enumerate((keys, values, turned)):
-            dense.units[part, :, rank] = unit[0, :, 0]
-        dense.right = [rank + 1] * 3
-        return dense.units[2:, :, :rank + 1], dense.units[1:2, :, :rank + 1]
+        if dense.owner != (self, layer) or dense.right[1] != rank or dense.right[2] != rank:
+            self.write(layer, rank, keys, values, rotate)
+            self.attended(layer, rank + 1, rotate)
+            return dense.parts[2], dense.parts[1]
+        row, (first, units) = self._row(layer, rank), self._late[layer]
+        if units:
+            assert row == first + len(units), "another write would have written what is late"
+            units.append((keys, values))
+        else:
+            self._late[layer] = row, [(keys, values)]
+        if len(units) == _LATE or not keys.is_cpu:
+            self._write_late(layer)
+        for part, unit in ((1, values), (2, turned)):
+            slot_units(dense.parts[part], 0, rank, rank + 1).copy_(unit)
+            dense.right[part] = rank + 1
+        return dense.parts[2], dense.parts[1]
+
+    def _row(self, layer: int, rank: int, new: int = 1) -> int:
+        """The row, among the exact units, of the first of some new units at that rank."""
+        behind = rank - self.counts[layer]
+        assert 0 <= behind and behind + new <= self.pool.chunk_size, "a forward writes the tail area only"
+        return self.pool.firsts[layer] + behind
+
+    def _write_rows(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Write K and V, [1, H, T, D], to the rows of exact units from that one on."""
+        buffers, stop = self._buffers(layer), row + keys.shape[2]
+        slot_units(buffers.exact_keys, self.slot, row, stop).copy_(keys)
+        slot_units(buffers.exact_values, self.slot, row, stop).copy_(values)
+
+    def _write_late(self, layer: int) -> None:
+        """Write the units that `append` has kept. Whatever reads rows of new units does this first."""
+        first, units = self._late[layer]
+        if units:
+            keys, values = (torch.cat(parts, dim=2) for parts in zip(*units, strict=True))
+            self._late[layer] = 0, []
+            self._write_rows(layer, first, keys, values)
 
     def keys(self, layer: int, count: int) -> Tensor:
         """Keys before RoPE, read from their codes, until the next read of any layer of this device."""
@@ -95,6 +131,7 @@ class QuantisedStore(UnitStore):
             stop = max(first.start, min(first.stop, committed))
             out[:, first.start:stop] = exact[:, :stop - first.start]
         if right < count:
+            self._write_late(layer)
             behind = tail - self.counts[layer]  # the row of rank 0, if all ranks were behind the committed ones
             out[:, right:] = exact[:, behind + right:behind + count]
         dense.right[part] = max(dense.right[part], count)
@@ -130,6 +167,7 @@ class QuantisedStore(UnitStore):
     def commit(self, layer: int, first_position: int, new: int, scores: Tensor, keep: Tensor | None,
                rotate: Rotate) -> None:
         """Code the last `new` written units, and keep of all units those at the ranks `keep`; as `UnitStore.commit`."""
+        self._write_late(layer)
         self._changed(layer)
         buffers, slot, count = self._buffers(layer), self.slot, self.counts[layer]
         total, tail, first = count + new, self.pool.firsts[layer], self._firsts(layer)
@@ -152,7 +190,9 @@ class QuantisedStore(UnitStore):
 
     def copy_from(self, other: UnitStore, tail: int = 0) -> None:
         """As of `UnitStore`."""
+        assert isinstance(other, QuantisedStore), "a pool of codes has no others"
         for layer, (count, first) in enumerate(zip(other.counts, self.pool.firsts, strict=True)):
+            other._write_late(layer)
             self._changed(layer)
             buffers = self._buffers(layer)
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),

@@ -46,6 +46,7 @@ class Decoder:
         self._graphed = (all(layout.triton) and not pool.quantised and attachment.device.type == "cuda"
                          and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
         self._graphs: dict[int, _Graph] = {}
+        self._zeros = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in pool.devices}
 
     def run(self, states: Sequence[EngineState]) -> None:
         """Give each state's next pending id provisional units and set its `tail_logits`. A state that was swapped out
@@ -131,21 +132,24 @@ class Decoder:
     def _forward_quantised(self, stores: Sequence[UnitStore], batch: Tensor) -> Tensor:
         """`_forward` where committed units are codes: each context's layer is read, and attended to, by itself."""
         tables, attachment, shape = self.layout.tables, self.attachment, self.layout.shape
-        counts, place = batch[2:].tolist(), torch.zeros(1, dtype=torch.int64, device=batch.device)
-        shared: dict[tuple[Any, ...], tuple[Tensor, list[Tensor], tuple[Tensor, Tensor] | None]] = {}
+        counts = batch[2:].tolist()
+        shared: dict[tuple[Any, ...], tuple[Tensor, Sequence[Tensor], tuple[Tensor, Tensor] | None]] = {}
 
         def step(call: LayerCall) -> Attended:
             layer, heads, device = call.layer, call.q.shape[1], call.q.device
             kind = *counts[layer], id(tables.layers[layer]), device
             if kind not in shared:
                 ranks = batch[2 + layer].to(device)
-                shared[kind] = place.to(device), list((ranks + 1).split(1)), tables.turns(layer, ranks)
+                lengths = (ranks + 1).split(1) if len(stores) > 1 else (ranks + 1,)
+                shared[kind] = self._zeros[device], lengths, tables.turns(layer, ranks)
             here, lengths, turns = shared[kind]
-            both, out = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns), []
-            for a, (store, rank) in enumerate(zip(stores, counts[layer], strict=True)):
+            both = tables.rotate_each(layer, torch.cat([call.q, call.k], dim=1), turns)
+            parts, out = (both[:, :heads], call.k, call.v, both[:, heads:]), []
+            each = zip(*(part.split(1) for part in parts), strict=True) if len(stores) > 1 else (parts,)
+            for store, rank, length, (q, k, v, turned) in zip(stores, counts[layer], lengths, each, strict=True):
                 assert isinstance(store, QuantisedStore), "a pool of codes has no others"
-                k, v = store.append(layer, rank, call.k[a:a + 1], call.v[a:a + 1], both[a:a + 1, heads:], tables.rotate)
-                out.append(decode_attention(both[a:a + 1, :heads], k, v, here, lengths[a], call.scale,
+                held, values = store.append(layer, rank, k, v, turned, tables.rotate)
+                out.append(decode_attention(q, held, values, here, length, call.scale,
                                             window=shape.sliding[layer], softcap=call.softcap,
                                             sink_logits=call.sink_logits))
             return torch.cat(out) if len(out) > 1 else out[0]
