@@ -105,8 +105,8 @@ class Index:
     def search(self, question: str, most: int, measure: Callable[[str], int]) -> list[Passage]:
         """The passages that fit the words of a question best and have at most `most` tokens together, a line break
         between any two included, in the order in which they were read. Of equal ones the newest is found alone. After
-        the best one comes the newest that has the same telling words: what was told anew has them too, and may fit less
-        well only because it stands among others.
+        the best one comes the newest that has as many telling words as any: what was told anew has them too, and may
+        fit less well only because it stands among others.
 
         Words of `COMMON` count less than others, and alone only where no passage has another word of the question. A
         passage that has no word beside those of the question tells nothing. One in which the question itself was asked
@@ -122,15 +122,13 @@ class Index:
         if not words:
             return []
         with self._lock:
+            (count,) = self._db.execute("select count(*) from passages").fetchone()
             found = self._candidates(asked, self._ranked(words))
             found.sort(key=lambda one: -one.rank)  # stable
-            newest = self._newest_like(found[0].passage, asked, words) if found else None
-            (count,) = self._db.execute("select count(*) from passages").fetchone()
-        if not found:
-            return []
-        least = max(LEAST_SHARE * found[0].rank, LEAST_FIT * _weight_of_one(count))
-        fitting = [one.passage for one in found if one.fit >= least]
-        if fitting and newest is not None:
+            least = max(LEAST_SHARE * found[0].rank, LEAST_FIT * _weight_of(1, count)) if found else 0.0
+            fitting = [one.passage for one in found if one.fit >= least]
+            newest = self._newest_like(fitting, asked, words, count) if fitting else None
+        if newest is not None:
             fitting.insert(1, newest)
         chosen, left = list[Passage](), most
         for passage in fitting:
@@ -154,18 +152,25 @@ class Index:
         both = [(fit + COMMON_SHARE * (whole.get(start, fit) - fit), start) for fit, start in found]
         return sorted(both, key=lambda row: (-row[0], -row[1]))
 
-    def _newest_like(self, best: Passage, asked: list[str], words: list[str]) -> Passage | None:
-        """The newest passage that has every telling word of the question which the best passage has, and in which the
-        question itself was not asked."""
-        has = [_as_query(word) for word in words if word not in COMMON and self._db.execute(
-            "select 1 from words where words match ? and rowid = ?", (_as_query(word), best.start)).fetchone()]
-        if not has:
+    def _newest_like(self, fitting: list[Passage], asked: list[str], words: list[str], count: int) -> Passage | None:
+        """The newest passage that has every telling word of the question which one of these passages has, the first of
+        those with the most of them by weight, and in which the question itself was not asked."""
+        within = f"words match ? and rowid in ({', '.join(str(passage.start) for passage in fitting)})"
+        weights, having = dict[int, float](), dict[int, list[str]]()
+        for query in (_as_query(word) for word in words if word not in COMMON):
+            starts = [start for (start,) in self._db.execute(f"select rowid from words where {within}", (query,))]
+            if starts:
+                (many,) = self._db.execute("select count(*) from words where words match ?", (query,)).fetchone()
+            for start in starts:
+                weights[start] = weights.get(start, 0.0) + _weight_of(many, count)
+                having.setdefault(start, []).append(query)
+        if not having:
             return None
+        has = having[max((passage.start for passage in fitting if passage.start in having), key=weights.__getitem__)]
         for start, ids, text in self._db.execute(
                 "select start, ids, passages.text from words join passages on passages.start = words.rowid where words "
                 "match ? order by words.rowid desc limit ?", (" AND ".join(has), CANDIDATES)):
-            told = _words(text)
-            if not set(told) <= set(asked) and not _asks(told, asked):
+            if not set(_words(text)) <= set(asked) and not _asks(text, asked):
                 return Passage(start, np.frombuffer(ids, "<i4").tolist(), text)
         return None
 
@@ -180,7 +185,7 @@ class Index:
             if plain not in seen and not set(has) <= set(asked):
                 passage = Passage(start, np.frombuffer(ids, "<i4").tolist(), text)
                 answered = self._with_next(passage, asked) if _ends(has, asked) else passage
-                found.append(Candidate(fit / 2 if _asks(has, asked) else fit, fit if answered else fit / 2,
+                found.append(Candidate(fit / 2 if _asks(text, asked) else fit, fit if answered else fit / 2,
                                        answered or passage))
             seen.add(plain)
             if len(found) == CANDIDATES:
@@ -262,8 +267,12 @@ class Index:
         return self._cutter.start + _same(np.asarray(self._cutter.ids, "<i4"), ids[self._cutter.start:])
 
 
+def _plain(text: str) -> str:
+    return _paired(_CLITIC.sub("", unicodedata.normalize("NFC", text.lower())))
+
+
 def _words(text: str) -> list[str]:
-    return _WORD.findall(_paired(_CLITIC.sub("", unicodedata.normalize("NFC", text.lower()))))
+    return _WORD.findall(_plain(text))
 
 
 def _as_query(word: str) -> str:
@@ -275,9 +284,14 @@ def _overlap(one: Passage, other: Passage) -> bool:
     return one.start < other.start + len(other.ids) and other.start < one.start + len(one.ids)
 
 
-def _asks(has: list[str], asked: list[str]) -> bool:
-    """Whether the words of a passage have all the words of a question, one behind the other."""
-    return f" {' '.join(asked)} " in f" {' '.join(has)} "
+def _asks(text: str, asked: list[str]) -> bool:
+    """Whether a passage has all the words of a question, one behind the other, and then a question mark, or no more
+    words in that line. "Port of ridge is 22" has those of "Port of ridge?", and tells."""
+    plain = _plain(text)
+    if f" {' '.join(asked)} " not in f" {' '.join(_WORD.findall(plain))} ":
+        return False
+    question = r"\W+".join(map(re.escape, asked))
+    return re.search(rf"(?<!\w){question}[^\w\n]*([?？؟\n]|$)", plain) is not None
 
 
 def _ends(has: list[str], asked: list[str]) -> bool:
@@ -290,9 +304,9 @@ def _paired(text: str) -> str:
     return _WIDE.sub(lambda run: f" {' '.join(map(''.join, itertools.pairwise(run[0]))) or run[0]} ", text)
 
 
-def _weight_of_one(count: int) -> float:
-    """What BM25 lets a word count that one of `count` passages has, where that is of average length."""
-    return math.log((count - 0.5) / 1.5) if count > 1 else 0.0
+def _weight_of(many: int, count: int) -> float:
+    """What BM25 lets a word count that `many` of `count` passages have, where these are of average length."""
+    return max(math.log((count - many + 0.5) / (many + 0.5)), 0.0)
 
 
 def _same(held: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -107,6 +107,31 @@ def test_where_the_question_itself_was_asked_comes_behind_what_tells(index: Inde
     assert any(question in passage.text for passage in index.search(question, 40, size))
 
 
+@pytest.mark.parametrize("told", ["The code of the west gate is 4711 now, says the porter.", "Code of the west gate: 4711",
+                                  "All know the code of the west gate; 4711."])
+def test_what_tells_in_the_words_of_a_question_does_not_ask_it(index: Index, codec: TextCodec, told: str):
+    """A question may be a name and a question mark; then what tells has all its words, one behind the other."""
+    index.add(codec.encode_text(f"{told}\n{STORY[:600]}\nThe code of the east gate is 1234.\n{STORY[:600]}"))
+    (found,) = index.search("Code of the west gate?", 12, size)
+    assert told in found.text
+    asked = "What, they asked, is the code of the west gate?\n"
+    index.add(codec.encode_text(asked * 2 + STORY[:300]))
+    assert [told in passage.text for passage in index.search("Code of the west gate?", 12, size)] == [True]
+
+
+def test_a_passage_with_more_of_the_words_is_found_beside_one_that_has_one_often(index: Index, codec: TextCodec):
+    """The newest of those with the most telling words, where BM25 prefers a short one that says one of them twice."""
+    best, ports = "Ridge here, ridge there, a ridge.", "".join(f"Ship {n} lies in port again.\n" for n in range(12))
+    index.add(codec.encode_text(f"{ports}{best}\n{STORY[:900]}\nAs of noon the ridge has port 2346 now.\n"
+                                f"{STORY[:900]}\nAt last they came to a ridge.\n"))
+    for newer in ("", "As of midnight the ridge has port 2399 now.\n"):
+        index.add(codec.encode_text(newer + STORY[:900]))
+        assert best in [passage.text for passage in index.search("What is the port of ridge?", 8, size)]
+        texts = [passage.text for passage in index.search("What is the port of ridge?", 16, size)]
+        assert best in texts
+        assert any("2399" if newer else "2346" in text for text in texts)
+
+
 @pytest.mark.parametrize(("answer", "found"), [
     (" A: it is 48213, as the porter wrote to all in May.", True),
     ("\n\nIt is 48213, as the porter wrote to all in May.", True), ("", False)])
