@@ -107,7 +107,8 @@ def test_where_the_question_itself_was_asked_comes_behind_what_tells(index: Inde
     assert any(question in passage.text for passage in index.search(question, 40, size))
 
 
-@pytest.mark.parametrize("told", ["The code of the west gate is 4711 now, says the porter.", "Code of the west gate: 4711",
+@pytest.mark.parametrize("told", ["The code of the west gate is 4711 now, says the porter.",
+                                  "Code of the west gate: 4711",
                                   "All know the code of the west gate; 4711."])
 def test_what_tells_in_the_words_of_a_question_does_not_ask_it(index: Index, codec: TextCodec, told: str):
     """A question may be a name and a question mark; then what tells has all its words, one behind the other."""
