@@ -31,7 +31,7 @@ from locret_stream.config import ModelShape
 from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
-from locret_stream.models.linears import quicken
+from locret_stream.models.linears import pack, quicken
 from locret_stream.models.rotary import Place, RopeTables, Rotary
 from locret_stream.models.weights import adapters, fingerprint, form, named_weights, quantisation, shadow, sketch
 
@@ -162,6 +162,10 @@ class Attachment:
         devices = {str(place.device) for place in self.places} | {str(self.last_device)}
         if len(devices) > 1:
             raise UnsupportedModel(f"{what} needs a model on one device; found its layers on {sorted(devices)}")
+
+    def pack_weights(self) -> int:
+        """Read bf16 weights on a CPU from packed copies, as `linears.pack` says; returns the bytes that these take."""
+        return pack((self._decoder, self._shadow))
 
     def check_heads(self, heads: RetainingHeads) -> None:
         """Raises HeadsMismatch: the heads are of another model."""

@@ -253,6 +253,8 @@ class Runtime:
         """The long part of starting: all that has to be made. It changes nothing of this runtime."""
         model, tokenizer = self.load()
         attachment = attach(model, self._attn, self._number)
+        if model is not self._loaders[0]:  # nobody else has it
+            attachment.pack_weights()
         try:
             codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
             ends = getattr(model.generation_config, "eos_token_id", None)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import platform
+
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from locret_stream import Runtime
 from locret_stream.models import attach, detach, linears
-from locret_stream.models.linears import linear, quicken
+from locret_stream.models.linears import linear, pack, packed_linear, quicken
+from tests.tiny_tokenizers import make
 
 SIZES = [(256, 256), (512, 4096), (512, 4100), (258, 512), (64, 64)]  # outputs, inputs
 
@@ -93,3 +99,71 @@ def test_a_model_decodes_with_it_and_stays_as_it_is(monkeypatch: pytest.MonkeyPa
             assert out.isfinite().all()
     finally:
         detach(model)
+
+
+needs_bf16 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="oneDNN packs bf16 weights for x86 processors with AVX-512 alone")
+
+
+def bf16_layers(**more: bool) -> nn.ModuleList:
+    torch.manual_seed(1)
+    return nn.ModuleList(nn.Linear(inputs, outputs, dtype=torch.bfloat16, **more)
+                         for outputs, inputs in ((512, 256), (260, 1000), (64, 64)))
+
+
+@needs_bf16
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_give_the_same_bits(bias: bool):
+    layers = bf16_layers(bias=bias)
+    xs = [torch.randn(2, rows, layer.in_features).bfloat16() for layer in layers for rows in (0, 1, 3, 200)]
+    with torch.inference_mode():
+        own = [layer(x) for layer in layers for x in xs if x.shape[-1] == layer.in_features]
+        assert pack([layers]) == 2 * (512 * 256 + 260 * 1000)
+        packed = [layer(x) for layer in layers for x in xs if x.shape[-1] == layer.in_features]
+    assert all(map(torch.equal, own, packed))
+    assert [type(vars(layer).get("forward")) for layer in layers] == [functools.partial] * 2 + [type(None)]
+
+
+@needs_bf16
+def test_with_gradients_packed_layers_are_their_own():
+    layers, x = bf16_layers(), torch.randn(3, 256).bfloat16()
+    with torch.inference_mode():
+        own = layers[0](x)
+    pack([layers])
+    out = layers[0](x)
+    (grad,) = torch.autograd.grad(out.sum(), [layers[0].weight])
+    assert torch.equal(out, own) and grad.any()
+
+
+@needs_bf16
+def test_weights_are_packed_once_for_all_shadows_and_never_beyond_a_share_of_the_memory(
+        monkeypatch: pytest.MonkeyPatch):
+    layers = bf16_layers()
+    others = nn.ModuleList(copy.copy(layer) for layer in layers)  # the same parameters
+    assert pack([layers]) == pack([others]) > 0
+    assert vars(layers[0])["forward"].args[1] is vars(others[0])["forward"].args[1]
+    size = 2 * (512 * 256 + 260 * 1000)
+    for memory, expected in ((4 * size - 4, 0), (4 * size, size), (0, 0)):
+        monkeypatch.setattr(linears, "memory_bytes", lambda memory=memory: memory)
+        assert pack([bf16_layers()]) == expected
+
+
+@needs_bf16
+async def test_a_runtime_packs_the_weights_that_it_loaded_itself():
+    """A model that the caller has may yet change."""
+    def load() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+                             num_attention_heads=4, num_key_value_heads=4)
+        return LlamaForCausalLM(config).eval().bfloat16()
+
+    logits = []
+    for model, packs in ((load, True), (load(), False)):
+        async with Runtime(model, make("byte_level"), policy="keydiff", budget=32, chunk_size=16) as runtime:
+            kinds = {getattr(vars(module).get("forward"), "func", None) for module in runtime.attachment.linears}
+            assert (packed_linear in kinds) == packs
+            state = runtime.engine.open(0)
+            runtime.engine.accept(state, range(3, 16))
+            logits.append(runtime.engine.logits(state))
+    assert torch.equal(*logits)
