@@ -70,7 +70,7 @@ def pending(number: int) -> int:
 
 async def face(settings: SimpleNamespace) -> AsyncIterator[list[float]]:
     """The public API; the first item that this and the other cases yield says that they are ready."""
-    async with runtime_of(settings, lambda: load(settings)) as runtime, runtime.open("timed", raw=True) as context:
+    async with runtime_of(settings) as runtime, runtime.open("timed", raw=True) as context:
         await context.feed(load_ids(settings).tolist())
         warm = WARM_UP
         while True:
@@ -83,7 +83,7 @@ async def face(settings: SimpleNamespace) -> AsyncIterator[list[float]]:
 @torch.no_grad()
 def engine(settings: SimpleNamespace, store_bits: int = 16, decode_copy: bool = False) -> Iterator[list[float]]:
     """The engine without worker, sampling and text."""
-    ids, runtime = load_ids(settings), runtime_of(settings, lambda: load(settings), store_bits, decode_copy)
+    ids, runtime = load_ids(settings), runtime_of(settings, None, store_bits, decode_copy)
     runtime.start()
     core = runtime.engine
     state = core.open(0)
@@ -175,7 +175,7 @@ def one_stream(options: argparse.Namespace) -> None:
     """All three, in turns."""
     *others, base = ("8 bits", "4 bits", "8 bits, copy", "4 bits, copy", "engine") if options.store_bits else (
         "face", "engine", "stock")
-    with tiny_llama(options.tokens, **(SMOLLM2 if options.smollm2 else {})) as folder:
+    with tiny_llama(options.tokens, options.dtype, **(SMOLLM2 if options.smollm2 else {})) as folder:
         settings = settings_of(options, folder, dtype=options.dtype)
         rounds: dict[str, list[float]] = {case: [] for case in (*others, base)}
         for repeat in range(options.repeats):

@@ -62,9 +62,9 @@ def heads_width() -> int:
 
 
 @contextlib.contextmanager
-def tiny_llama(tokens: int, **sizes: int) -> Iterator[str]:
-    """A temporary folder with a random Llama, random retaining heads for it, and `tokens` random ids; `sizes` take the
-    place of the usual ones, by their names in LlamaConfig."""
+def tiny_llama(tokens: int, dtype: str = "float32", **sizes: int) -> Iterator[str]:
+    """A temporary folder with a random Llama, its tokenizer, random retaining heads for it, and `tokens` random ids;
+    `sizes` take the place of the usual ones, by their names in LlamaConfig."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -80,7 +80,8 @@ def tiny_llama(tokens: int, **sizes: int) -> Iterator[str]:
                                        kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
                                        width=heads_width()))
     with tempfile.TemporaryDirectory(prefix="locret-timing-") as folder:
-        model.save_pretrained(folder)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        words().save_pretrained(folder)
         heads.save(Path(folder) / "heads")
         np.save(Path(folder) / "ids.npy", np.random.default_rng(1).integers(3, VOCAB, tokens))
         yield folder
@@ -330,14 +331,19 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
-def runtime_of(settings: SimpleNamespace, model: Any, store_bits: int = 16, decode_copy: bool = False) -> Any:
-    """Our runtime over the tiny Llama (or a function that loads it: then in the runtime's thread, as users do) and its
-    random heads."""
+def runtime_of(settings: SimpleNamespace, model: Any = None, store_bits: int = 16, decode_copy: bool = False) -> Any:
+    """Our runtime over the tiny Llama's folder (or the model, or a function that loads it in the runtime's thread) and
+    its random heads."""
     from locret_stream import Runtime
     from locret_stream.config import Budget
-    return Runtime(model, words(), heads=Path(settings.folder) / "heads", policy="locret", max_live=1,
-                   chunk_size=settings.chunk, store_bits=store_bits, decode_copy=decode_copy,
-                   budget=Budget(units=settings.budget, sinks=SINKS, stabilizers=STABILIZERS))
+    options: dict[str, Any] = dict(
+        heads=Path(settings.folder) / "heads", policy="locret", max_live=1, chunk_size=settings.chunk,
+        store_bits=store_bits, decode_copy=decode_copy,
+        budget=Budget(units=settings.budget, sinks=SINKS, stabilizers=STABILIZERS))
+    if model is not None:
+        return Runtime(model, words(), **options)
+    dtype = getattr(settings, "dtype", "float32")
+    return Runtime.from_pretrained(settings.folder, dtype=dtype, device="cpu", **options)
 
 
 async def ours(settings: SimpleNamespace) -> dict[str, Any]:

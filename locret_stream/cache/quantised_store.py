@@ -60,14 +60,11 @@ class QuantisedStore(UnitStore):
             self.write(layer, rank, keys, values, rotate)
             self.attended(layer, rank + 1, rotate)
             return dense.parts[2], dense.parts[1]
-        row, (first, units) = self._row(layer, rank), self._late[layer]
-        if units:
-            assert row == first + len(units), "another write would have written what is late"
-            units.append((keys, values))
+        row = self._row(layer, rank)
+        if keys.is_cpu:
+            self._keep_late(layer, row, keys, values)
         else:
-            self._late[layer] = row, [(keys, values)]
-        if len(units) == _LATE or not keys.is_cpu:
-            self._write_late(layer)
+            self._write_rows(layer, row, keys, values)
         for part, unit in ((1, values), (2, turned)):
             slot_units(dense.parts[part], 0, rank, rank + 1).copy_(unit)
             dense.right[part] = rank + 1
@@ -84,6 +81,15 @@ class QuantisedStore(UnitStore):
         buffers, stop = self._buffers(layer), row + keys.shape[2]
         slot_units(buffers.exact_keys, self.slot, row, stop).copy_(keys)
         slot_units(buffers.exact_values, self.slot, row, stop).copy_(values)
+
+    def _keep_late(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        first, units = self._late[layer]
+        if len(units) >= _LATE or (units and row != first + len(units)):
+            self._write_late(layer)
+            units = []
+        if not units:
+            self._late[layer] = row, units
+        units.append((keys, values))
 
     def _write_late(self, layer: int) -> None:
         """Write the units that `append` has kept. Whatever reads rows of new units does this first."""
@@ -194,6 +200,7 @@ class QuantisedStore(UnitStore):
         for layer, (count, first) in enumerate(zip(other.counts, self.pool.firsts, strict=True)):
             other._write_late(layer)
             self._changed(layer)
+            self._late[layer] = 0, []
             buffers = self._buffers(layer)
             for tensor, axis, length in ((buffers.keys, 1, count), (buffers.values, 1, count),
                                          (buffers.exact_keys, 1, first + tail), (buffers.exact_values, 1, first + tail),
@@ -206,6 +213,7 @@ class QuantisedStore(UnitStore):
                      rotate: Rotate) -> None:
         """As of `UnitStore`."""
         self._changed(layer)
+        self._late[layer] = 0, []  # what was written behind the committed units is not there any more
         super().put_in_front(layer, units, keep, front, rotate)
 
     # -- as tensors -------------------------------------------------------------------------------------------
@@ -233,6 +241,7 @@ class QuantisedStore(UnitStore):
         super().load(units, rotate, fronts)
         for layer in range(len(self.counts)):
             self._changed(layer)
+            self._late[layer] = 0, []
             buffers, first = self._buffers(layer), units[f"{layer}.first_keys"].shape[1]
             buffers.exact_keys[self.slot, :, :first] = units[f"{layer}.first_keys"].to(buffers.keys.device)
             buffers.exact_values[self.slot, :, :first] = units[f"{layer}.first_values"]

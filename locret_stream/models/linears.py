@@ -7,14 +7,13 @@ is depends on the processor, the layer's size and the number of rows alone, neve
 tokens give the same bits.
 
 In bf16, of any rows. oneDNN, which multiplies these, puts the weights into an order of its own at every call; `pack`
-does it once, and the results are the same bit for bit. The packed copy takes memory, and only it is read from then on:
-where the weights are a file that is mapped into memory, the system takes back the pages of the file when it needs them.
+does it once, and contiguous inputs give the same bits. It does so for weights that are a file mapped into memory: from
+then on only the packed copy is read, and the system can take back the pages of the file.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PARTS = 4  # of the weights, in a batched product: what MKL does with one matrix of a batch is what is quick
-SPLIT_ROWS, SPLIT_INPUTS, SPLIT_LEAST = 2, 4096, 1 << 16  # most rows and inputs, and fewest weights
+# Most rows and inputs, and fewest weights, of layers that take the batched product; those of oneDNN's. Beyond them they
+# are no quicker than the layer's own.
+SPLIT_ROWS, SPLIT_INPUTS, SPLIT_LEAST = 2, 4096, 1 << 16
 ONEDNN_ROWS, ONEDNN_LEAST = 64, 1 << 17
-PACKED_SHARE = 0.25
 _packed = WeakTensorKeyDictionary()
 
 
@@ -39,7 +39,8 @@ def quicken(tree: nn.Module) -> int:
     """
     layers = _plain_layers(tree, torch.float32) if slow_blas() else []
     for module in layers:
-        module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
+        # Bound to the tensors: a reference to the module would be a cycle, which keeps the weights until it is found.
+        module.forward = functools.partial(linear, module.weight, module.bias)  # type: ignore[method-assign]
     return len(layers)
 
 
@@ -51,54 +52,64 @@ def _plain_layers(tree: nn.Module, dtype: torch.dtype) -> list[nn.Linear]:
 
 @functools.cache
 def slow_blas() -> bool:
-    """Whether torch multiplies by MKL, and the processor is one of AMD."""
-    if not torch.backends.mkl.is_available():
+    """Whether torch multiplies by MKL and has oneDNN, too, and the processor is one of AMD."""
+    if not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available():
         return False
     found = Path("/proc/cpuinfo")
     return "AuthenticAMD" in (found.read_text() if found.exists() else platform.processor())
 
 
-def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """x [..., inputs] -> [..., outputs], as the layer itself gives it, to rounding. With gradients, or of other dtypes,
-    it is the layer's own product."""
-    weight, bias = module.weight, module.bias
+def linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    """input [..., inputs] -> [..., outputs], as the layer itself gives it, to rounding. With gradients, or of other
+    dtypes, it is the layer's own product."""
     outputs, inputs = weight.shape
-    rows = x.numel() // inputs
-    if not 0 < rows <= ONEDNN_ROWS or torch.is_grad_enabled() or not weight.dtype == x.dtype == torch.float32:
-        return F.linear(x, weight, bias)
+    rows = input.numel() // inputs
+    if not 0 < rows <= ONEDNN_ROWS or torch.is_grad_enabled() or not weight.dtype == input.dtype == torch.float32:
+        return F.linear(input, weight, bias)
     if rows <= SPLIT_ROWS and inputs <= SPLIT_INPUTS and outputs % PARTS == 0:
-        columns = x.reshape(1, rows, inputs).transpose(1, 2).expand(PARTS, inputs, rows)
-        out = torch.bmm(weight.view(PARTS, -1, inputs), columns).view(outputs, rows).t().reshape(*x.shape[:-1], outputs)
+        columns = input.reshape(1, rows, inputs).transpose(1, 2).expand(PARTS, inputs, rows)
+        out = torch.bmm(weight.view(PARTS, -1, inputs), columns).view(outputs, rows).t()
+        out = out.reshape(*input.shape[:-1], outputs)
         return out if bias is None else out + bias
     if weight.numel() >= ONEDNN_LEAST:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return F.linear(input, weight, bias)
 
 
 def pack(trees: Sequence[nn.Module]) -> int:
-    """Pack the bf16 linear layers of module trees on CPUs, unless their weights are more than `PACKED_SHARE` of this
-    machine's memory. Nothing may change the weights from then on. Returns the bytes that the packed copies take."""
-    layers = [module for tree in trees for module in _plain_layers(tree, torch.bfloat16)]
-    size = sum(2 * module.weight.numel() for module in layers)
-    if not layers or platform.machine() not in ("x86_64", "AMD64") or size > PACKED_SHARE * memory_bytes():
+    """Pack the bf16 linear layers of module trees on CPUs whose weights are in a mapped file. Nothing may change these
+    weights from then on. Returns the bytes that the packed copies take; where memory ends, the others stay unpacked."""
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return 0
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    files, size = mapped_files(), 0
+    if not files or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
-    for module in layers:
-        if module.weight not in _packed:  # another shadow of the model may have packed it
-            _packed[module.weight] = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), None)
-        packed = _packed[module.weight]
-        module.forward = functools.partial(packed_linear, module, packed)  # type: ignore[method-assign]
+    for module in (module for tree in trees for module in _plain_layers(tree, torch.bfloat16)):
+        weight = module.weight
+        if not any(weight.data_ptr() in pages for pages in files):
+            continue
+        try:
+            if weight not in _packed:  # another shadow of the model may have packed it
+                _packed[weight] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        except (RuntimeError, MemoryError):
+            break
+        module.forward = functools.partial(  # type: ignore[method-assign]
+            packed_linear, weight, module.bias, _packed[weight])
+        size += weight.nbytes
     return size
 
 
-def packed_linear(module: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
-    """`module(x)` by its packed weights, bit for bit; with gradients and of other dtypes it is the layer's own."""
-    if torch.is_grad_enabled() or x.dtype != torch.bfloat16 or not x.numel():
-        return F.linear(x, module.weight, module.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, packed, module.bias, "none", [], "")
+def packed_linear(weight: Tensor, bias: Tensor | None, packed: Tensor, input: Tensor) -> Tensor:
+    """The layer's own result by its packed weights, bit for bit; with gradients, of other dtypes and of inputs that are
+    not contiguous it is the layer's own product."""
+    if torch.is_grad_enabled() or input.dtype != torch.bfloat16 or not input.numel() or not input.is_contiguous():
+        return F.linear(input, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
 
 
-def memory_bytes() -> int:
-    """This machine's memory; 0 where the system does not say."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+def mapped_files() -> list[range]:
+    """The addresses of this process at which files are mapped into memory; none where the system does not tell."""
+    maps = Path("/proc/self/maps")
+    lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
+    spans = [span.split("-") for span, *_, path in (line for line in lines if len(line) == 6) if path.startswith("/")]
+    return [range(int(first, 16), int(end, 16)) for first, end in spans]

@@ -6,12 +6,9 @@ It holds the passages as text, so of a session that is encrypted it stays in mem
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 import sqlite3
 import threading
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,23 +17,15 @@ from numpy.typing import NDArray
 
 from locret_stream.errors import ConfigError
 from locret_stream.recall.passages import Cut, Cutter
+from locret_stream.recall.words import COMMON, WIDE, Question, as_query, paired, words_of
 
 MOST_WORDS = 64  # of a question: the last ones, as a pasted text comes before what is asked about it
 CANDIDATES = 64  # passages of which those that fit are taken
+MOST_COMPARED = 16  # of those that fit, to see which words what tells has
 MOST_READ = 1024  # passages that are looked at for these
 LEAST_SHARE = 0.5  # of the fit of the best passage: others mostly name another thing, which small models confuse
 LEAST_FIT = 0.2  # of what a word counts that one passage alone has; repeated questions make their own words common
 NEAR = 64  # passages, of which the first may depend on what the last has: far more than begin in one of the longest
-_WORD = re.compile(r"\w+")
-_CLITIC = re.compile(r"(?<=\w['’])[^\W\d_]\b|\b[^\W\d_](?=['’]\w\w)")  # "Ann's", "l'eau": a letter that tells nothing
-_WIDE = re.compile("[\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
-                   "\U00020000-\U0003ffff]+")
-COMMON = frozenset("""a about above after again against all am an and any are as at be because been before being below
-between both but by can could did do does doing down during each few for from further had has have having he her here
-hers herself him himself his how i if in into is it its itself just me more most my myself no nor not now of off on once
-only or other our ours ourselves out over own same she should so some such than that the their theirs them themselves
-then there these they this those through to too under until up very was we were what when where which while who whom why
-will with would you your yours yourself yourselves""".split())  # words that questions have whatever they ask
 COMMON_SHARE = 0.25  # of what BM25 lets these count: in a text of another kind, such as code, they are as rare as names
 _TABLES = """
 create table passages (start integer primary key, seen integer, ids blob not null, text text not null, paired text);
@@ -117,8 +106,8 @@ class Index:
         Args:
             measure: tokens of a text.
         """
-        asked = _words(question)
-        words = list(dict.fromkeys(reversed(asked)))[:MOST_WORDS]
+        asked = Question(question)
+        words = list(dict.fromkeys(reversed(asked.words)))[:MOST_WORDS]
         if not words:
             return []
         with self._lock:
@@ -141,7 +130,7 @@ class Index:
     def _ranked(self, words: list[str]) -> list[tuple[float, int]]:
         """How well the passages that have some of the words fit them, and their starts, the best first."""
         def fits(some: list[str]) -> list[tuple[float, int]]:
-            wanted = " OR ".join(map(_as_query, some))
+            wanted = " OR ".join(map(as_query, some))
             return self._db.execute("select -rank, rowid from words where words match ? order by rank, rowid desc "
                                     "limit ?", (wanted, MOST_READ)).fetchall()
 
@@ -152,52 +141,54 @@ class Index:
         both = [(fit + COMMON_SHARE * (whole.get(start, fit) - fit), start) for fit, start in found]
         return sorted(both, key=lambda row: (-row[0], -row[1]))
 
-    def _newest_like(self, fitting: list[Passage], asked: list[str], words: list[str], count: int) -> Passage | None:
-        """The newest passage that has every telling word of the question which one of these passages has, the first of
-        those with the most of them by weight, and in which the question itself was not asked."""
-        within = f"words match ? and rowid in ({', '.join(str(passage.start) for passage in fitting)})"
-        weights, having = dict[int, float](), dict[int, list[str]]()
-        for query in (_as_query(word) for word in words if word not in COMMON):
-            starts = [start for (start,) in self._db.execute(f"select rowid from words where {within}", (query,))]
-            if starts:
+    def _newest_like(self, fitting: list[Passage], asked: Question, words: list[str], count: int) -> Passage | None:
+        """Of these passages, the one with the most telling words of the question shows which words what tells has. The
+        newest passage that has these, too. Passages in which the question was asked do not count: they have all."""
+        telling = [passage.start for passage in fitting[:MOST_COMPARED] if not asked.is_asked_in(passage.text)]
+        starts = telling or [passage.start for passage in fitting[:MOST_COMPARED]]
+        weights, having = dict.fromkeys(starts, 0.0), {start: list[str]() for start in starts}
+        within = f"words match ? and rowid in ({', '.join(map(str, starts))})"
+        for query in (as_query(word) for word in words if word not in COMMON):
+            found = [start for (start,) in self._db.execute(f"select rowid from words where {within}", (query,))]
+            if found:
                 (many,) = self._db.execute("select count(*) from words where words match ?", (query,)).fetchone()
-            for start in starts:
-                weights[start] = weights.get(start, 0.0) + _weight_of(many, count)
-                having.setdefault(start, []).append(query)
-        if not having:
+            for start in found:
+                weights[start] += _weight_of(many, count)
+                having[start].append(query)
+        has = having[max(starts, key=weights.__getitem__)]
+        if not has:
             return None
-        has = having[max((passage.start for passage in fitting if passage.start in having), key=weights.__getitem__)]
         for start, ids, text in self._db.execute(
                 "select start, ids, passages.text from words join passages on passages.start = words.rowid where words "
                 "match ? order by words.rowid desc limit ?", (" AND ".join(has), CANDIDATES)):
-            if not set(_words(text)) <= set(asked) and not _asks(text, asked):
+            if not asked.has_all(words_of(text)) and not asked.is_asked_in(text):
                 return Passage(start, np.frombuffer(ids, "<i4").tolist(), text)
         return None
 
-    def _candidates(self, asked: list[str], ranked: list[tuple[float, int]]) -> list[Candidate]:
+    def _candidates(self, asked: Question, ranked: list[tuple[float, int]]) -> list[Candidate]:
         """The best of these passages, each text once, and how well each fits. Ranked before they are read, as many have
         a common word."""
         found, seen = list[Candidate](), set[str]()
         for fit, start in ranked:
             ids, text = self._db.execute("select ids, text from passages where start = ?", (start,)).fetchone()
-            has = _words(text)
+            has = words_of(text)
             plain = " ".join(has)
-            if plain not in seen and not set(has) <= set(asked):
+            if plain not in seen and not asked.has_all(has):
                 passage = Passage(start, np.frombuffer(ids, "<i4").tolist(), text)
-                answered = self._with_next(passage, asked) if _ends(has, asked) else passage
-                found.append(Candidate(fit / 2 if _asks(text, asked) else fit, fit if answered else fit / 2,
-                                       answered or passage))
+                is_asked = asked.is_asked_in(text)
+                answered = self._with_next(passage, asked) if is_asked and asked.ends(has) else passage
+                found.append(Candidate(fit / 2 if is_asked else fit, fit if answered else fit / 2, answered or passage))
             seen.add(plain)
             if len(found) == CANDIDATES:
                 break
         return found
 
-    def _with_next(self, passage: Passage, asked: list[str]) -> Passage | None:
+    def _with_next(self, passage: Passage, asked: Question) -> Passage | None:
         """A passage that ends with a question, and the one right behind it, which may answer; None if that has only
         words of the question again."""
         behind = passage.start + len(passage.ids)
         row = self._db.execute("select ids, text from passages where start = ?", (behind,)).fetchone()
-        if row is None or set(_words(row[1])) <= set(asked):
+        if row is None or asked.has_all(words_of(row[1])):
             return None
         return Passage(passage.start, passage.ids + np.frombuffer(row[0], "<i4").tolist(), f"{passage.text} {row[1]}")
 
@@ -231,10 +222,10 @@ class Index:
 
     def _write(self, cuts: Iterable[Cut]) -> None:
         for start, ids, text, seen in cuts:
-            paired = _paired(text) if _WIDE.search(text) else None
+            pairs = paired(text) if WIDE.search(text) else None
             self._db.execute("insert into passages values (?, ?, ?, ?, ?)",
-                             (start, seen, np.asarray(ids, "<i4").tobytes(), text, paired))
-            self._db.execute("insert into words (rowid, text) values (?, ?)", (start, paired or text))
+                             (start, seen, np.asarray(ids, "<i4").tobytes(), text, pairs))
+            self._db.execute("insert into words (rowid, text) values (?, ?)", (start, pairs or text))
         self._db.commit()
         (pages,), (size,) = (self._db.execute(f"pragma page_{what}").fetchone() for what in ("count", "size"))
         self.bytes = pages * size
@@ -267,41 +258,8 @@ class Index:
         return self._cutter.start + _same(np.asarray(self._cutter.ids, "<i4"), ids[self._cutter.start:])
 
 
-def _plain(text: str) -> str:
-    return _paired(_CLITIC.sub("", unicodedata.normalize("NFC", text.lower())))
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(_plain(text))
-
-
-def _as_query(word: str) -> str:
-    """What FTS5 looks for; one character alone also begins a pair."""
-    return f'"{word}"*' if len(word) == 1 and _WIDE.match(word) else f'"{word}"'
-
-
 def _overlap(one: Passage, other: Passage) -> bool:
     return one.start < other.start + len(other.ids) and other.start < one.start + len(one.ids)
-
-
-def _asks(text: str, asked: list[str]) -> bool:
-    """Whether a passage has all the words of a question, one behind the other, and then a question mark, or no more
-    words in that line. "Port of ridge is 22" has those of "Port of ridge?", and tells."""
-    plain = _plain(text)
-    if f" {' '.join(asked)} " not in f" {' '.join(_WORD.findall(plain))} ":
-        return False
-    question = r"\W+".join(map(re.escape, asked))
-    return re.search(rf"(?<!\w){question}[^\w\n]*([?？؟\n]|$)", plain) is not None
-
-
-def _ends(has: list[str], asked: list[str]) -> bool:
-    return has[-len(asked):] == asked
-
-
-def _paired(text: str) -> str:
-    """Runs of Chinese, Japanese and Korean characters as overlapping pairs, which are found as words are: nothing in a
-    run says where its words begin."""
-    return _WIDE.sub(lambda run: f" {' '.join(map(''.join, itertools.pairwise(run[0]))) or run[0]} ", text)
 
 
 def _weight_of(many: int, count: int) -> float:

@@ -146,7 +146,7 @@ class Runtime:
         self._store_bits, self._decode_copy = check_store_bits(store_bits), decode_copy
         self.recall = Recall() if recall is True else recall or None
         self.throttle = None if ingest_rate is None else throttler(float(ingest_rate))
-        self._open = self._closing = False
+        self._open = self._closing = self._own_model = False
         self._names = self._number = 0
 
     @classmethod
@@ -177,8 +177,10 @@ class Runtime:
             dtype = named.dtype if dtype == "auto" else dtype
         device = check_device(device)
         dtype = check_dtype(dtype)
-        return cls(lambda: load_model(model_path(model), dtype, device, quantization),
+        made = cls(lambda: load_model(model_path(model), dtype, device, quantization),
                    lambda: load_tokenizer(model_path(model)), **options)
+        made._own_model = True
+        return made
 
     # -- opening and closing ----------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class Runtime:
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
                         template=self._template, acknowledge=self.acknowledge, attn=self._attn,
                         slot_timeout_s=self._timeout_s, store_bits=config.store_bits, decode_copy=self._decode_copy)
-        other._number = self._number + own_thread
+        other._number, other._own_model = self._number + own_thread, self._own_model
         return other
 
     def start(self) -> None:
@@ -253,9 +255,9 @@ class Runtime:
         """The long part of starting: all that has to be made. It changes nothing of this runtime."""
         model, tokenizer = self.load()
         attachment = attach(model, self._attn, self._number)
-        if model is not self._loaders[0]:  # nobody else has it
-            attachment.pack_weights()
         try:
+            if self._own_model:  # nobody else changes it
+                attachment.pack_weights()
             codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
             ends = getattr(model.generation_config, "eos_token_id", None)
             frames = ChatFrame(codec, tokenizer, template=self._template, eos=ends,

@@ -200,7 +200,23 @@ def test_with_a_copy_a_token_reads_no_codes(monkeypatch: pytest.MonkeyPatch):
         for _ in range(2 * CHUNK):
             feed(engine, states[0], [int(engine.logits(states[0]).argmax())])
             late.append(len(states[0].store._late[0][1]))
-        assert max(late) == (2 if copy else 0)
+        assert max(late) == (3 if copy else 0)
+
+
+def test_a_focus_that_goes_after_tokens_were_taken_back_leaves_a_memory_that_decodes():
+    """Also where nothing is committed yet, so that the next token stands where the first of them stood."""
+    logits = []
+    for copy in (True, False):
+        engine = engine_of(4, decode_copy=copy)
+        state = engine.open(0)
+        engine.focus(state, [3, 4, 5])
+        for ids in ([7, 8, 9, 10], [9, 10]):
+            for token in ids:
+                engine.accept(state, [token])
+                logits.append(engine.logits(state))
+            engine.truncate(state, 0)
+            engine.focus(state, [])
+    assert all(map(torch.equal, logits[:6], logits[6:]))
 
 
 def test_committed_state_is_a_function_of_the_tokens_with_all_that_a_policy_may_declare():

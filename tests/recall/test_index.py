@@ -14,6 +14,7 @@ import pytest
 from locret_stream.errors import ConfigError
 from locret_stream.recall import Cutter, Index
 from locret_stream.recall.passages import Cut
+from locret_stream.recall.words import Question
 from locret_stream.text import TextCodec
 from tests.training.tiny import make_tokenizer
 
@@ -131,6 +132,34 @@ def test_a_passage_with_more_of_the_words_is_found_beside_one_that_has_one_often
         texts = [passage.text for passage in index.search("What is the port of ridge?", 16, size)]
         assert best in texts
         assert any("2399" if newer else "2346" in text for text in texts)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 3])
+def test_what_was_told_anew_is_found_where_the_question_was_asked_before(index: Index, codec: TextCodec, asked: int):
+    """A passage in which it was asked has words that nothing has that tells, such as those of a polite question."""
+    lines = [f"Nothing of note happened on day {n}, so they wrote in the log of it." for n in range(90)]
+    question = "Remind me, what is the port of ridge?"
+    lines[10:10] = ["Ridge has port 2346, said Ann then.", "They came to ridge port at noon, the port of ridge."]
+    lines[40:40] = [f"{question}\nIt was 2346, as of day {n}." for n in range(asked)]
+    lines[60:60] = ["Up at ridge no port was free."]
+    lines[80:80] = ["As of midnight, when all of them were asleep but Ann and the porter, ridge has port 2399 now."]
+    index.add(codec.encode_text("\n".join(lines) + STORY[:600]))
+    assert any("2399" in passage.text for passage in index.search(question, 48, size))
+
+
+@pytest.mark.parametrize(("text", "asks"), [
+    ("What, what is the port of ridge? They know.", True), ("What is the port of ridge", True),
+    ("What is the port of ridge\u2028They know.", True), ("What is the port of ridge?", True),
+    ("It is 2399 now, what is the port of ridge.", False), ("What is the port of ridge: 22", False),
+    ("what is the port of ridges?", False), ("Port of ridge?", False)])
+def test_where_a_question_is_asked(text: str, asks: bool):
+    assert Question("What is the port of ridge?").is_asked_in(text) == asks
+
+
+def test_a_question_that_ends_as_a_statement_is_asked_where_it_stands():
+    question = Question("Tell me the (new) port of ridge.")
+    assert question.is_asked_in("I said: tell me the new port of ridge. At once!")
+    assert not question.is_asked_in("I tell me the new port of ridge is 22.")
 
 
 @pytest.mark.parametrize(("answer", "found"), [
