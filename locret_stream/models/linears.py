@@ -1,10 +1,10 @@
 """Quicker products for the linear layers of a shadow on CPUs. Knows no attention.
 
-In fp32, of few rows, as decoding has them. MKL, by which torch multiplies fp32 matrices on CPUs, takes two to three
-times as long on AMD's processors as the memory needs, where one of the two matrices has few rows. Two other products of
-torch are nearer to it: the weights as four matrices of one batch, and oneDNN's. All are exact to rounding. Which one it
-is depends on the processor, the layer's size and the number of rows alone, never on what a clock said, so that the same
-tokens give the same bits.
+In fp32, on AMD's processors. MKL, by which torch multiplies fp32 matrices on CPUs, takes two to three times as long
+there as the memory needs where one of the two matrices has few rows, as in decoding, and a tenth longer than oneDNN
+where both have many. So one or two rows are multiplied by the weights as four matrices of one batch, which MKL does
+quickly, and others by oneDNN. All are exact to rounding. Which one it is depends on the processor, the layer's size and
+the number of rows alone, never on what a clock said, so that the same tokens give the same bits.
 
 In bf16, of any rows. oneDNN, which multiplies these, puts the weights into an order of its own at every call; `pack`
 does it once, and contiguous inputs give the same bits. It does so for weights that are a file mapped into memory: from
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PARTS = 4  # of the weights, in a batched product: what MKL does with one matrix of a batch is what is quick
-# Most rows and inputs, and fewest weights, of layers that take the batched product; those of oneDNN's. Beyond them they
-# are no quicker than the layer's own.
+# Most rows and inputs, and fewest weights, of layers that take the batched product; fewest weights of those that take
+# oneDNN's. Beyond them they are no quicker than the layer's own.
 SPLIT_ROWS, SPLIT_INPUTS, SPLIT_LEAST = 2, 4096, 1 << 16
-ONEDNN_ROWS, ONEDNN_LEAST = 64, 1 << 17
+ONEDNN_LEAST = 1 << 17
 _packed = WeakTensorKeyDictionary()
 
 
@@ -64,7 +64,7 @@ def linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
     dtypes, it is the layer's own product."""
     outputs, inputs = weight.shape
     rows = input.numel() // inputs
-    if not 0 < rows <= ONEDNN_ROWS or torch.is_grad_enabled() or not weight.dtype == input.dtype == torch.float32:
+    if not rows or torch.is_grad_enabled() or not weight.dtype == input.dtype == torch.float32:
         return F.linear(input, weight, bias)
     if rows <= SPLIT_ROWS and inputs <= SPLIT_INPUTS and outputs % PARTS == 0:
         columns = input.reshape(1, rows, inputs).transpose(1, 2).expand(PARTS, inputs, rows)
