@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +25,7 @@ from locret_stream.config import Sampling
 from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
 if TYPE_CHECKING:
-    from locret_stream.context import StreamingContext, Token
+    from locret_stream.context import Memory, Recalled, StreamingContext, Token
     from locret_stream.snapshot import Store
 
 LANGCHAIN = "langchain/"  # names of sessions that the adapter writes begin with it
@@ -279,6 +279,17 @@ async def read(names: list[str], text: AsyncIterator[str], context: StreamingCon
     return row
 
 
+def _read_again(passages: Sequence[Recalled], evicts: bool, memory: Memory) -> str:
+    """What was read again for an answer, or why nothing was."""
+    if passages:
+        return (f"Read again for it: {len(passages)} passage{'s' * (len(passages) != 1)}, "
+                f"{sum(passage.end - passage.start for passage in passages):,} tokens.")
+    why = ("this policy evicts nothing" if not evicts else
+           "all that was read stands before it, as less than a chunk was" if memory.tokens == memory.pending else
+           "no passage of what is committed has telling words of the question")
+    return f"Nothing was read again for it: {why}."
+
+
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
                  as_json: bool, *, recall: bool, evicts: bool) -> None:
     """Answer every question from the same memory, and print the answers as they come; `recall`: as JSON with what was
@@ -296,9 +307,7 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
             raise
         again = await context.recall(question) if recall and evicts else ()
         if recall and not as_json:
-            err.print(f"Read again for it: {len(again)} passage{'s' * (len(again) != 1)}, "
-                      f"{sum(passage.end - passage.start for passage in again):,} tokens." if again else
-                      "Nothing was read again for it: no passage has telling words of the question.", soft_wrap=True)
+            err.print(_read_again(again, evicts, context.memory), soft_wrap=True)
         answers.append({"question": question, "answer": text.strip()} | (
             {"recalled": msgspec.to_builtins(again)} if recall else {}))
         if not as_json:

@@ -89,7 +89,11 @@ def test_what_was_read_again_is_said(small: list[str], tmp_path: Path):
     code, out, err = invoke("run", note, "--recall", "--ask", "Which falcon?", "--ask", "Who?", "--max-new-tokens", 1,
                             *small)
     assert code == 0 and re.search(r"Read again for it: 1 passage, \d+ tokens\.", err), err
-    assert "Nothing was read again for it" in err and "Read again" not in out
+    assert "Nothing was read again for it: no passage of what is committed has" in err and "Read again" not in out
+    note.write_text("Falcon: 48213.\n")
+    for more, why in ((small, "less than a chunk"), ([*small, "--policy", "full"], "evicts nothing")):
+        code, out, err = invoke("run", note, "--recall", "--ask", "Which falcon?", "--max-new-tokens", 1, *more)
+        assert code == 0 and re.search(f"Nothing was read again for it: .*{why}", err), err
 
 
 def test_a_blank_question_is_refused(small: list[str]):
