@@ -140,11 +140,21 @@ def test_what_was_told_anew_is_found_where_the_question_was_asked_before(index: 
     lines = [f"Nothing of note happened on day {n}, so they wrote in the log of it." for n in range(90)]
     question = "Remind me, what is the port of ridge?"
     lines[10:10] = ["Ridge has port 2346, said Ann then.", "They came to ridge port at noon, the port of ridge."]
-    lines[40:40] = [f"{question}\nIt was 2346, as of day {n}." for n in range(asked)]
+    lines[40:40] = [f"Ann said: {question} It was 2346, as of day {n}." for n in range(asked)]
     lines[60:60] = ["Up at ridge no port was free."]
-    lines[80:80] = ["As of midnight, when all of them were asleep but Ann and the porter, ridge has port 2399 now."]
+    lines[80:80] = ["As of midnight, dear all of you, up at ridge the port is 2399"]
     index.add(codec.encode_text("\n".join(lines) + STORY[:600]))
-    assert any("2399" in passage.text for passage in index.search(question, 48, size))
+    found = index.search(question, 30, size)
+    assert any("2399" in passage.text for passage in found), [passage.text for passage in found]
+
+
+def test_a_statement_that_ends_with_the_words_of_a_question_is_read_alone(index: Index, codec: TextCodec):
+    """It answers by itself; what stands behind it is not read with it. A part of the question tells nothing."""
+    told = "Now 4711 is the code of the west gate."
+    story = STORY[:600]
+    index.add(codec.encode_text(f"The code of the west gate.\n{story}\n{told}\nThe porter went to bed.\n{story}"))
+    (found,) = index.search("Code of the west gate?", 30, size)
+    assert found.text == told
 
 
 @pytest.mark.parametrize(("text", "asks"), [
