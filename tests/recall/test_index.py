@@ -166,6 +166,11 @@ def test_where_a_question_is_asked(text: str, asks: bool):
     assert Question("What is the port of ridge?").is_asked_in(text) == asks
 
 
+def test_a_part_of_a_question_has_no_other_words():
+    question = Question("What is the port of ridge?")
+    assert question.has_all(["port", "of", "ridge"]) and not question.has_all(["port", "of", "ridge", "2346"])
+
+
 def test_a_question_that_ends_as_a_statement_is_asked_where_it_stands():
     question = Question("Tell me the (new) port of ridge.")
     assert question.is_asked_in("I said: tell me the new port of ridge. At once!")
