@@ -78,10 +78,11 @@ def linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
 
 def pack(trees: Sequence[nn.Module]) -> int:
     """Pack the bf16 linear layers of module trees on CPUs whose weights are in a mapped file. Nothing may change these
-    weights from then on. Returns the bytes that the packed copies take; where memory ends, the others stay unpacked."""
+    weights from then on. Returns the bytes that the packed copies take. Layers stay unpacked where memory ends, and
+    where this processor's products by packed weights have other bits."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return 0
-    files, size = mapped_files(), 0
+    files, size, exact = mapped_files(), 0, dict[torch.Size, bool]()
     if not files or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
     for module in (module for tree in trees for module in _plain_layers(tree, torch.bfloat16)):
@@ -93,10 +94,25 @@ def pack(trees: Sequence[nn.Module]) -> int:
                 _packed[weight] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
         except (RuntimeError, MemoryError):
             break
+        if weight.shape not in exact:
+            exact[weight.shape] = _same_bits(weight, _packed[weight])
+        if not exact[weight.shape]:
+            del _packed[weight]
+            continue
         module.forward = functools.partial(  # type: ignore[method-assign]
             packed_linear, weight, module.bias, _packed[weight])
         size += weight.nbytes
     return size
+
+
+@torch.inference_mode()
+def _same_bits(weight: Tensor, packed: Tensor) -> bool:
+    """Whether one row and many give the same by packed weights, with a bias and without."""
+    outputs, inputs = weight.shape
+    x = torch.linspace(-3, 3, 64 * inputs, dtype=torch.float64).sin().bfloat16().view(64, inputs)
+    bias = torch.linspace(-1, 1, outputs, dtype=torch.bfloat16)
+    return all(torch.equal(F.linear(x[:rows], weight, added), packed_linear(weight, added, packed, x[:rows]))
+               for rows in (1, 64) for added in (None, bias))
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, packed: Tensor, input: Tensor) -> Tensor:
