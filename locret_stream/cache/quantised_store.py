@@ -27,16 +27,16 @@ _LATE = 16  # units of a layer that `append` keeps before it writes them
 class QuantisedStore(UnitStore):
     """One slot of a pool of codes. What its methods do is said where `UnitStore` has them."""
 
-    def _buffers(self, layer: int) -> QuantisedBuffers:
-        buffers = self.pool.layers[layer]
-        assert isinstance(buffers, QuantisedBuffers), "a pool of codes has no others"
-        return buffers
-
     def __init__(self, pool: Pool, slot: int):
         super().__init__(pool, slot)
         # Of each layer, the row of the first unit that decoding has appended and not yet written to its row, and those
         # units: several are written at once, which saves two small copies a layer and token.
         self._late: list[tuple[int, list[tuple[Tensor, Tensor]]]] = [(0, []) for _ in pool.layers]
+
+    def _buffers(self, layer: int) -> QuantisedBuffers:
+        buffers = self.pool.layers[layer]
+        assert isinstance(buffers, QuantisedBuffers), "a pool of codes has no others"
+        return buffers
 
     # -- a forward pass ---------------------------------------------------------------------------------------
 
@@ -83,6 +83,7 @@ class QuantisedStore(UnitStore):
         slot_units(buffers.exact_values, self.slot, row, stop).copy_(values)
 
     def _keep_late(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Keep one unit for `_write_late`."""
         first, units = self._late[layer]
         if len(units) >= _LATE or (units and row != first + len(units)):
             self._write_late(layer)
