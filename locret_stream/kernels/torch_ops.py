@@ -19,6 +19,8 @@ from locret_stream.kernels.reference import slot_units
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
+# Rows of a chunk that see themselves causally at once, on CPUs: of longer ones torch computes more that nobody sees.
+CAUSAL_ROWS = 256
 _UNPACK = {bits: f"embedding_bag_{name}_unpack" for bits, name in ((8, "byte"), (4, "4bit"), (2, "2bit"))}
 
 
@@ -87,14 +89,8 @@ def hidden_layer(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, bias1: Tensor | N
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
                       softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`reference.prefill_attention` by torch's flash kernels; KV heads are never repeated.
-
-    On a CPU it takes two parts, joined by their log-sum-exps: every row sees all units before the chunk, so that they
-    need no mask; and of the chunk's attention to itself only the causal half is computed.
-    """
-    heads, count, dim = k.shape
-    old = count - q.shape[1]
-    if window is not None and window >= count:
+    """`reference.prefill_attention` by torch's flash kernels; KV heads are never repeated."""
+    if window is not None and window >= k.shape[1]:
         window = None
     plain = window is None and softcap is None and sink_logits is None
     if not plain or (q.is_cuda and not _flash_can(q, k, v)):
@@ -102,19 +98,45 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
     if q.is_cuda:  # this kernel's causal mask is aligned at the last unit, and it shares KV heads by itself
         out, lse, *_ = _FLASH_CUDA(q[None], k[None], v[None], is_causal=True, scale=scale)
         return out[0], lse[0]
-    grouped = q.unflatten(0, (heads, -1))
-    shape = (heads, grouped.shape[1], -1, dim)
+    return _flash_in_blocks(q, k, v, scale)
 
-    def part(of: slice, causal: bool) -> tuple[Tensor, Tensor]:
-        return _FLASH_CPU(grouped, k[:, None, of].expand(shape), v[:, None, of].expand(shape), is_causal=causal,
-                          scale=scale)
 
-    out, lse = part(slice(old, count), True)
-    if old:
-        before, before_lse = part(slice(0, old), False)
-        out = torch.lerp(out, before, torch.sigmoid(before_lse - lse).to(out.dtype)[..., None])
-        lse = torch.logaddexp(lse, before_lse)
-    return out.flatten(0, 1), lse.flatten(0, 1)
+def _flash_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`prefill_attention` on a CPU. The chunk comes in blocks, each in two parts that their log-sum-exps join:
+    attention of a block to itself, of which only the causal half is computed; and to all units before it, where every
+    row sees every unit, so that no mask is needed, and the query heads of a KV head are rows of one attention.
+    """
+    (heads, count, dim), new = k.shape, q.shape[1]
+    group, old = len(q) // heads, count - new
+    blocks = new // CAUSAL_ROWS if new % CAUSAL_ROWS == 0 else 1
+    rows = new // blocks
+    shape = (heads * blocks, group, rows, dim)
+
+    def in_blocks(x: Tensor) -> Tensor:
+        """[H*g, T, D] -> [H, blocks, g, rows, D]."""
+        return x.view(heads, -1, blocks, rows, dim).transpose(1, 2)
+
+    queries = in_blocks(q).contiguous()
+    own, own_lse = _FLASH_CPU(queries.view(shape), *(in_blocks(x[:, old:]).reshape(-1, 1, rows, dim).expand(shape)
+                                                     for x in (k, v)), is_causal=True, scale=scale)
+    if count == rows:
+        return own.flatten(0, 1), own_lse.flatten(0, 1)
+    own, own_lse = own.view(heads, blocks, group, rows, dim), own_lse.view(heads, blocks, group, rows)
+    # As models take it: a token's heads side by side.
+    memory, lse = q.new_empty(blocks, rows, heads, group, dim), own_lse.new_empty(heads, group, blocks, rows)
+    for block, seen in enumerate(range(old, count, rows)):
+        out = memory[block].permute(1, 2, 0, 3)
+        if not seen:
+            out.copy_(own[:, block])
+            lse[:, :, block] = own_lse[:, block]
+            continue
+        before, before_lse = _FLASH_CPU(queries[:, block].view(1, heads, -1, dim), k[None, :, :seen],
+                                        v[None, :, :seen], scale=scale)
+        before_lse = before_lse.view(heads, group, rows)
+        share = torch.sigmoid(before_lse - own_lse[:, block]).to(q.dtype)[..., None]
+        torch.lerp(own[:, block], before.view(heads, group, rows, dim), share, out=out)
+        torch.logaddexp(own_lse[:, block], before_lse, out=lse[:, :, block])
+    return memory.view(new, -1, dim).transpose(0, 1), lse.view(-1, new)
 
 
 def _flash_can(q: Tensor, k: Tensor, v: Tensor) -> bool:

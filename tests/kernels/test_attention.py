@@ -104,6 +104,17 @@ def test_prefill_attention_is_causal_with_its_ends_aligned(ops, T, N, G, extra):
     torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("T", "N"), [(12, 12), (12, 31), (4, 4), (4, 9), (8, 8), (10, 31)])
+def test_prefill_attention_of_a_chunk_in_blocks(T, N, monkeypatch):
+    """Of whole blocks, one or several, with units before the chunk and without; 10 rows are none of whole blocks."""
+    monkeypatch.setattr(torch_ops, "CAUSAL_ROWS", 4)
+    q, k, v = inputs(T, N, 3)
+    out, lse, _ = dense(q, k, v, 0.3, list(range(N - T, N)))
+    found_out, found_lse = torch_ops.prefill_attention(q, k, v, 0.3)
+    torch.testing.assert_close(found_out.double(), out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("ops", OPERATIONS)
 @pytest.mark.parametrize("on_load", [False, True])
 @pytest.mark.parametrize("extra", EXTRAS)
