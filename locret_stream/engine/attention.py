@@ -28,11 +28,12 @@ class Attention:
 
     def attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Attended, Tensor | None]:
         """Attention of the last T tokens, q [1, H*G, T, D], to all units, k and v [1, H, n+T, D], for `LayerCall`; and
-        the rows' log-sum-exp [H*G, T] where a kernel computes it."""
+        the rows' log-sum-exp [H*G, T] where a kernel computes it and the policy needs it."""
         new, total = q.shape[2], k.shape[2]
         if self._by_kernel(call, total):
             out, lse = prefill_attention(q[0], k[0], v[0], call.scale, window=self.layout.shape.sliding[call.layer],
-                                         softcap=call.softcap, sink_logits=call.sink_logits)
+                                         softcap=call.softcap, sink_logits=call.sink_logits,
+                                         with_lse="column_sums" in self.layout.policy.needs)
             return out[None], lse
         first, mask = self._visible(call.layer, total - new, new)
         return (q, k[:, :, first:], v[:, :, first:], mask), None

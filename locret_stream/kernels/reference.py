@@ -203,14 +203,17 @@ def log_sum(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
-                      softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                      softcap: float | None = None, sink_logits: Tensor | None = None, with_lse: bool = True
+                      ) -> tuple[Tensor, Tensor | None]:
     """`attention` of a chunk to its slot, of whose N units the last T are the chunk's: its rows have ranks N-T .. N-1.
 
-    q [H*G, T, D], k and v [H, N, D], q and k after RoPE -> [H*G, T, D], log-sum-exp [H*G, T] fp32.
+    q [H*G, T, D], k and v [H, N, D], q and k after RoPE -> [H*G, T, D], log-sum-exp [H*G, T] fp32. Where nobody needs
+    the latter (`with_lse=False`) it is None, and there may be a quicker way.
     """
     count, new = k.shape[1], q.shape[1]
     ranks = torch.arange(count - new, count, device=q.device)
-    return attention(q, k, v, scale, ranks, window=window, softcap=softcap, sink_logits=sink_logits)
+    out, lse = attention(q, k, v, scale, ranks, window=window, softcap=softcap, sink_logits=sink_logits)
+    return out, lse if with_lse else None
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, *,

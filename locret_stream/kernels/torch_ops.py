@@ -15,12 +15,17 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from locret_stream.budgets import group_of
 from locret_stream.kernels import reference
+from locret_stream.kernels.processor import bf16_products, slow_blas
 from locret_stream.kernels.reference import slot_units
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 # Rows of a chunk that see themselves causally at once, on CPUs: of longer ones torch computes more that nobody sees.
 CAUSAL_ROWS = 256
+# Of attention by products: fewest rows of a block, by which chunks must divide; most logits of a block, so that they
+# stay in a processor's cache; fewest rows times units of a KV head for which it is quicker; and the units by which a
+# row's maximum is guessed, the first ones and a sample.
+ROWS, LOGITS, PRODUCTS_LEAST, FIRSTS, SAMPLE = 64, 1 << 20, 1 << 18, 4, 64
 _UNPACK = {bits: f"embedding_bag_{name}_unpack" for bits, name in ((8, "byte"), (4, "4bit"), (2, "2bit"))}
 
 
@@ -88,17 +93,62 @@ def hidden_layer(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, bias1: Tensor | N
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
-                      softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`reference.prefill_attention` by torch's flash kernels; KV heads are never repeated."""
+                      softcap: float | None = None, sink_logits: Tensor | None = None, with_lse: bool = True
+                      ) -> tuple[Tensor, Tensor | None]:
+    """`reference.prefill_attention` by torch's flash kernels, or by oneDNN's products; KV heads are never repeated."""
     if window is not None and window >= k.shape[1]:
         window = None
     plain = window is None and softcap is None and sink_logits is None
     if not plain or (q.is_cuda and not _flash_can(q, k, v)):
-        return reference.prefill_attention(q, k, v, scale, window=window, softcap=softcap, sink_logits=sink_logits)
+        return reference.prefill_attention(q, k, v, scale, window=window, softcap=softcap, sink_logits=sink_logits,
+                                           with_lse=with_lse)
     if q.is_cuda:  # this kernel's causal mask is aligned at the last unit, and it shares KV heads by itself
         out, lse, *_ = _FLASH_CUDA(q[None], k[None], v[None], is_causal=True, scale=scale)
-        return out[0], lse[0]
-    return _flash_in_blocks(q, k, v, scale)
+        return out[0], lse[0] if with_lse else None
+    if not with_lse and _products_win(q, k):
+        return _attention_by_products(q, k, v, scale), None
+    out, lse = _flash_in_blocks(q, k, v, scale)
+    return out, lse if with_lse else None
+
+
+def _products_win(q: Tensor, k: Tensor) -> bool:
+    """Whether `_attention_by_products` is quicker than the flash kernel, whose products in bf16 are MKL's: no quicker
+    than in fp32. By the processor and the sizes alone, so that the same tokens give the same bits."""
+    return (q.dtype == torch.bfloat16 and slow_blas() and bf16_products() and not torch.is_grad_enabled()
+            and q.shape[1] % ROWS == 0 and q.shape[0] * q.shape[1] * k.shape[1] >= PRODUCTS_LEAST * k.shape[0])
+
+
+def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The output of `prefill_attention` in bf16: per KV head and block of rows a product, a softmax and a product.
+
+    oneDNN rounds logits to bf16. So each row's are lessened by about their maximum before, which softmax does not see:
+    by the largest of some, those of the first units, where many rows attend most (StreamingLLM, arXiv:2309.17453,
+    section 3.1), of the row's own unit, and of a sample. What is rounded is then the distance from the top, small where
+    it matters. One more channel does it: -1 in every key, and what is taken off in the query.
+    """
+    (heads, count, dim), new = k.shape, q.shape[1]
+    group, old, rows = len(q) // heads, count - new, ROWS
+    while new % (2 * rows) == 0 and group * 2 * rows * count <= LOGITS:
+        rows *= 2
+    queries = q.new_zeros(heads, group, new, dim + 2)  # an even number of channels: products of bf16 take pairs
+    scaled = torch.mul(q.unflatten(0, (heads, group)), scale, out=queries[..., :dim])
+    some = torch.cat([k[:, :FIRSTS], k[:, FIRSTS::max(1, count // SAMPLE)]], dim=1)
+    top = torch.matmul(scaled.flatten(1, 2), some.transpose(1, 2)).amax(-1).view(heads, group, new)
+    torch.maximum(top, (scaled * k[:, None, old:]).sum(-1), out=queries[..., dim])
+    keys = k.new_zeros(heads, count, dim + 2)
+    keys[..., :dim], keys[..., dim] = k, -1
+    above = torch.full((rows, rows), float("-inf"), dtype=q.dtype).triu_(1)
+    out = q.new_empty(new, heads, group, dim)  # as models take it: a token's heads side by side
+    product = torch.ops.mkldnn._linear_pointwise
+    for start in range(0, new, rows):
+        part, seen = slice(start, start + rows), old + start + rows
+        for head in range(heads):
+            logits = product(queries[head, :, part].flatten(0, 1), keys[head, :seen], None, "none", [], "")
+            logits.view(group, rows, seen)[..., -rows:].add_(above)
+            weights = torch.softmax(logits, -1, out=logits)
+            attended = product(weights, v[head, :seen].t(), None, "none", [], "")
+            out[part, head] = attended.view(group, rows, dim).transpose(0, 1)
+    return out.view(new, -1, dim).transpose(0, 1)
 
 
 def _flash_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

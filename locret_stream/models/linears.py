@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from locret_stream.kernels.processor import bf16_products, slow_blas
+
 PARTS = 4  # of the weights, in a batched product: what MKL does with one matrix of a batch is what is quick
 # Most rows and inputs, and fewest weights, of layers that take the batched product; fewest weights of those that take
 # oneDNN's. Beyond them they are no quicker than the layer's own.
@@ -50,15 +52,6 @@ def _plain_layers(tree: nn.Module, dtype: torch.dtype) -> list[nn.Linear]:
             and module.weight.dtype == dtype and module.weight.numel() >= SPLIT_LEAST]
 
 
-@functools.cache
-def slow_blas() -> bool:
-    """Whether torch multiplies by MKL and has oneDNN, too, and the processor is one of AMD."""
-    if not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available():
-        return False
-    found = Path("/proc/cpuinfo")
-    return "AuthenticAMD" in (found.read_text() if found.exists() else platform.processor())
-
-
 def linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
     """input [..., inputs] -> [..., outputs], as the layer itself gives it, to rounding. With gradients, or of other
     dtypes, it is the layer's own product."""
@@ -80,10 +73,10 @@ def pack(trees: Sequence[nn.Module]) -> int:
     """Pack the bf16 linear layers of module trees on CPUs whose weights are in a mapped file. Nothing may change these
     weights from then on. Returns the bytes that the packed copies take. Layers stay unpacked where memory ends, and
     where this processor's products by packed weights have other bits."""
-    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+    if platform.machine() not in ("x86_64", "AMD64") or not bf16_products():
         return 0
     files, size, exact = mapped_files(), 0, dict[torch.Size, bool]()
-    if not files or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not files:
         return 0
     for module in (module for tree in trees for module in _plain_layers(tree, torch.bfloat16)):
         weight = module.weight

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.kernels import reference, torch_ops
+from locret_stream.kernels.processor import bf16_products
 from locret_stream.kernels.reference import attention, rotate_halves
 
 OPERATIONS = [reference, torch_ops]
@@ -113,6 +114,53 @@ def test_prefill_attention_of_a_chunk_in_blocks(T, N, monkeypatch):
     found_out, found_lse = torch_ops.prefill_attention(q, k, v, 0.3)
     torch.testing.assert_close(found_out.double(), out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-6)
+
+
+def peaked(T: int, N: int, G: int, where: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs in bf16 whose rows attend most to the unit that is named, by logits of about 18 where others are around 0;
+    `nowhere`: they have 4."""
+    q, k, v = inputs(T, N, G, D=64)
+    k = k.clone()
+    if where == "nowhere":
+        q *= 2
+    elif where == "own":
+        q += 2.2 * k[:, N - T:].repeat_interleave(G, 0)
+    else:
+        q[..., 7] += 12
+        k[:, {"first": 0, "middle": (N - T) // 2}[where], 7] += 12
+    return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not bf16_products(), reason="this processor multiplies no bf16 matrices")
+@pytest.mark.parametrize(("where", "times"), [("first", 1.15), ("own", 1.15), ("middle", 1.15), ("nowhere", 1.6)])
+@pytest.mark.parametrize(("T", "N", "G"), [(128, 140, 1), (64, 300, 3), (256, 700, 2), (192, 1000, 1)])
+def test_attention_by_products_is_no_less_exact_than_the_flash_kernel(T, N, G, where, times, monkeypatch):
+    """Than which it has up to 1.6 times the error where logits are large and no unit stands out."""
+    q, k, v = peaked(T, N, G, where)
+    exact, lse, _ = dense(q, k, v, 0.125, list(range(N - T, N)))
+    flash, found_lse = torch_ops.prefill_attention(q, k, v, 0.125)
+    assert lse.median() > 10
+    monkeypatch.setattr(torch_ops, "slow_blas", lambda: True)
+    monkeypatch.setattr(torch_ops, "PRODUCTS_LEAST", 0)
+    assert torch.equal(torch_ops.prefill_attention(q, k, v, 0.125)[0], flash)  # with log-sum-exps it stays
+    found, none = torch_ops.prefill_attention(q, k, v, 0.125, with_lse=False)
+    assert none is None and found.dtype == torch.bfloat16 and not torch.equal(found, flash)
+    error, its = ((x.double() - exact).square().mean().sqrt() for x in (found, flash))
+    print(where, T, N, G, float(error), float(its), float((exact.bfloat16() - exact).square().mean().sqrt()))
+    assert error < times * its, (error, its)
+    torch.testing.assert_close(found_lse.double(), lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not bf16_products(), reason="this processor multiplies no bf16 matrices")
+def test_attention_by_products_is_one_block_or_many(monkeypatch):
+    """However many logits a block may have, and where the chunk is the first."""
+    q, k, v = (x.bfloat16() for x in inputs(128, 128, 2, D=64))
+    exact, _, _ = dense(q, k, v, 0.125, list(range(128)))
+    for logits in (1, 1 << 20):
+        monkeypatch.setattr(torch_ops, "LOGITS", logits)
+        found = torch_ops._attention_by_products(q, k, v, 0.125)
+        torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=0.02)
 
 
 @pytest.mark.parametrize("ops", OPERATIONS)

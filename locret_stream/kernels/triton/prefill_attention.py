@@ -158,7 +158,8 @@ def _blocks(dtype: tl.dtype, dim: int, rows: int, heads: int) -> dict[str, int]:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
-                      softcap: float | None = None, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                      softcap: float | None = None, sink_logits: Tensor | None = None, with_lse: bool = True
+                      ) -> tuple[Tensor, Tensor | None]:
     """`reference.prefill_attention`; in memory the output is [T, H*G, D]."""
     heads, new, dim = q.shape
     out = q.new_empty(new, heads, dim).transpose(0, 1)
@@ -169,4 +170,4 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
         q, k, v, q if sink_logits is None else sink_logits.contiguous(), out, lse, q.stride(), k.stride(), v.stride(),
         out.stride(), new, k.shape[1], scale, G=heads // k.shape[0], D=dim, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
         SINK_LOGITS=sink_logits is not None, DOT=dtype, BLOCK_D=wide, enable_fp_fusion=True, **blocks)
-    return out, lse
+    return out, lse if with_lse else None
