@@ -98,7 +98,7 @@ def decode_seconds(engine: Engine, ids: torch.Tensor, tokens: int = 48) -> float
 
 
 @contextlib.contextmanager
-def model(name: str, chunk: int = 1024) -> Iterator[tuple[Engine, torch.Tensor]]:
+def model(name: str, chunk: int) -> Iterator[tuple[Engine, torch.Tensor]]:
     """An engine, and chunks of ids that it reads over and over."""
     if name == "tiny":
         with tiny_llama(chunk * 8) as folder:
@@ -112,9 +112,9 @@ def model(name: str, chunk: int = 1024) -> Iterator[tuple[Engine, torch.Tensor]]
     yield runtime.engine, torch.tensor(ids[:8 * runtime.engine.chunk_size]).view(8, -1)
 
 
-def measure(name: str, chunks: int) -> dict[str, Any]:
+def measure(name: str, chunks: int, chunk: int) -> dict[str, Any]:
     """Least and measured milliseconds of the parts of a commit and of a token."""
-    with model(name) as (engine, ids):
+    with model(name, chunk) as (engine, ids):
         best = limits(engine.attachment.dtype)
         profiled = profile(engine, chunks, ids)
         rows = {part: row(best, *counts, profiled["parts_ms"][part]) for part, counts in counted(engine).items()}
@@ -178,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=("tiny", *NAMED_MODELS), default=["smollm2", "tiny"])
     parser.add_argument("--chunks", type=int, default=20, help="commits that are timed (default 20)")
+    parser.add_argument("--chunk", type=int, default=1024, help="of the tiny one, and its budget")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofs and what is below them")
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
@@ -185,7 +186,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results = {}
     for name in options.models:
-        results[name] = measure(name, options.chunks)
+        results[name] = measure(name, options.chunks, options.chunk)
         show(name, results[name], sys.stderr)
     if options.plot:
         draw(results, options.plot)

@@ -63,6 +63,21 @@ def test_cold_starts_are_timed_to_the_answer():
     assert all(0 < case["first_s"]["median"] <= case["end_s"]["median"] for case in cases.values())
 
 
+def test_parts_are_held_against_what_the_processor_can(tmp_path):
+    picture = tmp_path / "roofline.svg"
+    done = run_python("benchmarks/roofline.py", "--models", "tiny", "--chunk", "64", "--chunks", "3", "--threads", "1",
+                      "--plot", str(picture), env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert picture.read_text().count("<path") > 20
+    tiny = json.loads(done.stdout)["result"]["models"]["tiny"]
+    projections, attention = (tiny["parts"][part] for part in ("projections", "attention"))
+    weights = 4 * (2 * 256 * 512 + 2 * 256 * 128 + 3 * 256 * 768)
+    assert projections["gflops"] * projections["ms"] == pytest.approx(2 * 64 * weights / 1e6)
+    assert attention["gflops"] * attention["ms"] == pytest.approx(4 * 4 * 8 * 64 * 64 * (64 + 32.5) / 1e6)
+    for part in (projections, attention, tiny["token"]):
+        assert 0 < part["least_ms"] < 3 * part["ms"] and part["share_of_limit"] == part["least_ms"] / part["ms"]
+
+
 def test_a_turn_is_timed_by_the_length_of_its_history():
     done = run_python("benchmarks/langchain_growth.py", "--repeats", "2", "--lengths", "4", "40",
                       env=os.environ | {"PYTHONPATH": str(ROOT)})
