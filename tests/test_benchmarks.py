@@ -75,7 +75,7 @@ def test_parts_are_held_against_what_the_processor_can(tmp_path):
     assert projections["gflops"] * projections["ms"] == pytest.approx(2 * 64 * weights / 1e6)
     assert attention["gflops"] * attention["ms"] == pytest.approx(4 * 4 * 8 * 64 * 64 * (64 + 32.5) / 1e6)
     for part in (projections, attention, tiny["token"]):
-        assert 0 < part["least_ms"] < 3 * part["ms"] and part["share_of_limit"] == part["least_ms"] / part["ms"]
+        assert 0 < part["least_ms"] < 1.3 * part["ms"] and part["share_of_limit"] == part["least_ms"] / part["ms"]
 
 
 def test_a_turn_is_timed_by_the_length_of_its_history():

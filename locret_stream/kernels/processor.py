@@ -1,4 +1,4 @@
-"""What torch's libraries do quickly on this machine's processor. Knows no operation."""
+"""What this machine's processor and the libraries that torch multiplies by do well together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 @functools.cache
 def slow_blas() -> bool:
-    """Whether torch multiplies by MKL and has oneDNN, too, and the processor is one of AMD."""
+    """Whether torch multiplies by MKL on a processor of AMD, where several of MKL's products are slow, and has oneDNN
+    to turn to."""
     if not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available():
         return False
     found = Path("/proc/cpuinfo")

@@ -20,12 +20,10 @@ from locret_stream.kernels.reference import slot_units
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
-# Rows of a chunk that see themselves causally at once, on CPUs: of longer ones torch computes more that nobody sees.
-CAUSAL_ROWS = 256
-# Of attention by products: fewest rows of a block, by which chunks must divide; most logits of a block, so that they
-# stay in a processor's cache; fewest rows times units of a KV head for which it is quicker; and the units by which a
-# row's maximum is guessed, the first ones and a sample.
-ROWS, LOGITS, PRODUCTS_LEAST, FIRSTS, SAMPLE = 64, 1 << 20, 1 << 18, 4, 64
+CAUSAL_ROWS = 256  # of a chunk attend to themselves at once on CPUs: of more, torch computes more above the diagonal
+ROWS = 64  # of a chunk are one block of `_attention_by_products` at least; a chunk that is no multiple of it has none
+LOGITS = 1 << 20  # of a block at most, if it has more than ROWS: 4 MiB, which a processor's cache holds
+PRODUCTS_LEAST = 1 << 18  # rows times units of a KV head, from which on `_attention_by_products` is quicker
 _UNPACK = {bits: f"embedding_bag_{name}_unpack" for bits, name in ((8, "byte"), (4, "4bit"), (2, "2bit"))}
 
 
@@ -95,7 +93,8 @@ def hidden_layer(q: Tensor, k: Tensor, v: Tensor, fc1: Tensor, bias1: Tensor | N
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None,
                       softcap: float | None = None, sink_logits: Tensor | None = None, with_lse: bool = True
                       ) -> tuple[Tensor, Tensor | None]:
-    """`reference.prefill_attention` by torch's flash kernels, or by oneDNN's products; KV heads are never repeated."""
+    """`reference.prefill_attention` by torch's flash kernels, or by oneDNN's products; KV heads are never repeated. On
+    a CPU it cannot be differentiated."""
     if window is not None and window >= k.shape[1]:
         window = None
     plain = window is None and softcap is None and sink_logits is None
@@ -113,40 +112,31 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: 
 
 def _products_win(q: Tensor, k: Tensor) -> bool:
     """Whether `_attention_by_products` is quicker than the flash kernel, whose products in bf16 are MKL's: no quicker
-    than in fp32. By the processor and the sizes alone, so that the same tokens give the same bits."""
+    than in fp32. The processor, the dtype and the sizes decide alone, so that the same tokens give the same bits."""
     return (q.dtype == torch.bfloat16 and slow_blas() and bf16_products() and not torch.is_grad_enabled()
             and q.shape[1] % ROWS == 0 and q.shape[0] * q.shape[1] * k.shape[1] >= PRODUCTS_LEAST * k.shape[0])
 
 
 def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The output of `prefill_attention` in bf16: per KV head and block of rows a product, a softmax and a product.
-
-    oneDNN rounds logits to bf16. So each row's are lessened by about their maximum before, which softmax does not see:
-    by the largest of some, those of the first units, where many rows attend most (StreamingLLM, arXiv:2309.17453,
-    section 3.1), of the row's own unit, and of a sample. What is rounded is then the distance from the top, small where
-    it matters. One more channel does it: -1 in every key, and what is taken off in the query.
-    """
+    """The output of `prefill_attention` in bf16. Of each KV head and block of rows: logits by oneDNN's product in fp32
+    (that in bf16 would round them), softmax, and values by oneDNN's product in bf16. So weights are rounded once, and
+    the output once."""
     (heads, count, dim), new = k.shape, q.shape[1]
     group, old, rows = len(q) // heads, count - new, ROWS
     while new % (2 * rows) == 0 and group * 2 * rows * count <= LOGITS:
         rows *= 2
-    queries = q.new_zeros(heads, group, new, dim + 2)  # an even number of channels: products of bf16 take pairs
-    scaled = torch.mul(q.unflatten(0, (heads, group)), scale, out=queries[..., :dim])
-    some = torch.cat([k[:, :FIRSTS], k[:, FIRSTS::max(1, count // SAMPLE)]], dim=1)
-    top = torch.matmul(scaled.flatten(1, 2), some.transpose(1, 2)).amax(-1).view(heads, group, new)
-    torch.maximum(top, (scaled * k[:, None, old:]).sum(-1), out=queries[..., dim])
-    keys = k.new_zeros(heads, count, dim + 2)
-    keys[..., :dim], keys[..., dim] = k, -1
-    above = torch.full((rows, rows), float("-inf"), dtype=q.dtype).triu_(1)
+    queries = q.unflatten(0, (heads, group)).float().mul_(scale)
+    above = torch.full((rows, rows), float("-inf")).triu_(1)
     out = q.new_empty(new, heads, group, dim)  # as models take it: a token's heads side by side
     product = torch.ops.mkldnn._linear_pointwise
-    for start in range(0, new, rows):
-        part, seen = slice(start, start + rows), old + start + rows
-        for head in range(heads):
-            logits = product(queries[head, :, part].flatten(0, 1), keys[head, :seen], None, "none", [], "")
+    for head in range(heads):
+        keys, values = k[head].float(), v[head].t()
+        for start in range(0, new, rows):
+            part, seen = slice(start, start + rows), old + start + rows
+            logits = product(queries[head, :, part].flatten(0, 1), keys[:seen], None, "none", [], "")
             logits.view(group, rows, seen)[..., -rows:].add_(above)
-            weights = torch.softmax(logits, -1, out=logits)
-            attended = product(weights, v[head, :seen].t(), None, "none", [], "")
+            weights = torch.softmax(logits, -1, out=logits).to(q.dtype)
+            attended = product(weights, values[:, :seen], None, "none", [], "")
             out[part, head] = attended.view(group, rows, dim).transpose(0, 1)
     return out.view(new, -1, dim).transpose(0, 1)
 

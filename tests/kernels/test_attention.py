@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -118,52 +120,57 @@ def test_prefill_attention_of_a_chunk_in_blocks(T, N, monkeypatch):
     torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-6)
 
 
-def peaked(T: int, N: int, G: int, where: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs in bf16 whose rows attend most to the unit that is named, by logits of about 18 where others are around 0;
-    `nowhere`: they have 4."""
-    q, k, v = inputs(T, N, G, D=64)
+def peaked(T: int, N: int, G: int, D: int, where: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs in bf16, of logits of up to about 40 where others are around 0, for the units that are named."""
+    q, k, v = inputs(T, N, G, D=D)
     k = k.clone()
-    if where == "nowhere":
-        q *= 2
-    elif where == "own":
+    if where == "own":
         q += 2.2 * k[:, N - T:].repeat_interleave(G, 0)
-    else:
-        q[..., 7] += 12
-        k[:, {"first": 0, "middle": (N - T) // 2}[where], 7] += 12
+    elif where != "nowhere":
+        q[..., 7] += 16
+        k[:, {"first": slice(1), "several": slice((N - T) // 2, (N - T) // 2 + 5)}[where], 7] += 2.5 * D**0.5
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+@pytest.mark.skipif(not bf16_products(), reason="this processor multiplies no bf16 matrices")
+@pytest.mark.parametrize("where", ["first", "own", "several", "nowhere"])
+@pytest.mark.parametrize("logits", [1, 1 << 20])
+@pytest.mark.parametrize(("T", "N", "G", "D"), [(128, 128, 2, 64), (64, 300, 3, 128), (256, 700, 2, 64),
+                                               (192, 1000, 1, 80)])
+def test_attention_by_products_rounds_each_weight_and_each_output_once(T, N, G, D, logits, where, monkeypatch):
+    """Which is off by 2**-8 of itself at most, whatever the logits are, and in blocks of any size."""
+    monkeypatch.setattr(torch_ops, "LOGITS", logits)
+    q, k, v = peaked(T, N, G, D, where)
+    exact, lse, _ = dense(q, k, v, D**-0.5, list(range(N - T, N)))
+    weighed, _, _ = dense(q, k, v.abs(), D**-0.5, list(range(N - T, N)))
+    assert lse.max() > {"first": 30, "several": 30, "own": 10, "nowhere": 6}[where]
+    found = torch_ops._attention_by_products(q, k, v, D**-0.5)
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - exact).abs() <= 1.01 * 2**-8 * (weighed + exact.abs()) + 1e-5).all()
 
 
 @torch.no_grad()
 @pytest.mark.skipif(not bf16_products(), reason="this processor multiplies no bf16 matrices")
-@pytest.mark.parametrize(("where", "times"), [("first", 1.15), ("own", 1.15), ("middle", 1.15), ("nowhere", 1.6)])
-@pytest.mark.parametrize(("T", "N", "G"), [(128, 140, 1), (64, 300, 3), (256, 700, 2), (192, 1000, 1)])
-def test_attention_by_products_is_no_less_exact_than_the_flash_kernel(T, N, G, where, times, monkeypatch):
-    """Than which it has up to 1.6 times the error where logits are large and no unit stands out."""
-    q, k, v = peaked(T, N, G, where)
-    exact, lse, _ = dense(q, k, v, 0.125, list(range(N - T, N)))
-    flash, found_lse = torch_ops.prefill_attention(q, k, v, 0.125)
-    assert lse.median() > 10
+def test_attention_by_products_is_for_chunks_in_bf16_of_which_nobody_needs_more(monkeypatch):
+    used: list[torch.Size] = []
+    monkeypatch.setattr(torch_ops, "_attention_by_products", lambda q, *_: used.append(q.shape) or q)
     monkeypatch.setattr(torch_ops, "slow_blas", lambda: True)
-    monkeypatch.setattr(torch_ops, "PRODUCTS_LEAST", 0)
-    assert torch.equal(torch_ops.prefill_attention(q, k, v, 0.125)[0], flash)  # with log-sum-exps it stays
-    found, none = torch_ops.prefill_attention(q, k, v, 0.125, with_lse=False)
-    assert none is None and found.dtype == torch.bfloat16 and not torch.equal(found, flash)
-    with torch.enable_grad():  # of which these products know nothing
-        assert torch.equal(torch_ops.prefill_attention(q, k, v, 0.125, with_lse=False)[0], flash)
-    error, its = ((x.double() - exact).square().mean().sqrt() for x in (found, flash))
-    assert error < times * its, (error, its)
-    torch.testing.assert_close(found_lse.double(), lse, rtol=1e-3, atol=1e-3)
+    q, k, v = (x.bfloat16() for x in inputs(128, 1100, 2, D=16))
 
+    def uses(q: Tensor = q, k: Tensor = k, v: Tensor = v, **extra: Any) -> int:
+        used.clear()
+        torch_ops.prefill_attention(q, k, v, 0.25, **{"with_lse": False} | extra)
+        return len(used)
 
-@pytest.mark.skipif(not bf16_products(), reason="this processor multiplies no bf16 matrices")
-def test_attention_by_products_is_one_block_or_many(monkeypatch):
-    """However many logits a block may have, and where the chunk is the first."""
-    q, k, v = (x.bfloat16() for x in inputs(128, 128, 2, D=64))
-    exact, _, _ = dense(q, k, v, 0.125, list(range(128)))
-    for logits in (1, 1 << 20):
-        monkeypatch.setattr(torch_ops, "LOGITS", logits)
-        found = torch_ops._attention_by_products(q, k, v, 0.125)
-        torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=0.02)
+    assert uses() == 1 and uses(window=1100) == 1
+    assert not uses(with_lse=True) and not uses(window=500) and not uses(softcap=2.0)
+    assert not uses(q.float(), k.float(), v.float())
+    assert not uses(q[:, :100])  # no multiple of 64
+    assert not uses(q, k[:, :1000], v[:, :1000])  # small
+    with torch.enable_grad():
+        assert not uses()
+    monkeypatch.setattr(torch_ops, "slow_blas", lambda: False)
+    assert not uses()
 
 
 @pytest.mark.parametrize("ops", OPERATIONS)
