@@ -166,6 +166,22 @@ def tiny_engine(folder: str, budget: int, chunk: int) -> Engine:
     return Engine(attachment, config, make_policy("locret", heads=heads), 1)
 
 
+@contextlib.contextmanager
+def engine_of(name: str, budget: int, chunk: int) -> Iterator[tuple[Engine, torch.Tensor]]:
+    """The engine of a model, and eight chunks of ids to read over and over; budget and chunk are those of the tiny one,
+    the others have their own."""
+    if name == "tiny":
+        with tiny_llama(chunk * 8) as folder:
+            engine = tiny_engine(folder, budget, chunk)
+            yield engine, torch.randint(3, engine.shape.vocab, (8, chunk))
+        return
+    runtime = Runtime.from_pretrained(name, max_live=1)
+    runtime.start()
+    lines = stdlib_lines(0)
+    ids = runtime.codec.encode_text("".join(next(lines) for _ in range(2000)))
+    yield runtime.engine, torch.tensor(ids[:8 * runtime.engine.chunk_size]).view(8, -1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", *NAMED_MODELS), default="tiny",
@@ -179,17 +195,8 @@ def main() -> None:
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.model != "tiny":
-        runtime = Runtime.from_pretrained(options.model, max_live=1)
-        runtime.start()
-        engine, lines = runtime.engine, stdlib_lines(0)
-        text = "".join(next(lines) for _ in range(2000))
-        ids = torch.tensor(runtime.codec.encode_text(text)[:8 * engine.chunk_size]).view(8, -1)
+    with engine_of(options.model, options.budget, options.chunk) as (engine, ids):
         profiled = profile(engine, options.chunks, ids)
-    else:
-        with tiny_llama(options.chunk * 8) as folder:
-            engine = tiny_engine(folder, options.budget, options.chunk)
-            profiled = profile(engine, options.chunks, torch.randint(3, engine.shape.vocab, (8, options.chunk)))
     show(profiled, sys.stderr if options.json else sys.stdout)
     if options.plot:
         plot(profiled, options.plot)

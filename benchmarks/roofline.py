@@ -13,27 +13,24 @@ multiply nothing (norms, rotation, compaction, Python) have no least time, so th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from breakdown import profile, tiny_engine
+from breakdown import engine_of, profile
 from record import record
-from timing import WARM_UP, tiny_llama
+from timing import WARM_UP
 
-from locret_stream import Runtime
 from locret_stream.engine import Engine
-from locret_stream.evaluation.haystack import stdlib_lines
 from locret_stream.models.linears import linear
 from locret_stream.named_models import NAMED_MODELS
 
 SIZES = (512, 1024, 2048)  # of square matrices
-COPIED = 256 * 2**20  # bytes, several times the largest cache of a processor
+READ = 256 * 2**20  # bytes, several times the largest cache of a processor
 COLORS = {"smollm2": "#37669e", "tiny": "#c1652f", "bundled": "#4f8a4c"}
 
 
@@ -54,8 +51,8 @@ def limits(dtype: torch.dtype) -> dict[str, float]:
         x, weight = (torch.randn(size, size).to(dtype) for _ in range(2))
         rates.append(2 * size**3 / seconds(lambda x=x, weight=weight: linear(weight, None, x)) / 1e9)
         rates.append(2 * size**3 / seconds(lambda x=x, weight=weight: torch.mm(x, weight)) / 1e9)
-    rows = torch.zeros(COPIED // 8, dtype=torch.int64)
-    return {"gflops": max(rates), "gbytes": COPIED / seconds(lambda: rows.max()) / 1e9}
+    rows = torch.zeros(READ // 8, dtype=torch.int64)
+    return {"gflops": max(rates), "gbytes": READ / seconds(lambda: rows.max()) / 1e9}
 
 
 def counted(engine: Engine) -> dict[str, tuple[float, float]]:
@@ -97,24 +94,9 @@ def decode_seconds(engine: Engine, ids: torch.Tensor, tokens: int = 48) -> float
     return statistics.median(times[WARM_UP:])
 
 
-@contextlib.contextmanager
-def model(name: str, chunk: int) -> Iterator[tuple[Engine, torch.Tensor]]:
-    """An engine, and chunks of ids that it reads over and over."""
-    if name == "tiny":
-        with tiny_llama(chunk * 8) as folder:
-            engine = tiny_engine(folder, chunk, chunk)
-            yield engine, torch.randint(3, engine.shape.vocab, (8, chunk))
-        return
-    runtime = Runtime.from_pretrained(name, max_live=1)
-    runtime.start()
-    lines = stdlib_lines(0)
-    ids = runtime.codec.encode_text("".join(next(lines) for _ in range(2000)))
-    yield runtime.engine, torch.tensor(ids[:8 * runtime.engine.chunk_size]).view(8, -1)
-
-
 def measure(name: str, chunks: int, chunk: int) -> dict[str, Any]:
     """Least and measured milliseconds of the parts of a commit and of a token."""
-    with model(name, chunk) as (engine, ids):
+    with engine_of(name, chunk, chunk) as (engine, ids):
         best = limits(engine.attachment.dtype)
         profiled = profile(engine, chunks, ids)
         rows = {part: row(best, *counts, profiled["parts_ms"][part]) for part, counts in counted(engine).items()}
