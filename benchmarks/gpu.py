@@ -2,9 +2,9 @@
 
 First every Triton kernel against its reference (tests/kernels, on the device). Then, beside the bf16 matmul rate and
 the copy bandwidth that this card reaches, Llama-3.1-8B's shape with random bf16 weights and retaining heads of the
-paper's width: prefill of 128k and 1M tokens (budget 6,000, chunk 4,096), where its time goes, decoding of 1, 8 and 32
-contexts at once, and stock transformers with full attention at 32k and 128k. Last, the operations for which there are
-two ways, timed at that shape.
+paper's width: the operations for which there are two ways, prefill of 8k to 1M tokens (budget 6,000, chunk 4,096),
+where its time goes, decoding of 1, 8 and 32 contexts at once, with `--peer-python` kvpress' recipe beside ours, and
+stock transformers with full attention at 32k and 128k.
 
 `--small` on a CPU takes the torch operations; with LOCRET_KERNELS=triton TRITON_INTERPRET=1 Triton's interpreter. What
 it prints then are no figures of anything.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import re
 import statistics
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 from breakdown import profile
 from record import record
+from timing import random_llama, ratio, spreads
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from locret_stream.config import Budget, StreamConfig
 from locret_stream.engine import Engine, EngineState, NextToken
@@ -39,19 +41,20 @@ from locret_stream.models import attach
 from locret_stream.policies import make_policy
 
 LARGE = {"layers": 32, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 128_256,
-         "width": 1024, "budget": 6000, "chunk": 4096, "prefill": (131_072, 1_048_576), "full": (32_768, 131_072),
-         "batches": (1, 8, 32), "steps": 64, "matmul": 8192, "copy": 2**31}
+         "width": 1024, "budget": 6000, "chunk": 4096, "prefill": (8192, 32_768, 131_072, 1_048_576),
+         "full": (32_768, 131_072), "batches": (1, 8, 32), "steps": 64, "beside": 131_072, "repeats": 3,
+         "matmul": 8192, "copy": 2**31}
 SMALL = {"layers": 2, "hidden": 64, "inner": 96, "heads": 4, "kv_heads": 2, "dim": 16, "vocab": 320,
-         "width": 24, "budget": 40, "chunk": 16, "prefill": (128, 256), "full": (64, 96),
-         "batches": (1, 3), "steps": 4, "matmul": 64, "copy": 2**16}
+         "width": 24, "budget": 90, "chunk": 80, "prefill": (320, 640), "full": (160, 240),
+         "batches": (1, 3), "steps": 4, "beside": 400, "repeats": 2, "matmul": 64, "copy": 2**16}
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class Bench:
     """The card, the model and the results so far."""
 
-    def __init__(self, sizes: dict[str, Any], device: torch.device):
-        self.sizes, self.device = sizes, device
+    def __init__(self, sizes: dict[str, Any], device: torch.device, peer: str | None):
+        self.sizes, self.device, self.peer = sizes, device, peer
         self.cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.wait = torch.cuda.synchronize if self.cuda else (lambda: None)
@@ -72,26 +75,15 @@ class Bench:
 
     @functools.cached_property
     def model(self) -> LlamaForCausalLM:
-        sizes = self.sizes
-        config = LlamaConfig(
-            vocab_size=sizes["vocab"], hidden_size=sizes["hidden"], intermediate_size=sizes["inner"],
-            num_hidden_layers=sizes["layers"], num_attention_heads=sizes["heads"],
-            num_key_value_heads=sizes["kv_heads"], head_dim=sizes["dim"], max_position_embeddings=131_072,
-            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, tie_word_embeddings=False)
-        torch.set_default_dtype(self.dtype)
-        try:
-            with self.device:
-                torch.manual_seed(0)
-                return LlamaForCausalLM(config).eval().requires_grad_(False)
-        finally:
-            torch.set_default_dtype(torch.float32)
+        return random_llama(self.sizes, self.device, self.dtype)
 
-    def engine(self, slots: int) -> Engine:
+    def engine(self, slots: int, budget: int = 0) -> Engine:
         sizes, attachment = self.sizes, attach(self.model)
         heads = RetainingHeads(HeadsConfig(layers=sizes["layers"], query_heads=sizes["heads"],
                                            kv_heads=sizes["kv_heads"], head_dim=sizes["dim"], width=sizes["width"]))
         heads = heads.to(self.device, self.dtype).eval().requires_grad_(False)
-        config = StreamConfig(budget=Budget(units=sizes["budget"], sinks=4, stabilizers=8), chunk_size=sizes["chunk"])
+        units = Budget(units=budget or sizes["budget"], sinks=4, stabilizers=8)
+        config = StreamConfig(budget=units, chunk_size=sizes["chunk"])
         return Engine(attachment, config, make_policy("locret", heads=heads), slots)
 
     def ids(self, chunks: int) -> torch.Tensor:
@@ -122,37 +114,93 @@ def card(bench: Bench) -> dict[str, float]:
             "copy_gb_per_s": 2 * len(source) / bench.seconds(lambda: target.copy_(source)) / 1e9}
 
 
+def read(bench: Bench, engine: Engine, tokens: int) -> tuple[float, EngineState]:
+    """Tokens per second, alone with its slot, and the state that it comes to."""
+    ids, chunk = bench.ids(16), bench.sizes["chunk"]
+    if bench.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    state = engine.open(0)
+    bench.wait()
+    started = time.perf_counter()
+    for n in range(tokens // chunk):
+        engine.accept(state, ids[n % len(ids)].tolist())
+        engine.commit(state)
+    bench.wait()
+    return tokens // chunk * chunk / (time.perf_counter() - started), state
+
+
 def prefill(bench: Bench) -> dict[str, Any]:
-    """Tokens per second of the engine, alone with its slot, and the share of the measured matmul rate."""
-    engine, chunk = bench.engine(1), bench.sizes["chunk"]
+    """Tokens per second of the engine, and the share of the measured matmul rate."""
+    engine = bench.engine(1)
     parameters = sum(p.numel() for p in bench.model.parameters()) - bench.model.lm_head.weight.numel()
-    ids = bench.ids(16)
     rows: dict[str, Any] = {"parameters_without_lm_head": parameters}
-    warm = engine.open(0)
-    for n in range(4):
-        engine.accept(warm, ids[n].tolist())
-        engine.commit(warm)
+    read(bench, engine, 4 * bench.sizes["chunk"])
     for tokens in bench.sizes["prefill"]:
-        if bench.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        state = engine.open(0)
-        bench.wait()
-        started = time.perf_counter()
-        for n in range(tokens // chunk):
-            engine.accept(state, ids[n % len(ids)].tolist())
-            engine.commit(state)
-        bench.wait()
-        speed = tokens // chunk * chunk / (time.perf_counter() - started)
+        speed, state = read(bench, engine, tokens)
         rows[str(tokens)] = {"tok_per_s": speed, "units": state.store.counts[0], "peak_units": max(state.peaks)}
         if bench.cuda:
             rows[str(tokens)]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if "card" in bench.results:
             limit = bench.results["card"]["matmul_tflops"] * 1e12
             rows[str(tokens)]["share_of_matmul"] = 2 * parameters * speed / limit
-    first, *_, last = (rows[str(tokens)]["tok_per_s"] for tokens in bench.sizes["prefill"])
-    rows |= {"last_over_first": last / first, "pool_bytes": engine.pool.bytes_resident,
+    *_, before, last = (rows[str(tokens)]["tok_per_s"] for tokens in bench.sizes["prefill"])
+    rows |= {"last_over_one_before": last / before, "pool_bytes": engine.pool.bytes_resident,
              "formula_bytes": engine.pool.formula_bytes()}
     return rows
+
+
+def beside(bench: Bench) -> dict[str, Any]:
+    """kvpress' bounded recipe (see `peers.py`) and ours, in turn, at a budget of one chunk, which is KVzap's most."""
+    if bench.peer is None:
+        return {"skipped": "no --peer-python"}
+    sizes, names = bench.sizes, ("kvzap", "knorm", "snapkv")
+    budget, steps, rows = sizes["chunk"], sizes["steps"], {name: [] for name in ("ours", *names)}
+    engine = bench.engine(1, budget)
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    with subprocess.Popen([bench.peer, str(ROOT / "benchmarks" / "peer_gpu.py")], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True, env=own) as process:
+
+        def ask(line: str) -> dict[str, Any]:
+            assert process.stdin is not None and process.stdout is not None, "both are pipes"
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            reply = process.stdout.readline()
+            if not reply:
+                raise RuntimeError("kvpress' side ended; why stands above")
+            return json.loads(reply)
+
+        try:
+            versions = ask(json.dumps({
+                "sizes": sizes, "device": bench.device.type, "dtype": str(bench.dtype).removeprefix("torch."),
+                "ids": bench.ids(16).tolist(), "budget": budget, "chunks": sizes["beside"] // sizes["chunk"],
+                "steps": steps, "threads": torch.get_num_threads()}))
+            read(bench, engine, 4 * sizes["chunk"])
+            for _ in range(sizes["repeats"]):
+                rows["ours"].append(_ours(bench, engine, steps))
+                for name in names:
+                    rows[name].append(ask(""))
+        finally:
+            process.kill()
+    return {"tokens": sizes["beside"], "budget": budget, "repeats": sizes["repeats"], "peer_versions": versions,
+            "cases": {name: spreads(of) for name, of in rows.items()},
+            "ratios": {f"{figure} ours/{name}": ratio(rows["ours"], rows[name], figure)
+                       for figure in ("tok_per_s", "decode_ms") for name in names}}
+
+
+def _ours(bench: Bench, engine: Engine, steps: int) -> dict[str, float]:
+    """What peer_gpu.py measures, of ours."""
+    speed, state = read(bench, engine, bench.sizes["beside"])
+    engine.accept(state, [5])
+    engine.logits(state)
+    asked = [NextToken(state, lambda logits: int(logits.argmax()))]
+    row = {"tok_per_s": speed, "units": state.store.counts[0]}
+    for count in (3, steps):
+        bench.wait()
+        started = time.perf_counter()
+        for _ in range(count):
+            engine.decode(asked)
+    row["decode_ms"] = 1e3 * (time.perf_counter() - started) / steps
+    return row | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if bench.cuda else {})
 
 
 def parts(bench: Bench) -> dict[str, Any]:
@@ -251,12 +299,13 @@ def choices(bench: Bench) -> dict[str, float]:
     return {name: 1e3 * bench.seconds(way, 10) for name, way in ways.items()}
 
 
-SECTIONS = (kernels, card, prefill, parts, decode, full, choices)
+SECTIONS = (kernels, card, choices, prefill, parts, decode, beside, full)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="toy sizes, on a CPU too: measures nothing")
+    parser.add_argument("--peer-python", help="interpreter that has kvpress (see peers.py), for the section `beside`")
     parser.add_argument("--only", metavar="A,B", help="of " + ", ".join(one.__name__ for one in SECTIONS))
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     parser.add_argument("--json", action="store_true", help="accepted for symmetry: the result is JSON in any case")
@@ -264,7 +313,8 @@ def main() -> None:
     if not torch.cuda.is_available() and not options.small:
         parser.error("no CUDA device here; expected one, or --small to try the script at toy sizes")
     wanted = set(options.only.split(",")) if options.only else {one.__name__ for one in SECTIONS}
-    bench = Bench(SMALL if options.small else LARGE, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    bench = Bench(SMALL if options.small else LARGE, torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+                  options.peer_python)
     failed = []
     for section in SECTIONS:
         if section.__name__ not in wanted:

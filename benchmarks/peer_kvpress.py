@@ -28,11 +28,22 @@ class RandomKVzap(kvpress.KVzapPress):
             torch.manual_seed(0)
             config = model.config
             self.kvzap_model = KVzapModel(KVzapConfig(
-                input_dim=config.hidden_size, hidden_dim=surrogate_width(), output_dim=config.num_key_value_heads,
-                n_modules=config.num_hidden_layers)).eval()
+                input_dim=config.hidden_size, hidden_dim=surrogate_width(config.hidden_size),
+                output_dim=config.num_key_value_heads, n_modules=config.num_hidden_layers))
+            self.kvzap_model.eval().requires_grad_(False).to(model.device, model.dtype)
 
 
 BASES = {"kvzap": RandomKVzap, "knorm": kvpress.KnormPress, "snapkv": lambda: kvpress.SnapKVPress(window_size=WINDOW)}
+
+
+def bounded(base: kvpress.ScorerPress, budget: int) -> kvpress.DecodingPress:
+    """The recipe: at every forward the cache is cut to the budget."""
+    return kvpress.DecodingPress(base_press=base, compression_interval=1, target_size=budget,
+                                 hidden_states_buffer_size=1)
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}
 
 
 def main() -> None:
@@ -41,13 +52,10 @@ def main() -> None:
     base = BASES[parser.parse_args().case]()
 
     def case(settings: SimpleNamespace) -> dict[str, Any]:
-        press = kvpress.DecodingPress(base_press=base, compression_interval=1, target_size=settings.budget,
-                                      hidden_states_buffer_size=1)
-        measured = stock(settings, press)
+        measured = stock(settings, bounded(base, settings.budget))
         surrogate = getattr(base, "kvzap_model", None)
-        return measured | {
-            "parameters": sum(p.numel() for p in surrogate.parameters()) if surrogate else 0,
-            "versions": {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}}
+        return measured | {"parameters": sum(p.numel() for p in surrogate.parameters()) if surrogate else 0,
+                           "versions": versions()}
 
     answer(case)
 

@@ -1,4 +1,4 @@
-"""Shared by peers.py, prefill.py and decode.py: the tiny Llama, one fresh process per case, medians and their spread.
+"""Shared by peers.py, prefill.py, decode.py, gpu.py: the tiny Llama, one process per case, medians and their spread.
 
 A peer's interpreter reads this file too, so at import it needs torch and numpy alone.
 
@@ -50,14 +50,15 @@ MIB = 2**20
 # -- the process that starts the cases ---------------------------------------------------------------------------------
 
 
-def surrogate_width() -> int:
-    """Hidden units per layer of KVzap's surrogate by its published recipe."""
-    return max(64, HIDDEN // 8)
+def surrogate_width(hidden: int) -> int:
+    """Hidden units per layer of KVzap's surrogate by its published recipe, for a model of that hidden size."""
+    return max(64, hidden // 8)
 
 
 def heads_width() -> int:
     """Width at which retaining heads have about as many parameters as KVzap's surrogate (which has biases)."""
-    wanted = (HIDDEN + 1) * surrogate_width() + (surrogate_width() + 1) * KV_HEADS
+    surrogate = surrogate_width(HIDDEN)
+    wanted = (HIDDEN + 1) * surrogate + (surrogate + 1) * KV_HEADS
     return round(wanted / ((HEADS + 2 * KV_HEADS) * HEAD_DIM + KV_HEADS))
 
 
@@ -85,6 +86,24 @@ def tiny_llama(tokens: int, dtype: str = "float32", **sizes: int) -> Iterator[st
         heads.save(Path(folder) / "heads")
         np.save(Path(folder) / "ids.npy", np.random.default_rng(1).integers(3, VOCAB, tokens))
         yield folder
+
+
+def random_llama(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> Any:
+    """A Llama of random weights, made on its device: the same ones wherever torch draws the same numbers there."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(
+        vocab_size=sizes["vocab"], hidden_size=sizes["hidden"], intermediate_size=sizes["inner"],
+        num_hidden_layers=sizes["layers"], num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv_heads"],
+        head_dim=sizes["dim"], max_position_embeddings=131_072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, tie_word_embeddings=False)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            torch.manual_seed(0)
+            return LlamaForCausalLM(config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def in_turn(cases: Iterable[str], repeats: int, run: Callable[[str], dict]) -> dict[str, list[dict]]:

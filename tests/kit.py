@@ -113,12 +113,12 @@ def stock_logits(of: PreTrainedModel, ids: list[int]) -> Tensor:
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Two exports hold the same names and the same bits (NaN is itself, -0 is not +0)."""
+    """Two exports hold the same names and the same bits (NaN is itself, -0 is not +0), on whatever device."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         other = found[name]
         assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
-        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (other, tensor)]
+        bits = [t.contiguous().view(-1).view(torch.uint8).cpu() for t in (other, tensor)]
         assert torch.equal(*bits), name
 
 

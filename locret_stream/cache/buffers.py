@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.budgets import row_bytes
-from locret_stream.kernels import slot_units
+from locret_stream.kernels import slot_units, write_units
 
 
 @dataclass(slots=True)
@@ -47,10 +47,10 @@ class LayerBuffers:
             if self.rotated is not self.keys:
                 slot_units(self.rotated, slot, rank, rank + 1).copy_(rotated)
             return
-        self.keys[slots, :, ranks] = keys[:, :, 0]
-        self.values[slots, :, ranks] = values[:, :, 0]
-        if self.rotated is not self.keys:
-            self.rotated[slots, :, ranks] = rotated[:, :, 0]
+        if self.rotated is self.keys:
+            write_units((self.keys, self.values), (keys, values), slots, ranks)
+        else:
+            write_units((self.keys, self.values, self.rotated), (keys, values, rotated), slots, ranks)
 
 
 @dataclass(slots=True)

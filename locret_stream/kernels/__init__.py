@@ -17,11 +17,11 @@ from torch import Tensor
 
 from locret_stream.errors import ConfigError
 from locret_stream.kernels import reference, torch_ops
-from locret_stream.kernels.reference import order_keys, quantise_units, rotate_halves, slot_units
+from locret_stream.kernels.reference import order_keys, quantise_units, slot_units
 
 __all__ = ["compact_units", "decode_attention", "dequantise_units", "order_keys", "prefill_attention",
            "quantise_units", "reduced_attention", "rotate_halves", "score_units", "select_units",
-           "slot_units", "uses_triton"]
+           "slot_units", "uses_triton", "write_units"]
 
 
 def uses_triton(x: Tensor) -> bool:
@@ -73,3 +73,10 @@ prefill_attention = _dispatched(torch_ops.prefill_attention)
 reduced_attention = _dispatched(reference.reduced_attention)
 score_units = _dispatched(torch_ops.score_units)
 select_units = _dispatched(torch_ops.select_units)
+write_units = _dispatched(reference.write_units)
+_rotate_halves = _dispatched(reference.rotate_halves)
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """`reference.rotate_halves`; Triton's has no gradient."""
+    return (reference.rotate_halves if x.requires_grad else _rotate_halves)(x, cos, sin, out)

@@ -146,6 +146,15 @@ def project(hidden: Tensor, fc2: Tensor, bias2: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(hidden.float(), fc2.float(), bias).transpose(-1, -2)
 
 
+def write_units(tensors: Sequence[Tensor], units: Sequence[Tensor], slots: Tensor, ranks: Tensor) -> None:
+    """Write units[i] [A, H, 1, D] into tensors[i] [S, H, C, D], each at its slot and its rank there: slots, ranks [A].
+
+    Contexts that share slot and rank must have the same units.
+    """
+    for x, new in zip(tensors, units, strict=True):
+        x[slots, :, ranks] = new[:, :, 0]
+
+
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """RoPE: x * cos + (-x2, x1) * sin, where x1 and x2 are the halves of x [..., D]; cos and sin broadcast to x.
 

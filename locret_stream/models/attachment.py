@@ -32,6 +32,7 @@ from locret_stream.errors import UnsupportedModel
 from locret_stream.heads import RetainingHeads
 from locret_stream.kernels import uses_triton
 from locret_stream.models.linears import pack, quicken
+from locret_stream.models.norms import fuse
 from locret_stream.models.rotary import Place, RopeTables, Rotary
 from locret_stream.models.weights import adapters, fingerprint, form, named_weights, quantisation, shadow, sketch
 
@@ -128,6 +129,7 @@ class Attachment:
             _note_inputs(module)
         for tree in (self._decoder, self._shadow):
             quicken(tree)
+            fuse(tree)
         self._plain_head = self._probe_head()
         self.fingerprint, self.sketch = fingerprint(model), sketch(self._decoder)
         self.users = 0

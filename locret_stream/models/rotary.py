@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret_stream.kernels import rotate_halves
+from locret_stream.kernels import rotate_halves, uses_triton
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,6 +137,8 @@ class RopeTables:
         cos, sin = pair[0][0, ranks, None], pair[1][0, ranks, None]
         if not self._rotary.plain[layer]:
             return cos, sin
+        if uses_triton(ranks):
+            return cos[:, None], sin[:, None]
         half = sin.shape[-1] // 2
         return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
 
@@ -144,7 +146,10 @@ class RopeTables:
         """x [B, heads, 1, D] before RoPE -> rotated by `turns`, each row of the batch at its own rank."""
         if turns is None:
             return x
-        if self._rotary.plain[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
+        if self._rotary.plain[layer]:
+            if uses_triton(x):
+                return rotate_halves(x, *turns)
+            # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
             return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
         return self._rotary.apply(layer, x, *turns)
 

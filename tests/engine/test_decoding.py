@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locret_stream.engine import Engine, EngineState, NextToken, decoding
-from tests.kit import EVICTING, Boom, assert_same, build, failing_in_layer, feed, ids_of, model
+from tests.kit import DEVICE, EVICTING, Boom, assert_same, build, failing_in_layer, feed, ids_of, model
 
 CHUNK, UNITS = 8, 20
 TOLERANCE = 1e-5  # of provisional logits, law 2
@@ -319,7 +319,7 @@ def test_graphs_are_padded_with_copies_of_the_first_row(monkeypatch):
             sizes.append(batch.shape[1])
 
         def replay(self, batch):
-            return self.forward(batch)
+            return self.forward(batch.to(DEVICE))
 
     monkeypatch.setattr(decoding, "_Graph", Plain)
     plain, states = [engine.open(slot) for slot in range(3)], [engine.open(slot) for slot in range(3, 6)]

@@ -285,7 +285,7 @@ class Toy(Policy):
         commits = chunk.state["commits"].clone()
         commits[chunk.layer] += 1
         total = chunk.state["sum"].clone()
-        total[chunk.layer] += chunk.k.sum()
+        total[chunk.layer] += chunk.k.sum().cpu()
         chunk.state["commits"], chunk.state["sum"] = commits, total
         position = torch.arange(chunk.start, chunk.start + chunk.k.shape[1], device=DEVICE).float().expand(heads, -1)
         old = torch.cat([chunk.scores[2], position], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import msgspec
@@ -103,7 +104,8 @@ def test_what_stays_read_is_what_would_be_read_anew(policy: str, on: str, bits: 
     """With `decode_copy`, over random operations of two contexts in turn; a reader that never trusts it says so."""
     engine = engine_of(bits, policy, on, decode_copy=True)
     attended, append = QuantisedStore.attended, QuantisedStore.append
-    again = Dense(torch.zeros(3, engine.shape.kv_heads, max(engine.budgets) + CHUNK, engine.shape.head_dim))
+    shape = engine.shape
+    again = Dense(torch.zeros(3, shape.kv_heads, max(engine.budgets) + CHUNK, shape.head_dim, device=DEVICE))
     kept = [0]
 
     def anew(store: QuantisedStore, layer: int, count: int, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +202,7 @@ def test_with_a_copy_a_token_reads_no_codes(monkeypatch: pytest.MonkeyPatch):
         for _ in range(2 * CHUNK):
             feed(engine, states[0], [int(engine.logits(states[0]).argmax())])
             late.append(len(states[0].store._late[0][1]))
-        assert max(late) == (3 if copy else 0)
+        assert max(late) == (3 if copy and DEVICE == "cpu" else 0)
 
 
 def test_a_focus_that_goes_after_tokens_were_taken_back_leaves_a_memory_that_decodes():
@@ -270,11 +272,14 @@ def test_codes_take_less_than_exact_units():
 @pytest.mark.thorough(but=2)
 def test_law_3_nothing_is_rounded_before_it_is_committed_and_then_little(bits: int, on: str):
     engine = engine_of(bits, "streaming_llm", on, units=80, allocation="uniform")
-    ids = ids_of(64, seed=4)
-    found, exact = logits_at_each(engine, engine.open(0), ids), stock_logits(model(on), ids)
-    off = (found - exact).abs().amax(-1) / exact.std()
-    assert off[:CHUNK].max() <= 1e-5
-    assert 1e-4 < off[2 * CHUNK:].median() < (0.1 if bits == 8 else 1.0), "a token may go to another expert"
+    typical = []
+    for seed in (4, 5, 6):  # a token may go to another expert, and all that see it differ
+        ids = ids_of(64, seed=seed)
+        found, exact = logits_at_each(engine, engine.open(0), ids), stock_logits(model(on), ids)
+        off = (found - exact).abs().amax(-1) / exact.std()
+        assert off[:CHUNK].max() <= 1e-5
+        typical.append(off[2 * CHUNK:].median().item())
+    assert 1e-4 < statistics.median(typical) < (0.1 if bits == 8 else 1.0)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -464,5 +469,6 @@ def test_a_policy_that_reads_keys_after_the_forward_reads_its_own_layers():
     for layer, (keys, sums) in seen.items():
         others = [other for number, (other, _) in seen.items() if number != layer]
         assert all(not torch.equal(keys[:, -CHUNK:], other[:, -CHUNK:]) for other in others)
-        assert torch.allclose(sums.sum(1), torch.full((engine.shape.kv_heads,), float(CHUNK * engine.shape.groups)),
-                              rtol=1e-4), "each row's attention sums to one: these keys are what it attended to"
+        rows = torch.full((engine.shape.kv_heads,), float(CHUNK * engine.shape.groups))
+        assert torch.allclose(sums.sum(1).cpu(), rows, rtol=1e-4), \
+            "each row's attention sums to one: these keys are what it attended to"

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from locret_stream.kernels import reference  # noqa: E402
 from locret_stream.kernels.triton import decode_attention as decode_module  # noqa: E402
+from locret_stream.kernels.triton import prefill_attention as prefill_module  # noqa: E402
 from locret_stream.kernels.triton.decode_attention import decode_attention  # noqa: E402
 from locret_stream.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
 from locret_stream.kernels.triton.reduced_attention import reduced_attention  # noqa: E402
@@ -91,10 +92,54 @@ def test_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits):
     check_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits)
 
 
+@pytest.mark.parametrize("D", [16, 128])
 @pytest.mark.slow
-def test_tall_tiles_of_prefill():
+def test_tall_tiles_of_prefill(D: int):
     """132 heads: blocks of 128 rows on the fast path."""
-    check_prefill(130, 200, 66, 2, 16, BF16, 150, None, False)
+    check_prefill(130, 200, 66, 2, D, BF16, 150, None, False)
+    check_prefill(130, 700, 66, 2, D, BF16, None, None, False)
+
+
+@pytest.fixture
+def described(monkeypatch) -> list[Tensor]:
+    """Tiles are loaded by descriptors, as on a Hopper, also by the interpreter; the tensors that were described."""
+    seen: list[Tensor] = []
+    real = prefill_module.TensorDescriptor.from_tensor
+    monkeypatch.setattr(prefill_module.TensorDescriptor, "from_tensor", staticmethod(
+        lambda x, *args: seen.append(x) or real(x, *args)))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(prefill_module, "_copy_engine", lambda device: True)
+    elif torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this card has no copy engine that reads tiles")
+    return seen
+
+
+@pytest.mark.parametrize(("T", "N", "H", "G", "D", "dtype", "window", "softcap", "sink_logits"), [
+    (40, 233, 2, 2, 16, F16, None, None, False),
+    (67, 300, 1, 2, 64, BF16, 150, None, True),
+    (30, 170, 2, 1, 32, F16, None, 4.0, False),
+    (9, 200, 3, 1, 128, BF16, None, None, False),
+])
+@pytest.mark.thorough(but=2)
+def test_prefill_by_descriptors(T, N, H, G, D, dtype, window, softcap, sink_logits, described):
+    check_prefill(T, N, H, G, D, dtype, window, softcap, sink_logits)
+    assert len(described) == 2
+
+
+def test_units_that_no_descriptor_can_describe_are_loaded_by_pointers(described):
+    k = noise(2, 100, 20, dtype=F16)
+    for x in (k, noise(2, 100, 17, dtype=F16)[..., 1:], noise(2, 16, 100, dtype=F16).mT, noise(2, 100, 16)):
+        q = noise(2, 5, x.shape[2], dtype=x.dtype, seed=1)
+        close(prefill_attention(q, x, x, 0.2)[0], reference.prefill_attention(q, x, x, 0.2)[0], 5e-3)
+    assert not described
+
+
+def test_prefill_of_a_negative_scale_and_of_none():
+    q, k = noise(2, 40, 16, dtype=F16, seed=1), noise(2, 200, 16, dtype=F16)
+    for scale in (-0.25, 0.0):
+        for found, expected in zip(prefill_attention(q, k, k, scale), reference.prefill_attention(q, k, k, scale),
+                                   strict=True):
+            close(found, expected, 2e-3)
 
 
 def check_decode(lengths, C, H, G, T, D, dtype, rope, window, softcap, sink_logits):
@@ -235,4 +280,4 @@ def test_sizes_of_real_models(D, dtype, window):
     check_prefill(150, 500, 2, 4, D, dtype, window, None, True)
     check_decode([500, 1, 313], 500, 2, 4, 1, D, dtype, dtype, window, None, True)
     check_decode([500, 8, 313], 500, 2, 4, 8, D, dtype, None, window, 30.0, False)
-    check_reduced(shuffled(500, 100), 500, 2, 4, D, dtype, window, None, True, given=False)
+    check_reduced(shuffled(500, 100), 500, 2, 4, D, dtype, None, True, given=False)

@@ -1,4 +1,4 @@
-"""Triton's select, compact and score against the reference: on CUDA where there is one, else in the interpreter."""
+"""Triton's kernels of units against the reference: on CUDA where there is one, else in the interpreter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="triton is not installed")
 
 from locret_stream.kernels.triton import compact_units as compact_file  # noqa: E402
+from locret_stream.kernels.triton import rotate_halves as rotate_file  # noqa: E402
 from locret_stream.kernels.triton import score_units as score_file  # noqa: E402
 from locret_stream.kernels.triton import select_units as select_file  # noqa: E402
+from locret_stream.kernels.triton import write_units as write_file  # noqa: E402
 
-select_units, compact_units, score_units = (file.__dict__[name] for file, name in (
-    (select_file, "select_units"), (compact_file, "compact_units"), (score_file, "score_units")))
+select_units, compact_units, score_units, rotate_halves, write_units = (file.__dict__[name] for file, name in (
+    (select_file, "select_units"), (compact_file, "compact_units"), (score_file, "score_units"),
+    (rotate_file, "rotate_halves"), (write_file, "write_units")))
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -315,21 +318,86 @@ def test_activations_are_those_of_torch_and_transformers(name: str):
         assert torch.allclose(found, act(hidden)[:, 0], rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
+# --- rotate_halves
+
+
+def turned_exactly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return reference.rotate_halves(x.double(), cos.double(), sin.double())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("B", "H", "T", "D"), [(1, 1, 1, 2), (1, 3, 70, 16), (3, 2, 1, 20), (2, 5, 33, 128)])
+@pytest.mark.thorough(but=4)
+def test_rotate_halves_rounds_once(dtype: torch.dtype, B: int, H: int, T: int, D: int, monkeypatch):
+    """With tables of ranks, of contexts and of units; of strided tensors; into one that is given."""
+    monkeypatch.setattr(rotate_file, "_TILE", 512)
+    x = torch.randn(B, T, H, D, generator=noise(1)).to(DEVICE, dtype).transpose(1, 2)
+    out = torch.full((B, T, H, 2 * D), math.nan, device=DEVICE, dtype=dtype).transpose(1, 2)[..., :D]
+    for shape in ((1, 1, T, D), (B, 1, 1, D), (B, H, T, D)):
+        cos, sin = (torch.randn(shape, generator=noise(seed)).to(DEVICE, dtype) for seed in (2, 3))
+        found, exact = rotate_halves(x, cos, sin), turned_exactly(x, cos, sin)
+        assert found.dtype == dtype and found.shape == x.shape
+        if dtype.itemsize < 4:  # the products of two such numbers are exact in fp32: one rounding, and that of the sum
+            torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2 * 1.001, atol=1e-6)
+        else:
+            torch.testing.assert_close(found.double(), exact, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=1e-6)
+        assert torch.equal(rotate_halves(x, cos, sin, out), found) and torch.equal(out, found)
+
+
+def test_rotate_halves_of_one_token_gives_the_bits_of_many():
+    x = torch.randn(1, 4, 50, 32, generator=noise(1)).to(DEVICE)
+    cos, sin = (torch.randn(1, 1, 50, 32, generator=noise(seed)).to(DEVICE) for seed in (2, 3))
+    whole = rotate_halves(x, cos, sin)
+    for t in (0, 7, 49):
+        one, *turns = (part[:, :, t:t + 1] for part in (x, cos, sin))
+        assert torch.equal(rotate_halves(one, *turns), whole[:, :, t:t + 1])
+
+
+def test_rotate_halves_writes_nothing_else():
+    out = torch.full((2, 3, 9, 12), 7.0, device=DEVICE)
+    x = torch.randn(2, 3, 5, 6, generator=noise(1)).to(DEVICE)
+    table = torch.ones(1, 1, 5, 6, device=DEVICE)
+    rotate_halves(x, table, table, out[:, :, 2:7, 3:9])
+    out[:, :, 2:7, 3:9] = 7
+    assert (out == 7).all()
+    assert rotate_halves(x[:, :, :0], table[:, :, :0], table[:, :, :0]).shape == (2, 3, 0, 6)
+
+
+# --- write_units
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_write_units_moves_bits_and_writes_nothing_else(dtype: torch.dtype, count: int):
+    S, H, C, D, A = 5, 3, 11, 20, 4
+    tensors = [any_bits((S, H, C, D), dtype, seed) for seed in range(count)]
+    units = [any_bits((A, 1, H, D), dtype, 10 + seed).transpose(1, 2) for seed in range(count)]
+    slots, ranks = torch.tensor([3, 0, 4, 1], device=DEVICE), torch.tensor([0, 10, 5, 5], device=DEVICE)
+    expected = [x.clone() for x in tensors]
+    reference.write_units(expected, units, slots, ranks)
+    write_units(tensors, units, slots, ranks)
+    word = BITS[dtype.itemsize]
+    for found, whole in zip(tensors, expected, strict=True):
+        assert torch.equal(found.view(word), whole.view(word))
+
+
 # --- what only a GPU can say
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
-def test_all_three_can_be_captured():
+def test_all_can_be_captured():
     """No host synchronisation and nothing that depends on data: a replay on new inputs gives the new results."""
     q, k, v, fc1, fc2, _ = head_inputs(torch.bfloat16, 2, 4, 300, 64, 256)
     scratch, pool = torch.empty(2 * 100 * 64 * 2, dtype=torch.uint8, device=DEVICE), k.contiguous()
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
+    table = torch.rand(1, 1, 300, 64, device=DEVICE, dtype=torch.bfloat16)
+
+    def step() -> tuple[torch.Tensor, ...]:
         scores = score_units(q, k, v, fc1, fc2, F.silu)
         keep = select_units(scores, 100, 2, 3)
         compact_units([pool], keep, scratch)
-        return scores, keep
+        return scores, keep, rotate_halves(k[None], table, table)
 
     for variant in ("cublas", "fused"):
         with pytest.MonkeyPatch.context() as patch:
@@ -342,7 +410,8 @@ def test_all_three_can_be_captured():
             q.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
             pool.copy_(k)
             graph.replay()
-            scores, keep = (t.clone() for t in captured)
+            scores, keep, turned = (t.clone() for t in captured)
+            assert torch.equal(turned, rotate_halves(k[None], table, table))
             torch.testing.assert_close(scores, score_units(q, k, v, fc1, fc2, F.silu))
             assert torch.equal(keep, reference.select_units(scores, 100, 2, 3))
             assert torch.equal(pool[:, :100], torch.stack([k[head][keep[head]] for head in range(2)]))
