@@ -40,8 +40,10 @@ from typing import Any
 import numpy as np
 import torch
 from timing import (
+    SMOLLM2,
     WARM_UP,
     add_options,
+    add_shape,
     answer,
     check_options,
     finish,
@@ -162,8 +164,6 @@ async def batched(settings: SimpleNamespace, together: bool) -> dict[str, Any]:
                 "units": [max(context.memory.units) for context in contexts]}
 
 
-SMOLLM2 = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-           "num_attention_heads": 9, "num_key_value_heads": 3}
 TURNS = {"face": face, "engine": engine, "stock": stock, "8 bits": lambda settings: engine(settings, 8),
          "4 bits": lambda settings: engine(settings, 4), "8 bits, copy": lambda settings: engine(settings, 8, True),
          "4 bits, copy": lambda settings: engine(settings, 4, True)}
@@ -221,8 +221,7 @@ def main() -> None:
     add_options(parser, tokens=8192, repeats=3)
     parser.add_argument("--bursts", type=int, default=12, help="turns of each case (default 12)")
     parser.add_argument("--store-bits", action="store_true", help="units in 8 and in 4 bits against exact ones")
-    parser.add_argument("--smollm2", action="store_true", help="a random Llama of SmolLM2-135M's shape")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the random Llama")
+    add_shape(parser)
     parser.add_argument("--batched", action="store_true", help="several contexts of the bundled model")
     parser.add_argument("--contexts", type=int, default=8, metavar="N", help="with --batched (default 8)")
     options = parser.parse_args()

@@ -1,9 +1,11 @@
 """Prefill under a budget against stock transformers, whose cache grows: `python benchmarks/prefill.py`.
 
 Both read the same ids with the same random Llama in the same chunks, ours through the public async API, stock with a
-DynamicCache and without the LM head; every case in a fresh process, in turn. `timing.py` tells what the figures are.
+DynamicCache and without the LM head (with --recent one that is cut to the first units and the most recent ones after
+every chunk); every case in a fresh process, in turn. `timing.py` tells what the figures are.
 
     python benchmarks/prefill.py --tokens 32768 --repeats 3
+    python benchmarks/prefill.py --smollm2 --dtype bfloat16 --chunk 256 --recent    # stock keeps as much as ours
     python benchmarks/prefill.py --chunks 1000                  # ours alone: is it flat over 1,000 chunks?
 
 Flat is measured by the median second per chunk of the last 50 chunks over that of chunks 20 to 5 % before the end, as
@@ -22,7 +24,9 @@ from typing import Any
 
 from timing import (
     MIB,
+    SMOLLM2,
     add_options,
+    add_shape,
     answer,
     check_options,
     figures,
@@ -58,6 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, tokens=32_768, repeats=3)
     parser.add_argument("--chunks", type=int, help="ours alone over so many chunks, in place of --tokens")
+    parser.add_argument("--recent", action="store_true",
+                        help="stock's cache is cut after every chunk to the first units and the most recent ones")
+    add_shape(parser)
     options = parser.parse_args()
     if options.case:
         answer(CASES[options.case])
@@ -68,12 +75,14 @@ def main() -> None:
         options.tokens = options.chunks * options.chunk
     check_options(parser, options)
     names = ["ours"] if options.chunks else list(CASES)
-    with tiny_llama(options.tokens) as folder:
-        settings = settings_of(options, folder, yardstick=options.chunks is not None)
+    with tiny_llama(options.tokens, options.dtype, **(SMOLLM2 if options.smollm2 else {})) as folder:
+        settings = settings_of(options, folder, yardstick=options.chunks is not None, dtype=options.dtype,
+                               recent=options.recent)
         runs = in_turn(names, options.repeats,
                        lambda case: run_case(sys.executable, Path(__file__).resolve(), case, settings))
     memory = runs["ours"][0]["memory"]
-    result = {name: settings[name] for name in ("tokens", "budget", "chunk")} | {"memory": memory}
+    result = {name: settings[name] for name in ("tokens", "budget", "chunk", "dtype", "recent")} | {
+        "memory": memory}
     if options.chunks:
         rows = {"ours": [flatness(run) for run in runs["ours"]]}
         ratios: dict[str, dict[str, float]] = {}
@@ -82,7 +91,7 @@ def main() -> None:
     else:
         steady = -(-options.budget // options.chunk) + 1
         rows = {case: [figures(run, steady) for run in runs[case]] for case in runs}
-        ratios = {"tok_per_s ours/stock": ratio(rows["ours"], rows["stock"], "tok_per_s")}
+        ratios = {f"{name} ours/stock": ratio(rows["ours"], rows["stock"], name) for name in ("tok_per_s", "decode_ms")}
         result["last_chunk_ms"] = {case: spread(1e3 * run["chunk_s"][-1] for run in runs[case]) for case in runs}
     finish(options, "flatness" if options.chunks else "prefill", {case: spreads(rows[case]) for case in rows}, ratios,
            [pool_note(memory)], result)

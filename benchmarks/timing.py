@@ -43,6 +43,8 @@ import numpy as np
 import torch
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 256, 8, 2, 64, 4096
+SMOLLM2 = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+           "num_attention_heads": 9, "num_key_value_heads": 3, "width": 128}
 WARM_UP = 3  # chunks, and tokens
 SINKS, STABILIZERS = 4, 32
 MIB = 2**20
@@ -65,13 +67,14 @@ def heads_width() -> int:
 @contextlib.contextmanager
 def tiny_llama(tokens: int, dtype: str = "float32", **sizes: int) -> Iterator[str]:
     """A temporary folder with a random Llama, its tokenizer, random retaining heads for it, and `tokens` random ids;
-    `sizes` take the place of the usual ones, by their names in LlamaConfig."""
+    `sizes` take the place of the usual ones, by their names in LlamaConfig, and `width` of that of the heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     from locret_stream.heads import HeadsConfig, RetainingHeads
     disable_progress_bar()
     torch.manual_seed(0)
+    width = sizes.pop("width", heads_width())
     config = LlamaConfig(**{**dict(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=1 << 20,
@@ -79,7 +82,7 @@ def tiny_llama(tokens: int, dtype: str = "float32", **sizes: int) -> Iterator[st
     model = LlamaForCausalLM(config)
     heads = RetainingHeads(HeadsConfig(layers=config.num_hidden_layers, query_heads=config.num_attention_heads,
                                        kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-                                       width=heads_width()))
+                                       width=width))
     with tempfile.TemporaryDirectory(prefix="locret-timing-") as folder:
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         words().save_pretrained(folder)
@@ -253,6 +256,12 @@ def add_options(parser: argparse.ArgumentParser, *, tokens: int, repeats: int) -
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the table on stderr")
     parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # what the processes are started with
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Options for another random Llama than the tiny one in fp32."""
+    parser.add_argument("--smollm2", action="store_true", help="a random Llama of SmolLM2-135M's shape")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the random Llama")
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -441,11 +450,20 @@ def kv_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
 
 
+def keep_sinks_and_recent(cache: Any, budget: int) -> None:
+    """StreamingLLM's memory (Xiao et al., arXiv:2309.17453) in a DynamicCache; positions go on growing."""
+    for layer in cache.layers:
+        if layer.keys.shape[2] > budget:
+            layer.keys, layer.values = (torch.cat([part[:, :, :SINKS], part[:, :, SINKS - budget:]], dim=2)
+                                        for part in (layer.keys, layer.values))
+
+
 @torch.inference_mode()
 def stock(settings: SimpleNamespace, press: Any = contextlib.nullcontext) -> dict[str, Any]:
     """transformers' side with a DynamicCache, chunk by chunk without the LM head, then greedy steps.
 
-    `press` gives a context manager for a model, in which the prefill runs.
+    `press` gives a context manager for a model, in which the prefill runs. With `recent` among the settings the cache
+    is cut after every chunk to as many units as our budget has: the first ones, and the most recent.
     """
     from transformers import DynamicCache
     model, ids = load(settings), load_ids(settings)
@@ -459,6 +477,8 @@ def stock(settings: SimpleNamespace, press: Any = contextlib.nullcontext) -> dic
                 stop = min(count, at + settings.chunk)
                 began = time.perf_counter()
                 model.model(input_ids=ids[:, at:stop], position_ids=positions[:, at:stop], past_key_values=cache)
+                if getattr(settings, "recent", False):
+                    keep_sinks_and_recent(cache, settings.budget)
                 spent.append(time.perf_counter() - began)
                 resident.append(resident_bytes())
         return spent, resident
