@@ -7,8 +7,9 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.render import PROBE, ChatTemplate, Piece, Rendered
@@ -20,6 +21,7 @@ ROLES = (UNKNOWN, "user", "system", "assistant", "tool")
 STREAM = 0x80
 MOST = 512  # messages
 _ROW = struct.Struct("<BQQ6s")
+_ROWS = np.dtype([("code", "u1"), ("start", "<u8"), ("end", "<u8"), ("tag", "S6")])  # the same
 
 
 class Place(NamedTuple):
@@ -183,20 +185,33 @@ def packed(before: bytes, tokens_before: int, places: Sequence[Place]) -> bytes:
     Args:
         tokens_before: the position of that boundary.
     """
-    known = unpacked(before) or ([Place(UNKNOWN, 0, tokens_before)] if tokens_before else [])
-    known += [place._replace(start=place.start + tokens_before, end=place.end + tokens_before) for place in places]
-    if len(known) > MOST:
-        known = [Place(UNKNOWN, 0, known[-MOST - 1].end), *known[-MOST:]]
-    return b"".join(_ROW.pack(ROLES.index(place.role) | STREAM * place.stream, place.start, place.end, place.tag)
-                    for place in known)
+    rows = before if _ordered(before) else b""
+    if not rows and tokens_before:
+        rows = _packed(Place(UNKNOWN, 0, tokens_before))
+    rows += b"".join(_packed(place._replace(start=place.start + tokens_before, end=place.end + tokens_before))
+                     for place in places)
+    if len(rows) > MOST * _ROW.size:
+        cut = len(rows) - MOST * _ROW.size
+        rows = _packed(Place(UNKNOWN, 0, _ROW.unpack(rows[cut - _ROW.size:cut])[2])) + rows[cut:]
+    return rows
+
+
+def _packed(place: Place) -> bytes:
+    return _ROW.pack(ROLES.index(place.role) | STREAM * place.stream, place.start, place.end, place.tag)
 
 
 def unpacked(rows: bytes) -> list[Place]:
     """Places as a note has them; notes are untrusted: [] for what are none."""
-    if len(rows) % _ROW.size:
+    if not _ordered(rows):
         return []
-    places = [Place(ROLES[code % STREAM] if code % STREAM < len(ROLES) else UNKNOWN, start, end, tag, code >= STREAM)
+    return [Place(ROLES[code % STREAM] if code % STREAM < len(ROLES) else UNKNOWN, start, end, tag, code >= STREAM)
               for code, start, end, tag in _ROW.iter_unpack(rows)]
-    ordered = all(place.start <= place.end for place in places) and all(
-        one.end <= other.start for one, other in pairwise(places))
-    return places if ordered else []
+
+
+def _ordered(rows: bytes) -> bool:
+    """Whether these are places, one behind another."""
+    if len(rows) % _ROW.size:
+        return False
+    places = np.frombuffer(rows, _ROWS)
+    starts, ends = places["start"], places["end"]
+    return bool((starts <= ends).all() and (ends[:-1] <= starts[1:]).all())
