@@ -122,9 +122,9 @@ class Absorption:
                 reached.placing.add(message, begun, thread.context.memory.tokens - (
                     reached.base.tokens if reached.base is not None else 0), stream=True)
                 await thread.context.push(self._closing)
-                said = [*self._request.said[:-1], message]
-                keys = [*reached.keys[:-1], digest(reached.keys[-2], said[-1].digest)]
-                thread.rest_at(replace(reached, keys=keys).boundary_behind(said, thread, self._request))
+                new = [*self._request.said[reached.count:-1], message]
+                key = digest(reached.keys[-2], message.digest)
+                thread.rest_at(reached.boundary_behind(new, key, thread, self._request))
                 self.saved = await thread.keep()
                 if thread.stale:
                     raise StaleOwner(_OUTRUN)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from locret_stream.conversation.histories import Keys
 from locret_stream.conversation.messages import Message, chain, digest
 from locret_stream.errors import LocretError
 from locret_stream.snapshot import check_name
@@ -94,8 +95,8 @@ def heading(system: Sequence[Message]) -> bytes:
     return digest(*(message.digest for message in system))[:16] if system else b""
 
 
-def fitting(reachable: Mapping[bytes, Boundary], keys: list[bytes], said: Sequence[Message]
-            ) -> list[tuple[int, Boundary, list[bytes]]]:
+def fitting(reachable: Mapping[bytes, Boundary], keys: Keys, said: Sequence[Message]
+            ) -> Iterator[tuple[int, Boundary, Sequence[bytes]]]:
     """Boundaries that these messages go on from: (messages held, boundary, keys of all boundaries), deepest first.
 
     A boundary is of just these messages; or of a longer history that provably ends with the first of them, which the
@@ -103,22 +104,32 @@ def fitting(reachable: Mapping[bytes, Boundary], keys: list[bytes], said: Sequen
 
     Args:
         reachable: by key.
-        keys: of the boundaries of just these messages (`chain`).
+        keys: of the boundaries of just these messages. While those that were recognised name no boundary, they are
+            not read before all that lie behind them were passed over.
     """
-    matches = [(count, reachable[keys[count]], keys) for count in range(1, len(said) + 1) if keys[count] in reachable]
+    matches = ((count, reachable[keys[count]], keys) for count in range(len(said), 0, -1) if keys[count] in reachable)
     streams: dict[bytes, list[bytes]] = {}
     for key, boundary in reachable.items():
         if boundary.stream:
             streams.setdefault(boundary.ledger[-16:], []).append(key)
-    named = [(at, key) for at, message in enumerate(said)
+    known = keys.known
+    first = known.count if known is not None and not any(
+        known.may_name(key) or (boundary.stream and any(
+            boundary.ledger[-16:] == stream and key != behind for stream, behind in known.streams))
+        for key, boundary in reachable.items()) else 0
+    named = [(at, key) for at, message in enumerate(said[first:], first)
              for key in (streams.get(message.digest, ()) if message.stream else (message.state_key,))]
     trimmed = [(at, key) for at, key in named if key != keys[at + 1] and key in reachable]
+    if not trimmed:
+        yield from matches
+        return
+    all_matches: list[tuple[int, Boundary, Sequence[bytes]]] = [*matches]
     for at, key in trimmed[-MOST_ANSWERS:]:
         if reachable[key].proves(keys[0], said[:at + 1]):
             longer = [*keys[:at + 1], *chain(key, said[at + 1:])]
-            matches += [(count, reachable[longer[count]], longer) for count in range(at + 1, len(said) + 1)
-                        if longer[count] in reachable]
-    return sorted(matches, key=lambda match: -match[0])
+            all_matches += [(count, reachable[longer[count]], longer) for count in range(at + 1, len(said) + 1)
+                            if longer[count] in reachable]
+    yield from sorted(all_matches, key=lambda match: -match[0])
 
 
 OTHER_TOOLS = "the tools, or how the template is used, are others"

@@ -27,6 +27,7 @@ from locret_stream.conversation.boundaries import (
     what_differs,
 )
 from locret_stream.conversation.boundary_pruning import tip_of
+from locret_stream.conversation.histories import Keys
 from locret_stream.conversation.messages import Message, chain
 from locret_stream.conversation.places import Placing, packed
 from locret_stream.conversation.render import Rendered
@@ -67,7 +68,7 @@ class Reached:
     rendered: Rendered
     count: int
     at: int
-    keys: list[bytes]
+    keys: Sequence[bytes]
     base: Boundary | None
     source: Source
     why: str
@@ -77,22 +78,29 @@ class Reached:
     warning: str = ""
     placing: Placing = field(default_factory=Placing)
 
-    def boundary_behind(self, said: Sequence[Message], thread: Thread, request: Request) -> Boundary:
-        """The boundary where the thread's context rests now that it holds all of `said`: the request's messages, or
-        these and the answer."""
+    def boundary_behind(self, new: Sequence[Message], key: bytes, thread: Thread, request: Request) -> Boundary:
+        """The boundary where the thread's context rests now.
+
+        Args:
+            new: the messages behind the first `count`: all of the request, or some, or these and the answer.
+            key: behind the last of them.
+        """
+        rest = new
         if self.base is None:
-            system, rest = split(said)
+            system, rest = split(new)
             start, top, ledger, tools = self.keys[0], heading(system), b"", bool(request.tools)
-            lineage = self.keys[min(len(system) + 1, len(said))][:16]
+            lineage = (self.keys[len(system) + 1] if len(system) + 1 < len(new) else key)[:16]
         else:
             start, top, ledger, tools = self.base.start, self.base.system, self.base.ledger, self.base.tools
-            lineage, rest = self.base.lineage, said[self.count:]
+            lineage = self.base.lineage
         ledger += b"".join(message.digest for message in rest)
         tokens, before = thread.context.memory.tokens, self.base.tokens if self.base is not None else 0
         places = packed(self.base.places if self.base is not None else b"", before, [
             place for place in self.placing.places if before + place.end <= tokens])
-        return Boundary(self.keys[-1], start, top, ledger[-16 * LEDGER:], tokens, said[-1].role, lineage=lineage,
-                        stream=said[-1].stream, owner=thread.owner, tools=tools, places=places)
+        role, stream = (new[-1].role, new[-1].stream) if new or self.base is None else (
+            self.base.role, self.base.stream)
+        return Boundary(key, start, top, ledger[-16 * LEDGER:], tokens, role, lineage=lineage,
+                        stream=stream, owner=thread.owner, tools=tools, places=places)
 
 
 async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:
@@ -177,8 +185,7 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
 class _Search:
     def __init__(self, threads: Threads, thread: Thread, request: Request):
         self._template, self._thread, self._request = threads.template, thread, request
-        # The messages up to the last absorbed stream cannot be read again.
-        self._last = max((at + 1 for at, message in enumerate(request.said) if message.stream), default=0)
+        self._last = 0  # the messages up to the last absorbed stream, which cannot be read again
         self._start, self._reachable, self._why = threads.start(request, thread), thread.reachable(), ""
 
     async def run(self) -> Reached:
@@ -200,9 +207,10 @@ class _Search:
             first = count - (len(said) - len(shown))
             return rendered, template.after(shown, first, tools, rendered), shown, first
 
-        exact, fits = await self._aside(lambda: (
-            set(keys := chain(self._start, said)), fitting(self._reachable, keys, said)))
-        for count, boundary, keys in fits:
+        exact = await self._aside(lambda: Keys(self._start, said))
+        self._last, fits = exact.last_stream, fitting(self._reachable, exact, said)
+        while (fit := await self._aside(lambda: next(fits, None))) is not None:
+            count, boundary, keys = fit
             if count < self._last:
                 break
             rendered, at, shown, first = await self._aside(partial(written, count))
@@ -211,7 +219,7 @@ class _Search:
                 continue
             if (source := await self._bring(boundary)) is None:
                 continue
-            if boundary.key not in exact:
+            if keys is not exact and boundary.key not in exact:
                 await self._thread.keep()  # reading the messages again could not restore it
             return Reached(rendered, count, at, keys, boundary, source, self._why, shown, first)
         self._rendered = await self._aside(partial(template.render, said, tools))

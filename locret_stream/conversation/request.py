@@ -6,7 +6,7 @@ Nothing here loads torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -156,7 +156,7 @@ class Request:
         delivery: whether the answer was taken; None: it counts as taken.
     """
 
-    said: list[Message]
+    said: Sequence[Message]
     thread: str | None = None
     realm: str = ""
     tools: tuple[dict[str, Any], ...] = ()

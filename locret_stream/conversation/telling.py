@@ -31,7 +31,7 @@ async def tell(threads: Threads, request: Request) -> Told:
                               "shows them alone")
         ids = await encode(threads, reached, reached.at, reached.rendered.body)
         await thread.feed(ids, request.focus)
-        boundary = reached.boundary_behind(request.said, thread, request)
+        boundary = reached.boundary_behind(request.said[reached.count:], reached.keys[-1], thread, request)
         if request.mark:  # else the end of a question of the same text, which is no end of what was told, would be it
             boundary = msgspec.structs.replace(boundary, key=digest(boundary.key, request.mark), mark=request.mark,
                                                appended=True)

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundaries import full_name, session_name
-from locret_stream.conversation.messages import canonical, chain, digest
+from locret_stream.conversation.histories import Keys
+from locret_stream.conversation.messages import canonical, digest
 from locret_stream.conversation.render import ChatTemplate
 from locret_stream.conversation.request import Request
 from locret_stream.conversation.thread import Thread
@@ -107,10 +108,11 @@ class Threads:
 
     def _nameless_for(self, request: Request) -> Thread:
         """A memory without a name that holds the beginning of the request's messages, or a new one."""
-        keys = set(chain(self.start(request, None), request.said)[1:])
-        fitting = [(len(live.ledger), thread) for thread in self._nameless
-                   if not thread.users and (live := thread.live) is not None and live.key in keys]
-        _, thread = max(fitting, key=lambda row: row[0], default=(0, Thread(self.runtime, None)))
+        free = {live.key: thread for thread in reversed(self._nameless)
+                if not thread.users and (live := thread.live) is not None}
+        keys = Keys(self.start(request, None), request.said) if free else ()
+        held = next((key for count in range(len(keys) - 1, 0, -1) if (key := keys[count]) in free), None)
+        thread = Thread(self.runtime, None) if held is None else free[held]
         self._nameless = [other for other in self._nameless if other is not thread] + [thread]
         return thread
 

@@ -94,7 +94,8 @@ class Turn:
         prompt = await self._encode(at if recalled.ids else max(at, reached.rendered.body), None)
         if body:
             await self._thread.feed(body, self._request.focus)
-            self._thread.rest_at(reached.boundary_behind(self._request.said, self._thread, self._request))
+            self._thread.rest_at(reached.boundary_behind(
+                self._request.said[reached.count:], reached.keys[-1], self._thread, self._request))
             await self._thread.save("turn" if demand.sampling.get("stop") else self._request.save)
         question = self._thread.boundary
         await self._thread.feed([] if recalled.ids else prompt + opening, self._request.focus)
@@ -140,8 +141,8 @@ class Turn:
         if early:
             await self._thread.feed(early, request.focus)
             if len(request.said) > 1:
-                behind = reached.boundary_behind(request.said[:-1], self._thread, request)
-                self._thread.rest_at(msgspec.structs.replace(behind, key=reached.keys[-2]))
+                self._thread.rest_at(reached.boundary_behind(
+                    request.said[reached.count:-1], reached.keys[-2], self._thread, request))
         if self._demand.sampling.get("stop"):  # what is kept of the answer is read again from here
             await self._thread.save("turn")
         found = await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.",
@@ -209,8 +210,8 @@ class Turn:
             frames = self._threads.runtime.frames
             reached.placing.add(answer, reached.placing.at, thread.context.memory.tokens - self._before)
             await thread.context.push(frames.close_reply(FrameState(turn="assistant"), self._last)[0])
-            behind = replace(reached, keys=[*reached.keys, key]).boundary_behind(
-                [*self._request.said, answer], thread, self._request)
+            behind = reached.boundary_behind(
+                [*self._request.said[reached.count:], answer], key, thread, self._request)
             thread.rest_at(msgspec.structs.replace(behind, mark=mark, appended=bool(mark) and self._request.append))
             saved = await thread.save(self._request.save)
         return {"state": key.hex(), "saved": saved, **({"stale": True} if thread.stale else {})}

@@ -12,8 +12,8 @@ from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.runnables import RunnableConfig, ensure_config
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from langchain_locret.messages import read
 from langchain_locret.runtimes import CLOSED
+from langchain_locret.seen import Seen
 from locret_stream import ConfigError, ContextClosed, InputError, Sampling
 from locret_stream.conversation.request import Delivery, OnChange, OnMismatch, Request, Save
 
@@ -39,8 +39,8 @@ class Defaults(Protocol):
 
 
 def request_of(defaults: Defaults, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any],
-               delivery: Delivery) -> Request:
-    """The request of one call, its options before the model's settings.
+               delivery: Delivery, seen: Seen) -> Request:
+    """The request of one call, its options before the model's settings; `seen` knows what was given before.
 
     Raises:
         InputError, ConfigError: messages or options that the model cannot be asked with.
@@ -66,7 +66,8 @@ def request_of(defaults: Defaults, messages: list[BaseMessage], stop: list[str] 
         raise InputError("append=True without a thread_id; expected the thread that the messages go on from")
     if append not in (True, False):
         raise ConfigError(f"append is {append!r}; expected True or False")
-    return Request(said=read(messages), thread=options.get("thread_id"), tools=tools, choice=choice,
+    thread = options.get("thread_id")
+    return Request(said=seen.history(thread, messages), thread=thread, tools=tools, choice=choice,
                    sampling=sampling_of(defaults, {**options, "stop": stop or options.get("stop")}),
                    save=save, on_change=defaults.on_change, on_mismatch=defaults.on_mismatch,
                    timeout_s=timeout_s, focus=focus, recall=recall, append=append, delivery=delivery)

@@ -18,6 +18,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.prompt_values import ChatPromptValue
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
@@ -262,14 +263,14 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     # -- calling ----------------------------------------------------------------------------------------------
 
     def invoke(self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:
-        return super().invoke(input, config, **with_thread(config, kwargs))
+        return super().invoke(_as_prompt(input), config, **with_thread(config, kwargs))
 
     async def ainvoke(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                       **kwargs: Any) -> AIMessage:
         delivery = Delivery(self)
         before = _taken_by_caller.set(delivery)
         try:
-            answer = await super().ainvoke(input, config, **with_thread(config, kwargs))
+            answer = await super().ainvoke(_as_prompt(input), config, **with_thread(config, kwargs))
             if delivery.turn is not None:  # None: the answer came from LangChain's cache
                 expect_taken(delivery)
                 await delivery.wait_until_free()
@@ -280,17 +281,17 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
     def stream(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                **kwargs: Any) -> Iterator[AIMessageChunk]:
-        yield from super().stream(input, config, **with_thread(config, kwargs))
+        yield from super().stream(_as_prompt(input), config, **with_thread(config, kwargs))
 
     async def astream(self, input: LanguageModelInput, config: RunnableConfig | None = None,
                       **kwargs: Any) -> AsyncIterator[AIMessageChunk]:
-        async for chunk in super().astream(input, config, **with_thread(config, kwargs)):
+        async for chunk in super().astream(_as_prompt(input), config, **with_thread(config, kwargs)):
             yield chunk
 
     def _stream(self, messages: list[BaseMessage], stop: list[str] | None = None,
                 run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
         delivery = Delivery()
-        request = request_of(self, messages, stop, kwargs, delivery)
+        request = request_of(self, messages, stop, kwargs, delivery, self.shared.seen)
         chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         delivery.turn = turn = self.shared.loop.submit(lambda threads: run_turn(threads, request, chunks.put))
         turn.add_done_callback(lambda _: chunks.put(_END))
@@ -313,7 +314,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         if outer is not None and (outer.caller is not self or outer.turn is not None):  # a call within that call
             outer = None
         delivery, loop = outer or Delivery(), asyncio.get_running_loop()
-        request = request_of(self, messages, stop, kwargs, delivery)
+        request = request_of(self, messages, stop, kwargs, delivery, self.shared.seen)
         chunks: asyncio.Queue[Any] = asyncio.Queue()
 
         def put(chunk: Any) -> None:
@@ -422,3 +423,10 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
     async def aclose(self) -> None:
         """As `close`."""
         await asyncio.to_thread(self.shared.close)
+
+
+def _as_prompt(input: LanguageModelInput) -> LanguageModelInput:
+    """A list of messages as the prompt that LangChain makes of it; LangChain looks at each message twice for that."""
+    if isinstance(input, list) and all(issubclass(kind, BaseMessage) for kind in {*map(type, input)}):
+        return ChatPromptValue.model_construct(messages=input)
+    return input

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
@@ -22,15 +22,15 @@ _BESIDE_TEXT = {"tool_call", "tool_call_chunk", "invalid_tool_call", "reasoning"
 _MEDIA = {"image", "audio", "video", "file", "text-plain"}
 
 
-def read(messages: Iterable[BaseMessage]) -> list[Message]:
-    """The messages as a template sees them.
+def read(messages: Sequence[BaseMessage], first: int = 0, stop: int | None = None) -> list[Message]:
+    """The messages as a template sees them, from number `first` up to the one before `stop`.
 
     Raises:
         InputError: a text model cannot be shown a message of this kind, or its content.
     """
     out: list[Message] = []
-    open_calls: dict[str, int] = {}
-    for number, message in enumerate(messages):
+    open_calls: dict[str, int] | None = None  # ids of the newest message with calls; None: it was not looked for yet
+    for number, message in enumerate(messages[first:stop], first):
         role = ROLES.get(message.type) or ROLES.get(message.type.removesuffix("MessageChunk").lower())
         if role is None:
             role = getattr(message, "role", None)
@@ -45,13 +45,21 @@ def read(messages: Iterable[BaseMessage]) -> list[Message]:
             content += "".join(_as_written(call["args"] or "") for call in message.invalid_tool_calls)
             state_key = state_key_of(message)
             if calls:
-                open_calls = {call_id: at for at, (_, _, call_id) in enumerate(calls)}
+                open_calls = _numbers_of(message)
         call_id = message.tool_call_id if isinstance(message, ToolMessage) else ""
         name = "" if role == "assistant" else message.name or ""
-        answers = open_calls.get(call_id, -1) if call_id else -1
+        if call_id and open_calls is None:
+            open_calls = next((_numbers_of(earlier) for earlier in reversed(messages[:number])
+                               if isinstance(earlier, AIMessage) and earlier.tool_calls), {})
+        answers = open_calls.get(call_id, -1) if call_id and open_calls else -1
         summary = message.additional_kwargs.get("lc_source") == SUMMARY
         out.append(Message(role, content, reasoning, calls, call_id, answers, name, summary, state_key))
     return out
+
+
+def _numbers_of(message: AIMessage) -> dict[str, int]:
+    """The number of each call of a message, by the call's id."""
+    return {call["id"] or "": at for at, call in enumerate(message.tool_calls)}
 
 
 def as_argument(written: str) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 import locret_stream
+from langchain_locret.seen import Seen
 from locret_stream import ContextClosed
 from locret_stream.conversation.request import current_task
 from locret_stream.conversation.tool_prompt import ToolPrompt
@@ -257,6 +258,7 @@ class SharedRuntime:
         self.settings = settings
         self._guard = threading.RLock()  # of `_loop`
         self._loop: RuntimeLoop | None = None
+        self.seen = Seen()
 
     @classmethod
     def of(cls, settings: Settings) -> SharedRuntime:
@@ -298,7 +300,7 @@ class SharedRuntime:
         """Cancel the calls that run, save the threads that rest at a boundary, close the runtime if it was started
         here, free the memory. Used again, it loads again. Idempotent."""
         with self._guard:
-            loop, self._loop = self._loop, None
+            loop, self._loop, self.seen = self._loop, None, Seen()
             if loop is not None:
                 loop.retire()  # a loop that starts meanwhile then waits until this one's threads are saved
         if loop is not None:

@@ -57,7 +57,7 @@ class ThreadMethods:
         if thread_id is None:
             raise InputError("thread_id is None; expected the thread that absorbs the stream")
         check_label(label)
-        request = Request(said=read(history), thread=str(thread_id), on_change=self.on_change,
+        request = Request(said=read([*history]), thread=str(thread_id), on_change=self.on_change,
                           on_mismatch=self.on_mismatch, tools=tuple(convert_to_openai_tool(tool) for tool in tools),
                           focus=self.focus if focus is None else focus)
         loop = self.shared.loop
@@ -99,10 +99,12 @@ class ThreadMethods:
 
     def forget_thread(self, thread_id: str) -> bool:
         """Delete a thread's memory, every file of it, and its forks; whether there was any."""
+        self.shared.seen.forget(str(thread_id))
         return self.shared.loop.call(lambda threads: threads.forget(str(thread_id)))
 
     async def aforget_thread(self, thread_id: str) -> bool:
         """As `forget_thread`."""
+        self.shared.seen.forget(str(thread_id))
         return await self.shared.loop.acall(lambda threads: threads.forget(str(thread_id)))
 
     def thread_memory(self, thread_id: str) -> Memory | None:
