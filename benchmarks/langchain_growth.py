@@ -4,9 +4,9 @@ LangChain gives a chat model the whole history in every call. Here LocretChatMod
 for each length, kept in a store) is given histories of 10, 100, 1,000 and 5,000 short messages, and then, in turns with
 the other lengths, the same history with one more question each time. Every call gets new message objects, as from a
 checkpointer. What a call feeds and decodes is the same at every length: a question and one token. What grows is what is
-done with the history: messages are read and hashed, and the last ones are written by the chat template; and, up to some
-100 messages, the memory, which is full from then on. With `OMP_NUM_THREADS=1` no thread of torch's waits for another
-one, which counts as CPU time.
+done with the history: LangChain looks at every message, and the messages are compared with those given before by one
+digest, so that only new ones are read; and, up to some 100 messages, the memory, which is full from then on. With
+`OMP_NUM_THREADS=1` no thread of torch's waits for another one, which counts as CPU time.
 
   cpu_ms, s    CPU time of all threads, and the wall clock's seconds, of a call: medians of `--repeats`
   fed          tokens that a call read, by its receipt

@@ -17,7 +17,7 @@ MOST_RECEIPTS, MOST_STREAMS = 1024, 64  # that lead elsewhere; with more a begin
 _PART = 8  # bytes of a key that tell that two are different
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Known:
     """What the first messages of a history are for a turn that begins behind them.
 

@@ -38,8 +38,9 @@ _strictly = json.JSONEncoder().encode  # what JSON does not know is an error
 
 
 class Seen:
-    """The beginnings that were given last: of each a digest and what it is (`Known`), and none of its text. All of them
-    take 400 KB at most, and up to 12 KB more each where receipts or streams in them belong to other histories.
+    """The beginnings that were given last, 8 of each of 64 threads: of each a digest and what it is (`Known`), and none
+    of its text. All of them take 400 KB at most; one with absorbed streams, or with receipts of another thread or of
+    other tools, up to 20 KB more.
 
     Its methods may be called from any OS thread.
     """
