@@ -105,6 +105,9 @@ class RopeTables:
     def __init__(self, rotary: Rotary, capacity: int, layers: list[tuple[Tensor, Tensor] | None]):
         self.capacity, self.layers = capacity, layers
         self._rotary = rotary
+        # Where a kernel rotates chunks it rotates single tokens, too: the same bits alone and among many.
+        self._by_kernel = [pair is not None and plain and uses_triton(pair[0])
+                           for pair, plain in zip(layers, rotary.plain, strict=True)]
 
     @property
     def bytes_resident(self) -> int:
@@ -137,7 +140,7 @@ class RopeTables:
         cos, sin = pair[0][0, ranks, None], pair[1][0, ranks, None]
         if not self._rotary.plain[layer]:
             return cos, sin
-        if uses_triton(ranks):
+        if self._by_kernel[layer]:
             return cos[:, None], sin[:, None]
         half = sin.shape[-1] // 2
         return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
@@ -146,10 +149,9 @@ class RopeTables:
         """x [B, heads, 1, D] before RoPE -> rotated by `turns`, each row of the batch at its own rank."""
         if turns is None:
             return x
-        if self._rotary.plain[layer]:
-            if uses_triton(x):
-                return rotate_halves(x, *turns)
-            # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
+        if self._by_kernel[layer]:
+            return rotate_halves(x, *turns)
+        if self._rotary.plain[layer]:  # (-x2, x1) * sin is (x2, x1) * (-sin1, sin2)
             return torch.addcmul(x * turns[0], x.roll(x.shape[-1] // 2, -1), turns[1])
         return self._rotary.apply(layer, x, *turns)
 
