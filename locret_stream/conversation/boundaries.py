@@ -104,8 +104,8 @@ def fitting(reachable: Mapping[bytes, Boundary], keys: Keys, said: Sequence[Mess
 
     Args:
         reachable: by key.
-        keys: of the boundaries of just these messages. While those that were recognised name no boundary, they are
-            not read before all that lie behind them were passed over.
+        keys: of the boundaries of just these messages. Where no receipt among the recognised ones names a boundary,
+            they are read only once no boundary behind them fits.
     """
     matches = ((count, reachable[keys[count]], keys) for count in range(len(said), 0, -1) if keys[count] in reachable)
     streams: dict[bytes, list[bytes]] = {}

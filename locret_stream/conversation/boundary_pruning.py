@@ -46,7 +46,8 @@ def kept(stored: Stored, most: int, used: Mapping[bytes, int]) -> dict[bytes, bo
     while sum(map(len, lines)) > max(SHARE * most, len(lines)):
         max(lines, key=len).pop(0)
     newest = {line[-1] for line in lines}
-    return {key: key in newest or key in pinned for key in {*pinned, *(key for line in lines for key in line)}}
+    stay = pinned.union(*lines)
+    return {key: key in newest or key in pinned for key in stored if key in stay}
 
 
 def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:

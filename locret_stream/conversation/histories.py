@@ -37,7 +37,8 @@ class Known:
     streams: tuple[tuple[bytes, bytes], ...] = ()
 
     def may_name(self, key: bytes) -> bool:
-        """False if certainly no receipt in these messages names that key, but that of the boundary behind itself."""
+        """False: no receipt in these messages names that key, unless it is the key behind the answer that has the
+        receipt. True may be a false alarm, as 8 bytes are compared."""
         return bool(self.receipts) and key[:_PART] in self.receipts
 
 
@@ -59,8 +60,10 @@ class History(Sequence[Message]):
         self._read, self._known, self._remember = read, [*known], remember
 
     def known(self, start: bytes) -> Known | None:
-        """What the longest beginning is that was recognised and begins behind that key."""
-        return next((known for known in self._known if known.start == start), None)
+        """What the longest beginning is that was recognised, begins behind that key, and leaves something to read; of
+        all of the messages nothing but the last key would be known without reading them."""
+        found = [known for known in self._known if known.start == start]
+        return next((known for known in found if known.count < len(self)), found[0] if found else None)
 
     def remember(self, known: Known) -> None:
         """For the next call, and for whoever asks this one again."""
@@ -78,8 +81,10 @@ class History(Sequence[Message]):
 
     def __getitem__(self, at: int | slice) -> Message | list[Message]:
         if isinstance(at, slice):
-            first, stop, _ = at.indices(len(self._said))
-            return self._between(first, stop)[::at.step]
+            numbers = range(len(self._said))[at]
+            first = min(numbers, default=0)
+            part = self._between(first, max(numbers, default=-1) + 1)
+            return [part[number - first] for number in numbers]
         number = range(len(self._said))[at]
         return self._between(number, number + 1)[0]
 
@@ -100,7 +105,7 @@ class Keys(Sequence[bytes]):
     out when somebody asks for one.
 
     Attributes:
-        known: what the messages are of which no key was worked out, nor any of them read; None for none.
+        known: the recognised beginning, as long as its messages were not read and the keys in it not worked out.
         last_stream: of all messages, as `Known` has it.
     """
 

@@ -37,15 +37,19 @@ def goes_on_from(reachable: Mapping[bytes, Boundary], said: Sequence[Message]) -
     """
     system, _ = split(said)
     first, matches = len(system), list[tuple[int, Boundary]]()
-    ends = {boundary.ledger[-16:]: boundary for boundary in reachable.values()}
+    ends: dict[bytes, list[Boundary]] = {}
+    for boundary in reachable.values():
+        ends.setdefault(boundary.ledger[-16:], []).insert(0, boundary)
     for count in range(len(said), first, -1):
         last = said[count - 1]
         if last.role == "assistant" or last.stream:
-            boundary = reachable.get(last.state_key) or ends.get(last.digest)
+            named = reachable.get(last.state_key)
             ledger = b"".join(message.digest for message in said[first:count] if not message.summary)
-            if boundary is not None and boundary.ledger.endswith(ledger) and (
-                    last.state_key == boundary.key or boundary.stream or boundary.ledger == ledger):
-                matches.append((count, boundary))
+            held = next((boundary for boundary in (ends.get(last.digest, ()) if named is None else (named,))
+                         if boundary.ledger.endswith(ledger) and (
+                             boundary is named or boundary.stream or boundary.ledger == ledger)), None)
+            if held is not None:
+                matches.append((count, held))
                 if len(matches) == MOST_ANSWERS:
                     break
     return matches

@@ -82,7 +82,8 @@ class Reached:
         """The boundary where the thread's context rests now.
 
         Args:
-            new: the messages behind the first `count`: all of the request, or some, or these and the answer.
+            new: the messages that were fed behind the first `count`: the request's, or all but its last, or with the
+                answer.
             key: behind the last of them.
         """
         rest = new

@@ -149,7 +149,7 @@ def project(hidden: Tensor, fc2: Tensor, bias2: Tensor | None) -> Tensor:
 def write_units(tensors: Sequence[Tensor], units: Sequence[Tensor], slots: Tensor, ranks: Tensor) -> None:
     """Write units[i] [A, H, 1, D] into tensors[i] [S, H, C, D], each at its slot and its rank there: slots, ranks [A].
 
-    Contexts that share slot and rank must have the same units.
+    Contexts that share slot and rank must have the same units: a CUDA graph pads its batch by repeating the first one.
     """
     for x, new in zip(tensors, units, strict=True):
         x[slots, :, ranks] = new[:, :, 0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret_stream.kernels import rotate_halves, uses_triton
+from locret_stream.kernels import reference, rotate_halves, uses_triton
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,14 +83,14 @@ class Rotary:
 
     @torch.no_grad()
     def _is_plain(self, layer: int, head_dim: int) -> bool:
-        """Whether the model's own rotation is the usual one of halves, which `rotate_halves` does in 3 passes."""
+        """Whether the model's own rotation is the usual one of halves, as `rotate_halves` does it."""
         place = self._places[layer]
         x = torch.linspace(-1, 1, 2 * head_dim, dtype=place.keys, device=place.device).view(1, 1, 2, head_dim)
         cos, sin = self.cos_sin(layer, torch.tensor([[1, 5]], device=place.device), place)
         if cos.shape[-1] != x.shape[-1]:
             return False
         close = 1e-5 if x.dtype in (torch.float32, torch.float64) else 1e-2
-        own, plain = self.apply(layer, x, cos, sin), rotate_halves(x, cos[:, None], sin[:, None])
+        own, plain = self.apply(layer, x, cos, sin), reference.rotate_halves(x, cos[:, None], sin[:, None])
         # A model that rotates in float32 and casts back (OLMo 2) has another dtype here, and uses its own function.
         return own.dtype == plain.dtype and torch.allclose(own, plain, rtol=close, atol=close)
 

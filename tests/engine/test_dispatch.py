@@ -14,6 +14,8 @@ import torch
 from locret_stream import kernels
 from locret_stream.engine import Engine, NextToken
 from locret_stream.errors import ConfigError
+from locret_stream.models import attached, expect_gradients
+from tests.architectures import make
 from tests.kit import DEVICE, assert_same, build, feed, ids_of, model, stock_logits
 from tests.limits import SLOW_LIMIT_S
 from tests.processes import run_python
@@ -34,6 +36,15 @@ def triton(monkeypatch):
 
 def engine_of(policy: str, on: str) -> Engine:
     return build(policy, on=model(on), units=UNITS, chunk_size=CHUNK, slots=3)
+
+
+@pytest.mark.parametrize("on", ["llama", "olmo2"])
+def test_gradients_pass_where_kernels_rotate(on: str, triton):
+    """Also in a model that rotates in fp32 and casts back."""
+    with attached(make(on).bfloat16()) as attachment:
+        expect_gradients(attachment)
+    x, table = torch.ones(1, 2, 3, 4, device=DEVICE, requires_grad=True), torch.rand(1, 1, 3, 4, device=DEVICE)
+    assert torch.autograd.grad(kernels.rotate_halves(x, table, table).sum(), x)[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize(("on", "policy"), MATRIX)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -128,10 +130,19 @@ def test_prefill_by_descriptors(T, N, H, G, D, dtype, window, softcap, sink_logi
 
 def test_units_that_no_descriptor_can_describe_are_loaded_by_pointers(described):
     k = noise(2, 100, 20, dtype=F16)
-    for x in (k, noise(2, 100, 17, dtype=F16)[..., 1:], noise(2, 16, 100, dtype=F16).mT, noise(2, 100, 16)):
+    between = noise(2, 100, 24, dtype=F16)[..., 4:20]  # each row 16 bytes from the next, and none at such an address
+    for x in (k, noise(2, 100, 17, dtype=F16)[..., 1:], noise(2, 16, 100, dtype=F16).mT, noise(2, 100, 16), between):
         q = noise(2, 5, x.shape[2], dtype=x.dtype, seed=1)
         close(prefill_attention(q, x, x, 0.2)[0], reference.prefill_attention(q, x, x, 0.2)[0], 5e-3)
     assert not described
+
+
+@pytest.mark.parametrize(("major", "memory", "has"), [(9, 227, True), (8, 227, False), (12, 99, False)])
+def test_only_cards_with_a_copy_engine_and_room_for_its_tiles_use_descriptors(major, memory, has, monkeypatch):
+    card = SimpleNamespace(major=major, shared_memory_per_block_optin=memory << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    decide = prefill_module._copy_engine.__wrapped__
+    assert decide(torch.device("cuda:0")) is has and not decide(torch.device("cpu"))
 
 
 def test_prefill_of_a_negative_scale_and_of_none():

@@ -338,9 +338,12 @@ def test_rotate_halves_rounds_once(dtype: torch.dtype, B: int, H: int, T: int, D
         found, exact = rotate_halves(x, cos, sin), turned_exactly(x, cos, sin)
         assert found.dtype == dtype and found.shape == x.shape
         if dtype.itemsize < 4:  # the products of two such numbers are exact in fp32: one rounding, and that of the sum
-            torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2 * 1.001, atol=1e-6)
+            truncated = dtype == torch.bfloat16 and DEVICE == "cpu"  # by the interpreter
+            rounding = torch.finfo(dtype).eps * (1 if truncated else 0.5)
+            torch.testing.assert_close(found.double(), exact, rtol=1.001 * rounding, atol=1e-6)
         else:
-            torch.testing.assert_close(found.double(), exact, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=1e-6)
+            close = 1e-6 if dtype == torch.float32 else 1e-14
+            torch.testing.assert_close(found.double(), exact, rtol=close, atol=close)
         assert torch.equal(rotate_halves(x, cos, sin, out), found) and torch.equal(out, found)
 
 
@@ -372,7 +375,7 @@ def test_write_units_moves_bits_and_writes_nothing_else(dtype: torch.dtype, coun
     S, H, C, D, A = 5, 3, 11, 20, 4
     tensors = [any_bits((S, H, C, D), dtype, seed) for seed in range(count)]
     units = [any_bits((A, 1, H, D), dtype, 10 + seed).transpose(1, 2) for seed in range(count)]
-    slots, ranks = torch.tensor([3, 0, 4, 1], device=DEVICE), torch.tensor([0, 10, 5, 5], device=DEVICE)
+    slots, ranks = torch.tensor([[3, 0], [0, 10], [4, 5], [1, 5]], device=DEVICE).unbind(1)
     expected = [x.clone() for x in tensors]
     reference.write_units(expected, units, slots, ranks)
     write_units(tensors, units, slots, ranks)

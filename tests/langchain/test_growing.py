@@ -204,7 +204,8 @@ def boundary_of(key: bytes, keys: list[bytes], said: list[Message], count: int |
                     stream=bool(held) and held[-1].stream)
 
 
-def test_only_what_is_new_is_read(chat: LocretChatModel, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("named", [True, False])
+def test_only_what_is_new_is_read(named: bool, chat: LocretChatModel, monkeypatch: pytest.MonkeyPatch):
     """Work is counted, not timed: messages that are read, digests that are made, characters that are rendered."""
     counted: list[int] = []
 
@@ -222,12 +223,34 @@ def test_only_what_is_new_is_read(chat: LocretChatModel, monkeypatch: pytest.Mon
         for turn in range(4):
             messages.append(HumanMessage(f"and {turn}?"))
             counted.clear()
-            reply = chat.invoke(afresh(messages), thread_id=f"of {length}")
+            reply = chat.invoke(afresh(messages), **({"thread_id": f"of {length}"} if named else {}))
             messages.append(reply)
             if turn:
                 fed.append((sum(counted), reply.response_metadata["locret"]["source"]))
     assert {source for _, source in fed} == {"live"}
     assert max(count for count, _ in fed) <= 5 and fed[:3] == fed[3:]  # the answer and the question; the first messages
+
+
+def test_without_a_thread_the_memory_that_holds_most_goes_on(chat: LocretChatModel):
+    """Of two that hold beginnings of the same messages."""
+    fed = []
+    for options in ({}, {"thread_id": "t"}):
+        said: list[BaseMessage] = []
+        for text in ("one", "two", "three"):
+            said.append(HumanMessage(text))
+            if text == "three" and not options:
+                chat.invoke(said[:1])  # in a memory of its own: the other one has gone on
+            said.append(chat.invoke(said, **options))
+        fed.append(said[-1].response_metadata["locret"]["fed"])
+    assert fed[0] == fed[1]
+
+
+def test_a_history_is_a_sequence():
+    said = read(some(1))
+    history = History(len(said), said[5:], lambda first, stop: said[first:stop], [], lambda known: None)
+    for part in (slice(None), slice(2, 7), slice(None, None, -1), slice(8, 1, -3), slice(9, 2), slice(1, 99, 4)):
+        assert history[part] == said[part]
+    assert history[-1] is said[-1] and history[0] is said[0] and [*history] == said
 
 
 def test_nothing_is_kept_of_the_text_and_little_of_anything():

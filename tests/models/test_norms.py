@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from locret_stream.models import norms
+from locret_stream.models import attached, norms
 from locret_stream.models.norms import fuse
 from tests.architectures import make
 
@@ -49,6 +49,46 @@ def test_all_norms_of_a_model_give_what_they_gave(name: str, of_layer: int, dtyp
 
 def test_a_norm_that_multiplies_by_another_number_stays_as_it_is():
     assert fuse(strewn("gemma3")) == 0
+
+
+class Biased(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+        self.eps = 1e-6
+
+
+class BiasedRMSNorm(Biased):
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, (8,), self.weight, self.eps) + 0 * self.bias
+
+
+class GatedRMSNorm(Biased):
+    def __init__(self):
+        super().__init__()
+        del self.bias
+
+    def forward(self, x, gate):
+        return x * gate
+
+
+class OutsideRMSNorm(GatedRMSNorm):
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+@pytest.mark.parametrize("kind", [BiasedRMSNorm, GatedRMSNorm, OutsideRMSNorm])
+def test_a_norm_of_another_kind_stays_as_it_is(kind):
+    """One with a bias, which may count elsewhere; one that takes a gate; one that adds eps outside of the root."""
+    assert fuse(kind()) == 0
+
+
+def test_a_model_that_is_attached_has_the_kernel_and_the_users_own_object_has_not():
+    model = make("llama")
+    with attached(model) as attachment:
+        assert len(fused(attachment._decoder.norm)) == 1
+        assert all("forward" in vars(layer.input_layernorm) for layer in attachment.layers)
+    assert "forward" not in vars(model.model.norm)
 
 
 def test_a_wrapped_norm_and_other_modules_stay_as_they_are():

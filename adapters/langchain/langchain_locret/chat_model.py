@@ -426,7 +426,7 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
 
 
 def _as_prompt(input: LanguageModelInput) -> LanguageModelInput:
-    """A list of messages as the prompt that LangChain makes of it; LangChain looks at each message twice for that."""
+    """A list of messages as the prompt that LangChain makes of it, without converting and checking every message."""
     if isinstance(input, list) and all(issubclass(kind, BaseMessage) for kind in {*map(type, input)}):
         return ChatPromptValue.model_construct(messages=input)
     return input

@@ -1,8 +1,8 @@
-"""Histories that were given before, known again by one digest of what stands in their messages.
+"""Histories that were given before, recognised by one digest of what stands in their messages.
 
 LangChain gives a chat model new message objects in every call, of a history of which all but the end was read in the
-call before. Here a beginning is compared with those given last, at a fraction of what reading it takes; what is not
-the same to the letter is read in full.
+call before. Here a beginning is compared with those given last, at a fraction of what reading it takes. Where none is
+the same to the letter, all messages are read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _strictly = json.JSONEncoder().encode  # what JSON does not know is an error
 
 class Seen:
     """The beginnings that were given last, 8 of each of 64 threads: of each a digest and what it is (`Known`), and none
-    of its text. All of them take 400 KB at most; one with absorbed streams, or with receipts of another thread or of
-    other tools, up to 20 KB more.
+    of its text. The 512 of them take 400 KB; each that has absorbed streams, or receipts that lead elsewhere, up to
+    20 KB more, so 10 MB at worst.
 
     Its methods may be called from any OS thread.
     """
@@ -50,7 +50,8 @@ class Seen:
         self._beginnings: OrderedDict[str | None, OrderedDict[tuple[bytes, bytes], Known]] = OrderedDict()
 
     def history(self, thread: str | None, messages: Sequence[BaseMessage]) -> History:
-        """The messages, of which those are read that do not belong to a beginning that was given before.
+        """The messages, of which those are read that do not belong to a beginning that was given before. The others
+        may be read later, so that the caller must not change any before the call ends.
 
         Raises:
             InputError: as `read`.
@@ -91,7 +92,8 @@ class Seen:
 
 
 def _hashed(messages: Sequence[BaseMessage], counts: Sequence[int]) -> dict[int, hashlib._Hash]:
-    """sha256 of the first so many messages, for each of these numbers as far as it goes, and of none."""
+    """sha256 by the number of messages that it is of: 0, and each of `counts` up to the first message that cannot be
+    compared."""
     sha, at, out = hashlib.sha256(), 0, {0: hashlib.sha256()}
     for count in sorted({*counts}):
         if count > len(messages) or (written := _written(messages[at:count])) is None:
@@ -102,8 +104,8 @@ def _hashed(messages: Sequence[BaseMessage], counts: Sequence[int]) -> dict[int,
 
 
 def _written(messages: Sequence[BaseMessage]) -> bytes | None:
-    """All that `read` may look at in these messages; what is written alike is read alike. What is written of two parts
-    of a history is, together, what is written of both. None if one of them cannot be compared like this: it is of
+    """All that `read` may look at in these messages; what is written alike is read alike. `_written(a + b)` is
+    `_written(a) + _written(b)`. None if one of them cannot be compared like this: it is of
     somebody's own class, or has objects among its tools' arguments, for example.
     """
     try:

@@ -83,7 +83,7 @@ def finish(acc, top, total):
 @triton.jit
 def _units(acc, top, total, q, k, v, stride_k, stride_v, ranks, lo, hi, scale, D: tl.constexpr, WINDOW: tl.constexpr,
            SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Adds units lo .. hi - 1 to the softmax of a tile of rows, each of which sees some of them."""
+    """Adds units lo .. hi - 1 to the softmax of a tile of rows, of which some do not see all of them."""
     units = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k += lo.to(tl.int64) * stride_k[1]

@@ -10,15 +10,14 @@ from torch import Tensor
 
 
 def write_units(tensors: Sequence[Tensor], units: Sequence[Tensor], slots: Tensor, ranks: Tensor) -> None:
-    """`reference.write_units`. The host waits for nothing."""
+    """`reference.write_units`. No host synchronisation."""
     assert 1 <= len(tensors) == len(units) <= 3, "K, V, and where they are kept rotated keys"
     _, heads, _, dim = tensors[0].shape
     more = 3 - len(tensors)
     targets, sources = [*tensors, *[tensors[0]] * more], [*units, *[units[0]] * more]
-    _write[(len(slots), heads)](
-        *targets, *sources, slots, ranks, *(x.stride() for x in targets), *((x.stride(0), x.stride(1), x.stride(3))
-                                                                            for x in sources),
-        COUNT=len(tensors), D=dim, BLOCK_D=triton.next_power_of_2(dim), num_warps=1)
+    strides = [x.stride() for x in targets] + [(x.stride(0), x.stride(1), x.stride(3)) for x in sources]
+    _write[(len(slots), heads)](*targets, *sources, slots.contiguous(), ranks.contiguous(), *strides,
+                                COUNT=len(tensors), D=dim, BLOCK_D=triton.next_power_of_2(dim), num_warps=1)
 
 
 @triton.jit
