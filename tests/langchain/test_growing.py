@@ -245,6 +245,14 @@ def test_without_a_thread_the_memory_that_holds_most_goes_on(chat: LocretChatMod
     assert fed[0] == fed[1]
 
 
+def test_a_result_belongs_to_the_newest_calls_before_it():
+    """Also where those were recognised, and the older ones have the same ids."""
+    messages = [AIMessage("", tool_calls=[call({}, "c1")]), ToolMessage("a", tool_call_id="c1"),
+                AIMessage("", tool_calls=[call({}, "c9"), call({}, "c1")]), ToolMessage("b", tool_call_id="c1")]
+    assert [message.answers for message in read(messages)] == [-1, 0, -1, 1]
+    assert [message.answers for message in read(messages, 3)] == [1]
+
+
 def test_a_history_is_a_sequence():
     said = read(some(1))
     history = History(len(said), said[5:], lambda first, stop: said[first:stop], [], lambda known: None)
