@@ -30,13 +30,13 @@ def gpu_small(**env: str) -> dict[str, Any]:
 
 def expect_whole(found: dict[str, Any]) -> None:
     assert found["small"] is True
-    for tokens in ("128", "256"):
-        assert found["prefill"][tokens]["units"] == 40 and found["prefill"][tokens]["peak_units"] == 56
+    for tokens in ("320", "640"):
+        assert found["prefill"][tokens]["units"] == 90 and found["prefill"][tokens]["peak_units"] == 90 + 80
         assert 0 < found["prefill"][tokens]["share_of_matmul"]
     assert found["prefill"]["pool_bytes"] == found["prefill"]["formula_bytes"]
     assert found["parts"]["parts_ms"].keys() >= {"attention", "heads", "selection", "compaction", "projections"}
     assert found["decode"]["1"]["ms_per_step"] > 0 and found["decode"]["3"]["share_of_bandwidth"] > 0
-    assert found["full"].keys() == {"64", "96"}
+    assert found["full"].keys() == {"160", "240"}
 
 
 @pytest.mark.thorough
@@ -52,6 +52,16 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     found = gpu_small(LOCRET_KERNELS="triton", TRITON_INTERPRET="1")
     expect_whole(found)
     assert len(found["choices"]) == 5
+
+
+@pytest.mark.parametrize(("options", "units"), [(["--recent"], 48), ([], 128)])
+def test_stock_transformers_keep_all_or_as_much_as_the_memory(options: list[str], units: int):
+    done = run_python("benchmarks/prefill.py", *options, "--tokens", "128", "--chunk", "16", "--budget", "48",
+                      "--decode", "4", "--repeats", "1", "--threads", "1", "--json",
+                      env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = json.loads(done.stdout)["result"]["cases"]
+    assert cases["ours"]["units"]["median"] == 48 and cases["stock"]["units"]["median"] == units
 
 
 def test_cold_starts_are_timed_to_the_answer():

@@ -205,7 +205,7 @@ def unpacked(rows: bytes) -> list[Place]:
     if not _ordered(rows):
         return []
     return [Place(ROLES[code % STREAM] if code % STREAM < len(ROLES) else UNKNOWN, start, end, tag, code >= STREAM)
-              for code, start, end, tag in _ROW.iter_unpack(rows)]
+            for code, start, end, tag in _ROW.iter_unpack(rows)]
 
 
 def _ordered(rows: bytes) -> bool:

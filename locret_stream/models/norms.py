@@ -1,7 +1,5 @@
-"""RMS norms of a shadow on CUDA by torch's own kernel, in place of the five operations of transformers' modules.
-
-On an H200 that is 8 % of the time of a chunk of an 8B's shape, and 9 % of a token's. CPUs have no such kernel.
-"""
+"""RMS norms of a shadow on CUDA by torch's own kernel, in place of several operations of transformers' modules. On
+CPUs torch has no such kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention of a chunk to its slot, as in FlashAttention-2 (arXiv:2307.08691), with logits in base 2.
 
 From Hopper on, the units that all rows of a tile see are loaded by tensor descriptors, which the card's copy engine
-reads: on an H200 1.24 times as fast as by pointers.
+reads: quicker than by pointers.
 
 The other attention kernels import from here what all of them share: tile loads, logits, a step of the online softmax.
 """
