@@ -2,7 +2,8 @@
 
 Both read the same ids with the same random Llama in the same chunks, ours through the public async API, stock with a
 DynamicCache and without the LM head (with --recent one that is cut to the first units and the most recent ones after
-every chunk); every case in a fresh process, in turn. `timing.py` tells what the figures are.
+every chunk; with --at-once all in one pass, as `generate` reads a prompt by itself, which is faster); every case in a
+fresh process, in turn. `timing.py` tells what the figures are.
 
     python benchmarks/prefill.py --tokens 32768 --repeats 3
     python benchmarks/prefill.py --smollm2 --dtype bfloat16 --chunk 256 --recent    # stock keeps as much as ours
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, help="ours alone over so many chunks, in place of --tokens")
     parser.add_argument("--recent", action="store_true",
                         help="stock's cache is cut after every chunk to the first units and the most recent ones")
+    parser.add_argument("--at-once", action="store_true", help="stock reads the whole prompt in one pass")
     add_shape(parser)
     options = parser.parse_args()
     if options.case:
@@ -73,15 +75,17 @@ def main() -> None:
         if options.chunks < LEAST:
             parser.error(f"--chunks is {options.chunks}; expected at least {LEAST}")
         options.tokens = options.chunks * options.chunk
+    if options.recent and options.at_once:
+        parser.error("--recent cuts the cache after every chunk, and --at-once has none; expected one of them")
     check_options(parser, options)
     names = ["ours"] if options.chunks else list(CASES)
     with tiny_llama(options.tokens, options.dtype, **(SMOLLM2 if options.smollm2 else {})) as folder:
         settings = settings_of(options, folder, yardstick=options.chunks is not None, dtype=options.dtype,
-                               recent=options.recent)
+                               recent=options.recent, at_once=options.at_once)
         runs = in_turn(names, options.repeats,
                        lambda case: run_case(sys.executable, Path(__file__).resolve(), case, settings))
     memory = runs["ours"][0]["memory"]
-    result = {name: settings[name] for name in ("tokens", "budget", "chunk", "dtype", "recent")} | {
+    result = {name: settings[name] for name in ("tokens", "budget", "chunk", "dtype", "recent", "at_once")} | {
         "memory": memory}
     if options.chunks:
         rows = {"ours": [flatness(run) for run in runs["ours"]]}
@@ -92,7 +96,8 @@ def main() -> None:
         steady = -(-options.budget // options.chunk) + 1
         rows = {case: [figures(run, steady) for run in runs[case]] for case in runs}
         ratios = {f"{name} ours/stock": ratio(rows["ours"], rows["stock"], name) for name in ("tok_per_s", "decode_ms")}
-        result["last_chunk_ms"] = {case: spread(1e3 * run["chunk_s"][-1] for run in runs[case]) for case in runs}
+        result["last_chunk_ms"] = {case: spread(1e3 * run["chunk_s"][-1] for run in runs[case]) for case in runs
+                                   if len(runs[case][0]["chunk_s"]) > 1}
     finish(options, "flatness" if options.chunks else "prefill", {case: spreads(rows[case]) for case in rows}, ratios,
            [pool_note(memory)], result)
 

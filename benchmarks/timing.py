@@ -178,7 +178,8 @@ def figures(run: dict[str, Any], steady: int = 0) -> dict[str, float]:
                 "others_cores": run["others_cores"]}
     if steady:
         chunks = run["chunk_s"]
-        measured |= {"tok_per_s": run["tokens"] / sum(chunks), "chunk_ms": 1e3 * statistics.median(chunks[steady:]),
+        measured |= {"tok_per_s": run["tokens"] / sum(chunks),
+                     **({"chunk_ms": 1e3 * statistics.median(chunks[steady:])} if len(chunks) > steady else {}),
                      **{name.replace("_bytes", "_mib"): run[name] / MIB for name in
                         ("kv_peak_bytes", "kv_final_bytes", "rss_prefill_bytes", "rss_total_bytes")}}
     return measured
@@ -463,7 +464,8 @@ def stock(settings: SimpleNamespace, press: Any = contextlib.nullcontext) -> dic
     """transformers' side with a DynamicCache, chunk by chunk without the LM head, then greedy steps.
 
     `press` gives a context manager for a model, in which the prefill runs. With `recent` among the settings the cache
-    is cut after every chunk to as many units as our budget has: the first ones, and the most recent.
+    is cut after every chunk to as many units as our budget has: the first ones, and the most recent. With `at_once`
+    the whole prefill is one pass, as `generate` reads a prompt unless it is told otherwise.
     """
     from transformers import DynamicCache
     model, ids = load(settings), load_ids(settings)
@@ -472,9 +474,10 @@ def stock(settings: SimpleNamespace, press: Any = contextlib.nullcontext) -> dic
 
     def prefill(cache: Any, count: int) -> tuple[list[float], list[int]]:
         spent, resident = [], []
+        chunk = count if getattr(settings, "at_once", False) else settings.chunk
         with press(model):
-            for at in range(0, count, settings.chunk):
-                stop = min(count, at + settings.chunk)
+            for at in range(0, count, chunk):
+                stop = min(count, at + chunk)
                 began = time.perf_counter()
                 model.model(input_ids=ids[:, at:stop], position_ids=positions[:, at:stop], past_key_values=cache)
                 if getattr(settings, "recent", False):

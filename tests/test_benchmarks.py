@@ -54,7 +54,7 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
     assert len(found["choices"]) == 5
 
 
-@pytest.mark.parametrize(("options", "units"), [(["--recent"], 48), ([], 128)])
+@pytest.mark.parametrize(("options", "units"), [(["--recent"], 48), ([], 128), (["--at-once"], 128)])
 def test_stock_transformers_keep_all_or_as_much_as_the_memory(options: list[str], units: int):
     done = run_python("benchmarks/prefill.py", *options, "--tokens", "128", "--chunk", "16", "--budget", "48",
                       "--decode", "4", "--repeats", "1", "--threads", "1", "--json",
@@ -62,6 +62,7 @@ def test_stock_transformers_keep_all_or_as_much_as_the_memory(options: list[str]
     assert done.returncode == 0, done.stderr[-3000:]
     cases = json.loads(done.stdout)["result"]["cases"]
     assert cases["ours"]["units"]["median"] == 48 and cases["stock"]["units"]["median"] == units
+    assert ("chunk_ms" in cases["stock"]) is (options != ["--at-once"]), "a single pass has no time per chunk"
 
 
 def test_cold_starts_are_timed_to_the_answer():
