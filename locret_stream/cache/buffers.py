@@ -75,11 +75,11 @@ class Dense:
 class QuantisedBuffers(LayerBuffers):
     """All slots of one layer whose committed units are codes.
 
-    keys (also as `rotated`), values: rows of codes, [S, H, b, bytes] uint8; those of a part that is not coded have its
-    bytes.
+    keys (also as `rotated`), values: rows of codes, [S, H, b, bytes] uint8; where K or V is kept at 16 bits, a row
+    holds its channels' bytes.
     exact_keys, exact_values: [S, H, first + chunk, D], the first units, then those behind the committed ones.
-    means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32; `given` ones are the same for all
-        slots, in whose tensors they are not.
+    means: of keys, those of the stream and those of a focus, [S, 2, H, D] fp32; `given`: they came with the heads; all
+        slots share them, so they are not among a slot's tensors.
     dense: what was read of them last.
     """
 
@@ -98,7 +98,7 @@ class QuantisedBuffers(LayerBuffers):
         keys, values = (torch.zeros(slots, heads, units, stored_row(dim, bits, dtype), dtype=torch.uint8, device=device)
                         for bits in store_bits)
         exact_keys = torch.zeros(slots, heads, exact, dim, dtype=dtype, device=device)
-        own = (torch.zeros(slots, 2, heads, dim, device=device) if means is None else
+        own = (torch.zeros(slots, 2, heads, dim, dtype=torch.float32, device=device) if means is None else
                means.to(device, torch.float32).expand(slots, 2, heads, dim))
         return cls(keys=keys, rotated=keys, values=values, scores=scores, positions=positions, scratch=scratch,
                    exact_keys=exact_keys, exact_values=torch.zeros_like(exact_keys), means=own,

@@ -65,7 +65,7 @@ class Pool:
         shared: dict[torch.device, Dense] = {}
         self.layers: list[LayerBuffers] = []
         for units, rotates, first, device, mean in zip(budgets, self.rope, self.firsts, devices, means, strict=True):
-            scores = torch.zeros(slots, planes, heads, units + chunk_size, device=device)
+            scores = torch.zeros(slots, planes, heads, units + chunk_size, dtype=torch.float32, device=device)
             positions = torch.zeros(slots, heads, units + chunk_size, dtype=torch.int64, device=device)
             if self.quantised:
                 most = units if decode_copy else max(budgets)

@@ -49,7 +49,8 @@ class QuantisedStore(UnitStore):
     def append(self, layer: int, rank: int, keys: Tensor, values: Tensor, turned: Tensor, rotate: Rotate
                ) -> tuple[Tensor, Tensor]:
         """Write one unit behind the others, and what a decode attends to: rotated keys and values, of which the first
-        `rank` + 1 ranks are right, [1, H, more, D]. Where those ahead of it were read before, nothing else is.
+        `rank` + 1 ranks are right, [1, H, more, D]. If the scratch holds the ranks before it already, only the new
+        unit is copied in.
 
         Args:
             keys, values, turned: K before RoPE, V, and K at its rank, [1, H, 1, D]. The first two are kept for a while,

@@ -8,8 +8,8 @@ computes them anew. So the committed state is a pure function of model, config, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -29,6 +29,8 @@ from locret_stream.kernels import select_units
 from locret_stream.models import Attachment, Attended, LayerCall
 from locret_stream.policies import Policy
 from locret_stream.snapshot import Geometry, LayerUnits, Moment
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -67,6 +69,7 @@ class Engine:
         self.attention = Attention(layout, attachment)
         self.decoder = Decoder(layout, attachment, self.pool)
         self._decoding: list[EngineState] = []  # the contexts of the last step of decoding
+        self._shared_failed = False
 
     @property
     def bytes_resident(self) -> int:
@@ -363,8 +366,13 @@ class Engine:
                   and not (state.broken or state.swapped_out or self.ready(state))]
         if len(shared) >= least:
             # An error of one context must not fail the others: `logits` runs each alone then, and raises it again.
-            with contextlib.suppress(Exception):
+            try:
                 self.decoder.run(shared)
+            except Exception as error:
+                if not self._shared_failed:
+                    _log.warning("a step of %d contexts failed, which each take alone now, more slowly; said once: %s",
+                                 len(shared), error)
+                self._shared_failed = True
 
     def receipts(self, state: EngineState, start: int = 0, end: int | None = None) -> Receipts:
         """Which of the accepted tokens start .. end-1 (None: all so far) each KV head keeps, and with what scores.
@@ -377,7 +385,7 @@ class Engine:
             raise ConfigError(f"receipts of tokens {start} to {end}: {state.position} tokens were accepted; expected "
                               f"0 <= start <= end <= {state.position}")
         kept = torch.zeros(self.shape.layers, self.shape.kv_heads, end - start, dtype=torch.bool)
-        scores = torch.full(kept.shape, float("nan"))
+        scores = torch.full(kept.shape, float("nan"), dtype=torch.float32)
         kept[:, :, max(0, state.seen - start):] = True
         for layer in range(self.shape.layers):
             positions, units_scores = state.store.positions(layer).cpu(), state.store.scores(layer)[0].cpu()

@@ -45,7 +45,7 @@ class Decoder:
         self.layout, self.attachment, self.pool = layout, attachment, pool
         self._graphed = (all(layout.triton) and not pool.quantised and attachment.device.type == "cuda"
                          and len(pool.devices) == 1 and os.environ.get("LOCRET_CUDA_GRAPHS") != "0")
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _Graph | None] = {}  # None: there was no memory for that size
         self._zeros = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in pool.devices}
 
     def run(self, states: Sequence[EngineState]) -> None:
@@ -75,18 +75,22 @@ class Decoder:
             batch = torch.tensor([row + row[:1] * (size - len(row)) for row in rows],
                                  pin_memory=torch.cuda.is_available())
             with torch.cuda.device_of(self.pool.scratch):
-                graph = self._graph_of(size, batch.to(device))
+                graph = self._graph_of(size, batch)
                 if graph is not None:
                     return graph.replay(batch)[:len(states)]
         return self._forward(torch.tensor(rows, device=device))
 
     def _graph_of(self, size: int, batch: Tensor) -> _Graph | None:
-        """The graph of that batch size; None if the model's forward cannot be captured, as where it waits for the
-        device. One warning says so, and all steps run without graphs from then on."""
+        """The graph of that batch size; None if memory ends, or the model's forward cannot be captured, as where it
+        waits for the device. One warning says so; this size, or every step, runs without graphs from then on."""
         if size not in self._graphs:
             try:
                 with _capturing:
-                    self._graphs[size] = _Graph(self._forward, batch)
+                    self._graphs[size] = _Graph(self._forward, batch.to(self.attachment.device))
+            except torch.OutOfMemoryError as error:
+                _log.warning("steps of %d contexts decode without a CUDA graph, more slowly: there is no memory for it "
+                             "(%s)", size, error)
+                self._graphs[size] = None
             except RuntimeError as error:
                 _log.warning("decoding goes on without CUDA graphs, more slowly: this model's forward cannot be "
                              "captured (%s)", error)

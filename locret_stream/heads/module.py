@@ -158,9 +158,9 @@ class RetainingHeads(nn.Module):
         if unknown:
             raise ConfigError(f"heads: trained_layers names layer {unknown[0]}; expected 0 to {config.layers - 1}")
         # Layers without a head have an Identity, which has no parameters, so that the file has nothing of them.
-        self.fc1 = nn.ModuleList(nn.Linear(config.in_features, config.width, bias=config.bias)
+        self.fc1 = nn.ModuleList(nn.Linear(config.in_features, config.width, bias=config.bias, dtype=torch.float32)
                                  if config.has_head(layer) else nn.Identity() for layer in range(config.layers))
-        self.fc2 = nn.ModuleList(nn.Linear(config.width, config.kv_heads, bias=config.bias)
+        self.fc2 = nn.ModuleList(nn.Linear(config.width, config.kv_heads, bias=config.bias, dtype=torch.float32)
                                  if config.has_head(layer) else nn.Identity() for layer in range(config.layers))
 
     def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:

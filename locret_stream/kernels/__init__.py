@@ -78,5 +78,5 @@ _rotate_halves = _dispatched(reference.rotate_halves)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """`reference.rotate_halves`; Triton's has no gradient."""
+    """`reference.rotate_halves`: in torch where x needs a gradient, as Triton's kernel has none."""
     return (reference.rotate_halves if x.requires_grad else _rotate_halves)(x, cos, sin, out)

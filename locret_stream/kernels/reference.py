@@ -182,7 +182,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Tensor, *, w
         [H*G, R, D] of q's dtype, and the log-sum-exp of the rows [H*G, R] fp32, sink logits included.
     """
     count = k.shape[1]
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)
@@ -274,7 +274,7 @@ def reduced_attention(q: Tensor, k: Tensor, scale: float, ranks: Tensor, lse: Te
         [H, N] fp32.
     """
     heads, count, _ = k.shape
-    sums = torch.zeros(heads, count, device=q.device)
+    sums = torch.zeros(heads, count, dtype=torch.float32, device=q.device)
     rows = max(1, _BLOCK_ELEMENTS // (count * q.shape[0]))
     for start in range(0, q.shape[1], rows):
         part = slice(start, start + rows)

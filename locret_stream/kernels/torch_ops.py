@@ -126,7 +126,7 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Ten
     while new % (2 * rows) == 0 and group * 2 * rows * count <= LOGITS:
         rows *= 2
     queries = q.unflatten(0, (heads, group)).float().mul_(scale)
-    above = torch.full((rows, rows), float("-inf")).triu_(1)
+    above = torch.full((rows, rows), float("-inf"), dtype=torch.float32).triu_(1)
     out = q.new_empty(new, heads, group, dim)  # as models take it: a token's heads side by side
     product = torch.ops.mkldnn._linear_pointwise
     for head in range(heads):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from locret_stream.errors import UnsupportedModel
 from locret_stream.models.attachment import Attachment, Attended, LayerCall
+from locret_stream.models.linears import is_quicker
 
 
 @contextmanager
@@ -28,11 +29,14 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
     trees = attachment._decoder, attachment._shadow
     modules = {id(module): module for tree in trees for module in tree.modules()}.values()
     weights = [(module, dict(module._parameters)) for module in modules if module._parameters]
+    quicker = [(module, vars(module)["forward"]) for module in modules if is_quicker(module)]
     graded, forwards = attachment._graded, [(layer, vars(layer).get("forward")) for layer in attachment._decoder.layers]
     try:
         for module, parameters in weights:  # modules of the shadow: the user's keep their parameters
             module._parameters.update({name: nn.Parameter(p.detach(), requires_grad=False)
                                        for name, p in parameters.items() if p is not None and p.requires_grad})
+        for module, _ in quicker:  # their products are bound to the weights that may require gradients
+            del module.forward
         for layer, _ in forwards:
             layer.forward = functools.partial(_checkpointed, attachment, layer.forward)
         attachment._graded = True
@@ -43,6 +47,8 @@ def differentiable(attachment: Attachment) -> Iterator[None]:
             vars(layer).pop("forward", None)
             if forward is not None:
                 layer.forward = forward
+        for module, forward in quicker:
+            module.forward = forward
         for module, parameters in weights:
             module._parameters.update(parameters)
 
@@ -51,7 +57,7 @@ def expect_gradients(attachment: Attachment) -> None:
     """Raises:
         UnsupportedModel: gradients do not pass through the model, as through layers of some quantisers.
     """
-    scales = [nn.Parameter(torch.ones((), device=place.device)) for place in attachment.places]
+    scales = [nn.Parameter(torch.ones((), dtype=torch.float32, device=place.device)) for place in attachment.places]
     tables = attachment.tables(3)
 
     def step(call: LayerCall) -> Attended:

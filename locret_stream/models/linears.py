@@ -26,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from locret_stream.kernels.processor import bf16_products, slow_blas
 
 PARTS = 4  # of the weights, in a batched product: what MKL does with one matrix of a batch is what is quick
-# Most rows and inputs, and fewest weights, of layers that take the batched product; fewest weights of those that take
-# oneDNN's. Beyond them they are no quicker than the layer's own.
+# The batched product is used for at most SPLIT_ROWS rows and SPLIT_INPUTS inputs, in layers of at least SPLIT_LEAST
+# weights; oneDNN's from ONEDNN_LEAST weights on. Beyond these bounds they are no quicker than the layer's own.
 SPLIT_ROWS, SPLIT_INPUTS, SPLIT_LEAST = 2, 4096, 1 << 16
 ONEDNN_LEAST = 1 << 17
 _packed = WeakTensorKeyDictionary()
@@ -44,6 +44,12 @@ def quicken(tree: nn.Module) -> int:
         # Bound to the tensors: a reference to the module would be a cycle, which keeps the weights until it is found.
         module.forward = functools.partial(linear, module.weight, module.bias)  # type: ignore[method-assign]
     return len(layers)
+
+
+def is_quicker(module: nn.Module) -> bool:
+    """Whether `quicken` or `pack` gave this module its forward, which is bound to the tensors that it had then."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, functools.partial) and forward.func in (linear, packed_linear)
 
 
 def _plain_layers(tree: nn.Module, dtype: torch.dtype) -> list[nn.Linear]:

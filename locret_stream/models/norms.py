@@ -37,7 +37,7 @@ def _has_kernel(weight: Tensor) -> bool:
 
 def _agrees(module: nn.Module, weight: Tensor, eps: float) -> bool:
     """Whether the kernel gives what the module gives, but for two roundings: also where `eps` counts."""
-    x = torch.linspace(-40, 40, 4 * weight.numel(), device=weight.device).sin_().view(4, -1)
+    x = torch.linspace(-40, 40, 4 * weight.numel(), dtype=torch.float32, device=weight.device).sin_().view(4, -1)
     x[2:] *= eps**0.5
     x = x.to(weight.dtype)
     try:

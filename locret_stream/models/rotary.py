@@ -39,6 +39,11 @@ class Rotary:
         self._sliced: dict[int, bool] = {}
         self._places: list[Place] = []
         self.uses = self.plain = [False] * len(self._attentions)
+        # Some kinds (longrope) write their frequencies anew at every call. The module is the shadow's, but its buffers
+        # are the model's own, which another thread may run.
+        for module in self._real.modules():
+            module._buffers = {name: None if buffer is None else buffer.clone()
+                               for name, buffer in module._buffers.items()}
         decoder.rotary_emb = _Identity(self._real)
 
     def set_layers(self, uses: list[bool], places: list[Place], head_dim: int) -> None:

@@ -284,7 +284,8 @@ def _inactive(model: nn.Module) -> set[int]:
 def _scaling(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if _is_tuner(module):
         for name in _active(module):
-            yield f"{prefix}scaling.{name}", torch.tensor(float(getattr(module, "scaling", {}).get(name, 1.0)))
+            yield f"{prefix}scaling.{name}", torch.tensor(float(
+                getattr(module, "scaling", {}).get(name, 1.0)), dtype=torch.float32)
 
 
 def quantisation(model: PreTrainedModel) -> str:
@@ -335,7 +336,7 @@ def sketch(model: PreTrainedModel) -> str:
     embed = model.get_input_embeddings()
     device = next((t.device for t in embed.parameters() if not t.is_meta), torch.device("cpu"))
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.linspace(0, vocab - 1, min(1024, vocab)).long()
+    ids = torch.linspace(0, vocab - 1, min(1024, vocab), dtype=torch.float32).long()
     rows = embed(ids.to(device)).float().cpu()
     rows = rows[:, :: max(1, rows.shape[1] // 64)]
     flat = (rows - rows.mean(0)).reshape(-1)

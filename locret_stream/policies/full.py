@@ -15,4 +15,4 @@ class Full(Policy):
     bounded = False
 
     def score(self, chunk: Chunk) -> Tensor:
-        return torch.zeros(1, chunk.k.shape[1], device=chunk.k.device)
+        return torch.zeros(1, chunk.k.shape[1], dtype=torch.float32, device=chunk.k.device)

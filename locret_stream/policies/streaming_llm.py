@@ -14,4 +14,4 @@ class StreamingLLM(Policy):
     name = "streaming_llm"
 
     def score(self, chunk: Chunk) -> Tensor:
-        return torch.zeros(1, chunk.k.shape[1], device=chunk.k.device)
+        return torch.zeros(1, chunk.k.shape[1], dtype=torch.float32, device=chunk.k.device)

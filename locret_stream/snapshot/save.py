@@ -230,7 +230,8 @@ class Save:
         start = kept[-1].end if kept else 0
         body = LogPart(branch=branch.name, generation=branch.head + 1, tokenizer=self.identity.tokenizer, start=start,
                        end=start + len(ids), before=kept[-1].name if kept else "", frame=self.moment.frame)
-        pending, buffered = (self.moment.state.get(name, torch.zeros(0)).numpy() for name in ("pending", "held"))
+        none = torch.zeros(0, dtype=torch.float32)
+        pending, buffered = (self.moment.state.get(name, none).numpy() for name in ("pending", "held"))
         parts = write_part(body, Part(ids, pending, buffered, focuses))
         name = branch.session_folder.write_named("log", parts)
         size = total(parts)

@@ -83,7 +83,7 @@ class Distillation:
 
     def _learn(self, group: list[Example], expected: Tensor, share: float, temperature: float) -> float:
         """Run the student, and take the gradient of its divergence from the `expected` hidden states."""
-        attachment, kl = self._attachment, torch.zeros((), device=self._attachment.device)
+        attachment, kl = self._attachment, torch.zeros((), dtype=torch.float32, device=self._attachment.device)
         ids = torch.stack([example.ids for example in group]).to(attachment.device)
         with torch.enable_grad(), differentiable(attachment):
             hidden = self._student.hidden(ids, temperature)

@@ -72,7 +72,8 @@ def visibility(scores: Tensor, budget: int, sinks: int, stabilizers: int, temper
     free = scores[..., sinks:count - stabilizers]
     gates = F.pad(log_gates(free, budget - sinks - stabilizers, temperature), (sinks, stabilizers))
     kept = torch.zeros(scores.shape, dtype=torch.int64, device=scores.device)
-    kept.scatter_(-1, select_units(scores.detach(), budget, sinks, stabilizers), 1)
+    units = select_units(scores.detach().flatten(0, -2), budget, sinks, stabilizers)  # kernels take [H, n]
+    kept.scatter_(-1, units.view(*scores.shape[:-1], budget), 1)
     return gates, kept.cumsum(-1) - kept
 
 

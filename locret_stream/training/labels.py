@@ -63,7 +63,7 @@ def importance(q: Tensor, k: Tensor, rows: Tensor, limits: Tensor, *, kind: str,
     heads, total, dim = k.shape
     groups, n = q.shape[0] // heads, int(limits.max())
     q, k = q.view(heads, groups, total, dim), k.float()
-    best = torch.full((heads, n), -math.inf, device=q.device)
+    best = torch.full((heads, n), -math.inf, dtype=torch.float32, device=q.device)
     per_block = max(1, block_bytes // (4 * heads * groups * total))
     columns = torch.arange(total, device=q.device)
     for row, limit in zip(rows.split(per_block), limits.split(per_block), strict=True):
@@ -121,7 +121,7 @@ def visit_layers(attachment: Attachment, tables: RopeTables, examples: Sequence[
         q = tables.rotate(call.layer, call.q, 0)
         k = tables.rotate(call.layer, call.k, 0)
         window = shape.sliding[call.layer]
-        labels = torch.zeros(len(examples), shape.kv_heads, n, device=device)
+        labels = torch.zeros(len(examples), shape.kv_heads, n, dtype=torch.float32, device=device)
         valid = torch.zeros(len(examples), n, dtype=torch.bool, device=device)
         for i, ((row, limit), example) in enumerate(zip(rows, examples, strict=True)):
             best, labelled = importance(q[i], k[i], row, limit, kind=kind, scale=call.scale, window=window, eps=eps,

@@ -176,8 +176,8 @@ class _Run:
         """Set the bias of the heads' last layer so that they start at the mean label of `batch`, per model layer and
         KV head."""
         shape = self.attachment.shape
-        sums = torch.zeros(shape.layers, shape.kv_heads, device=self.attachment.device)
-        counts = torch.zeros(shape.layers, device=self.attachment.device)
+        sums = torch.zeros(shape.layers, shape.kv_heads, dtype=torch.float32, device=self.attachment.device)
+        counts = torch.zeros(shape.layers, dtype=torch.float32, device=self.attachment.device)
 
         def visit(call: LayerCall, labels: Tensor, valid: Tensor) -> None:
             if self.config.label == "attention":

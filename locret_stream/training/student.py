@@ -70,7 +70,7 @@ class Student:
         batch, heads, _, dim = call.k.shape
         if call.layer not in self.rivals:
             none = call.k.new_zeros(batch, heads, 0, dim)
-            return none, none, torch.zeros(batch, heads, 0, device=call.k.device)
+            return none, none, torch.zeros(batch, heads, 0, dtype=torch.float32, device=call.k.device)
         rivals = self.rivals[call.layer]
         scores = rivals.scores(self.heads, call.layer)
         return (rivals.keys.expand(batch, *rivals.keys.shape), rivals.values.expand(batch, *rivals.values.shape),

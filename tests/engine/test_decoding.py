@@ -348,3 +348,42 @@ def test_a_step_writes_nothing_of_other_contexts():
         together(engine, [states[0], states[2]], [1, 2])
     for kept, tensor in zip(still, (t for layer in engine.pool.layers for t in layer.tensors), strict=True):
         assert torch.equal(tensor[states[1].store.slot], kept)
+
+
+def test_a_batch_size_without_memory_for_its_graph_runs_without_one_and_the_others_keep_theirs(monkeypatch, caplog):
+    engine, tried = engine_of(), []
+
+    class Captured:
+        def __init__(self, forward, batch):
+            tried.append(batch.shape[1])
+            if batch.shape[1] == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.replay = forward
+
+    monkeypatch.setattr(decoding, "_Graph", Captured)
+    engine.decoder._graphed = True
+    states = [engine.open(slot) for slot in range(3)]
+    for state in states:
+        feed(engine, state, ids_of(12))
+    for count in (3, 2, 3, 2):
+        together(engine, states[:count], [1, 2, 3][:count])
+    assert sorted(tried) == [2, 4] and engine.decoder._graphed and caplog.text.count("no memory for it") == 1
+
+
+def test_a_shared_step_that_fails_is_said_once_and_each_context_goes_on_alone(monkeypatch, caplog):
+    engine = engine_of()
+    states = [engine.open(slot) for slot in range(3)]
+    for state in states:
+        feed(engine, state, ids_of(12))
+
+    run = engine.decoder.run
+
+    def fails(states):
+        if len(states) > 1:
+            raise RuntimeError("too many at once")
+        run(states)
+
+    monkeypatch.setattr(engine.decoder, "run", fails)
+    for _ in range(2):
+        together(engine, states, [1, 2, 3])
+    assert caplog.text.count("too many at once") == 1

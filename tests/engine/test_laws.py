@@ -31,6 +31,7 @@ from tests.kit import (
     ids_of,
     logits_at_each,
     model,
+    random_heads,
     stock_logits,
 )
 
@@ -750,3 +751,27 @@ def test_nothing_is_given_out_of_a_context_that_is_lost():
                 lambda: engine.accept(state, [5]), lambda: engine.focus(state, [5]), lambda: engine.logits(state)):
         with pytest.raises(ContextClosed, match="this context is lost"):
             use()
+
+
+@pytest.mark.parametrize(("policy", "store_bits"), [("locret", None), ("h2o", None), ("snapkv", None), ("full", None),
+                                                    ("streaming_llm", None), ("keydiff", 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_torch_s_default_dtype_changes_no_bit(policy: str, store_bits: int | None, dtype: torch.dtype):
+    """A caller may set it, and transformers does while it loads a model in another thread."""
+    heads = random_heads(attach(model())) if policy == "locret" else None
+
+    def made() -> tuple[Engine, dict[str, torch.Tensor]]:
+        engine = build(policy, heads=heads, units=64 if policy == "full" else 20, store_bits=store_bits)
+        state = engine.open(0)
+        feed(engine, state, ids_of(60, distinct=True))
+        return engine, engine.export(state)
+
+    _, expected = made()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        engine, found = made()
+        assert_same(found, expected)
+        assert_same(engine.export(engine.load(found, 1)), expected)
+    finally:
+        torch.set_default_dtype(before)

@@ -328,3 +328,15 @@ def test_a_sliding_window_that_no_position_reaches_is_none():
         found = make("llama", config=tf.Phi3Config(**BASE, sliding_window=window))
         with attached(found) as attachment:
             assert attachment.shape.sliding == (window if slides else None,) * attachment.shape.layers, window
+
+
+def test_frequencies_that_a_model_writes_anew_stay_its_own():
+    """longrope writes them at every call; the shadow has a copy, as another thread may run the model."""
+    stock = make("phi3-longrope")
+    build("streaming_llm", on=stock, units=20)  # attached, for which the model itself runs
+    own = stock.model.rotary_emb.inv_freq
+    before, version = own.clone(), own._version
+    engine = build("streaming_llm", on=stock, units=49, chunk_size=16)  # beyond the switch to the long factors
+    logits_at_each(engine, engine.open(0), ids_of(60))
+    assert stock.model.rotary_emb.inv_freq is own and own._version == version and torch.equal(own, before)
+    detach(stock)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret_stream import Runtime
-from locret_stream.models import attach, detach, linears
+from locret_stream.models import attach, detach, differentiable, linears
 from locret_stream.models.linears import linear, pack, packed_linear, quicken
 from tests.tiny_tokenizers import make
 
@@ -220,3 +220,23 @@ def test_the_weights_go_with_the_model(monkeypatch: pytest.MonkeyPatch):
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_gradients_through_quicker_layers_reach_no_weight(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linears, "slow_blas", lambda: True)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=4)).eval()
+    assert all(weight.requires_grad for weight in model.parameters())
+    attachment, gain = attach(model), torch.ones((), requires_grad=True)
+    try:
+        quick = [module for tree in (attachment._decoder, attachment._shadow) for module in tree.modules()
+                 if linears.is_quicker(module)]
+        assert quick
+        with differentiable(attachment):
+            hidden = attachment.hidden(torch.arange(3, 9)[None], lambda call: (call.q, call.k, gain * call.v, None))
+            attachment.logits(hidden).sum().backward()
+        assert gain.grad is not None and gain.grad.abs() > 0
+        assert all(weight.grad is None for weight in model.parameters())
+        assert all(linears.is_quicker(module) for module in quick), "they are quick again"
+    finally:
+        detach(model)

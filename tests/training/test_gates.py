@@ -17,6 +17,7 @@ from locret_stream.engine import Engine
 from locret_stream.kernels import select_units
 from locret_stream.policies import make_policy
 from locret_stream.training import Example
+from locret_stream.training import gates as gates_module
 from locret_stream.training.gates import gated_attention, log_gates, visibility
 from locret_stream.training.student import Student, divergence
 from locret_stream.training.validation import Recording, answer_nll
@@ -244,3 +245,16 @@ def test_layers_without_a_head_keep_the_newest():
     found = -sum(logprobs[at - 1, example.ids[at]].item() for start, end in example.answer_spans
                  for at in range(start, end))
     assert found == pytest.approx(answer_nll(engine, listening, example), rel=1e-4)
+
+
+def test_kernels_are_given_the_units_of_a_batch_as_rows(monkeypatch):
+    """Triton's take [H, n] alone."""
+    seen = []
+    monkeypatch.setattr(gates_module, "select_units", lambda scores, *more: seen.append(scores.shape) or select_units(
+        scores, *more))
+    scores = noise(2, 3, 40, dtype=torch.float32)
+    _, ranks = visibility(scores, 12, 2, 3, 0.1)
+    assert seen == [(6, 40)]
+    for b in range(2):
+        kept = torch.zeros(3, 40, dtype=torch.int64).scatter_(-1, select_units(scores[b], 12, 2, 3), 1)
+        assert torch.equal(ranks[b], kept.cumsum(-1) - kept)
