@@ -23,7 +23,7 @@ LocretError
     ├── SnapshotNotFound     no session or snapshot of that name
     ├── SnapshotTooNew       written in a later format than this library reads
     ├── StaleOwner           another owner has saved this session meanwhile
-    ├── StateLost            messages name an absorbed stream that no memory at hand holds
+    ├── StateLost            what a call goes on from is held by no memory at hand
     └── StoreError           the store itself failed: disk full, no access, a missing key
 
 Every message says what was found, what was expected, and what to do. After any of these errors the context is exactly
@@ -152,8 +152,9 @@ class StaleOwner(SnapshotError):
 
 
 class StateLost(SnapshotError):
-    """Raised when messages name an absorbed stream, and no memory that holds it can be reached. The messages do not
-    contain the stream: absorb it again, or take its stand-in out of the history."""
+    """Raised when messages name an absorbed stream, and no memory that holds it can be reached: the messages do not
+    contain the stream, so absorb it again, or take its stand-in out of the history. And when a call without the history
+    goes on from turns that were not saved and are lost, as the call behind them was undone: give the whole history."""
 
 
 class StoreError(SnapshotError):

@@ -104,8 +104,8 @@ def fitting(reachable: Mapping[bytes, Boundary], keys: Keys, said: Sequence[Mess
 
     Args:
         reachable: by key.
-        keys: of the boundaries of just these messages. Where no receipt among the recognised ones names a boundary,
-            they are read only once no boundary behind them fits.
+        keys: of the boundaries of just these messages. Recognised messages are read only if one of their receipts may
+            name a boundary, or if no later boundary fits.
     """
     matches = ((count, reachable[keys[count]], keys) for count in range(len(said), 0, -1) if keys[count] in reachable)
     streams: dict[bytes, list[bytes]] = {}

@@ -61,6 +61,8 @@ def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
     Args:
         live: where the thread's open context rests.
     """
+    if live is not None and live.tokens and live.key not in stored:  # it is the newest, and may be on the side, too
+        stored = {**stored, live.key: (1 + max((number for number, _ in stored.values()), default=0), live)}
     marked = [row for row in stored.values() if row[1].appended]
     if marked:
         return max([*marked, *(row for row in stored.values() if row[1].stream)], key=lambda row: row[0])[1]

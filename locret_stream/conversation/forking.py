@@ -8,7 +8,6 @@ import asyncio
 import msgspec
 
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.conversation.boundary_pruning import tip_of
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError, ContextBusy, InputError, StoreError
@@ -20,8 +19,8 @@ async def fork(threads: Threads, name: str, new: str) -> None:
 
     Raises:
         InputError: the old thread was told nothing, or the new one something. ConfigError: there is no store.
-            ContextBusy: the new thread is in use. SnapshotError: the old one cannot be loaded or saved; both are as
-            they were.
+            ContextBusy: the new thread is in use. SnapshotError: the old one cannot be loaded or saved, or a call that
+            was undone took what it was told last (StateLost); both are as they were.
     """
     thread, copy = threads.named(name), threads.named(new)
     if thread.session is None:
@@ -32,15 +31,17 @@ async def fork(threads: Threads, name: str, new: str) -> None:
         if copy.users > 1:  # not waited for: a call that has it may wait for the old thread
             raise ContextBusy(f"thread {new!r} is in use; expected a thread that is new")
         async with copy.lock, threads.gate:
+            made = asyncio.Event()
             try:
-                await to_the_end(_fork(threads, thread, copy, name, new))
-            except asyncio.CancelledError:  # the fork was made all the same, and the caller does not know of it
-                if copy.fed:
+                await to_the_end(_fork(threads, thread, copy, name, new, made))
+            except asyncio.CancelledError:  # the fork may be made all the same, and the caller does not know of it
+                if made.is_set():
                     await to_the_end(_remove(copy))
                 raise
 
 
-async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: str) -> None:
+async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: str, made: asyncio.Event) -> None:
+    """`made` is set once the new thread is there: what it held before is none of the fork's."""
     try:
         await copy.look_up()
         if copy.open or copy.stored:
@@ -48,7 +49,7 @@ async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: 
                              "to forget that one first")
         await thread.look_up()
         await thread.keep()
-        tip = tip_of(thread.snapshots, thread.live)
+        tip = thread.tip()
         if tip is None:
             raise InputError(f"thread {name!r} was told nothing, so there is nothing to fork")
         await thread.move_to(tip)
@@ -56,6 +57,7 @@ async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: 
             raise StoreError(f"thread {name!r} cannot be saved, so it cannot be forked; the log tells why")
         assert thread.session is not None
         await copy.take_over(thread, msgspec.structs.replace(tip, owner=thread.owner or thread.session))
+        made.set()
     finally:
         await threads.rest(thread)
 

@@ -60,8 +60,8 @@ class History(Sequence[Message]):
         self._read, self._known, self._remember = read, [*known], remember
 
     def known(self, start: bytes) -> Known | None:
-        """What the longest beginning is that was recognised, begins behind that key, and leaves something to read; of
-        all of the messages nothing but the last key would be known without reading them."""
+        """The longest recognised beginning that starts behind that key, if possible not the whole history: of that only
+        the last key is known, and a turn usually needs earlier ones."""
         found = [known for known in self._known if known.start == start]
         return next((known for known in found if known.count < len(self)), found[0] if found else None)
 
@@ -105,7 +105,7 @@ class Keys(Sequence[bytes]):
     out when somebody asks for one.
 
     Attributes:
-        known: the recognised beginning, as long as its messages were not read and the keys in it not worked out.
+        known: the recognised beginning; None once somebody asked for a key inside it.
         last_stream: of all messages, as `Known` has it.
     """
 

@@ -26,7 +26,6 @@ from locret_stream.conversation.boundaries import (
     split,
     what_differs,
 )
-from locret_stream.conversation.boundary_pruning import tip_of
 from locret_stream.conversation.histories import Keys
 from locret_stream.conversation.messages import Message, chain
 from locret_stream.conversation.places import Placing, packed
@@ -131,14 +130,15 @@ async def reach_behind(threads: Threads, thread: Thread, request: Request) -> tu
     that comes back contains.
 
     Raises:
-        SnapshotError: it cannot be brought there. ConfigError: the template has no fixed place there, or the tools are
-            not those that the thread was told of and `on_change` is not "late".
+        SnapshotError: it cannot be brought there, or a call that was undone took what the thread was told last
+            (StateLost). ConfigError: the template has no fixed place there, or the tools are not those that the thread
+            was told of and `on_change` is not "late".
     """
     async def to_the_boundary() -> tuple[Boundary, Source] | None:
         if request.behind:
             base = next((each for each in thread.reachable().values() if each.mark == request.behind), None)
         else:
-            base = tip_of(thread.snapshots, thread.live)
+            base = thread.tip()
         return None if base is None else (base, await thread.reach(base, rebuild=request.on_mismatch == "rebuild"))
 
     brought = await _looking_again(thread, to_the_boundary)
@@ -220,7 +220,7 @@ class _Search:
                 continue
             if (source := await self._bring(boundary)) is None:
                 continue
-            if keys is not exact and boundary.key not in exact:
+            if self._last or (keys is not exact and boundary.key not in exact):
                 await self._thread.keep()  # reading the messages again could not restore it
             return Reached(rendered, count, at, keys, boundary, source, self._why, shown, first)
         self._rendered = await self._aside(partial(template.render, said, tools))
@@ -313,6 +313,9 @@ class _Search:
     def _what_it_costs(self) -> str:
         """A warning, if all is read again because of other tools, another system text, model or budget."""
         unusable = self._why.startswith(UNUSABLE)
+        if self._thread.lost and self._reachable and not unusable:
+            return (f"thread {self._request.thread!r} was read again from the messages given, and what stood before "
+                    "them is gone: what it was told since its last save was undone with the call after that")
         if not unusable and self._why not in (OTHER_SYSTEM, OTHER_TOOLS):
             return ""
         more = '. on_mismatch="rebuild" reads its log of tokens instead'

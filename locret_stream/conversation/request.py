@@ -107,10 +107,10 @@ class Delivery:
             asyncio.CancelledError: the call was left, or this was cancelled, before the answer was taken.
         """
         self.offer()
-        waited_s = 0.0
+        waited_s, taken = 0.0, asyncio.wrap_future(self._taken)
         try:
             while not self._taken.done():
-                await asyncio.wait([asyncio.wrap_future(self._taken)], timeout=self.POLL_S)
+                await asyncio.wait([taken], timeout=self.POLL_S)
                 waited_s += self.POLL_S * wanted()
                 if waited_s >= self.PATIENCE_S:
                     self.take()

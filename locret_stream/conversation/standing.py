@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundaries import Boundary
-from locret_stream.conversation.boundary_pruning import tip_of, untold
+from locret_stream.conversation.boundary_pruning import untold
 from locret_stream.conversation.matching import STAND_INS
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.recalling import recollect
@@ -35,10 +35,11 @@ async def at_rest(threads: Threads, name: str, *, told: bool = True) -> AsyncIte
         told: whether a thread that was created, and told nothing yet, counts as none.
 
     Raises:
-        ThreadNotFound: it was told nothing. SnapshotError: it cannot be loaded.
+        ThreadNotFound: it was told nothing. SnapshotError: it cannot be loaded, or a call that was undone took what it
+            was told last (StateLost).
     """
     async with alone(threads, name) as thread:
-        tip = tip_of(thread.snapshots, thread.live) or (None if told else untold(thread.snapshots))
+        tip = thread.tip() or (None if told else untold(thread.snapshots))
         if tip is None:
             raise ThreadNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
         await thread.move_to(tip)
@@ -102,11 +103,12 @@ async def refocus(threads: Threads, name: str, text: str | None) -> int:
             and `StreamingContext.focus`.
     """
     async with threads.exclusive(Request([], thread=name)) as thread:
-        tip = tip_of(thread.snapshots, thread.live)
+        tip = thread.tip()
         if tip is None:
             raise ThreadNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was, or a "
                                    "focus with the first call that tells it something")
         await thread.move_to(tip)
+        await thread.keep()  # no messages are given by which it could be read again
         await thread.feed([], text or "")
         thread.rest_at(tip)
         if not await thread.save_again():
@@ -138,6 +140,7 @@ async def rewind(threads: Threads, name: str, *, mark: bytes = b"", generation: 
                              "elsewhere; expected the end of an answer that was appended, or a stream")
         await thread.move_to(boundary)
         await to_the_end(thread.delete_after(number))
+        thread.lost = b""  # what is gone is not asked for
         return boundary
 
 

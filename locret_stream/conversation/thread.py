@@ -2,7 +2,8 @@
 
 A compressed memory cannot be cut back to an earlier message, so each message boundary that may be needed again is a
 snapshot of the thread's session, and bears the chained digest of the messages that it holds (`messages.chain`).
-Whatever happens to a turn, boundaries that existed before it exist after it.
+Whatever happens to a turn, boundaries that were stored before it are stored after it. One that was not stored yet is
+lost with a turn that is undone; the thread knows that (`lost`), and goes on only from messages that are given.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from locret_stream.context import StreamingContext
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.saving import storing
 from locret_stream.conversation.boundaries import Boundary, from_note
-from locret_stream.conversation.boundary_pruning import kept
+from locret_stream.conversation.boundary_pruning import kept, tip_of
 from locret_stream.conversation.request import Save
 from locret_stream.errors import (
     SnapshotCorrupt,
@@ -28,6 +29,7 @@ from locret_stream.errors import (
     SnapshotMismatch,
     SnapshotNotFound,
     StaleOwner,
+    StateLost,
     StoreError,
 )
 from locret_stream.runtime import Runtime
@@ -41,17 +43,21 @@ Source = Literal["live", "snapshot", "log", "new", "rebuild"]
 
 
 class Before(NamedTuple):
-    """How a thread stood before a turn fed it anything: its `fed`, and the generations by which it was swapped out."""
+    """How a thread stood before a turn fed it anything: its `fed`, the generations by which it was swapped out, the key
+    of the boundary where it rested if that was not stored, and its `lost`."""
 
     fed: bool
     swap_generations: frozenset[int]
+    unsaved: bytes
+    lost: bytes
 
 
 @dataclass
 class Thread:
     """One thread's memory as this process has it.
 
-    Everything but `users` and `hinted` is changed only with the `lock` held, by the methods here, on one event loop.
+    Everything but `users` and `hinted` is changed only with the `lock` held, by the methods here, on one event loop;
+    a conversation without a thread that nobody uses is closed without it.
 
     Attributes:
         runtime: in which its context is opened.
@@ -69,6 +75,8 @@ class Thread:
         users: calls that use it or wait for it.
         fed: tokens were fed to it since it is in this process.
         hinted: the log already says that every call is to be given the whole history.
+        lost: key of the boundary where it was told something last, which was not stored and is gone, as the call that
+            went on from it was undone; b"" for none.
         before: how it stood before this turn fed it anything; None: nothing was fed yet.
         new_generations: of the snapshots made since then.
     """
@@ -87,6 +95,7 @@ class Thread:
     users: int = 0
     fed: bool = False
     hinted: bool = False
+    lost: bytes = b""
     before: Before | None = None
     new_generations: list[int] = field(default_factory=list)
 
@@ -125,6 +134,24 @@ class Thread:
             boundaries[self.live.key] = self.live
         return boundaries
 
+    @property
+    def _unsaved(self) -> bytes:
+        """Key of the boundary where its open context rests, if it should be stored and is not; b"" for none."""
+        live = self.live
+        return live.key if live and self.session and not self.stale and live.key not in self.snapshots else b""
+
+    def tip(self) -> Boundary | None:
+        """The boundary where it was told something last, after `look_up`; None if there is none.
+
+        Raises:
+            StateLost: that boundary is gone, so that what it was told since the one before would be missing.
+        """
+        if self.lost and (self.live is None or self.live.key != self.lost):
+            raise StateLost(f"thread {self.name or self.session!r} holds no more what it was told since it was saved "
+                            "last: the call after that was cancelled or failed, and undone. Expected the whole history "
+                            "once, from which it is read again, or save=\"turn\", which saves behind every call")
+        return tip_of(self.snapshots, self.live)
+
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
         """For the length of a block that uses the thread or waits for it, the thread stays in this process."""
@@ -160,6 +187,8 @@ class Thread:
             if (boundary := from_note(row.note)) is not None and boundary.tokens == row.tokens:
                 self.stored[boundary.key] = (row.generation, boundary)
                 self.owner = boundary.owner
+        if self.lost in self.stored:  # it was swapped out there, which stores it
+            self.lost = b""
 
     # -- moving to a boundary ---------------------------------------------------------------------------------
 
@@ -209,8 +238,9 @@ class Thread:
         self._mark_used(boundary)
         if self.live is not None and self.live.key == boundary.key:
             return "live"
-        generation = self.snapshots[boundary.key][0]
-        await self._move(generation)
+        if boundary.key not in self.snapshots:  # saving where the thread rested displaced it meanwhile
+            raise SnapshotNotFound(f"a boundary of {self.session!r} is kept no more; expected a later one")
+        await self._move(self.snapshots[boundary.key][0])
         self.boundary = boundary
         return "snapshot"
 
@@ -220,6 +250,7 @@ class Thread:
     async def _move(self, generation: int) -> None:
         """Put the context where the snapshot of that generation is; 0 is the beginning."""
         await self.keep()
+        self.lost = self._unsaved or self.lost
         if self.open and self.session is not None and not self.stale:
             boundary, self.boundary = self.boundary, None  # cancelled, the context may rest at either place
             try:
@@ -247,7 +278,7 @@ class Thread:
     async def feed(self, ids: list[int], focus: str | None = None) -> None:
         """Feed token ids, under that focus unless it is None; from here on the thread rests at no boundary."""
         context = self.context
-        self.before = self.before or Before(self.fed, context.swap_generations)
+        self.before = self.before or Before(self.fed, context.swap_generations, self._unsaved, self.lost)
         self.boundary, context.disposable, self.fed = None, False, True
         if focus is not None:
             await context.focus(focus)
@@ -258,6 +289,9 @@ class Thread:
         """The context rests at that boundary now; its next snapshot says so."""
         boundary = msgspec.structs.replace(boundary, name=self.name)
         self.context.note, self.boundary = msgspec.msgpack.encode(boundary), boundary
+        end = self.lost and (boundary.stream or boundary.role == "assistant")  # of a question it may be on the side
+        if end and (tip := tip_of(self.snapshots, boundary)) is not None and tip.key == boundary.key:
+            self.lost = b""  # messages that were given lead here: this is what it was told last
 
     def settle(self) -> None:
         """What this turn fed stays."""
@@ -267,11 +301,16 @@ class Thread:
             self.prune()
 
     async def undo(self) -> None:
-        """Remove what this turn fed from memory, snapshots and log. The context is closed, if anything was fed."""
+        """Remove what this turn fed from memory, snapshots and log. The context is closed, if anything was fed, and the
+        boundary where it rested before is `lost` unless it is stored."""
         if self.before is None:
             return
         await self.close()
         before, self.before = self.before, None
+        self.lost = before.unsaved or before.lost
+        if before.unsaved:
+            _log.warning("%r: a call was undone, and with it what was told since the last save, which is read again "
+                         "from the next history", self.session)
         new, self.new_generations = self.new_generations, []
         self.boundary, self.fed = None, before.fed
         if self.stored is not None:
@@ -391,7 +430,7 @@ class Thread:
             if context.name == self.session:  # else the store had something of that name, which stays
                 await self.delete_failed()
             raise
-        self.ctx, self.boundary, self.owner, self.fed = context, boundary, boundary.owner, True
+        self.ctx, self.boundary, self.owner, self.fed, self.lost = context, boundary, boundary.owner, True, b""
         self.stored = {boundary.key: (snapshot.generation, boundary)}
         self.prune()
 
@@ -400,7 +439,7 @@ class Thread:
         """
         await self.close()
         self._detach()
-        self.used, self.owner, self.fed = {}, "", False
+        self.used, self.owner, self.fed, self.lost = {}, "", False, b""
 
     def _detach(self) -> None:
         self.ctx = self.boundary = self.stored = None

@@ -33,7 +33,7 @@ def bound_threads(runtime: Runtime) -> None:
 
 
 class Absorbing(Protocol):
-    """A stream that is being absorbed (`ingesting.Absorption`)."""
+    """A stream that is being absorbed (`absorbing.Absorption`)."""
 
     async def abort(self) -> None:
         """Undo it and release its thread."""

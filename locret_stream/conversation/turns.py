@@ -35,8 +35,8 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
     """Answer: `emit` is given the parts of the answer, then its end. With a `delivery` the turn ends when the caller
     has taken that end.
 
-    Cancelled, left or failing anywhere, the thread rests at a boundary that it had before, and nothing of the call
-    stays.
+    Cancelled, left or failing anywhere, the thread rests at a stored boundary that it had before, and nothing of the
+    call stays; a boundary that was not stored is read again from the next history.
 
     Raises:
         StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.
@@ -102,7 +102,7 @@ class Turn:
         begun = self._thread.context.memory.tokens + (len(prompt + opening) if recalled.ids else 0)
         reply, ended = await self._decode(prompt + opening, recalled)
         receipt: dict[str, Any] = {"source": reached.source, "reused": self._before, "fed": begun - self._before}
-        receipt |= {"appended": len(self._request.said) - reached.first} if self._request.append else {}
+        receipt |= {"appended": len(self._request.said) - reached.count} if self._request.append else {}
         receipt |= {"why": reached.why} if reached.why else {}
         receipt |= {"late": reached.late} if reached.late else {}
         tools_left_out = bool(self._request.tools) and not self._threads.template.tells_of_tools
@@ -218,14 +218,20 @@ class Turn:
 
     def _left_out(self) -> list[int]:
         """Numbers of new messages whose text the template does not show: a system text, or the text of an answer with
-        tool calls.
+        tool calls. They count the messages given; of messages that come behind what is held, from the first new one.
 
         Raises:
             ConfigError: it does not show any other text.
         """
-        numbers = [number for number in self._reached.rendered.left_out if number >= self._reached.first]
-        for number in numbers:
-            message = self._reached.shown[number]
+        reached, said, numbers = self._reached, self._request.said, []
+        late = len(reached.shown) - reached.first - (len(said) - reached.count)  # a message among them that is not new
+        before = 0 if self._request.append or self._request.behind else reached.count
+        for shown in (number for number in reached.rendered.left_out if number >= reached.first):
+            message, new = reached.shown[shown], shown - reached.first
+            if new >= late and said[reached.count + new - late].digest == message.digest:
+                new -= late
+            number = before + new
+            numbers.append(number)
             if message.role != "system" and not message.calls:
                 raise ConfigError(f"the chat template leaves out message {number} ({message.role}); expected a "
                                   "template that shows it, or a conversation without it")

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
 
 from langchain_locret import LateWarning, LocretChatModel, RebuildWarning
 from locret_stream import ConfigError, ContextBusy, InputError, Store
@@ -162,11 +162,13 @@ def test_what_is_appended_may_bring_another_system_text_and_other_tools(chat: Lo
     assert held(chat, "a").count("Be brief.") == 1 and held(chat, "a").startswith(before)
     with pytest.warns(LateWarning, match="the system prompt of thread 'a' changed"):
         changed = append.invoke([SystemMessage("Be loud."), HumanMessage("three")], A)
+    assert receipt(changed)["appended"] == 1
     assert receipt(changed)["late"] == "the system prompt" and held(chat, "a").count("Be loud.") == 1
     before = held(chat, "a")
     with pytest.warns(LateWarning, match="the tools of thread 'a' changed"):
         answer = chat.bind_tools([look], append=True).invoke("four", A)
     assert receipt(answer)["source"] == "live" and held(chat, "a").startswith(before)
+    assert receipt(answer)["appended"] == 1
     assert "Look a thing up." in held(chat, "a").removeprefix(before)
     before = held(chat, "a")
     assert "late" not in receipt(chat.bind_tools([look], append=True).invoke("five", A))
@@ -216,3 +218,15 @@ async def test_a_thread_is_forgotten_with_its_forks_however_busy_these_are(scrip
             assert await forgetting
             assert receipt(await late)["reused"] == 0
         assert await chat.alist_threads() == ["x"]
+
+
+@pytest.mark.parametrize("save", ["turn", "run"])
+def test_what_is_appended_comes_behind_no_call_on_the_side_saved_or_not(script: Script, tmp_path: Path, save: str):
+    with model(Store(tmp_path), save=save) as chat:
+        history: list[BaseMessage] = [SystemMessage("Be brief.")]
+        for said in ("one", "two"):
+            history += [HumanMessage(said)]
+            history += [chat.invoke(history, A)]
+        chat.invoke([SystemMessage("Name this conversation."), HumanMessage("one, two")], A)
+        answer = chat.invoke("three", thread("a", append=True))
+        assert held(chat, "a") == rendered([*history, HumanMessage("three"), answer])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -215,3 +216,36 @@ def test_a_model_can_be_pickled_by_its_settings_and_over_objects_not(tmp_path: P
     assert twin.shared is chat.shared and twin.temperature == 0.5
     with pytest.raises(ConfigError, match="cannot be pickled"):
         pickle.dumps(LocretChatModel(model="x", runtime=runtime(tmp_path)))
+
+
+def test_a_fallback_model_saves_its_own_turns(chat: LocretChatModel, tmp_path: Path):
+    """The middleware saves its own model's thread alone, at the end of the run."""
+    seen: list[dict[str, Any]] = []
+    with model(tmp_path / "other") as other:
+        for each in (other, chat):
+            request = types.SimpleNamespace(model=each, model_settings={},
+                                            override=lambda **more: types.SimpleNamespace(**more))
+            LocretMiddleware(chat).wrap_model_call(request, lambda given: seen.append(given.model_settings))
+    assert seen == [{}, {"save": "run"}]
+
+
+class _Said(TypedDict):
+    messages: Annotated[list[BaseMessage], add_messages]
+
+
+def test_append_of_a_graph_holds_for_its_own_thread_alone(chat: LocretChatModel):
+    first = chat.invoke("one", thread("bob"))
+    aside, asides = [HumanMessage("an aside")], []
+
+    def node(state: _Said) -> dict[str, Any]:
+        asides.extend(chat.invoke(aside, thread("b2")) for _ in range(2))
+        asides.append(chat.invoke(aside, {"configurable": {"thread_id": None}}))
+        asides.append(chat.bind(thread_id="b3").invoke(aside))
+        return {"messages": [chat.invoke(state["messages"])]}
+
+    graph = StateGraph(_Said).add_node("node", node).add_edge(START, "node").compile()
+    last = graph.invoke({"messages": [HumanMessage("two")]}, thread("bob", append=True))["messages"][-1]
+    assert receipt(last)["appended"] == 1
+    assert held(chat, "bob") == rendered([HumanMessage("one"), first, HumanMessage("two"), last])
+    assert not any("appended" in receipt(answer) for answer in asides)
+    assert held(chat, "b2") == rendered([*aside, asides[1]])

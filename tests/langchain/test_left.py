@@ -294,3 +294,36 @@ def test_a_fork_that_closing_cut_short_is_not_there(script: Script, tmp_path: Pa
             waiting.join()
         assert failed and chat.list_threads() == ["a"]
         chat.fork_thread("a", "b")
+
+
+async def test_a_fork_that_is_cancelled_leaves_a_thread_of_the_new_name_as_it_is(script: Script, tmp_path: Path,
+                                                                                 monkeypatch):
+    fork, begun = forking._fork, threading.Event()
+
+    async def slow(*arguments: Any) -> None:
+        begun.set()
+        await asyncio.sleep(0.3)
+        await fork(*arguments)
+
+    with model(Store(tmp_path)) as chat:
+        await chat.ainvoke("one", A)
+        await chat.ainvoke("two", B)
+        before = held(chat, "b")
+        with monkeypatch.context() as patch:
+            patch.setattr(forking, "_fork", slow)
+            forked = asyncio.create_task(chat.afork_thread("a", "b"))
+            await asyncio.to_thread(begun.wait)
+            forked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await forked
+        answer = await chat.ainvoke("three", thread("b", append=True))
+        assert receipt(answer)["source"] in ("live", "snapshot") and held(chat, "b").startswith(before)
+
+
+async def test_an_end_that_nobody_takes_gathers_nothing():
+    delivery = Delivery()
+    waiting = asyncio.create_task(delivery.wait(lambda: False))
+    await asyncio.sleep(4 * Delivery.POLL_S)
+    assert len(delivery._taken._done_callbacks) == 1
+    assert delivery.take()
+    await waiting

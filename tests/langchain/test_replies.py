@@ -10,12 +10,13 @@ from operator import add
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.messages.utils import message_chunk_to_message
 
 from langchain_locret.messages import read
 from langchain_locret.replies import chunk_of
 from locret_stream import ConfigError
+from locret_stream.conversation.parts import Call, Part
 from locret_stream.conversation.replies import Reply, response_template, shows_special
 from tests.langchain.support import PROMPT, tokenizer
 
@@ -137,3 +138,12 @@ def test_the_template_of_a_reply_is_the_given_one_the_tokenizers_or_what_its_cha
 def test_special_tokens_are_shown_only_where_they_tell_the_parts_apart():
     assert shows_special(THINKING, ["<think>", "<|im_end|>"])
     assert not shows_special(THINKING, ["<|im_end|>", ""])
+
+
+@pytest.mark.parametrize("written", ['{"name": "look", "parameters": {"at": "sh', ' {"name"', "{}", '"a', '"a"', "[1",
+                                     "x" * 2000])
+def test_a_call_that_was_cut_off_is_none_whatever_its_form(written: str):
+    """LangChain completes the beginning of an object; a call of the name "" would be run."""
+    message = message_chunk_to_message(chunk_of(Part(calls=(Call(None, written, "i", 0),))))
+    assert not message.tool_calls and len(message.invalid_tool_calls) == 1
+    assert read([HumanMessage("?"), message])[1].content == written

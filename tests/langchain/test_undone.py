@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
-from langchain_locret import LocretChatModel
+from langchain_locret import LocretChatModel, RebuildWarning, StateLost
 from locret_stream import SourceError, Store
+from locret_stream.conversation.thread import Thread
 from tests.langchain.support import Script, held, model, receipt, rendered, thread, tokenizer
 
 SECRET = "kumquat 48213 "
@@ -202,3 +203,71 @@ async def test_a_turn_cut_short_when_its_context_was_closed_leaves_no_byte(scrip
         assert receipt(answer)["source"] == "snapshot" and held(chat, "a") == rendered(
             [*history, HumanMessage("next"), answer])
         assert not traces(tmp_path, SECRET)
+
+
+async def unsaved_then_cut(chat: LocretChatModel, script: Script) -> list[Any]:
+    """A thread whose first turn is saved; the second is not, and goes with the third, which is cancelled."""
+    history: list[Any] = [HumanMessage("one")]
+    history += [await chat.ainvoke(history, A)]
+    assert await chat.asave_thread("a")
+    history += [HumanMessage("two")]
+    history += [await chat.ainvoke(history, A)]
+    await cut(chat, script, [*history, HumanMessage(SECRET * 40)], "cancel")
+    return history
+
+
+async def test_unsaved_turns_that_went_with_a_cancelled_call_are_read_again_and_never_missed_silently(
+        script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with model(Store(tmp_path), save="run") as chat:
+        history = await unsaved_then_cut(chat, script)
+        for goes_on in (lambda: chat.ainvoke("three", thread("a", append=True)), lambda: chat.afork_thread("a", "b"),
+                        lambda: chat.aingest(iter(["a line"]), thread_id="a")):
+            with pytest.raises(StateLost, match="Expected the whole history once"):
+                await goes_on()
+        assert caplog.text.count("a call was undone, and with it what was told since the last save") == 1
+        aside = await chat.ainvoke([SystemMessage("Name this."), HumanMessage("three")], A)
+        assert aside.text == "You said: three"
+        with pytest.raises(StateLost):  # a call on the side brings nothing back
+            await chat.ainvoke("three", thread("a", append=True))
+        await cut(chat, script, [*history, HumanMessage(SECRET * 40)], "cancel")  # nor does one that is undone, too
+        with pytest.raises(StateLost):
+            await chat.ainvoke("three", thread("a", append=True))
+        history += [HumanMessage("three")]
+        history += [await chat.ainvoke(history, A)]
+        assert held(chat, "a") == rendered(history) and receipt(history[-1])["source"] == "snapshot"
+        last = await chat.ainvoke("four", thread("a", append=True))
+        assert held(chat, "a") == rendered([*history, HumanMessage("four"), last])
+
+
+async def test_a_history_without_its_beginning_says_that_unsaved_turns_are_gone(script: Script, tmp_path: Path):
+    with model(Store(tmp_path), save="run") as chat:
+        history = await unsaved_then_cut(chat, script)
+        with pytest.warns(RebuildWarning, match="undone with the call after that"):
+            answer = await chat.ainvoke([history[-1], HumanMessage("three")], A)
+        last = await chat.ainvoke("four", thread("a", append=True))  # it was told, and begins where the caller said
+        assert held(chat, "a") == rendered([history[-1], HumanMessage("three"), answer, HumanMessage("four"), last])
+
+
+async def test_what_a_swap_out_stored_is_not_lost(script: Script, tmp_path: Path):
+    with model(Store(tmp_path), save="run") as chat:
+        history = [HumanMessage("one")]
+        history += [await chat.ainvoke(history, A)]
+        found = chat.shared._loop.threads.named("a")
+        found.lost = found.boundary.key
+        await chat.asave_thread("a")
+        await found.close()
+        assert receipt(await chat.ainvoke("two", thread("a", append=True)))["appended"] == 1 and not found.lost
+
+
+async def test_a_stream_that_could_not_be_saved_is_saved_before_a_call_goes_on_from_it(
+        script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def full(thread: Thread) -> bool:
+        return False
+
+    with model(Store(tmp_path)) as chat:
+        with monkeypatch.context() as patch:
+            patch.setattr(Thread, "keep", full)
+            stub = await chat.aingest(iter(["a line of the log\n"] * 30), thread_id="a")
+        await cut(chat, script, [stub, HumanMessage(SECRET * 40)], "cancel")
+        answer = await chat.ainvoke([stub, HumanMessage("what?")], A)
+        assert receipt(answer)["source"] == "snapshot" and held(chat, "a").count("a line of the log") == 30

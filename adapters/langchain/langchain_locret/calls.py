@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # loads torch
     from locret_stream.conversation.threads import Threads
 
 T = TypeVar("T")
+_IDS = ("session_id", "thread_id")  # of a thread, in a config
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _OPTIONS = {*SAMPLING, "thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "stream_usage",
             "strict", "focus", "recall", "append", "parallel_tool_calls"}
@@ -142,16 +143,19 @@ def with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[s
     """The options with `thread_id` and `append` of the config: no RunnableConfig reaches `_stream`, but LangGraph's
     context variable does.
 
-    An explicit None means no thread, also for a call from inside a thread.
+    An explicit None means no thread, also for a call from inside a thread. `append` goes with the thread that it was
+    said of: that of the surrounding graph holds only where its `thread_id` does.
     """
     configurable = ensure_config(config).get("configurable") or {}
-    if "append" in configurable:
-        kwargs = {"append": configurable["append"], **kwargs}
+    named = (config or {}).get("configurable") or {}
+    said_of_it = configurable if "thread_id" not in kwargs else {} if any(name in named for name in _IDS) else named
+    if "append" in said_of_it:
+        kwargs = {"append": said_of_it["append"], **kwargs}
     if "thread_id" in kwargs:
         return {**kwargs, "thread_id": None if kwargs["thread_id"] is None else str(kwargs["thread_id"])}
-    ids = [configurable[name] for name in ("session_id", "thread_id") if name in configurable]
-    given = next((thread_id for thread_id in ids if thread_id is not None), None)
-    return {**kwargs, "thread_id": None if given is None else str(given)} if ids else kwargs
+    ids = [configurable[name] for name in _IDS if name in configurable]
+    thread = next((thread_id for thread_id in ids if thread_id is not None), None)
+    return {**kwargs, "thread_id": None if thread is None else str(thread)} if ids else kwargs
 
 
 def tool_choice_of(choice: Any, tools: Sequence[dict[str, Any]]) -> str:

@@ -66,7 +66,8 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         model.invoke([HumanMessage("the password of the vault is 4182 .")], config)
 
     Give every call the whole history, as LangChain does: messages that the memory already holds are not read again. The
-    memory used is always that of the messages given, or of a longer history that provably ends with them. The receipt,
+    memory used holds the messages given, or a longer history that provably ends with them; another system text or other
+    tools stand behind it, and with append=True it holds whatever the thread was told. The receipt,
     `response_metadata["locret"]`, says which (`source`, `reused`, `fed`); an absorbed stream that cannot be reached
     raises StateLost. Without a `thread_id` (or `session_id`) in the config nothing is stored.
 

@@ -64,8 +64,9 @@ def _numbers_of(message: AIMessage) -> dict[str, int]:
 
 def as_argument(written: str) -> str:
     """What was written of a call that cannot be read, as LangChain is given it: it would try every beginning of a long
-    text as JSON, but recognises a JSON string at once."""
-    return written if len(written) <= 1000 else json.dumps(written, ensure_ascii=False)
+    text as JSON, and complete the beginning of an object to a call; but it recognises a JSON string at once."""
+    plain = len(written) <= 1000 and not written.lstrip().startswith(("{", '"'))
+    return written if plain else json.dumps(written, ensure_ascii=False)
 
 
 def _as_written(argument: str) -> str:

@@ -62,8 +62,8 @@ class LocretMiddleware(AgentMiddleware):
         return None
 
     def _later(self, request: ModelRequest) -> ModelRequest:
-        if not isinstance(request.model, LocretChatModel):  # a fallback model, for example
-            return request
+        if not isinstance(request.model, LocretChatModel) or request.model.shared is not self.model.shared:
+            return request  # such as a fallback model, which nobody would save at the end of the run
         return request.override(model_settings={**request.model_settings, "save": "run"})
 
 
