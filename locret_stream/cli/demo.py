@@ -43,9 +43,9 @@ HELP = """Stream real text past a small memory, then ask what was in it.
 
 Twelve facts lie at random places in the standard library's sources, among 110 sentences of the same shape that are \
 never asked; any model but the bundled one reads six facts as people tell them, and no decoys. Every question is asked \
-on a scratch copy of the memory, once more with recall, which first reads again what has the question's words, and of \
-a memory that keeps the first and the most recent tokens at the same budget. Then the memory is saved, and a new \
-process opens it and answers again.
+on a copy of the memory; once more with recall, which searches all that was read for the question's words and reads \
+those passages again; and of a memory that keeps the first and the most recent tokens at the same budget. Then the \
+memory is saved, and a new process opens it and answers again.
 
 Examples:
 

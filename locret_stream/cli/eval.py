@@ -97,7 +97,7 @@ def evaluate(
     knob: Annotated[list[str] | None, typer.Option(metavar="POLICY.NAME=VALUE", help=(
         "A policy's own setting; given again, another value of it."))] = None,
     store_bits: Annotated[list[int] | None, typer.Option(show_default="16", help=(
-        "Bits of a channel of the K and V that are kept: 16 (as the model has them), 8, 4 or 2; may be given more than "
+        "Bits per number of the K and V that are kept: 16 (as the model has them), 8, 4 or 2; may be given more than "
         "once. full keeps 16."))] = None,
     focus: Annotated[bool, typer.Option("--focus", help=(
         "Tell the first question of each stream beforehand, and ask only that one (Locret-Q)."))] = False,

@@ -30,11 +30,11 @@ Dtype = Annotated[str, typer.Option(help="Data type of the weights, such as bflo
 Acknowledge = Annotated[str | None, typer.Option(show_default="OK.; none for bundled", help=(
     'The reply between what was read and a question, which then has a turn of its own; "" for both in one turn.'))]
 Recall = Annotated[bool | None, typer.Option("--recall", help=(
-    "Before each question read again what has its words, evicted or not; all that is read is kept as text for that, "
-    "some 10 bytes a token."))]
+    "Before each question search all that was read for its words, evicted or not, and read those passages again; "
+    "for that the text is kept, some 10 bytes a token."))]
 StoreBits = Annotated[str | None, typer.Option(show_default="16", metavar="BITS[,BITS]", help=(
-    "Bits of a channel of the K and V that are kept, or of each: 16 (as the model has them), or 8 or 4, which hold "
-    "more units in the same bytes; 2 is coarse."))]
+    "Bits per number of the K and V that are kept; two values are for K and for V. 16: as the model has them; 8 or 4 "
+    "hold more units in the same bytes; 2 is coarse."))]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
 DEFAULT_STORE = "~/.local/share/locret"

@@ -57,15 +57,15 @@ def serve(
     store: StoreUrl = DEFAULT_STORE,
     key: Key = None,
     boundaries: Annotated[int, typer.Option(min=2, help=(
-        "Ends of messages that a session keeps: how far back a history, or a response, may go on."))] = BOUNDARIES,
+        "Snapshots that a session keeps, one at each end of a message: how far back one may go on."))] = BOUNDARIES,
     max_live: Annotated[int, typer.Option(min=1, help="Memories in slots at once; others wait in the store.")] = 4,
     max_waiting: Annotated[int, typer.Option(min=0, help=(
         "Requests that may wait for a slot; more are refused with status 429."))] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one answer.")] = 4096,
     timeout: Annotated[float, typer.Option(min=1, help="The most seconds of one answer, waiting included.")] = 600,
-    grace: Annotated[float, typer.Option(min=0, help="The most seconds that answers have to end at the end.")] = 600,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running answers get to finish at shutdown.")] = 600,
     unnamed_days: Annotated[float, typer.Option(min=0.01, help=(
-        "Days for which responses that named no session can be gone on from."))] = 30,
+        "Days that responses without a session name are kept."))] = 30,
     ray: Annotated[bool, typer.Option("--ray", help=(
         "On many machines, with Ray Serve: --max-live and --max-waiting are those of one replica."))] = False,
     ray_address: Annotated[str | None, typer.Option(envvar="RAY_ADDRESS", show_default="one on this machine", help=(

@@ -92,7 +92,8 @@ class HeadsOptions(msgspec.Struct, frozen=True):
     warmup: Annotated[float, typer.Option(show_default="0.667", help=(
         "Share of the steps in which the learning rate rises; then it falls to 0."))] = 2 / 3
     width: Annotated[int, typer.Option(help="Width of the heads' hidden layer.")] = 1024
-    features: Annotated[str, typer.Option(help="What the heads read: qkv (Locret) or hidden (KVzap).")] = "qkv"
+    features: Annotated[str, typer.Option(help=(
+        "What the heads read: qkv (Locret) or hidden (KVzap); trimkv takes both."))] = "qkv"
     output: Annotated[str, typer.Option(help="What the heads give: score, or retention (TRIM-KV).")] = "score"
     horizon: Annotated[int | None, typer.Option(show_default="4096", help=(
         "Tokens after which a unit is worth its label (retention)."))] = None
