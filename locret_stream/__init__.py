@@ -18,7 +18,17 @@ from locret_stream.version import __version__
 
 if TYPE_CHECKING:
     from locret_stream.config import Budget, Recall, Sampling, StreamConfig
-    from locret_stream.context import Feed, FeedReport, Generation, Memory, Recalled, Replay, StreamingContext, Token
+    from locret_stream.context import (
+        Answer,
+        Feed,
+        FeedReport,
+        Generation,
+        Memory,
+        Recalled,
+        Replay,
+        StreamingContext,
+        Token,
+    )
     from locret_stream.engine import Receipts
     from locret_stream.errors import (
         BudgetExceeded,
@@ -53,6 +63,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "Answer",
     "Budget",
     "BudgetExceeded",
     "Collected",
@@ -105,8 +116,8 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(("Budget", "Recall", "Sampling", "StreamConfig"), "config"),
-    **dict.fromkeys(("Feed", "FeedReport", "Generation", "Memory", "Recalled", "Replay", "StreamingContext", "Token"),
-                    "context"),
+    **dict.fromkeys(("Answer", "Feed", "FeedReport", "Generation", "Memory", "Recalled", "Replay", "StreamingContext",
+                     "Token"), "context"),
     **dict.fromkeys(("SyncContext", "SyncGeneration", "open_context"), "shorthand"),
     **dict.fromkeys(("Collected", "Snapshot", "Store", "Verified"), "snapshot"),
     **dict.fromkeys(("Runtime", "RuntimeMemory"), "runtime"),

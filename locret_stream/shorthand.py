@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from locret_stream.config import Recall
 from locret_stream.context import FeedReport, Generation, Memory, Recalled, StreamingContext, Token
 from locret_stream.context.sources import Source
-from locret_stream.context.streams import FinishReason
+from locret_stream.context.values import Answer, FinishReason
 from locret_stream.errors import ContextClosed
 from locret_stream.runtime import Runtime
 from locret_stream.snapshot import Snapshot
@@ -128,7 +128,7 @@ class SyncContext:
         """As `StreamingContext.focus`."""
         self._run(self._context().focus(text))
 
-    def ask(self, question: str, **options: Any) -> str:
+    def ask(self, question: str, **options: Any) -> Answer:
         """As `StreamingContext.ask`."""
         return self._run(self._context().ask(question, **options))
 

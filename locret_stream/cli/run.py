@@ -290,6 +290,12 @@ def _read_again(passages: Sequence[Recalled], evicts: bool, memory: Memory) -> s
     return f"Nothing was read again for it: {why}."
 
 
+def _say_if_cut(finish_reason: str | None, sampling: Sampling) -> None:
+    if finish_reason == "length":
+        err.print(f"The answer was cut off at {sampling.max_new_tokens} tokens; --max-new-tokens allows more.",
+                  soft_wrap=True)
+
+
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
                  as_json: bool, *, recall: bool, evicts: bool) -> None:
     """Answer every question from the same memory, and print the answers as they come; `recall`: as JSON with what was
@@ -300,18 +306,18 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
         if not as_json and len(questions) > 1:
             print(f"{question}\n  ", end="", flush=True)
         try:
-            text = await context.ask(question, sampling=sampling, on_token=None if as_json else line.add)
+            reply = await context.ask(question, sampling=sampling, on_token=None if as_json else line.add)
         except BaseException:
             if line.begun:
                 print(" …", flush=True)  # a part of an answer is not to look like a whole one
             raise
-        again = await context.recall(question) if recall and evicts else ()
-        if recall and not as_json:
-            err.print(_read_again(again, evicts, context.memory), soft_wrap=True)
-        answers.append({"question": question, "answer": text.strip()} | (
-            {"recalled": msgspec.to_builtins(again)} if recall else {}))
         if not as_json:
             print(flush=True)
+            _say_if_cut(reply.finish_reason, sampling)
+        if recall and not as_json:
+            err.print(_read_again(reply.recalled, evicts, context.memory), soft_wrap=True)
+        answers.append({"question": question, "answer": reply.strip(), "finish_reason": reply.finish_reason} | (
+            {"recalled": msgspec.to_builtins(reply.recalled)} if recall else {}))
     memory = context.memory
     if as_json:
         print_json({
@@ -359,8 +365,10 @@ async def chat(questions: Reader, context: StreamingContext, sampling: Sampling)
             break
         if not question.strip():
             continue
-        async for token in context.generate(question, sampling=sampling):
+        reply = context.generate(question, sampling=sampling)
+        async for token in reply:
             print(token.text, end="", flush=True)
         print(flush=True)
+        _say_if_cut(reply.finish_reason, sampling)
     if prompt:
         print(file=sys.stderr)

@@ -21,7 +21,7 @@ from locret_stream.context.session_state import CLOSED
 from locret_stream.context.sources import Source, as_piece
 from locret_stream.context.streams import Feed, Generation, Token
 from locret_stream.context.turns import Turn
-from locret_stream.context.values import Memory, sampling_of
+from locret_stream.context.values import Answer, Memory, sampling_of
 from locret_stream.engine import Occupancy, Receipts, occupancy
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed, InputError, StaleOwner
 from locret_stream.snapshot import NOTE_LIMIT, Branch, Restored, Snapshot, check_name
@@ -253,11 +253,11 @@ class StreamingContext:
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
                   recall: bool | Recall | None = None, aside: Sequence[int] = (),
-                  on_token: Callable[[Token], object] | None = None, **options: Any) -> str:
+                  on_token: Callable[[Token], object] | None = None, **options: Any) -> Answer:
         """The reply to `question`, computed on a scratch copy at the last accepted token: the memory stays as it is.
 
-        Waits in order for a scratch slot, and for no live one. With `schema` the reply is JSON that fits it, unless
-        `max_new_tokens` cut it off, which only `generate` tells apart.
+        It is text whose `finish_reason` says whether `max_new_tokens` cut it off ("length"); of a reply held to a
+        `schema` that is then no whole JSON. Waits in order for a scratch slot, and for no live one.
 
         Args:
             recall: whether the copy reads again, before the question, what has the question's words: what `recall`
@@ -289,7 +289,8 @@ class StreamingContext:
                 async for token in reply:
                     if on_token is not None:
                         on_token(token)
-                return reply.text
+                assert reply.finish_reason is not None, "it ended"
+                return Answer(reply.text, reply.finish_reason, reply.recalled)
 
     async def recall(self, question: str | list[int], recall: Recall | None = None) -> tuple[Recalled, ...]:
         """The passages of all that was read that have the words of a question, in the order in which they were read.

@@ -26,6 +26,7 @@ from locret_stream.context.recalling import NOTHING, REPLY, ReadAgain
 from locret_stream.context.session import Session
 from locret_stream.context.session_index import Recalled
 from locret_stream.context.sources import Puller, Source, as_piece
+from locret_stream.context.values import FinishReason
 from locret_stream.errors import (
     BudgetExceeded,
     ConfigError,
@@ -233,7 +234,6 @@ class Feed(_Operation, Coroutine[object, object, "FeedReport"]):
             return False
 
 
-FinishReason = Literal["eos", "stop", "length", "closed", "failed"]
 
 
 class Generation(_Operation):

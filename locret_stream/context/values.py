@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from locret_stream.config import Sampling
+from locret_stream.context.session_index import Recalled
 from locret_stream.errors import ConfigError
+
+FinishReason = Literal["eos", "stop", "length", "closed", "failed"]
+
+
+class Answer(str):
+    """The reply of `ask`, a `str` that also says how it came.
+
+    Attributes:
+        finish_reason: as of `Generation`. "length": `max_new_tokens` cut it off, so that it may lack its end.
+        recalled: the passages that were read again for it.
+    """
+
+    finish_reason: FinishReason
+    recalled: tuple[Recalled, ...]
+
+    def __new__(cls, text: str, finish_reason: FinishReason = "eos", recalled: tuple[Recalled, ...] = ()) -> Answer:
+        made = super().__new__(cls, text)
+        made.finish_reason, made.recalled = finish_reason, recalled
+        return made
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+from locret_stream.context import Answer
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.boundary_pruning import untold
@@ -23,7 +24,7 @@ from locret_stream.errors import ConfigError, InputError, SnapshotNotFound, Stal
 class Asked(NamedTuple):
     """An answer that the thread does not know of, and the passages that were read again for it."""
 
-    text: str
+    text: Answer
     recalled: list[dict[str, Any]]
 
 

@@ -161,7 +161,9 @@ class Sessions:
         async with self._in_time("ask", self._timeout(given)):
             asked = await ask(self.threads, thread, question, recall=given.recall, **self._sampling(given))
         unused = ignored(body, chat.Sampled, ("question",)) + [name for name in ("focus", "stream") if body.get(name)]
-        return {"object": "session.answer", "answer": asked.text, "recalled": asked.recalled,
+        cut = asked.text.finish_reason == "length"
+        return {"object": "session.answer", "answer": str(asked.text), "finish_reason": "length" if cut else "stop",
+                "recalled": asked.recalled,
                 "locret": {"ignored": unused} if unused else {}}
 
     async def fork(self, thread: str, new: str) -> None:

@@ -29,6 +29,7 @@ def test_run_answers_from_files_and_stdin(small: list[str], tmp_path: Path):
     assert code == 0, err
     found = json.loads(out)
     assert [a["question"] for a in found["answers"]] == ["What?", "And?"]
+    assert [a["finish_reason"] for a in found["answers"]] == ["length", "length"], "a random model never ends"
     assert found["tokens_fed"] == len("The door code of falcon is 48213.\nMore of it, from a pipe.\n")
     assert "memory:" in err
 
@@ -39,6 +40,7 @@ def test_run_reads_stdin_when_nothing_is_named(small: list[str]):
     assert json.loads(out)["tokens_fed"] == 4
     code, _, err = invoke("run", "--ask", "What?", "--max-new-tokens", 4, "--focus", "What?", *small, text="abc\n")
     assert code == 0 and "a focus of 5 tokens" in err
+    assert err.count("The answer was cut off at 4 tokens; --max-new-tokens allows more.") == 1
 
 
 def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):
@@ -46,6 +48,7 @@ def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):
     note.write_text("Hello.\n")
     code, _, err = invoke("run", note, "--max-new-tokens", 4, *small, text="Who?\n\nWhy?")
     assert code == 0, err
+    assert err.count("The answer was cut off at 4 tokens") == 2
     read = int(re.search(r"At the end: ([\d,]+) tokens", err)[1].replace(",", ""))
     assert read > len("Hello.\nWho?Why?")
 

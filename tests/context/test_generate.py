@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
+import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from locret_stream import ConfigError, Sampling
+from locret_stream import Answer, ConfigError, Sampling
 from locret_stream.context import Token
 from tests import tiny_tokenizers
 from tests.context.support import (
@@ -451,6 +454,20 @@ async def test_ask_tells_each_token_as_it_comes():
         assert len(told) == 11 and runtime.slots.scratch.free == 1, "the slot came back at once"
         expect_same(await snap(ctx), before)
         assert await ctx.ask("who?", max_new_tokens=9, ignore_eos=True) == answer
+
+
+@pytest.mark.parametrize(("how", "options"), [("length", {"max_new_tokens": 4}), ("stop", {"stop": "pass"}),
+                                              ("eos", {})])
+async def test_an_answer_is_text_that_says_how_it_ended(monkeypatch, how: str, options: dict):
+    script = [*spelled("the pass key"), EOS]
+    scripted(monkeypatch, script * 2)
+    async with tiny(scratch=1) as runtime, runtime.open() as ctx:
+        await ctx.feed(TEXT)
+        answer = await ctx.ask("who?", **options)
+        assert answer.finish_reason == how and type(str(answer)) is str and answer.recalled == ()
+        assert json.loads(json.dumps({"answer": answer})) == {"answer": str(answer)}
+        for again in (copy.deepcopy(answer), pickle.loads(pickle.dumps(answer))):
+            assert again == answer and again.finish_reason == how and isinstance(again, Answer)
 
 
 async def test_an_answer_depends_on_the_tokens_alone():

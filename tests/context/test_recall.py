@@ -57,9 +57,9 @@ async def test_a_question_reads_again_what_has_its_words(asked: list[str]):
     async with tiny(acknowledge="OK.", recall=RECALL) as runtime, runtime.open() as ctx:
         await ctx.feed(STORY)
         before = await snap(ctx)
-        await ctx.ask(QUESTION, max_new_tokens=2)
+        answer = await ctx.ask(QUESTION, max_new_tokens=2)
         passage, *others = await ctx.recall(QUESTION)
-        assert passage.text == FACT.strip() and not others
+        assert passage.text == FACT.strip() and not others and answer.recalled == (passage,)
         ids = data(runtime, STORY)
         whole = literals(runtime, USER) + ids
         assert runtime.codec.decode(whole[passage.start:passage.end]).strip() == passage.text
@@ -69,7 +69,7 @@ async def test_a_question_reads_again_what_has_its_words(asked: list[str]):
             "at the end of what is being read: of two turns that end with 'OK.' a small model makes a third"
         expect_same(await snap(ctx), before)
         assert ctx.memory.bytes_recall >= len(STORY.encode()), "the text is there"
-        await ctx.ask(QUESTION, recall=False, max_new_tokens=2)
+        assert not (await ctx.ask(QUESTION, recall=False, max_new_tokens=2)).recalled
         assert FACT.strip() not in asked[1].rpartition("today.\n")[2]
 
 

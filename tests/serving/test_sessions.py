@@ -52,6 +52,9 @@ def test_questions_leave_a_session_as_it_is(served: Served, script: Script):
     script.say = lambda shown: "It is shut."
     answer = served.http.post("/v1/sessions/builds/ask", json={"question": "Is the door shut?", "max_tokens": 20})
     assert answer.json()["answer"] == "It is shut." and "Is the door shut?" in script.seen
+    assert answer.json()["finish_reason"] == "stop"
+    cut = served.http.post("/v1/sessions/builds/ask", json={"question": "Is the door shut?", "max_tokens": 2}).json()
+    assert cut["finish_reason"] == "length" and "It is shut.".startswith(cut["answer"])
     assert served.http.get("/v1/sessions/builds/map").json() == before
     assert served.http.post("/v1/sessions/builds/ask", json={"question": " "}).status_code == 400
     assert served.http.post("/v1/sessions/nothing/ask", json={"question": "?"}).status_code == 404
