@@ -7,6 +7,7 @@ decoder identity embeddings take the place of the real ones.
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +38,9 @@ class Rotary:
         self._real, self._layer_types = decoder.rotary_emb, layer_types
         self._attentions = [layer.self_attn for layer in decoder.layers]
         self._sliced: dict[int, bool] = {}
+        self._computing = threading.Lock()  # longrope writes its frequencies, then reads them: one call at a time
         self._places: list[Place] = []
         self.uses = self.plain = [False] * len(self._attentions)
-        # Some kinds (longrope) write their frequencies anew at every call. The module is the shadow's, but its buffers
-        # are the model's own, which another thread may run.
-        for module in self._real.modules():
-            module._buffers = {name: None if buffer is None else buffer.clone()
-                               for name, buffer in module._buffers.items()}
         decoder.rotary_emb = _Identity(self._real)
 
     def set_layers(self, uses: list[bool], places: list[Place], head_dim: int) -> None:
@@ -58,7 +55,9 @@ class Rotary:
         """cos and sin of the layer at positions [1, T]: [1, T, width] each."""
         like = torch.empty(1, dtype=place.keys, device=place.device)
         per_type = isinstance(getattr(self._real, "rope_type", None), dict)
-        cos, sin = self._real(like, positions, *([self._layer_types[layer]] if self._layer_types and per_type else []))
+        kind = [self._layer_types[layer]] if self._layer_types and per_type else []
+        with self._computing:
+            cos, sin = self._real(like, positions, *kind)
         return cos.to(place.device), sin.to(place.device)  # the module is on one device, the layers may be on several
 
     @torch.no_grad()

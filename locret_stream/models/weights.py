@@ -28,8 +28,13 @@ WAIT_MS = 2000
 
 
 def shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """A second module tree over the same weight tensors, in eval mode, with a config of its own."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    """A second module tree over the same weight tensors, in eval mode, with a config of its own.
+
+    Frequencies of rotary embeddings are its own, too: some kinds (longrope) write them anew at every call, and another
+    thread may run the model.
+    """
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *(
+        buffer for name, buffer in model.named_buffers() if "inv_freq" not in name))}
     for module in model.modules():
         for tensor in _other_tensors(module):  # such as scales, or weights that were offloaded to the CPU
             shared[id(tensor)] = tensor

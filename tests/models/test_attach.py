@@ -333,7 +333,6 @@ def test_a_sliding_window_that_no_position_reaches_is_none():
 def test_frequencies_that_a_model_writes_anew_stay_its_own():
     """longrope writes them at every call; the shadow has a copy, as another thread may run the model."""
     stock = make("phi3-longrope")
-    build("streaming_llm", on=stock, units=20)  # attached, for which the model itself runs
     own = stock.model.rotary_emb.inv_freq
     before, version = own.clone(), own._version
     engine = build("streaming_llm", on=stock, units=49, chunk_size=16)  # beyond the switch to the long factors
