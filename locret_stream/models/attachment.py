@@ -92,7 +92,7 @@ class Attachment:
         shape: sizes of the model.
         places: by layer, its device and dtypes. last_device: where hidden states come out.
         fingerprint: of the weights' content and the attention config, the same for every floating-point dtype.
-        sketch: of the base model, the same for every quantisation. form: quantisation and active adapters in words.
+        form: quantisation and active adapters in words.
         adapters: names of the adapters that were active when the attachment was made, and stay so in it.
     """
 
@@ -131,8 +131,12 @@ class Attachment:
             quicken(tree)
             fuse(tree)
         self._plain_head = self._probe_head()
-        self.fingerprint, self.sketch = fingerprint(model), sketch(self._decoder)
-        self.users = 0
+        self.fingerprint, self.users = fingerprint(model), 0
+
+    @functools.cached_property
+    def sketch(self) -> str:
+        """Of the base model, the same for every quantisation. It takes a moment, and seldom is it needed."""
+        return sketch(self._decoder)
 
     @property
     def architecture(self) -> str:
@@ -171,7 +175,8 @@ class Attachment:
 
     def check_heads(self, heads: RetainingHeads) -> None:
         """Raises HeadsMismatch: the heads are of another model."""
-        heads.check_fits(self.shape, self.fingerprint, self.sketch, self.form)
+        same = heads.config.fingerprint == self.fingerprint
+        heads.check_fits(self.shape, self.fingerprint, "" if same else self.sketch, self.form)
 
     # -- reading the model ------------------------------------------------------------------------------------
 
