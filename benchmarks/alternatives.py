@@ -286,7 +286,7 @@ async def asked(ctx: StreamingContext, stream: Stream, fact: Planted, handed: fl
                 recall: bool | None = None) -> Answer:
     """The free answer to one question; it is right if it contains the value."""
     begun = time.perf_counter()
-    found = await ctx.ask(fact.told.question, max_new_tokens=ANSWER_TOKENS, recall=recall)
+    found = str(await ctx.ask(fact.told.question, max_new_tokens=ANSWER_TOKENS, recall=recall))
     return Answer(question=fact.told.question, expected=fact.told.value, found=found,
                   right=bool(published.score(fact.told.asked(), found)), handed=handed,
                   position=round(fact.start / len(stream.tokens), 4), seconds=time.perf_counter() - begun)

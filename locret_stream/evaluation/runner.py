@@ -353,6 +353,6 @@ async def ask_all(ctx: StreamingContext, questions: list[Item]) -> list[tuple[st
         async with turn:
             found = await ctx.ask(item.text, max_new_tokens=item.answer_tokens,
                                   stop=() if item.question is not None else ("\n",))
-        return item.text, item.answer, found
+        return item.text, item.answer, str(found)
 
     return await asyncio.gather(*map(ask, questions))
