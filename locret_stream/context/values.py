@@ -15,8 +15,8 @@ FinishReason = Literal["eos", "stop", "length", "closed", "failed"]
 
 
 class Answer(str):
-    """The reply of `ask`, a `str` that also says how it came; `str(answer)` is the text alone, for encoders that take no
-    other type (msgspec).
+    """The reply of `ask`, a `str` that also says how it came. `str(answer)` is the text alone, for encoders that take
+    no other type (msgspec).
 
     Attributes:
         finish_reason: as of `Generation`. "length": `max_new_tokens` cut it off, so that it may lack its end.
