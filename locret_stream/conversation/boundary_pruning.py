@@ -15,6 +15,7 @@ from locret_stream.conversation.boundaries import Boundary
 
 LINEAGES, RECENT = 16, 8  # lineages without a stream that stay; the number of these that stay as they were used last
 SHARE = 4
+DIGEST = 16  # bytes of a message's digest in a boundary's ledger
 Stored = Mapping[bytes, tuple[int, Boundary]]  # generation and boundary, by the boundary's key
 
 
@@ -61,8 +62,6 @@ def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
     Args:
         live: where the thread's open context rests.
     """
-    if live is not None and live.tokens and live.key not in stored:  # it is the newest, and may be on the side, too
-        stored = {**stored, live.key: (1 + max((number for number, _ in stored.values()), default=0), live)}
     marked = [row for row in stored.values() if row[1].appended]
     if marked:
         return max([*marked, *(row for row in stored.values() if row[1].stream)], key=lambda row: row[0])[1]
@@ -74,7 +73,10 @@ def tip_of(stored: Stored, live: Boundary | None) -> Boundary | None:
     main = [line for line in lineages if _gone_on(stored, line)] or [
         line for line in lineages if stored[line[-1]][1].system == stored[lineages[0][-1]][1].system]
     of_side = {stored[line[-1]][1].lineage for line in lineages if line not in main}
-    if live is not None and live.tokens and live.lineage not in of_side:  # one without tokens was told nothing
+    # One that is not stored yet has no lineage to be known by: what it holds tells a question from more.
+    aside = live is not None and live.key not in stored and _is_question(live) and not all(
+        _is_question(stored[key][1]) for line in lineages for key in ends(line))
+    if live is not None and live.tokens and live.lineage not in of_side and not aside:  # without tokens: told nothing
         return live
     tips: list[tuple[int, Boundary | None]] = [stored[ends(line)[-1]] for line in main]
     return max(tips, key=lambda tip: tip[0], default=(0, None))[1]
@@ -85,12 +87,25 @@ def untold(stored: Stored) -> Boundary | None:
     return next((boundary for _, boundary in stored.values() if not boundary.tokens), None)
 
 
+def holds_again(boundary: Boundary, lost: Boundary) -> bool:
+    """Whether a boundary holds the last two messages of one that is lost, or begins with the last. A question on the
+    side, which may have the same words under another system text, does not count."""
+    last, held = lost.ledger[-2 * DIGEST:], boundary.ledger
+    return not (_is_question(boundary) and boundary.system != lost.system) and (
+        held[:DIGEST] == last[-DIGEST:] or any(held[at:at + len(last)] == last for at in range(0, len(held), DIGEST)))
+
+
 def _lineages(stored: Stored) -> list[list[bytes]]:
     """Keys of each lineage, oldest first."""
     lines: dict[bytes, list[bytes]] = defaultdict(list)
     for key in sorted(stored, key=lambda key: stored[key][0]):
         lines[stored[key][1].lineage].append(key)
     return list(lines.values())
+
+
+def _is_question(boundary: Boundary) -> bool:
+    """Whether a boundary holds no more than a question and its answer."""
+    return len(boundary.ledger) <= 2 * DIGEST and not boundary.stream
 
 
 def _gone_on(stored: Stored, line: list[bytes]) -> bool:

@@ -49,7 +49,7 @@ async def _fork(threads: Threads, thread: Thread, copy: Thread, name: str, new: 
                              "to forget that one first")
         await thread.look_up()
         await thread.keep()
-        tip = thread.tip()
+        tip = thread.tip(name)
         if tip is None:
             raise InputError(f"thread {name!r} was told nothing, so there is nothing to fork")
         await thread.move_to(tip)

@@ -138,7 +138,7 @@ async def reach_behind(threads: Threads, thread: Thread, request: Request) -> tu
         if request.behind:
             base = next((each for each in thread.reachable().values() if each.mark == request.behind), None)
         else:
-            base = thread.tip()
+            base = thread.tip(request.thread or "")
         return None if base is None else (base, await thread.reach(base, rebuild=request.on_mismatch == "rebuild"))
 
     brought = await _looking_again(thread, to_the_boundary)
@@ -313,9 +313,12 @@ class _Search:
     def _what_it_costs(self) -> str:
         """A warning, if all is read again because of other tools, another system text, model or budget."""
         unusable = self._why.startswith(UNUSABLE)
-        if self._thread.lost and self._reachable and not unusable:
-            return (f"thread {self._request.thread!r} was read again from the messages given, and what stood before "
-                    "them is gone: what it was told since its last save was undone with the call after that")
+        lost = self._thread.lost
+        if lost is not None and self._reachable and not unusable and any(
+                lost.holds(message) for message in self._request.said):
+            return (f"thread {self._request.thread!r} was read again from the messages given: what it was told since "
+                    "its last save was undone with the call after that. If they are not the whole history, what "
+                    "stood before them is gone")
         if not unusable and self._why not in (OTHER_SYSTEM, OTHER_TOOLS):
             return ""
         more = '. on_mismatch="rebuild" reads its log of tokens instead'

@@ -40,7 +40,7 @@ async def at_rest(threads: Threads, name: str, *, told: bool = True) -> AsyncIte
             was told last (StateLost).
     """
     async with alone(threads, name) as thread:
-        tip = thread.tip() or (None if told else untold(thread.snapshots))
+        tip = thread.tip(name) or (None if told else untold(thread.snapshots))
         if tip is None:
             raise ThreadNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was")
         await thread.move_to(tip)
@@ -104,7 +104,7 @@ async def refocus(threads: Threads, name: str, text: str | None) -> int:
             and `StreamingContext.focus`.
     """
     async with threads.exclusive(Request([], thread=name)) as thread:
-        tip = thread.tip()
+        tip = thread.tip(name)
         if tip is None:
             raise ThreadNotFound(f"there is no thread {name!r}, or it was told nothing; expected one that was, or a "
                                    "focus with the first call that tells it something")
@@ -141,7 +141,7 @@ async def rewind(threads: Threads, name: str, *, mark: bytes = b"", generation: 
                              "elsewhere; expected the end of an answer that was appended, or a stream")
         await thread.move_to(boundary)
         await to_the_end(thread.delete_after(number))
-        thread.lost = b""  # what is gone is not asked for
+        thread.lost = None  # what is gone is not asked for
         return boundary
 
 

@@ -3,7 +3,8 @@
 A compressed memory cannot be cut back to an earlier message, so each message boundary that may be needed again is a
 snapshot of the thread's session, and bears the chained digest of the messages that it holds (`messages.chain`).
 Whatever happens to a turn, boundaries that were stored before it are stored after it. One that was not stored yet is
-lost with a turn that is undone; the thread knows that (`lost`), and goes on only from messages that are given.
+lost with a turn that is undone. The thread remembers that (`lost`) as long as it is in this process, and goes on only
+from messages that are given.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from locret_stream.context import StreamingContext
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.saving import storing
 from locret_stream.conversation.boundaries import Boundary, from_note
-from locret_stream.conversation.boundary_pruning import kept, tip_of
+from locret_stream.conversation.boundary_pruning import holds_again, kept, tip_of
 from locret_stream.conversation.request import Save
 from locret_stream.errors import (
     SnapshotCorrupt,
@@ -43,13 +44,12 @@ Source = Literal["live", "snapshot", "log", "new", "rebuild"]
 
 
 class Before(NamedTuple):
-    """How a thread stood before a turn fed it anything: its `fed`, the generations by which it was swapped out, the key
-    of the boundary where it rested if that was not stored, and its `lost`."""
+    """How a thread stood before a turn fed it anything: its `fed`, the generations by which it was swapped out, and
+    what is `lost` if the turn is undone."""
 
     fed: bool
     swap_generations: frozenset[int]
-    unsaved: bytes
-    lost: bytes
+    lost: Boundary | None
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Thread:
         users: calls that use it or wait for it.
         fed: tokens were fed to it since it is in this process.
         hinted: the log already says that every call is to be given the whole history.
-        lost: key of the boundary where it was told something last, which was not stored and is gone, as the call that
-            went on from it was undone; b"" for none.
+        lost: a boundary where it was told something, which could not be stored before the thread left it, or was not
+            stored yet as the call that went on from it was undone; None once its last messages are held again.
         before: how it stood before this turn fed it anything; None: nothing was fed yet.
         new_generations: of the snapshots made since then.
     """
@@ -95,7 +95,7 @@ class Thread:
     users: int = 0
     fed: bool = False
     hinted: bool = False
-    lost: bytes = b""
+    lost: Boundary | None = None
     before: Before | None = None
     new_generations: list[int] = field(default_factory=list)
 
@@ -135,21 +135,23 @@ class Thread:
         return boundaries
 
     @property
-    def _unsaved(self) -> bytes:
-        """Key of the boundary where its open context rests, if it should be stored and is not; b"" for none."""
+    def _unsaved(self) -> Boundary | None:
+        """The boundary where its open context rests, if it is not stored, and what was told last."""
         live = self.live
-        return live.key if live and self.session and not self.stale and live.key not in self.snapshots else b""
+        last = live is not None and not self.stale and live.key not in self.snapshots and (
+            tip_of(self.snapshots, live) is live)
+        return live if last else None
 
-    def tip(self) -> Boundary | None:
-        """The boundary where it was told something last, after `look_up`; None if there is none.
+    def tip(self, name: str) -> Boundary | None:
+        """The boundary where the thread of that name was told something last, after `look_up`; None if there is none.
 
         Raises:
             StateLost: that boundary is gone, so that what it was told since the one before would be missing.
         """
-        if self.lost and (self.live is None or self.live.key != self.lost):
-            raise StateLost(f"thread {self.name or self.session!r} holds no more what it was told since it was saved "
-                            "last: the call after that was cancelled or failed, and undone. Expected the whole history "
-                            "once, from which it is read again, or save=\"turn\", which saves behind every call")
+        if self.lost is not None and self.lost.key not in self.reachable():
+            raise StateLost(f"thread {name!r} holds no more what it was told since it was saved last: it could not be "
+                            "saved, or the call after that was cancelled or failed, and undone. Expected the whole "
+                            "history once, from which it is read again")
         return tip_of(self.snapshots, self.live)
 
     @asynccontextmanager
@@ -187,8 +189,6 @@ class Thread:
             if (boundary := from_note(row.note)) is not None and boundary.tokens == row.tokens:
                 self.stored[boundary.key] = (row.generation, boundary)
                 self.owner = boundary.owner
-        if self.lost in self.stored:  # it was swapped out there, which stores it
-            self.lost = b""
 
     # -- moving to a boundary ---------------------------------------------------------------------------------
 
@@ -250,7 +250,8 @@ class Thread:
     async def _move(self, generation: int) -> None:
         """Put the context where the snapshot of that generation is; 0 is the beginning."""
         await self.keep()
-        self.lost = self._unsaved or self.lost
+        if self.session is not None:
+            self.lost = self.lost or self._unsaved
         if self.open and self.session is not None and not self.stale:
             boundary, self.boundary = self.boundary, None  # cancelled, the context may rest at either place
             try:
@@ -278,7 +279,7 @@ class Thread:
     async def feed(self, ids: list[int], focus: str | None = None) -> None:
         """Feed token ids, under that focus unless it is None; from here on the thread rests at no boundary."""
         context = self.context
-        self.before = self.before or Before(self.fed, context.swap_generations, self._unsaved, self.lost)
+        self.before = self.before or Before(self.fed, context.swap_generations, self.lost or self._unsaved)
         self.boundary, context.disposable, self.fed = None, False, True
         if focus is not None:
             await context.focus(focus)
@@ -289,9 +290,8 @@ class Thread:
         """The context rests at that boundary now; its next snapshot says so."""
         boundary = msgspec.structs.replace(boundary, name=self.name)
         self.context.note, self.boundary = msgspec.msgpack.encode(boundary), boundary
-        end = self.lost and (boundary.stream or boundary.role == "assistant")  # of a question it may be on the side
-        if end and (tip := tip_of(self.snapshots, boundary)) is not None and tip.key == boundary.key:
-            self.lost = b""  # messages that were given lead here: this is what it was told last
+        if self.lost is not None and holds_again(boundary, self.lost):
+            self.lost = None
 
     def settle(self) -> None:
         """What this turn fed stays."""
@@ -307,10 +307,7 @@ class Thread:
             return
         await self.close()
         before, self.before = self.before, None
-        self.lost = before.unsaved or before.lost
-        if before.unsaved:
-            _log.warning("%r: a call was undone, and with it what was told since the last save, which is read again "
-                         "from the next history", self.session)
+        self.lost = before.lost
         new, self.new_generations = self.new_generations, []
         self.boundary, self.fed = None, before.fed
         if self.stored is not None:
@@ -430,7 +427,7 @@ class Thread:
             if context.name == self.session:  # else the store had something of that name, which stays
                 await self.delete_failed()
             raise
-        self.ctx, self.boundary, self.owner, self.fed, self.lost = context, boundary, boundary.owner, True, b""
+        self.ctx, self.boundary, self.owner, self.fed, self.lost = context, boundary, boundary.owner, True, None
         self.stored = {boundary.key: (snapshot.generation, boundary)}
         self.prune()
 
@@ -439,7 +436,7 @@ class Thread:
         """
         await self.close()
         self._detach()
-        self.used, self.owner, self.fed, self.lost = {}, "", False, b""
+        self.used, self.owner, self.fed, self.lost = {}, "", False, None
 
     def _detach(self) -> None:
         self.ctx = self.boundary = self.stored = None

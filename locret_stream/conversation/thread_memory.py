@@ -132,7 +132,7 @@ async def read_log_of(threads: Threads, name: str,
     async with thread.in_use(), thread.lock, threads.gate:
         await thread.look_up()
         await thread.keep()
-        tip = tip_of(thread.snapshots, thread.live)
+        tip = thread.tip(name)
         generation = thread.snapshots[tip.key][0] if tip is not None and tip.key in thread.snapshots else None
         await to_the_end(threads.rest(thread))
         if tip is None:

@@ -103,7 +103,7 @@ class Threads:
     def _drop_empty(self) -> None:
         """Drop threads of which nothing is at hand: whoever looks for names that nobody has leaves one behind each."""
         for session, thread in list(self._threads.items())[:-2 * THREADS]:
-            if not thread.users and not thread.open:
+            if not thread.users and not thread.open and thread.lost is None:
                 del self._threads[session]
 
     def _nameless_for(self, request: Request) -> Thread:
@@ -129,7 +129,7 @@ class Threads:
             async with thread.in_use(), thread.lock:  # calls that want the thread meanwhile wait
                 await thread.keep()
                 await thread.close()
-            if not thread.users and self._threads.get(session) is thread:
+            if not thread.users and self._threads.get(session) is thread and thread.lost is None:
                 del self._threads[session]
 
     def start(self, request: Request, thread: Thread | None) -> bytes:

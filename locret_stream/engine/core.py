@@ -369,10 +369,10 @@ class Engine:
             try:
                 self.decoder.run(shared)
             except Exception as error:
-                if not self._shared_failed:
+                if not self._shared_failed and len(shared) > 1:
                     _log.warning("a step of %d contexts failed, which each take alone now, more slowly; said once: %s",
                                  len(shared), error)
-                self._shared_failed = True
+                    self._shared_failed = True
 
     def receipts(self, state: EngineState, start: int = 0, end: int | None = None) -> Receipts:
         """Which of the accepted tokens start .. end-1 (None: all so far) each KV head keeps, and with what scores.

@@ -230,3 +230,30 @@ def test_what_is_appended_comes_behind_no_call_on_the_side_saved_or_not(script: 
         chat.invoke([SystemMessage("Name this conversation."), HumanMessage("one, two")], A)
         answer = chat.invoke("three", thread("a", append=True))
         assert held(chat, "a") == rendered([*history, HumanMessage("three"), answer])
+
+
+def test_what_is_appended_comes_behind_unsaved_turns_under_another_system_text(script: Script, tmp_path: Path):
+    """They look like no call on the side, as they hold more than a question; nor does a thread that begins with one."""
+    with model(Store(tmp_path), on_change="reread") as chat:
+        history: list[BaseMessage] = [SystemMessage("It is Monday.")]
+        for said in ("one", "two", "three"):
+            history += [HumanMessage(said)]
+            history += [chat.invoke(history, A)]
+        history[0] = SystemMessage("It is Tuesday.")
+        with pytest.warns(RebuildWarning):
+            for said in ("four", "five"):
+                history += [HumanMessage(said)]
+                history += [chat.invoke(history, A, save="run")]
+        answer = chat.invoke("six", thread("a", append=True))
+        assert held(chat, "a") == rendered([*history, HumanMessage("six"), answer])
+    with model(Store(tmp_path / "other"), save="run") as chat:
+        chat.invoke([SystemMessage("Guard."), HumanMessage("hi")], A)
+        first = chat.invoke("hi", A)
+        answer = chat.invoke("and?", thread("a", append=True))
+        assert held(chat, "a") == rendered([HumanMessage("hi"), first, HumanMessage("and?"), answer])
+
+
+async def test_append_in_the_config_of_the_same_thread_holds(chat: LocretChatModel):
+    first = await chat.ainvoke("one", A)
+    answer = await chat.bind(thread_id="a").ainvoke("two", thread("a", append=True))
+    assert held(chat, "a") == rendered([HumanMessage("one"), first, HumanMessage("two"), answer])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -217,26 +218,71 @@ async def unsaved_then_cut(chat: LocretChatModel, script: Script) -> list[Any]:
 
 
 async def test_unsaved_turns_that_went_with_a_cancelled_call_are_read_again_and_never_missed_silently(
-        script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        script: Script, tmp_path: Path):
+    async def expect_lost(chat: LocretChatModel) -> None:
+        for goes_on in (lambda: chat.ainvoke("three", thread("a", append=True)), lambda: chat.afork_thread("a", "b"),
+                        lambda: chat.aingest(iter(["a line"]), thread_id="a"), lambda: chat.amemory_text("a")):
+            with pytest.raises(StateLost, match=r"thread 'a' holds no more .* Expected the whole history once"):
+                await goes_on()
+
     with model(Store(tmp_path), save="run") as chat:
         history = await unsaved_then_cut(chat, script)
-        for goes_on in (lambda: chat.ainvoke("three", thread("a", append=True)), lambda: chat.afork_thread("a", "b"),
-                        lambda: chat.aingest(iter(["a line"]), thread_id="a")):
-            with pytest.raises(StateLost, match="Expected the whole history once"):
-                await goes_on()
-        assert caplog.text.count("a call was undone, and with it what was told since the last save") == 1
-        aside = await chat.ainvoke([SystemMessage("Name this."), HumanMessage("three")], A)
-        assert aside.text == "You said: three"
-        with pytest.raises(StateLost):  # a call on the side brings nothing back
-            await chat.ainvoke("three", thread("a", append=True))
-        await cut(chat, script, [*history, HumanMessage(SECRET * 40)], "cancel")  # nor does one that is undone, too
-        with pytest.raises(StateLost):
-            await chat.ainvoke("three", thread("a", append=True))
+        await expect_lost(chat)
+        await chat.ainvoke([SystemMessage("Name this."), HumanMessage("two")], A)  # its answer has the same words
+        await expect_lost(chat)
+        await cut(chat, script, [*history, HumanMessage(SECRET * 40)], "cancel")
+        await expect_lost(chat)
+        side = [SystemMessage("Guard."), HumanMessage("fine?")]
+        side += [await chat.ainvoke(side, A)]
+        await cut(chat, script, [*side, HumanMessage(SECRET * 40)], "cancel")
+        await expect_lost(chat)
+        for number in range(70):  # so many that the thread is not at hand any more
+            chat.shared._loop.threads.named(f"other {number}")
+        await chat.ainvoke("hello", thread("another"))
+        await expect_lost(chat)
         history += [HumanMessage("three")]
         history += [await chat.ainvoke(history, A)]
         assert held(chat, "a") == rendered(history) and receipt(history[-1])["source"] == "snapshot"
         last = await chat.ainvoke("four", thread("a", append=True))
         assert held(chat, "a") == rendered([*history, HumanMessage("four"), last])
+
+
+@pytest.mark.parametrize("on_change", ["late", "reread"])
+async def test_the_whole_history_brings_lost_turns_back_under_another_system_text_too(script: Script, tmp_path: Path,
+                                                                                      on_change: str):
+    with model(Store(tmp_path), save="run", on_change=on_change) as chat:
+        history = await unsaved_then_cut(chat, script)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            answer = await chat.ainvoke([SystemMessage("Be loud."), *history, HumanMessage("three")], A)
+        assert "two" in held(chat, "a")
+        assert receipt(await chat.ainvoke("four", thread("a", append=True)))["appended"] == 1
+        assert held(chat, "a").count("You said: two") == 1 and answer.text in held(chat, "a")
+
+
+async def test_a_sub_agent_s_call_that_is_undone_costs_the_thread_nothing(script: Script, tmp_path: Path):
+    with model(Store(tmp_path), save="run") as chat:
+        history: list[Any] = []
+        for said in ("one", "two"):
+            history += [HumanMessage(said)]
+            history += [await chat.ainvoke(history, A)]
+        agent: list[Any] = [SystemMessage("You help."), HumanMessage("look it up")]
+        agent += [await chat.ainvoke(agent, A)]
+        await cut(chat, script, [*agent, HumanMessage(SECRET * 40)], "cancel")
+        answer = await chat.ainvoke("three", thread("a", append=True))
+        assert held(chat, "a") == rendered([*history, HumanMessage("three"), answer])
+
+
+async def test_without_a_store_a_thread_that_lost_its_memory_says_so(script: Script):
+    with model(None) as chat:
+        history = [HumanMessage("one")]
+        history += [await chat.ainvoke(history, A)]
+        await cut(chat, script, [*history, HumanMessage(SECRET * 40)], "cancel")
+        with pytest.raises(StateLost):
+            await chat.aingest(iter(["a line"]), thread_id="a")
+        history += [HumanMessage("two")]
+        history += [await chat.ainvoke(history, A)]
+        assert receipt(await chat.ainvoke("three", thread("a", append=True)))["appended"] == 1
 
 
 async def test_a_history_without_its_beginning_says_that_unsaved_turns_are_gone(script: Script, tmp_path: Path):
@@ -246,17 +292,6 @@ async def test_a_history_without_its_beginning_says_that_unsaved_turns_are_gone(
             answer = await chat.ainvoke([history[-1], HumanMessage("three")], A)
         last = await chat.ainvoke("four", thread("a", append=True))  # it was told, and begins where the caller said
         assert held(chat, "a") == rendered([history[-1], HumanMessage("three"), answer, HumanMessage("four"), last])
-
-
-async def test_what_a_swap_out_stored_is_not_lost(script: Script, tmp_path: Path):
-    with model(Store(tmp_path), save="run") as chat:
-        history = [HumanMessage("one")]
-        history += [await chat.ainvoke(history, A)]
-        found = chat.shared._loop.threads.named("a")
-        found.lost = found.boundary.key
-        await chat.asave_thread("a")
-        await found.close()
-        assert receipt(await chat.ainvoke("two", thread("a", append=True)))["appended"] == 1 and not found.lost
 
 
 async def test_a_stream_that_could_not_be_saved_is_saved_before_a_call_goes_on_from_it(

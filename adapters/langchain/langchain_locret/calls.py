@@ -143,14 +143,16 @@ def with_thread(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[s
     """The options with `thread_id` and `append` of the config: no RunnableConfig reaches `_stream`, but LangGraph's
     context variable does.
 
-    An explicit None means no thread, also for a call from inside a thread. `append` goes with the thread that it was
-    said of: that of the surrounding graph holds only where its `thread_id` does.
+    An explicit None means no thread, also for a call from inside a thread. `append` of the surrounding graph holds only
+    for the graph's own thread.
     """
     configurable = ensure_config(config).get("configurable") or {}
     named = (config or {}).get("configurable") or {}
-    said_of_it = configurable if "thread_id" not in kwargs else {} if any(name in named for name in _IDS) else named
-    if "append" in said_of_it:
-        kwargs = {"append": said_of_it["append"], **kwargs}
+    if "thread_id" in kwargs:  # LangChain hands the graph's config down, so that it may name another thread
+        of = next((str(named[name]) for name in _IDS if named.get(name) is not None), None)
+        configurable = named if of is None or of == str(kwargs["thread_id"]) else {}
+    if "append" in configurable:
+        kwargs = {"append": configurable["append"], **kwargs}
     if "thread_id" in kwargs:
         return {**kwargs, "thread_id": None if kwargs["thread_id"] is None else str(kwargs["thread_id"])}
     ids = [configurable[name] for name in _IDS if name in configurable]
