@@ -216,7 +216,7 @@ def test_nothing_imports_adapters():
 
 
 PUBLIC = [
-    "Budget", "BudgetExceeded", "Collected", "ConfigError", "ContextBusy", "ContextClosed", "ContextError",
+    "Answer", "Budget", "BudgetExceeded", "Collected", "ConfigError", "ContextBusy", "ContextClosed", "ContextError",
     "EmptySource", "Feed", "FeedReport", "Generation", "HeadsMismatch", "InputError", "InvalidText", "InvalidTokens",
     "LocretError", "Memory", "ModelError", "NoSlot", "Recall", "Recalled", "Receipts", "Replay", "Runtime",
     "RuntimeMemory", "Sampling", "Snapshot", "SnapshotCorrupt", "SnapshotError", "SnapshotMismatch", "SnapshotNotFound",
