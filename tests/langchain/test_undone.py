@@ -7,12 +7,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from langchain_locret import LocretChatModel, RebuildWarning, StateLost
-from locret_stream import SourceError, Store
+from locret_stream import SnapshotNotFound, SourceError, Store
 from locret_stream.conversation.thread import Thread
 from tests.langchain.support import Script, held, model, receipt, rendered, thread, tokenizer
 
@@ -306,3 +307,13 @@ async def test_a_stream_that_could_not_be_saved_is_saved_before_a_call_goes_on_f
         await cut(chat, script, [stub, HumanMessage(SECRET * 40)], "cancel")
         answer = await chat.ainvoke([stub, HumanMessage("what?")], A)
         assert receipt(answer)["source"] == "snapshot" and held(chat, "a").count("a line of the log") == 30
+
+
+async def test_a_boundary_that_is_kept_no_more_is_an_error_of_its_own(script: Script, tmp_path: Path):
+    with model(Store(tmp_path)) as chat:
+        await chat.ainvoke("one", A)
+        found = chat.shared._loop.threads.named("a")
+        gone = msgspec.structs.replace(found.boundary, key=b"gone" * 8)
+        with pytest.raises(SnapshotNotFound, match="is kept no more"):
+            await found.move_to(gone)
+        assert receipt(await chat.ainvoke("two", thread("a", append=True)))["appended"] == 1

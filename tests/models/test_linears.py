@@ -153,6 +153,7 @@ def test_with_gradients_packed_layers_are_their_own(tmp_path: Path):
     with torch.inference_mode():
         own = layers[0](x)
     pack([layers])
+    assert linears.is_quicker(layers[0]) and not linears.is_quicker(layers[2]), "`differentiable` takes such out"
     out = layers[0](x)
     (grad,) = torch.autograd.grad(out.sum(), [layers[0].weight])
     assert torch.equal(out, own) and grad.any()
