@@ -1,4 +1,4 @@
-"""What a context reports of its memory, and how the options of one generation are read."""
+"""What a context reports of its memory and answers with, and how the options of one generation are read."""
 
 from __future__ import annotations
 

@@ -130,11 +130,13 @@ async def read_log_of(threads: Threads, name: str,
         return codec.decode(ids, skip_special=False)
 
     async with thread.in_use(), thread.lock, threads.gate:
-        await thread.look_up()
-        await thread.keep()
-        tip = thread.tip(name)
-        generation = thread.snapshots[tip.key][0] if tip is not None and tip.key in thread.snapshots else None
-        await to_the_end(threads.rest(thread))
+        try:
+            await thread.look_up()
+            await thread.keep()
+            tip = thread.tip(name)
+            generation = thread.snapshots[tip.key][0] if tip is not None and tip.key in thread.snapshots else None
+        finally:
+            await to_the_end(threads.rest(thread))
         if tip is None:
             return None
         session, store = thread.session, threads.runtime.store
