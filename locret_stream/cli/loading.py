@@ -15,6 +15,7 @@ import msgspec
 from locret_stream.cli.cores import usable_cores
 from locret_stream.cli.options import RuntimeOptions
 from locret_stream.cli.output import err
+from locret_stream.cli.quick_imports import import_quickly
 from locret_stream.errors import ConfigError
 from locret_stream.named_models import named_model
 
@@ -109,10 +110,11 @@ def _quietly(work: Callable[[], object]) -> None:
 
 
 def _before_loading(model: str) -> None:
-    """Silence what others print while they load, bound the threads, and say where a hub is asked."""
+    """Import torch and transformers without what they would print, bound the threads, and say where a hub is asked."""
     named = named_model(model)
     if named is not None and named.ahead is not None:
         threading.Thread(target=_quietly, args=(named.ahead,), name="locret-ahead", daemon=True).start()
+    import_quickly()
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
