@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ from tests.context.support import (
     unstarted,
 )
 from tests.kit import assert_same, random_heads
+from tests.processes import run_python
 
 BEFORE: set[threading.Thread] = set()
 """Threads that a test run earlier in this process still has: none of this module's."""
@@ -171,6 +173,7 @@ async def test_a_model_that_sees_only_what_is_near_is_told(caplog: pytest.LogCap
 
 @pytest.mark.parametrize(("options", "says"), [
     ({"device": "tpu"}, "device is 'tpu'"), ({"device": "meta:x"}, "device is 'meta:x'"),
+    ({"device": "meta"}, "no kernels for; expected cpu or cuda"),
     ({"dtype": "int8"}, "dtype is 'int8'"),
     ({"dtype": "float"}, "dtype is 'float'"), ({"dtype": torch.int64}, "dtype is torch.int64"),
     *([] if torch.cuda.is_available() else [({"device": "cuda"}, "torch finds no CUDA")]),
@@ -217,6 +220,8 @@ async def test_heads_of_another_model_are_refused(tmp_path):
     assert not our_threads()
     for heads in (fits, RetainingHeads(HeadsConfig(**sizes, fingerprint=marked["same"]))):
         async with tiny(policy="locret", heads=heads) as runtime, runtime.open() as ctx:
+            used = runtime.engine.policy.heads
+            assert used is not heads, "another runtime may move the caller's to its own device"
             await ctx.feed(TEXT)
             await expect_pure(ctx)
 
@@ -279,10 +284,14 @@ async def test_the_memory_is_given_back():
     async with runtime:
         kept = [layer.keys for layer in runtime.engine.pool.layers]
         assert kept
+        async with runtime.open() as ctx:
+            await ctx.feed("one")
+    refs = [weakref.ref(tensor) for tensor in kept]
     del kept
+    assert ctx.closed and not [ref for ref in refs if ref() is not None], "though the context is still held"
     gc.collect()
     assert not [o for o in gc.get_objects() if type(o).__name__ == "Pool" and o.slots == 5 and o.chunk_size == CHUNK
-                and o.layers[0].keys.shape[-2] == UNITS + CHUNK]
+                and o.layers and o.layers[0].keys.shape[-2] == UNITS + CHUNK]
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -525,3 +534,34 @@ def test_a_start_that_ctrl_c_ends_opens_nothing_and_can_be_made_again(monkeypatc
     runtime.start()
     assert runtime.running
     asyncio.run(runtime.aclose())
+
+
+NESTED = """
+import gc, sys
+from locret_stream import ContextBusy, SyncContext
+
+def tried(call):
+    try:
+        return call()
+    except ContextBusy as error:
+        return type(error).__name__
+
+with SyncContext(sys.argv[1], policy="keydiff", budget=20, chunk_size=8, acknowledge=None) as ctx:
+    print(tried(lambda: ctx.feed(line for line in ["a"] if ctx.ask("q", max_new_tokens=1))))
+    print(tried(lambda: ctx.ask("q", max_new_tokens=1, on_token=lambda token: ctx.push("x"))))
+    print(ctx.ask("q", max_new_tokens=1, on_token=lambda token: ctx.memory) is not None)
+    gc.disable()
+    circle = [ctx.generate("q", max_new_tokens=50, ignore_eos=True)]
+    next(circle[0])
+    circle.append(circle)
+    del circle
+    ctx.ask("q", max_new_tokens=1, on_token=lambda token: print(gc.collect() > 0))
+    print(ctx.feed([5, 6]).tokens)
+"""
+
+
+def test_sync_context_never_waits_for_itself(folder: str):
+    """A call from inside another one is refused; a reply that is collected on the loop's own thread has ended then."""
+    done = run_python("-c", NESTED, folder, timeout_s=120)
+    assert done.stdout.split() == ["ContextBusy", "ContextBusy", "True", "True", "2"], done.stderr
+    assert "Warning" not in done.stderr and "Traceback" not in done.stderr

@@ -80,6 +80,11 @@ class Pool:
                 keys=keys, rotated=torch.zeros_like(keys) if rotates else keys, values=torch.zeros_like(keys),
                 scores=scores, positions=positions, scratch=scratches[device]))
 
+    def release(self) -> None:
+        """Give the memory back, though contexts that are closed may still be held."""
+        self.layers.clear()
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of slots, layer by layer."""

@@ -23,8 +23,8 @@ from locret_stream.engine.decoding import Decoder, NextToken
 from locret_stream.engine.focus import Units, expect_focus, put_in_front, units_of
 from locret_stream.engine.layout import Layout
 from locret_stream.engine.scorer import Scorer
-from locret_stream.engine.state import MOST_PENDING, EngineState, Receipts
-from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed
+from locret_stream.engine.state import MOST_PENDING, MOST_RECEIPTS, EngineState, Receipts
+from locret_stream.errors import BudgetExceeded, ConfigError
 from locret_stream.kernels import select_units
 from locret_stream.models import Attachment, Attended, LayerCall
 from locret_stream.policies import Policy
@@ -104,7 +104,7 @@ class Engine:
         Raises:
             SnapshotCorrupt: not tensors of this state; nothing was written into the slot.
         """
-        self._check(state)
+        state.expect_whole()
         assert state.swapped_out == (stored is not None), "units are either in the slot or in the store"
         store = store_of(self.pool, slot) if stored is None else self._store_of(state, stored, slot)
         with state.lock:
@@ -123,7 +123,7 @@ class Engine:
             reading: tokens that are read next. Where a commit would evict some of them, and none if what is pending is
                 committed before, as the short chunk that it is, into the places that became free, that is done.
         """
-        self._check(state)
+        state.expect_whole()
         if not self.policy.bounded:
             return
         budgets = [units for units, window in zip(self.budgets, self.shape.sliding, strict=True) if not window]
@@ -168,19 +168,19 @@ class Engine:
 
     def export(self, state: EngineState) -> dict[str, Tensor]:
         """All that a context consists of, as copies by name (see `engine.serialisation`)."""
-        self._check(state)
+        state.expect_whole()
         return serialisation.export(state)
 
     def moment(self, state: EngineState, position: int, stored: Mapping[str, Tensor] | None = None) -> Moment:
         """What a snapshot of the first `position` accepted tokens needs beside K and V of the units; on the CPU.
         `stored` as for `fork`: saving a swapped-out state again needs no slot."""
-        self._check(state)
+        state.expect_whole()
         return serialisation.moment(self.layout, state, position, stored)
 
     def units_between(self, state: EngineState, layer: int, start: int, end: int,
                       stored: Mapping[str, Tensor] | None = None) -> LayerUnits:
         """Committed units of one layer at positions start .. end-1; on the CPU. `stored` as for `fork`."""
-        self._check(state)
+        state.expect_whole()
         if stored is not None:
             return LayerUnits.between(start, end,
                                       *(stored[f"{layer}.{name}"] for name in ("positions", "keys", "values")))
@@ -197,7 +197,7 @@ class Engine:
     def swap_out(self, state: EngineState) -> int:
         """Give the slot away; returns it. The caller has saved the units: until `swap_in` the state serves only `fork`,
         `moment` and `units_between`, which take them as `stored`."""
-        self._check(state)
+        state.expect_whole()
         with state.lock:
             state.swapped_out, state.provisional, state.tail_logits = True, 0, None
         return state.store.slot
@@ -234,7 +234,7 @@ class Engine:
     def accept(self, state: EngineState, ids: Iterable[int]) -> None:
         """Append ids to the pending ones, all or none: raises as `expect_room`, and ConfigError where more than
         `MOST_PENDING` would be pending. Runs nothing: the caller calls `commit` as long as `ready` is true."""
-        self._check(state)
+        state.expect_whole()
         ids = list(ids)
         self.expect_room(state, len(ids))
         if len(state.pending) + len(ids) > MOST_PENDING:
@@ -263,7 +263,7 @@ class Engine:
 
     def _commit(self, state: EngineState, count: int) -> None:
         """Commit the first `count` pending ids, at most a chunk of them."""
-        self._check(state)
+        state.expect_whole()
         assert count <= self.chunk_size, "a slot has room for one chunk"
         ids = state.pending[:count]
         state.provisional, state.tail_logits = 0, None  # the forward overwrites the provisional units
@@ -296,7 +296,7 @@ class Engine:
             ConfigError: no space for it in the budget; BudgetExceeded: a policy that never evicts has no space left.
                 The focus is as it was.
         """
-        self._check(state)
+        state.expect_whole()
         ids = list(ids)
         expect_focus(self.layout, ids)
         if self.capacity is not None and max(len(ids), len(state.focus)) > self.capacity - state.position:
@@ -315,7 +315,7 @@ class Engine:
 
     def logits(self, state: EngineState) -> Tensor:
         """Logits [vocab] fp32 of the next token; pending ids without units get provisional ones."""
-        self._check(state)
+        state.expect_whole()
         assert not self.ready(state), "a whole chunk is committed first"
         if not state.pending:
             if state.last_hidden is None:
@@ -378,12 +378,16 @@ class Engine:
         """Which of the accepted tokens start .. end-1 (None: all so far) each KV head keeps, and with what scores.
 
         Raises:
-            ConfigError: the range is not inside the accepted tokens.
+            ConfigError: the range is not inside the accepted tokens, or longer than 1,048,576. ContextClosed.
         """
+        state.expect_whole()
         end = state.position if end is None else end
         if not 0 <= start <= end <= state.position:
             raise ConfigError(f"receipts of tokens {start} to {end}: {state.position} tokens were accepted; expected "
                               f"0 <= start <= end <= {state.position}")
+        if end - start > MOST_RECEIPTS:
+            raise ConfigError(f"receipts of {end - start:,} tokens at once; expected at most {MOST_RECEIPTS:,}, or "
+                              "occupancy(), which counts what is kept of any number")
         kept = torch.zeros(self.shape.layers, self.shape.kv_heads, end - start, dtype=torch.bool)
         scores = torch.full(kept.shape, float("nan"), dtype=torch.float32)
         kept[:, :, max(0, state.seen - start):] = True
@@ -397,11 +401,6 @@ class Engine:
         return Receipts(start, end, kept, scores)
 
     # -- inside -----------------------------------------------------------------------------------------------
-
-    def _check(self, state: EngineState) -> None:
-        if state.broken:
-            raise ContextClosed("a commit failed while it moved units, so this context is lost; expected it to be "
-                                "closed and opened anew (restored, if it was saved)")
 
     def _forward(self, state: EngineState, ids: list[int], offset: int, scorer: Scorer | None) -> Tensor:
         """Run ids at ranks counts[l] + offset; writes no committed units. Returns hidden states [1, T, hidden]."""

@@ -38,8 +38,9 @@ def occupancy(state: EngineState, start: int, end: int | None, columns: int) -> 
         end: None for all that was accepted. columns: at most so many.
 
     Raises:
-        InputError: there are no such tokens, or columns is not 1 to 4,096.
+        InputError: there are no such tokens, or columns is not 1 to 4,096. ContextClosed: the context is lost.
     """
+    state.expect_whole()
     with state.lock:
         seen, position = state.seen, state.position
     end = position if end is None else end

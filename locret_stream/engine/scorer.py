@@ -31,8 +31,6 @@ class Scorer:
         log-sum-exp, if attention returned it.
         """
         store, layer = self.state.store, call.layer
-        if self.layout.config.quantised and "token_logprob" in self.needs:
-            keys, k = keys.clone(), k.clone()  # `finish` reads them, and the next layer is read into the same memory
         total = store.counts[layer] + call.k.shape[2]
         sinks, stabilizers = self.layout.protection_of(layer, len(self.state.focus))
         chunk = Chunk(layer=layer, start=self.state.seen, q=call.q[0], k=call.k[0], v=call.v[0],
@@ -48,6 +46,10 @@ class Scorer:
             planes, heads = chunk.scores.shape[:2]
             self.scores.append(chunk.scores.new_zeros(planes, heads, total))
             return
+        if self.layout.config.quantised and "token_logprob" in self.needs:
+            # `finish` reads what is declared, and the next layer is read into the same memory.
+            chunk.keys = keys.clone() if "keys" in self.needs else keys[:, :0]
+            k = k.clone() if "column_sums" in self.needs else k
         if "column_sums" in self.needs:
             chunk.column_sums = _column_sums(call, q[0], k[0], lse)
         if "token_logprob" in self.needs:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from locret_stream.cache import UnitStore
+from locret_stream.errors import ContextClosed
 
 HISTORY = 1024  # token ids kept in memory for repetition penalties; the store has a log of all of them
 MOST_PENDING = 1 << 20  # ids; a snapshot may come from anywhere, and what is accepted can be loaded again
+MOST_RECEIPTS = 1 << 20  # tokens whose receipts are given at once: 5 bytes for each of them in every head and layer
 
 
 class EngineState:
@@ -65,6 +67,12 @@ class EngineState:
         except BaseException:
             self.broken = True
             raise
+
+    def expect_whole(self) -> None:
+        """Raises ContextClosed: a failure left layers that do not match."""
+        if self.broken:
+            raise ContextClosed("a commit failed while it moved units, so this context is lost; expected it to be "
+                                "closed and opened anew (restored, if it was saved)")
 
     @property
     def history(self) -> list[int]:

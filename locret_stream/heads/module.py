@@ -298,7 +298,7 @@ class RetainingHeads(nn.Module):
             return
         trained_form, trained_sketch = self.config.form or "", self.config.sketch or ""
         if (form or trained_form) and (not sketch or not trained_sketch):
-            _log.warning("retaining heads that were trained for %s serve a quantised or adapted model (%s): whether it "
+            _log.warning("retaining heads that were trained for %s serve a model in another form (%s): whether it "
                          "is of the same base cannot be checked, as these heads have no sketch", trained_on, form)
         elif (form or trained_form) and kin(sketch, trained_sketch):
             _log.warning("retaining heads that were trained on their model as %s serve the same base as %s: what they "

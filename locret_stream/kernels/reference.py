@@ -95,8 +95,9 @@ def quantise_units(x: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
     size, most, stored = group_of(x.shape[-1], bits), 2**bits - 1, _stored(bits)
     groups = x.unflatten(-1, (-1, size))
     least, greatest = groups.aminmax(dim=-1, keepdim=True)
-    limit = torch.finfo(stored).max
-    scale = ((greatest / most - least / most).clamp(max=limit)).to(stored)
+    # So that neither code * scale nor its sum with zero is infinite, where a channel is.
+    limit, steepest = (2.0**127, 2.0**119) if stored == torch.float32 else (torch.finfo(stored).max,) * 2
+    scale = ((greatest / most - least / most).clamp(max=steepest)).to(stored)
     if stored == torch.float32:  # to 16 bits, so that code * scale is exact
         scale = ((scale.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
     zero = least.clamp(-limit, limit).to(stored)

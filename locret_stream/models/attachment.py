@@ -91,7 +91,7 @@ class Attachment:
     Attributes:
         shape: sizes of the model.
         places: by layer, its device and dtypes. last_device: where hidden states come out.
-        fingerprint: of the weights' content and the attention config, the same for every floating-point dtype.
+        fingerprint: of the weights' content and the attention config, the same in float32 and bfloat16.
         form: quantisation and active adapters in words.
         adapters: names of the adapters that were active when the attachment was made, and stay so in it.
     """
@@ -176,7 +176,12 @@ class Attachment:
     def check_heads(self, heads: RetainingHeads) -> None:
         """Raises HeadsMismatch: the heads are of another model."""
         same = heads.config.fingerprint == self.fingerprint
-        heads.check_fits(self.shape, self.fingerprint, "" if same else self.sketch, self.form)
+        heads.check_fits(self.shape, self.fingerprint, "" if same else self.sketch, self.packing)
+
+    @property
+    def packing(self) -> str:
+        """`form`, or the name of a dtype that rounds a checkpoint in bfloat16; "" for a plain model."""
+        return self.form or ("float16" if self.dtype == torch.float16 else "")
 
     # -- reading the model ------------------------------------------------------------------------------------
 
@@ -381,12 +386,12 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _note_inputs(module: Any) -> None:
     """Make an attention module pass its input to its attachment, as transformers gives it to no attention function. The
     module's forward is wrapped, because hooks cost more time per step."""
-    forward = module.forward
+    own, plain, this = vars(module).get("forward"), type(module).forward, weakref.ref(module)
 
-    @functools.wraps(forward)
     def noting(*args: Any, **kwargs: Any) -> Any:
+        module: Any = this()  # this function would keep it alive, and its weights, until a search for garbage
         module.locret_attachment()._input = input_of(args, kwargs)
-        return forward(*args, **kwargs)
+        return plain(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     module.forward = noting
 

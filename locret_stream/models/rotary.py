@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Rotary:
     def __init__(self, decoder: Any, layer_types: list[str] | None):
         self._real, self._layer_types = decoder.rotary_emb, layer_types
         self._attentions = [layer.self_attn for layer in decoder.layers]
-        self._sliced: dict[int, bool] = {}
+        self._sliced = [False] * len(self._attentions)
         self._computing = threading.Lock()  # longrope writes its frequencies, then reads them: one call at a time
         self._places: list[Place] = []
         self.uses = self.plain = [False] * len(self._attentions)
@@ -46,6 +47,7 @@ class Rotary:
     def set_layers(self, uses: list[bool], places: list[Place], head_dim: int) -> None:
         """Set which layers use RoPE and where they work, as probes have shown."""
         self.uses, self._places = uses, places
+        self._sliced = [use and self._takes_a_part(layer, head_dim) for layer, use in enumerate(uses)]
         self.plain = [use and self._is_plain(layer, head_dim) for layer, use in enumerate(uses)]
         for module, use in zip(self._attentions, uses, strict=True):
             if use:
@@ -76,14 +78,24 @@ class Rotary:
         """x [B, heads, T, D] -> rotated by the model's own function, in halves, in pairs, or in part."""
         module = self._attentions[layer]
         rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
-        if not self._sliced.get(layer):
-            try:
-                return rotate(x, x[:, :0], cos, sin)[0]
-            except RuntimeError:  # the model divides x for a partial rotation outside that function (StableLM)
-                self._sliced[layer] = True
+        if not self._sliced[layer]:
+            return rotate(x, x[:, :0], cos, sin)[0]
         width = cos.shape[-1]
         turned = rotate(x[..., :width], x[:, :0, :, :width], cos, sin)[0]
         return torch.cat([turned, x[..., width:]], dim=-1)
+
+    @torch.no_grad()
+    def _takes_a_part(self, layer: int, head_dim: int) -> bool:
+        """Whether the model divides x for a partial rotation outside of its function (StableLM)."""
+        place = self._places[layer]
+        cos, sin = self.cos_sin(layer, torch.zeros(1, 1, dtype=torch.int64, device=place.device), place)
+        try:
+            self.apply(layer, torch.zeros(1, 1, 1, head_dim, dtype=place.keys, device=place.device), cos, sin)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # the widths do not fit
+            return True
+        return False
 
     @torch.no_grad()
     def _is_plain(self, layer: int, head_dim: int) -> bool:
@@ -206,4 +218,5 @@ def _spare_rotation(module: nn.Module) -> None:
     unrotated = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": _unturned},
                                    forward.__name__, forward.__defaults__, forward.__closure__)
     unrotated.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = types.MethodType(unrotated, module)
+    this = weakref.ref(module)  # a bound method would keep the module, and its weights, until a search for garbage
+    module.forward = lambda *args, **kwargs: unrotated(this(), *args, **kwargs)

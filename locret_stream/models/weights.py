@@ -315,19 +315,23 @@ def form(model: PreTrainedModel) -> str:
 def fingerprint(model: PreTrainedModel) -> str:
     """blake2b over names, shapes and up to 65,536 evenly spaced values of every weight, as bf16.
 
-    Rounding to bf16 makes it the same for every dtype that a checkpoint is loaded in. Models and fine-tunes have
-    different fingerprints; a single changed weight may go unnoticed. Of packed weights the scales count.
+    Rounding to bf16 makes it the same for every dtype that a checkpoint is loaded in, but for float16, which rounds the
+    smallest weights of one in bfloat16. Models and fine-tunes have different fingerprints; a single changed weight may
+    go unnoticed. Of packed weights the scales count.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    config = model.config.get_text_config(decoder=True)
-    digest.update(repr((config.model_type, getattr(config, "rope_parameters", None))).encode())
-    for name, weight in sorted(named_weights(model), key=lambda pair: pair[0]):
+    samples = []  # and no tensor stays, as those of packed weights are made for this
+    for name, weight in named_weights(model):
         if not weight.is_floating_point() or weight.is_meta:
             continue
         flat = weight.reshape(-1)
         flat = flat[:: max(1, flat.numel() // 65_536)].to(torch.bfloat16).cpu()
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(flat.view(torch.int16).numpy().tobytes())
+        samples.append((name, tuple(weight.shape), flat.view(torch.int16).numpy().tobytes()))
+    digest = hashlib.blake2b(digest_size=16)
+    config = model.config.get_text_config(decoder=True)
+    digest.update(repr((config.model_type, getattr(config, "rope_parameters", None))).encode())
+    for name, shape, sample in sorted(samples, key=lambda row: row[0]):
+        digest.update(f"{name}{shape}".encode())
+        digest.update(sample)
     return digest.hexdigest()
 
 

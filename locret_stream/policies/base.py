@@ -32,7 +32,8 @@ class Chunk:
     Always present: q [H*G, T, D], k and v [H, T, D] before RoPE; `keys` [H, n+T, D] before RoPE and `scores` [P, H, n],
     kept units first; `start`, the absolute position of the first new token; `budget`, how many of the n+T units stay,
     among them the first `sinks` and the last `stabilizers`; `state`, the tensors of the context that `begin` made: a
-    policy replaces them and never writes into them. Present if declared in `needs`:
+    policy replaces them and never writes into them. Where units are in few bits, a policy that declares `token_logprob`
+    and not `keys` gets no keys. Present if declared in `needs`:
 
     hidden: [T, hidden], the input of the layer's attention module, after its norm.
     positions: [H, n+T] int64, absolute and ascending.

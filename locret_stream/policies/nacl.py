@@ -11,6 +11,8 @@ from locret_stream.kernels import order_keys
 from locret_stream.policies.base import Chunk, Policy
 from locret_stream.policies.noise import gumbel
 
+ABOVE = 2.0**22  # all scores with their noise; numbers above it are exact in float32
+
 
 class NaCl(Policy):
     """Of the units that compete in a layer, C_p stay by score and C_r at random, drawn anew in every head and layer.
@@ -70,8 +72,9 @@ class NaCl(Policy):
         keys = order_keys(scores.index_fill(1, total - chunk.k.shape[1] + rows, math.inf))
         for protected in (slice(chunk.sinks), slice(total - chunk.stabilizers, total)):
             keys[:, protected] = torch.iinfo(keys.dtype).min  # protected units stay without a place among the C_p
-        stays = torch.zeros_like(scores, dtype=torch.bool)
-        stays.scatter_(1, keys.topk(by_score, dim=1).indices, True)
+        # Above all others, and among themselves in order, for copies that keep less (`Engine.thin`).
+        places = torch.arange(by_score, 0, -1, dtype=torch.float32, device=scores.device) + ABOVE
+        best = keys.topk(by_score, dim=1).indices
         step = chunk.start if self.draw == "fresh" else None
         noise = gumbel(self.seed, chunk.layer, chunk.positions, step, self.alike)
-        return torch.where(stays, math.inf, scores + noise)
+        return (scores + noise).scatter_(1, best, places.expand(len(best), -1))

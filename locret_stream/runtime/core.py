@@ -300,8 +300,8 @@ class Runtime:
             return None
         heads = self._heads if isinstance(self._heads, RetainingHeads) else RetainingHeads.load(self._heads)
         attachment.check_heads(heads)
-        if attachment.dtype.itemsize < 4 and heads is self._heads:
-            heads = copy.deepcopy(heads)  # they are the caller's, and rounding cannot be taken back
+        if heads is self._heads:
+            heads = copy.deepcopy(heads)  # they are the caller's, and other runtimes may use them elsewhere
         # In the model's precision, as the authors of the papers run them; scores are summed in fp32 in any case.
         return attachment.put_beside(heads, attachment.dtype if attachment.dtype.itemsize < 4 else None)
 
@@ -342,6 +342,7 @@ class Runtime:
         for each in threads:
             each.shutdown()
         leave_worker(self.attachment)
+        self.engine.pool.release()
         detach(self.model, self._attn, self._number)
         self.__dict__.pop("identity", None)
         del self.engine, self.attachment, self.model, self.tokenizer, self.worker

@@ -21,6 +21,7 @@ T = TypeVar("T")
 LOADERS = {"gptq": ("gptqmodel", "optimum", "accelerate"), "awq": ("gptqmodel", "accelerate")}
 """By quantisation the packages that transformers needs, where it does not name all of them."""
 _OBJECTS = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+KINDS = ("cpu", "cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,10 +41,12 @@ def check_device(device: str | Mapping[str, Any] | None) -> str | Mapping[str, A
                               "installed here; expected `pip install accelerate`, or one device")
         return device
     try:
-        torch.empty(0, device=device)
+        kind = torch.empty(0, device=device).device.type
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise ConfigError(f"device is {device!r}, which cannot be used here; expected {best!r}"
                           f"{' or cpu' if best != 'cpu' else ' (torch finds no CUDA)'}") from error
+    if kind not in KINDS:
+        raise ConfigError(f"device is {device!r}, which this library has no kernels for; expected {' or '.join(KINDS)}")
     return device
 
 

@@ -246,7 +246,7 @@ def _new_heads(attachment: Attachment, config: TrainConfig) -> RetainingHeads:
         input_norm=config.input_norm, bias=config.bias or config.output == "retention", label=config.label,
         alpha=config.alpha, fingerprint=attachment.fingerprint, budget_shares=config.budget_shares,
         trained_layers=config.layers, features=config.features, hidden=shape.hidden, output=config.output,
-        query_tokens=config.query_tokens, sketch=attachment.sketch, form=attachment.form,
+        query_tokens=config.query_tokens, sketch=attachment.sketch, form=attachment.packing,
         kernel=msgspec.UNSET if config.kernel == 1 else config.kernel)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from locret_stream.config import Budget, ModelShape, StreamConfig
 from locret_stream.engine import Engine, EngineState, NextToken
 from locret_stream.engine import state as engine_module
+from locret_stream.engine.occupancy import occupancy
 from locret_stream.errors import BudgetExceeded, ConfigError, ContextClosed, SnapshotCorrupt
 from locret_stream.models import attach
 from locret_stream.policies import Chunk, Policy
@@ -741,6 +742,17 @@ def test_a_tensor_of_no_dimension_or_of_one_too_many_is_none_of_a_snapshot(name:
                 engine.load(exported | {name: strange}, 1)
 
 
+def test_receipts_of_a_long_stream_are_asked_for_in_parts():
+    """They take memory for every token, kept or not."""
+    engine = engine_of("streaming_llm")
+    state = engine.open(0)
+    feed(engine, state, ids_of(30))
+    state.seen += 10_000_000
+    with pytest.raises(ConfigError, match=r"10,000,030 tokens at once; expected at most 1,048,576, or occupancy\(\)"):
+        engine.receipts(state)
+    assert engine.receipts(state, 10_000_000).kept.shape[-1] == 30
+
+
 def test_nothing_is_given_out_of_a_context_that_is_lost():
     engine = engine_of("streaming_llm")
     state = engine.open(0)
@@ -748,7 +760,8 @@ def test_nothing_is_given_out_of_a_context_that_is_lost():
     state.broken = True  # what a fault leaves while units move
     for use in (lambda: engine.export(state), lambda: engine.fork(state, 1), lambda: engine.moment(state, 30),
                 lambda: engine.units_between(state, 0, 0, 8), lambda: engine.swap_out(state),
-                lambda: engine.accept(state, [5]), lambda: engine.focus(state, [5]), lambda: engine.logits(state)):
+                lambda: engine.accept(state, [5]), lambda: engine.focus(state, [5]), lambda: engine.logits(state),
+                lambda: engine.receipts(state), lambda: occupancy(state, 0, None, 4)):
         with pytest.raises(ContextClosed, match="this context is lost"):
             use()
 

@@ -18,6 +18,7 @@ from locret_stream.cache.quantised_store import QuantisedStore
 from locret_stream.cache.unit_store import Rotate
 from locret_stream.config import Budget, ModelShape, StreamConfig, check_codes, check_store_bits
 from locret_stream.engine import Engine, EngineState, NextToken
+from locret_stream.engine.scorer import Scorer
 from locret_stream.errors import ConfigError, SnapshotCorrupt
 from locret_stream.kernels import dequantise_units, quantise_units
 from locret_stream.models import attach
@@ -449,12 +450,27 @@ def test_a_head_dim_whose_groups_fill_no_bytes_is_refused():
         check_codes(shape, (8, 4))
 
 
+def test_a_policy_that_reads_no_keys_after_the_forward_keeps_none(monkeypatch: pytest.MonkeyPatch):
+    """Those of all layers would take more than the codes save."""
+    held: list[int] = []
+    finish = Scorer.finish
+
+    def looked_at(scorer: Scorer, *given: Any) -> list[Tensor]:
+        held.extend(chunk.keys.shape[1] for chunk in scorer.chunks)
+        return finish(scorer, *given)
+
+    monkeypatch.setattr(Scorer, "finish", looked_at)
+    engine = build("sirllm", units=UNITS, chunk_size=CHUNK, store_bits=(4, 4))
+    feed(engine, engine.open(0), ids_of(3 * CHUNK))
+    assert len(held) == 3 * engine.shape.layers and not any(held)
+
+
 def test_a_policy_that_reads_keys_after_the_forward_reads_its_own_layers():
     """All layers are read into one scratch, and a policy that needs log-probabilities scores when all are done."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Late(Toy):
-        needs = frozenset({"token_logprob", "column_sums"})
+        needs = frozenset({"token_logprob", "column_sums", "keys"})
 
         def score(self, chunk: Chunk) -> Tensor:
             seen[chunk.layer] = chunk.keys.clone(), chunk.column_sums()

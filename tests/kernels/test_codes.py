@@ -137,3 +137,8 @@ def test_strange_numbers_stay_where_they_are(bits: int):
         assert found[0, 4, first:].isnan().all(), "its group"
         assert torch.equal(found[0, 4, :first], x[0, 4, :first]), "and no other"
         assert found[0, 5].abs().max() < 1e-6
+        for extreme in (float("inf"), -float("inf")):
+            row = torch.zeros(1, 1, 64)
+            row[0, 0, 0] = extreme
+            far = read(quantise_units(row, bits), bits, 64, by=by)[0, 0]
+            assert far.isfinite().all() and far[0].sign() == (1 if extreme > 0 else -1) and far[0].abs() > 1e4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ import torch
 import transformers as tf
 from torch import nn
 
-from locret_stream.errors import UnsupportedModel
-from locret_stream.models import Attachment, attach, attached, attaching, detach, self_test
+from locret_stream.errors import HeadsMismatch, UnsupportedModel
+from locret_stream.heads import HeadsConfig, RetainingHeads
+from locret_stream.models import Attachment, attach, attached, attaching, detach, self_test, weights
 from tests.architectures import BASE, CONFIGS, make
 from tests.kit import build, feed, ids_of, logits_at_each
 
@@ -76,6 +78,35 @@ def test_the_model_is_not_kept_alive():
     del stock, attachment
     gc.collect()
     assert ref() is None and shadow() is None
+
+
+def test_attention_modules_go_with_the_attachment():
+    """Their weights would stay until a search for garbage, which no allocator of a GPU calls."""
+    attachment = attach(stock := make("llama", seed=5))
+    gc.collect()
+    gc.disable()
+    try:
+        modules = [weakref.ref(module) for module in attachment._attentions]
+        del attachment, stock
+        assert not [ref for ref in modules if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def test_an_out_of_memory_error_in_rope_leaves_it_as_it_was(monkeypatch):
+    attachment = attach(make("gpt-oss"))  # whose tables are half as wide as its keys
+    tables, shape = attachment.tables(16), attachment.shape
+    x = torch.randn(1, shape.kv_heads, 4, shape.head_dim)
+    expected = tables.rotate(0, x, 2)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[type(attachment._attentions[0]).__module__], "apply_rotary_pos_emb", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+            tables.rotate(0, x, 2)
+    assert torch.equal(tables.rotate(0, x, 2), expected)
 
 
 # -- refused ------------------------------------------------------------------------------------------------------
@@ -282,6 +313,43 @@ def test_fingerprint_is_that_of_the_checkpoint_whatever_the_dtype(tmp_path):
     load = tf.AutoModelForCausalLM.from_pretrained
     prints = {attach(load(tmp_path, dtype=dtype)).fingerprint for dtype in (torch.bfloat16, torch.float32)}
     assert len(prints) == 1
+
+
+@pytest.mark.parametrize("trained, used", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str)
+def test_heads_serve_their_model_in_float16_though_it_rounds_small_weights(tmp_path, caplog, trained, used):
+    tiny = make("qwen3", dtype=torch.bfloat16)
+    with torch.no_grad():
+        tiny.model.layers[0].mlp.up_proj.weight[0, :64] = 1.1e-6  # below the steps of float16 there
+    tiny.save_pretrained(tmp_path)
+    load = tf.AutoModelForCausalLM.from_pretrained
+    of_heads, attachment = (attach(load(tmp_path, dtype=dtype)) for dtype in (trained, used))
+    assert of_heads.fingerprint != attachment.fingerprint
+    shape = attachment.shape
+    heads = RetainingHeads(HeadsConfig(
+        layers=shape.layers, query_heads=shape.kv_heads * shape.groups, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, width=8, fingerprint=of_heads.fingerprint, sketch=of_heads.sketch,
+        form=of_heads.packing))
+    attachment.check_heads(heads)
+    assert "the same base as " in caplog.text
+    other = attach(make("qwen3", seed=9).to(used))
+    with pytest.raises(HeadsMismatch, match="another model"):
+        other.check_heads(heads)
+
+
+def test_the_fingerprint_keeps_no_tensor_that_is_made_for_it(stock, monkeypatch):
+    named, made = weights.named_weights, list[weakref.ref]()
+
+    def copies(model):
+        for name, tensor in named(model):
+            copied = tensor.detach().clone()
+            made.append(weakref.ref(copied))
+            assert sum(ref() is not None for ref in made) < 3
+            yield name, copied
+            del copied
+
+    expected = weights.fingerprint(stock)
+    monkeypatch.setattr(weights, "named_weights", copies)
+    assert weights.fingerprint(stock) == expected and len(made) > 10
 
 
 def test_fingerprint_tells_models_apart(stock):
