@@ -163,6 +163,7 @@ def test_a_copy_that_keeps_less_keeps_the_best_of_nacl():
         assert scores.isfinite().all()
         kept = state.store.positions(layer)
         for head in range(len(positions)):
+            assert positions[head][scores[head].argmax()] == state.seen - 1, "the proxy itself is the best"
             best = scores[head].topk(kept.shape[1]).indices
             assert kept[head].tolist() == positions[head][best.sort().values].tolist()
 
