@@ -242,15 +242,10 @@ class CallForm:
         """The name of a tool as a call has it."""
         return name if self.names == "raw" else json.dumps(name, ensure_ascii=self.names == "ascii")[1:-1]
 
-    @property
-    def mark(self) -> str:
-        """What begins a call, ahead of its JSON; "": nothing does."""
-        return self.before.partition("{")[0].rstrip()
-
 
 def call_grammar(codec: TextCodec, tools: Mapping[str, Mapping[str, Any]], form: CallForm | None = None, *,
-                 begun: str = "", instead: Mapping[str, Any] | None = None, prose: bool = False, most: int = 1) -> str:
-    """The grammar of replies that call tools.
+                 begun: str = "", instead: Mapping[str, Any] | None = None) -> str:
+    """The grammar of replies that call one of these tools.
 
     Args:
         codec: of the model's tokenizer. Where it has tokens of their own for the marks, these are written.
@@ -259,37 +254,23 @@ def call_grammar(codec: TextCodec, tools: Mapping[str, Mapping[str, Any]], form:
         begun: what the prompt has written of the call: `form.before`, or with one tool its beginning up to any place
             ahead of the arguments.
         instead: a JSON schema that the reply may fit in place of a call.
-        prose: the reply may say something before, between and after calls, and need not call anything. Behind an
-            opening mark a call has to follow.
-        most: the most calls of a reply, at least 1.
 
     Raises:
-        ConfigError: no tools, calls in prose without a mark, or fewer than one call.
+        ConfigError: no tools.
     """
     form = form or CallForm()
-    mark = form.mark if prose else ""
-    if not tools or most < 1 or (prose and not mark):
-        raise ConfigError(f"found {len(tools)} tools, {form.before!r} before a call, and at most {most} calls; "
-                          "expected at least one tool, a mark, and at least 1 call")
+    if not tools:
+        raise ConfigError("found no tools to call; expected at least one")
     rules = [f"body: {' | '.join(f'body_{number}' for number in range(len(tools)))}"]
     for number, (name, schema) in enumerate(tools.items()):
-        at, head = len(begun or mark), list[str]()
+        at, head = len(begun), list[str]()
         for part, data in ((form.before, form.data), (form.written(name), True), (form.between, form.data)):
             head += [_in_form(codec, part[at:], form, data)] if part[at:] else []
             at = max(0, at - len(part))
         rules += [f"body_{number}: {' '.join(head)} arguments_{number} close",
                   f"arguments_{number}: {_json(schema)}"]
     rules.append(f"close: {_in_form(codec, form.after, form, form.data)}")
-    marked, no_mark = _in_form(codec, mark, form, form.data), f"PROSE: /(?s:.*)/ & ~/(?s:.*{_escaped(mark)}.*)/"
-    if not prose:
-        several = f"body ({_quoted(chr(10))} body){{0,{most - 1}}}" if most > 1 else "body"
-        rules += [f"start: {several}"] if instead is None else [
-            f"start: {several} | answer", f"answer: {_json(instead)}"]
-    elif codec.control_ids.isdisjoint(codec.literal(mark)):  # lazy: that text ends with the first mark
-        rules += [f"start: call{{0,{most}}} PROSE", "call: before body", f"before[lazy]: /(?s:.*)/ {_quoted(mark)}",
-                  no_mark]
-    else:  # nor is the mark spelled out in other tokens
-        rules += [f"start: (PROSE call){{0,{most}}} PROSE", f"call: {marked} body", no_mark]
+    rules += ["start: body"] if instead is None else ["start: body | answer", f"answer: {_json(instead)}"]
     return "\n".join(rules)
 
 
@@ -318,11 +299,6 @@ def _written(codec: TextCodec, text: str) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text)
-
-
-def _escaped(text: str) -> str:
-    """A text as a regular expression that stands between slashes."""
-    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):X}}}" for letter in text)
 
 
 def _first_line(error: str) -> str:

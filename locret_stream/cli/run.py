@@ -17,7 +17,7 @@ import typer
 
 from locret_stream.cli.display import Board, Row
 from locret_stream.cli.loading import make_runtime
-from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped
+from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped, on_command_line
 from locret_stream.cli.output import describe, describe_runtime, err, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import Reader, check_readable, path_text, stdin_is_terminal
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LANGCHAIN = "langchain/"  # names of sessions that the adapter writes begin with it
 LOOK_EVERY_S, SAVE_EVERY_S = 0.1, 60.0
+_OFF = {"top_k": None, "top_p": 1, "min_p": None, "seed": 0}  # options of the noise, with what says nothing of it
 HELP = """Read text into a bounded memory, then ask about it.
 
 Files are read in the order given, "-" is stdin; without files and with something piped in, stdin is read. Every \
@@ -69,8 +70,11 @@ class SessionOptions(msgspec.Struct, frozen=True):
     on_mismatch: Annotated[str, typer.Option(help=(
         '"rebuild" reads a session\'s log again if its snapshot is damaged or of another model or budget.'))] = "raise"
 
-    def check(self) -> None:
-        """Raises ConfigError: a value that cannot be used, before a model is loaded."""
+    def check(self, command: typer.Context) -> None:
+        """Raises ConfigError, before a model is loaded: a value that cannot be used, or an option without effect."""
+        given = on_command_line(command, ("store", "key", "save_every", "on_mismatch"))
+        if self.session is None and given:
+            raise ConfigError(f"found {given[0]} and no --session; expected --session with it")
         if self.session is not None and self.session.startswith(LANGCHAIN):
             raise ConfigError(f"session {self.session!r} is a thread of LocretChatModel, written as messages, which "
                               "run would go on from as plain text; expected "
@@ -95,13 +99,19 @@ class SamplingOptions(msgspec.Struct, frozen=True):
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
 
     def sampling(self) -> Sampling:
-        """Raises ConfigError: a value out of range."""
-        return Sampling(**{**msgspec.structs.asdict(self), "stop": tuple(self.stop or ())})
+        """Raises ConfigError: a value out of range, or an option of the noise where there is none."""
+        sampling = Sampling(**{**msgspec.structs.asdict(self), "stop": tuple(self.stop or ())})
+        given = [name for name, off in _OFF.items() if getattr(self, name) not in (None, off)]
+        if given and not self.temperature:
+            raise ConfigError(f"found --{given[0].replace('_', '-')} and no --temperature above 0; an answer is "
+                              "greedy without it: expected --temperature with it")
+        return sampling
 
 
 @app.command(help=HELP)
 @grouped
 def run(
+    command: typer.Context,
     files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help='UTF-8 texts; "-" is stdin.')] = None,
     ask: Annotated[list[str] | None, typer.Option(help="A question; may be given more than once.")] = None,
     *,
@@ -115,7 +125,7 @@ def run(
     answering: SamplingOptions,
     as_json: Json = False,
 ) -> None:
-    stored.check()
+    stored.check(command)
     session = stored.session
     piped = not files and sys.stdin is not None and not stdin_is_terminal()
     names = ["-"] if piped else list(files or [])

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from locret_stream.cli.loading import make_runtime, runtime_options
-from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped
+from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped, on_command_line
 from locret_stream.cli.output import describe_runtime, err, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.errors import ConfigError
@@ -45,6 +45,7 @@ app = typer.Typer(rich_markup_mode="rich")
 @grouped
 def serve(
     *,
+    command: typer.Context,
     options: RuntimeOptions,
     host: Annotated[str, typer.Option(help="Where to listen; anything but this machine needs --api-key.")]
     = "127.0.0.1",
@@ -75,6 +76,7 @@ def serve(
         "With --ray: the most that are loaded while all slots are in use."))] = None,
     as_json: Json = False,
 ) -> None:
+    _expect_together(command, ray)
     missing = [package for package in ("starlette", "uvicorn", "prometheus_client")
                if importlib.util.find_spec(package) is None]
     if missing:
@@ -115,15 +117,33 @@ def serve(
 
         _expect_free(host, port)
         runtime = make_runtime(options, store=Store(store, key=key, keep_last=boundaries), max_live=max_live)
+        if runtime.frames.raw:
+            asyncio.run(runtime.aclose())
+            raise ConfigError(f"the tokenizer of {options.model} has no chat template, and a server is sent messages; "
+                              "expected a chat model, or its template in a file chat_template.jinja of its folder")
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
         service = count.service = Service(runtime, model=model, limits=limits)
 
         leave_loaded_alone()
         server = Server(make_app(service, keys), service, host=host, port=port, grace_s=grace, listening=listening)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop's, where there is one
-            runner.run(server.serve())
+            try:
+                runner.run(server.serve())
+            except SystemExit:  # how uvicorn ends where it cannot listen
+                if server.started:
+                    raise
         if not server.started:
-            raise ConfigError(f"cannot listen on {host}:{port}; the line above tells why")
+            raise ConfigError(f"no server has started on {host}:{port}; what is printed above tells why")
+
+
+def _expect_together(command: typer.Context, ray: bool) -> None:
+    """Raises ConfigError: an option that has no effect with --ray, or without it."""
+    given = on_command_line(command, ("grace",) if ray else ("replicas", "max_replicas", "ray_address"))
+    if given and ray:
+        raise ConfigError(f"found {given[0]} and --ray, with which running answers get --timeout to finish; expected "
+                          "one of them")
+    if given:
+        raise ConfigError(f"found {given[0]} and no --ray; expected --ray with it")
 
 
 def _expect_free(host: str, port: int) -> None:

@@ -179,12 +179,19 @@ def confirm(question: str, yes: bool) -> None:
     """Ask, unless --yes answered beforehand.
 
     Raises:
-        ConfigError: stdin is no terminal. Abort: the answer is no.
+        ConfigError: stdin is no terminal. Abort: the answer is not yes. KeyboardInterrupt: it is Ctrl-C.
     """
     if not yes:
         if not stdin_is_terminal():
             raise ConfigError(f"{question} There is no terminal to ask in; expected --yes")
-        typer.confirm(question, abort=True, err=True)
+        err.print(f"{question} [y/N] ", end="", soft_wrap=True)
+        try:
+            answer = input()
+        except EOFError:
+            err.print()
+            answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
+            raise typer.Abort
 
 
 def _report(value: dict[str, Any], text: str, as_json: bool) -> None:

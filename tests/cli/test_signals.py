@@ -14,7 +14,8 @@ import pytest
 
 from locret_stream.cli.text_input import Reader, file_text
 from locret_stream.errors import InvalidText
-from tests.cli.command import start, wait_for
+from locret_stream.snapshot import Store
+from tests.cli.command import invoke, start, wait_for
 from tests.processes import PIPE, run_python, start_python
 
 
@@ -135,3 +136,35 @@ def test_a_signal_while_a_model_loads_ends_with_its_own_status():
     """The thread that loads is inside torch, and would abort the process when the interpreter goes."""
     done = run_python("-c", LEFT_BEHIND, timeout_s=120)
     assert (done.returncode, done.stdout) == (143, "said\n") and "terminate called" not in done.stderr
+
+
+AT_A_TERMINAL = """
+import os, pty, sys
+typed, *words = sys.argv[1:]
+child, terminal = pty.fork()
+if not child:
+    os.execv(sys.executable, [sys.executable, *words])
+shown = b""
+try:
+    while data := os.read(terminal, 1024):
+        shown += data
+        if typed and b"[y/N]" in shown:
+            os.write(terminal, bytes.fromhex(typed))
+            typed = ""
+except OSError:  # nobody holds its other end any more
+    pass
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode())
+"""
+
+
+def test_ctrl_c_at_a_question_ends_the_command_and_only_yes_is_yes(small: list[str], tmp_path: Path):
+    invoke("run", "--session", "a", "--store", tmp_path, *small, "--ask", "What?", "--max-new-tokens", 2,
+           text="Some text.\n" * 9)
+    for verb, typed, status in (("delete", b"\x03", 130), ("delete", b"\x04", 1), ("forget", b"Yes\n", 0)):
+        assert len(Store(tmp_path).list()) == 1, "nothing was deleted yet"
+        done = run_python("-c", AT_A_TERMINAL, typed.hex(), "-m", "locret_stream", "snapshots", verb, "a", "--store",
+                          tmp_path, timeout_s=60)
+        code, _, shown = done.stdout.partition(" ")
+        assert code == str(status) and "Traceback" not in shown, done.stdout + done.stderr
+        assert ("Interrupted." in shown) == (status == 130), shown
+    assert not Store(tmp_path).list()
