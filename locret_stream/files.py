@@ -20,7 +20,8 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Replace `path` atomically by what `write` puts into a temporary file beside it. The file is durable on return.
 
     Raises:
-        OSError: it names `path`, and the file there is as it was before.
+        OSError: it names `path`. The file there is as it was before, or the new one already where only the last step
+            failed: the folder was not synced.
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=TEMPORARY)

@@ -15,7 +15,7 @@ from locret_stream.config import Recall
 from locret_stream.context import FeedReport, Generation, Memory, Recalled, StreamingContext, Token
 from locret_stream.context.sources import Source
 from locret_stream.context.values import Answer, FinishReason
-from locret_stream.errors import ContextClosed
+from locret_stream.errors import ContextBusy, ContextClosed
 from locret_stream.runtime import Runtime
 from locret_stream.snapshot import Snapshot
 from locret_stream.worker import expect_own
@@ -50,9 +50,13 @@ class SyncContext:
         self._thread = threading.Thread(target=self._loop.run_forever, name="locret-sync", daemon=True)
         self._ctx: StreamingContext | None = None
 
-    def _run(self, awaitable: Awaitable[T]) -> T:
-        self._context()
-        return self._wait(awaitable)
+    def _run(self, call: Callable[[StreamingContext], Awaitable[T]]) -> T:
+        """The result of a call of the context, which the loop's thread runs while this one waits."""
+        ctx = self._context()
+        if threading.current_thread() is self._thread:
+            raise ContextBusy("this call came from the source or the on_token of another call of this SyncContext, "
+                              "which would wait for it for ever; expected one call after another, or `open_context`")
+        return self._wait(call(ctx))
 
     def _wait(self, awaitable: Awaitable[T]) -> T:
         running: list[asyncio.Task[Any]] = []
@@ -110,59 +114,70 @@ class SyncContext:
 
     def feed(self, source: Source) -> FeedReport:
         """Take in a whole source; as `StreamingContext.feed`."""
-        return self._run(self._context().feed(source))
+        return self._run(lambda ctx: ctx.feed(source))
 
     def push(self, piece: str | bytes | list[int]) -> int:
         """As `StreamingContext.push`."""
-        return self._run(self._context().push(piece))
+        return self._run(lambda ctx: ctx.push(piece))
 
     def flush(self) -> int:
         """As `StreamingContext.flush`."""
-        return self._run(self._context().flush())
+        return self._run(lambda ctx: ctx.flush())
 
     def discard(self) -> int:
         """As `StreamingContext.discard`."""
-        return self._run(self._context().discard())
+        return self._run(lambda ctx: ctx.discard())
 
     def focus(self, text: str | None) -> None:
         """As `StreamingContext.focus`."""
-        self._run(self._context().focus(text))
+        self._run(lambda ctx: ctx.focus(text))
 
     def ask(self, question: str, **options: Any) -> Answer:
         """As `StreamingContext.ask`."""
-        return self._run(self._context().ask(question, **options))
+        return self._run(lambda ctx: ctx.ask(question, **options))
 
     def recall(self, question: str, recall: Recall | None = None) -> tuple[Recalled, ...]:
         """As `StreamingContext.recall`."""
-        return self._run(self._context().recall(question, recall))
+        return self._run(lambda ctx: ctx.recall(question, recall))
 
     def generate(self, prompt: str | None = None, **options: Any) -> SyncGeneration:
         """As `StreamingContext.generate`; an ordinary iterator of tokens."""
         reply = self._context().generate(prompt, **options)
-        return SyncGeneration(self._tokens(reply), reply, lambda: self._end(reply))
+        return SyncGeneration(self._tokens(reply), reply, lambda: self._close(reply))
 
     def _tokens(self, reply: Generation) -> Generator[Token, None, None]:
         try:
-            while (token := self._run(anext(reply, None))) is not None:
+            while (token := self._run(lambda _: anext(reply, None))) is not None:
                 yield token
         finally:
-            self._end(reply)
+            self._leave(reply)
 
-    def _end(self, reply: Generation) -> None:
+    def _leave(self, reply: Generation) -> None:
+        """End a reply before whatever is called next. It waits for nothing: the garbage collector may call it, on any
+        thread and at any moment."""
+        if self._ctx is None or os.getpid() != self._process:  # the end of the block ended it; a fork has no loop
+            return
+        ending = reply.aclose()
+        try:
+            asyncio.run_coroutine_threadsafe(ending, self._loop)
+        except RuntimeError:  # the block ended at this moment
+            ending.close()
+
+    def _close(self, reply: Generation) -> None:
         if self._ctx is not None:  # a reply may outlive the block, which ended it then
-            self._run(reply.aclose())
+            self._run(lambda _: reply.aclose())
 
     def snapshot(self) -> Snapshot:
         """As `StreamingContext.snapshot`."""
-        return self._run(self._context().snapshot())
+        return self._run(lambda ctx: ctx.snapshot())
 
     def rewind(self, generation: int | Snapshot) -> None:
         """As `StreamingContext.rewind`."""
-        self._run(self._context().rewind(generation))
+        self._run(lambda ctx: ctx.rewind(generation))
 
     def save_as(self, name: str) -> Snapshot:
         """As `StreamingContext.save_as`."""
-        return self._run(self._context().save_as(name))
+        return self._run(lambda ctx: ctx.save_as(name))
 
     @property
     def memory(self) -> Memory:

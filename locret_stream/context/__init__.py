@@ -1,4 +1,4 @@
-"""StreamingContext: the async API of one memory. No tensor maths, and no thread."""
+"""StreamingContext: the async API of one memory. No tensor maths, and no thread of its own but one for each save."""
 
 from locret_stream.context.replaying import Replay, replay
 from locret_stream.context.session_index import Recalled

@@ -9,6 +9,7 @@ from locret_stream.config import Recall
 from locret_stream.context import saving
 from locret_stream.context.session_index import Recalled, SessionIndex
 from locret_stream.context.sources import as_piece
+from locret_stream.context.tokenizing import tokenized
 from locret_stream.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def read_again(session: Session, question: str | list[int] | None, recall:
         return NOTHING
     around = AROUND if session.raw else ""
     text = around + "\n".join(passage.text for passage in passages) + around
-    ids = session.services.codec.encode_text(text)
+    ids = await tokenized(session.services, len(text), lambda: session.services.codec.encode_text(text))
     return ReadAgain(tuple(passages), tuple(ids), settings_of(session.services, recall).memory)
 
 
@@ -61,10 +62,10 @@ def begin(session: Session) -> None:
         session.keep_index(SessionIndex(services, session, private=private, complete=session.state.seen == 0))
 
 
-def fork(origin: Session, session: Session) -> None:
-    """Keep a copy of the index of `origin` in its fork."""
-    if origin.index is not None:
-        session.keep_index(origin.index.copy(session, session.state.seen))
+def fork(index: SessionIndex | None, session: Session) -> None:
+    """Keep a copy of that index in a fork of its session. It takes long, so it runs on a thread."""
+    if index is not None:
+        session.keep_index(index.copy(session, session.state.seen))
 
 
 async def recalled(session: Session, question: str | list[int], recall: bool | Recall | None, *,
@@ -90,8 +91,11 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         text = text.decode(errors="replace")
     most = settings.tokens
     if to_read:
+        asked = text
+        tokens = await tokenized(services, len(asked), lambda: len(codec.encode_text(asked)))
+        session.check_open()
         room = services.engine.room_to_read(session.state, settings.memory)
-        most = min(most, max(LEAST, room - len(codec.encode_text(text)) - session.frame_room() - REPLY))
+        most = min(most, max(LEAST, room - tokens - session.frame_room() - REPLY))
     most -= 2 * len(codec.encode_text(AROUND)) * session.raw
     while True:
         await complete(session)

@@ -15,10 +15,11 @@ import torch
 
 from locret_stream.context import recalling
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.context.saving import expect_no_turn, fingerprint, store_of, stored_units, storing
+from locret_stream.context.saving import expect_no_turn, fingerprint, store_of, stored_units, storing, storing_on
 from locret_stream.context.session import Session
 from locret_stream.context.session_state import REWOUND
 from locret_stream.context.sources import BufferedText, Segment
+from locret_stream.context.tokenizing import tokenized
 from locret_stream.errors import ConfigError, ContextBusy, InputError, SnapshotCorrupt, SnapshotError, SnapshotMismatch
 from locret_stream.snapshot import Branch, Frame, Restored, Snapshot
 from locret_stream.snapshot.identity import digest_text
@@ -61,7 +62,7 @@ async def open_session(services: Services, name: str, opening: Opening, slot: in
                 session = await resume(services, branch, slot, opening.at, rebuild=opening.on_mismatch == "rebuild")
                 _check_begun_so(session, name, opening)
                 if opening.focus is not None:
-                    await session.focus(focus_ids(services, opening.focus))
+                    await session.focus(await focus_ids(services, opening.focus))
             except BaseException:
                 branch.close()
                 raise
@@ -99,7 +100,7 @@ async def begin(services: Services, branch: Branch | None, slot: int, system: st
     recalling.begin(session)
     try:
         if focus is not None:
-            await session.focus(focus_ids(services, focus))
+            await session.focus(await focus_ids(services, focus))
         await session.take(ids)
     except BaseException:
         if over is not None:
@@ -110,11 +111,13 @@ async def begin(services: Services, branch: Branch | None, slot: int, system: st
     return session
 
 
-def focus_ids(services: Services, text: str | None) -> list[int]:
+async def focus_ids(services: Services, text: str | None) -> list[int]:
     """Token ids of a focus: [] for None and for nothing but spaces. Raises InputError if it is not text."""
     if text is not None and not isinstance(text, str):
         raise InputError(f"the focus is a {type(text).__name__}; expected text, or None for none")
-    return services.codec.encode_text(text) if text is not None and text.strip() else []
+    if text is None or not text.strip():
+        return []
+    return await tokenized(services, len(text), lambda: services.codec.encode_text(text))
 
 
 async def resume(services: Services, branch: Branch, slot: int, generation: int | None = None, *,
@@ -140,14 +143,19 @@ async def fork(origin: Session, slot: int, name: str | None) -> Session:
             except SnapshotError as error:
                 _log.warning("a fork of %r has no index for recall: %s", origin.branch.name, error)
         session = await origin.fork(slot)
-        recalling.fork(origin, session)
+        if origin.index is not None:
+            try:
+                await storing_on(origin.services.recalling, recalling.fork, origin.index, session)
+            except BaseException:  # also cancelled, after it was made
+                session.close_index()
+                raise
         return session
     async with origin.frozen():  # its log and pages are copied too
         session = await origin.copy(slot, await stored_units(origin) if origin.swapped_out else None)
 
         def fork_branch() -> None:
             session.bind(origin.stored_branch.fork(name, session.state.seen))
-            recalling.fork(origin, session)
+            recalling.fork(origin.index, session)
 
         try:
             await storing(origin.services, fork_branch)
@@ -165,6 +173,7 @@ async def move(session: Session, name: str) -> None:
         old = session.stored_branch
         session.bind(await storing(session.services, old.fork, name, session.state.seen))
         session.mark_saved(None)
+        session.drop_swap_generations(session.swap_generations)  # they are numbers of the old name
         old.close()
 
 
@@ -212,7 +221,7 @@ def _unfinished(services: Services, frame: Frame, packed: np.ndarray, what: str)
         buffered = BufferedText(SegmenterState(frame.text, frame.tail), segments, left_by_break=frame.left_by_break)
         state = msgspec.convert({"turn": frame.turn, "has_content": frame.has_content, "first": frame.first},
                                 FrameState)
-    except (msgspec.MsgspecError, InputError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, InputError) as error:
         raise SnapshotCorrupt(f"{what}: no session can have its frame or buffered text: {error}") from error
     return state, buffered
 
@@ -245,7 +254,7 @@ async def feed_log(services: Services, log: StoredLog, slot: int, branch: Branch
     pieces = log.pieces()
     while (piece := await storing(services, next, pieces, None)) is not None:
         ids, focuses = piece
-        if any(len(part) and not 0 <= min(part) <= max(part) < services.engine.shape.vocab
+        if any(len(part) and not 0 <= np.min(part) <= np.max(part) < services.engine.shape.vocab
                for part in (ids, *(event.ids for event in focuses))):
             raise SnapshotCorrupt("its log holds ids that the model does not have")
         first = session.state.position
@@ -315,7 +324,13 @@ async def overwrite(session: Session, branch: Branch, restored: Restored | None,
             past = await begin(session.services, branch, slot, opening.system if session.system else None,
                                raw=session.raw, trusted=session.trusted, focus=opening.focus, over=session)
         else:
-            past = await revive(session.services, branch, restored, slot)
+            try:
+                past = await revive(session.services, branch, restored, slot)
+            except SnapshotCorrupt:  # it was refused before anything was written
+                raise
+            except BaseException:
+                session.state.broken = True
+                raise
         session.check_open()  # it may have been closed while this one was read
         session.end(REWOUND)
     session.close_branch()

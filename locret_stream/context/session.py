@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from locret_stream.context import saving, swapping
 from locret_stream.context.session_state import SessionState
 from locret_stream.context.sources import Piece, Segment
+from locret_stream.context.tokenizing import tokenized
 from locret_stream.engine import NextToken
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from locret_stream.constraints import Constraint
 
 T = TypeVar("T")
-INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
 
 
 class Session(SessionState):
@@ -39,6 +39,7 @@ class Session(SessionState):
         that are generating take this step together; it is cancelled as any step is."""
         engine = self.services.engine
         await self.resident()
+        self.expect_not_closing()
         before = self.state.position
         try:
             return await self.submitted(lambda: self.services.worker.submit_joint(
@@ -159,9 +160,8 @@ class Session(SessionState):
             return [token for segment in segments for token in
                     (segment if isinstance(segment, list) else codec.encode(segment, trusted=trusted))]
 
-        if sum(len(segment) for segment in segments if isinstance(segment, str)) <= INLINE_CHARS:
-            return run()
-        return await asyncio.get_running_loop().run_in_executor(self.services.tokenizing, run)
+        return await tokenized(self.services, sum(
+            len(segment) for segment in segments if isinstance(segment, str)), run)
 
     def buffer(self, piece: Piece) -> None:
         """Buffer a pulled piece. Raises InvalidTokens: nothing of it was taken; InvalidText as `BufferedText`."""
@@ -221,7 +221,7 @@ class Session(SessionState):
 
     def close_reply(self) -> None:
         """End the assistant's turn; queues literals only, so it may run anywhere, even in a finaliser."""
-        if not self.raw and self.frame.turn == "assistant" and not self.closed:
+        if not self.raw and self.frame.turn == "assistant" and not (self.closed or self.closing):
             last = self.state.history[-16:]  # may end with the end marker, sampled by the model itself
             self.accept(*self.services.frames.close_reply(self.frame, last))
 

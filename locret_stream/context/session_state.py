@@ -17,6 +17,8 @@ that. A session is *open* from its construction until `end`. While it is open, t
     saved                   `mark_saved`            whatever is accepted   `saving`, `restoring`
                                                     or buffered after it
     owned by a context      `own`                   `end`                  the context, once it is open
+    closing                 `begin_closing`         `end`                  the context: nothing begins any more, and
+                                                                           nothing is accepted, as it is saved last
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ class SessionState:
         self.busy: str | None = None
         self.owner: object | None = None
         self.closed: str | None = None
+        self.closing = False  # what is accepted now would be in no snapshot
         self.swap_generations: frozenset[int] = frozenset()
         self.keep: dict[int, bool] = {}
         self.saved_at: tuple[object, ...] | None = None  # `saving.fingerprint` at the newest save
@@ -114,7 +117,7 @@ class SessionState:
 
     def claim(self, operation: str, owner: object) -> None:
         """Begin `operation` for `owner`, or raise ContextBusy / ContextClosed."""
-        self.check_open()
+        self.expect_not_closing()
         if self.busy is not None:
             raise ContextBusy(f"{operation} was called while {self.busy} is running in this context; expected one at a "
                               f"time: finish or `aclose()` the {self.busy} first, or fork the context")
@@ -132,6 +135,16 @@ class SessionState:
             raise ContextClosed(self.closed)
         expect_own(self.services.worker.process)
 
+    def begin_closing(self) -> None:
+        """Refuse whatever comes and would change the session: it is saved for the last time, and then ends."""
+        self.closing = True
+
+    def expect_not_closing(self) -> None:
+        """As `check_open`, and raises ContextClosed from `begin_closing` on."""
+        self.check_open()
+        if self.closing:
+            raise ContextClosed(CLOSED)
+
     def end(self, why: str) -> None:
         """End the session and its scratch copies: operations that still use them raise ContextClosed with `why`."""
         self.closed = why
@@ -148,9 +161,6 @@ class SessionState:
     def __del__(self) -> None:
         if not getattr(self, "owned", False) or self.closed:
             return
-        name = "a context" if self.branch is None else f"session {self.branch.name!r}"
-        warnings.warn(f"{name} was dropped and never closed, so what was not saved is lost; expected `async with "
-                      "runtime.open(...)`, or `await ctx.aclose()`", ResourceWarning, stacklevel=2, source=self)
         services, slot, branch = self.services, None if self.swapped_out else self.state.store.slot, self.branch
 
         def give_back() -> None:
@@ -161,6 +171,10 @@ class SessionState:
 
         with contextlib.suppress(ContextClosed):  # the runtime was closed before
             services.worker.submit(id(self.state), give_back)  # behind the steps that are queued
+        name = "a context" if branch is None else f"session {branch.name!r}"
+        # Last, as it raises where warnings are errors.
+        warnings.warn(f"{name} was dropped and never closed, so what was not saved is lost; expected `async with "
+                      "runtime.open(...)`, or `await ctx.aclose()`", ResourceWarning, stacklevel=2, source=self)
 
     # -- frozen, and idle -------------------------------------------------------------------------------------
 
@@ -267,7 +281,7 @@ class SessionState:
     def accept(self, ids: list[int], frame: FrameState | None = None) -> None:
         """Take ids over as pending, all or none, and with them the frame in which they leave the conversation. Raises
         BudgetExceeded, ContextClosed: ids and frame are as they were."""
-        self.check_open()
+        self.expect_not_closing()
         self.services.engine.accept(self.state, ids)
         if ids:
             self.set_note(b"")
@@ -323,7 +337,7 @@ class SessionState:
 
     def succeed(self, session: SessionState) -> None:
         """Follow `session`, which ended by a rewind to an older snapshot than the newest one."""
-        self.swap_generations = session.swap_generations
+        self.swap_generations, self.closing = session.swap_generations, session.closing
         self.saved_at = None
         if session.index is not None:
             self.close_index()
@@ -371,6 +385,7 @@ class SessionState:
             past.index.hand_over(past, mark.seen)
         past._undoing.close()
         past.claim("undo", owner)
+        past.closing = self.closing
         return past
 
     def end_undo(self, owner: object) -> None:

@@ -90,19 +90,21 @@ class StreamingContext:
         """Give the slot back. A stored context is saved first (`autosave`). Idempotent. Waits for no slot.
 
         Running operations end as if cancelled, and so does an open `turn()`: it is undone, and what was accepted before
-        it is saved. With save=False what was not saved is dropped: the session then rests at its newest snapshot.
+        it is saved. What would be accepted while it is saved is refused. With save=False what was not saved is dropped:
+        the session then rests at its newest snapshot.
 
         Raises:
             StaleOwner, StoreError: it could not be saved; it is closed all the same.
         """
         while (session := self._session) is not None and not session.closed:  # a rewind may put another in its place
             session.check_open()  # a fork of its process must neither close nor save it
+            session.begin_closing()
             saved = save and session.branch is not None and self._services.autosave
             if saved and session.turn is not None:
                 await session.turn.undo()
                 continue
             try:
-                if saved and saving.unsaved(session):
+                while saved and saving.unsaved(session):  # again, if a step that ran already has accepted more
                     await self._save(session)
             except ContextClosed:  # another task closed it meanwhile
                 if not session.closed:
@@ -249,7 +251,7 @@ class StreamingContext:
             ConfigError: it is longer than the budget allows. BudgetExceeded, ContextClosed, InputError.
         """
         session = self._live
-        await session.focus(restoring.focus_ids(self._services, text))
+        await session.focus(await restoring.focus_ids(self._services, text))
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
                   recall: bool | Recall | None = None, aside: Sequence[int] = (),
@@ -276,11 +278,12 @@ class StreamingContext:
             raise ConfigError(f"on_token is {on_token!r}; expected a plain function, which is called and not awaited")
         if isinstance(question, (str, bytes, list)) and not question:
             raise InputError(f"ask() was called with {question!r}; expected a question")
+        ids = tuple(self._services.codec.validate_ids(aside))
         constraint = await session.constraint(settings)  # a schema that cannot be held waits for no slot
         swapping.expect_scratch(session, "the question after it, `generate` inside a turn")
         if session.swapped_out and self._services.slots.has_room:  # otherwise it is copied from the store
             await session.resident()
-        again = (recalling.ReadAgain((), tuple(aside), recalling.settings_of(self._services, recall).memory) if aside
+        again = (recalling.ReadAgain((), ids, recalling.settings_of(self._services, recall).memory) if ids
                  else await recalling.read_again(session, question, recall))
         async with self._services.slots.scratch_slot() as slot:
             copy = await session.fork(slot)
@@ -559,6 +562,7 @@ class StreamingContext:
                       bytes_recall=0 if index is None else index.bytes)
 
     async def receipts(self, start: int = 0, end: int | None = None) -> Receipts:
-        """Which of the tokens start .. end-1 are kept, per layer and KV head, and with which score."""
+        """Which of the tokens start .. end-1, at most 1,048,576, are kept, per layer and KV head, and with which score.
+        """
         session, engine = self._live, self._services.engine
         return await session.step(lambda: engine.receipts(session.state, start, end))

@@ -32,7 +32,7 @@ class Turn:
         """
         session = self.session
         while True:
-            session.check_open()
+            session.expect_not_closing()
             if session.busy is not None or session.turn is not None:
                 raise ContextBusy(f"turn() was called while {session.busy or 'another turn'} is running in this "
                                   "context; expected it to be finished first")

@@ -51,16 +51,21 @@ async def items(threads: Threads, name: str, *, limit: int, after: str = "", new
             places.reverse()
         if after:
             places = places[_number(places, after, name) + 1:]
-        page = places[:limit]
-        cuts = transcript.cuts([(place.start, min(place.end, place.start + MOST)) for place in page])
-        return Items([Item(place, len(ids), decode(_said(threads, place, ids.tolist())))
-                      for place, ids in zip(page, cuts, strict=True)], len(places) > limit)
+        return Items(shown(threads, places[:limit], transcript, decode), len(places) > limit)
 
     found = await read_log_of(threads, name, read)
     if found is None:
         async with alone(threads, name) as thread:
             return None if untold(thread.snapshots) is None else Items([], False)
     return found
+
+
+def shown(threads: Threads, places: list[Place], transcript: Transcript, decode: Callable[[list[int]], str]
+          ) -> list[Item]:
+    """The messages that stand at these places of a log."""
+    cuts = transcript.cuts([(place.start, min(place.end, place.start + MOST)) for place in places])
+    return [Item(place, len(ids), decode(_said(threads, place, ids.tolist())))
+            for place, ids in zip(places, cuts, strict=True)]
 
 
 async def item(threads: Threads, name: str, item_id: str) -> Item | None:
@@ -80,10 +85,11 @@ async def take_item_back(threads: Threads, name: str, item_id: str) -> None:
 
     Raises:
         SnapshotNotFound: there is no such item. InputError: it is not the last one, or no boundary ends right before
-            it. SnapshotError: that cannot be loaded, or what is behind it not deleted.
+            it. StateLost: what was told last is gone. SnapshotError: that boundary cannot be loaded, or what is behind
+            it not deleted.
     """
     async with alone(threads, name) as thread:
-        tip = tip_of(thread.snapshots, thread.live)
+        tip = thread.tip(name)
         places = [] if tip is None else _places(tip)
         at = _number(places, item_id, name)
         assert tip is not None

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from locret_stream.context import Recalled, StreamingContext
+from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.messages import Message
-from locret_stream.conversation.render import ChatTemplate
+from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ class Recollection:
             {"start": one.start, "end": one.end, "text": one.text} for one in passages]
 
 
-async def recollect(context: StreamingContext, template: ChatTemplate, acknowledge: str, question: str) -> Recollection:
+async def recollect(threads: Threads, context: StreamingContext, question: str) -> Recollection:
     """What the words of a user's message find. It is read in a turn of its own, which a short reply closes, right
     before that message: what stands last is answered best.
 
@@ -36,11 +37,14 @@ async def recollect(context: StreamingContext, template: ChatTemplate, acknowled
     passages = await context.recall(question)
     if not passages:
         return Recollection()
-    user, reply = Message("user", "?"), Message("assistant", acknowledge)
+    template, runtime = threads.template, threads.runtime
+    user, reply = Message("user", "?"), Message("assistant", runtime.acknowledge or "OK.")
     talk = [user, reply, Message("user", "\n".join(one.text for one in passages)), reply, user]
     rendered = template.render(talk)
     start, end = template.after(talk, 2, (), rendered), template.after(talk, 4, (), rendered)
     if start is None or end is None or rendered.left_out:
         raise ConfigError("the chat template has no place before a question for what is recalled; expected one that "
                           "shows further turns, or recall=False")
-    return Recollection(passages, template.encode(rendered.pieces(start, end), start=False))
+    pieces = rendered.pieces(start, end)
+    return Recollection(passages, await tokenized(runtime, sum(len(piece.text) for piece in pieces),
+                                                  lambda: template.encode(pieces, start=False)))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from locret_stream.conversation.messages import Message
 from locret_stream.errors import SnapshotNotFound
@@ -40,13 +40,6 @@ async def within(seconds: float | None, failed: str) -> AsyncIterator[asyncio.Ti
 
 class ThreadNotFound(SnapshotNotFound):
     """There is no thread of that name, or it was told nothing."""
-
-
-class Told(NamedTuple):
-    """Where the items of messages that were told are: so many behind the item `after`; "": from the first one on."""
-
-    after: str
-    items: int
 
 
 class Delivery:

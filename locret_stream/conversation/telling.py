@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
+from locret_stream.conversation.items import Item, shown
 from locret_stream.conversation.matching import reach, reach_behind
 from locret_stream.conversation.messages import digest
 from locret_stream.conversation.places import unpacked
-from locret_stream.conversation.request import Request, Told, within
+from locret_stream.conversation.request import Request, within
+from locret_stream.conversation.thread_memory import read_log_at
 from locret_stream.conversation.threads import Threads
 from locret_stream.conversation.turns import encode
 from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
 
-async def tell(threads: Threads, request: Request) -> Told:
+async def tell(threads: Threads, request: Request) -> list[Item]:
     """Feed messages behind what the thread was told last, without an answer; their end is a boundary, which is stored.
-    If that fails or is cancelled, the thread is as it was.
+    If that fails or is cancelled, the thread is as it was. Returns them as the log has them.
 
     Raises:
-        StoreError: it cannot be stored. StaleOwner: another owner saved the thread meanwhile. TimeoutError. Otherwise
-        as a turn.
+        StoreError: it cannot be stored, or the log not be read. StaleOwner: another owner saved the thread meanwhile.
+            TimeoutError. Otherwise as a turn.
     """
     late = (f"the messages were not read within {request.timeout_s} s, waiting for the thread included; expected a "
-            "longer timeout, or fewer. The thread is as it was")
+            "longer timeout, or fewer. Nothing of this call stays")
     async with within(request.timeout_s, late), threads.exclusive(request) as thread:
         behind = await reach_behind(threads, thread, request)
         request, reached = behind or (request, await reach(threads, thread, request))
@@ -42,6 +46,7 @@ async def tell(threads: Threads, request: Request) -> Told:
                                  "meanwhile; the thread is as the other one left it. Expected the messages again")
             raise StoreError(f"thread {request.thread!r} cannot be saved; expected a store that can be written")
         before = reached.base.tokens if reached.base is not None else 0
-        places = unpacked(boundary.places)
-        known = [place for place in places if place.start < before]
-        return Told(known[-1].id if known else "", len(places) - len(known))
+        new = [place for place in unpacked(boundary.places) if place.start >= before]
+        assert thread.session is not None
+        return await read_log_at(threads, thread.session, thread.snapshots[boundary.key][0],
+                                 partial(shown, threads, new))

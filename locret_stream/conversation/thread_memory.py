@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from locret_stream.text import Detokenizer
 
 T = TypeVar("T")
 MOST = 4096  # tokens that one call reads by position
+WORDS = 64  # that one call searches for
 CHARACTER = 4  # tokens that may spell one character: one for each of its bytes
 
 
@@ -60,11 +62,15 @@ async def recall(threads: Threads, name: str, words: str, start: int | None, end
     """Passages of the log with these words, or the one of tokens start .. end-1.
 
     Raises:
-        InputError: neither words nor positions were given, or limit < 1. Otherwise as `memory_text`.
+        InputError: neither words nor positions were given, or more than 64 words, or limit < 1. Otherwise as
+            `memory_text`.
     """
     if start is None and end is None and not words.strip():
         raise InputError("recall() was given neither words nor positions; expected words that stand in the passage, or "
                          "start= and end=, as a passage that was found tells them")
+    wanted = words.split(maxsplit=WORDS)
+    if len(wanted) > WORDS:
+        raise InputError(f"recall() was given more than {WORDS} words; expected those that are rare")
     if limit < 1:
         raise InputError(f"limit is {limit}; expected at least 1")
 
@@ -74,7 +80,7 @@ async def recall(threads: Threads, name: str, words: str, start: int | None, end
         elif end is not None:
             first = max(end - MOST, 0)
         else:
-            return transcript.find(words.split(), decode, limit)
+            return transcript.find(wanted, decode, limit)
         last = first + MOST if end is None else min(end, first + MOST)
         passage = transcript.between(first, last, decode)
         if last != end:  # the cut is chosen here: not inside of a character that several tokens spell
@@ -123,31 +129,55 @@ async def _read(threads: Threads, name: str, work: Callable[[Transcript, Callabl
 
 async def read_log_of(threads: Threads, name: str,
                       work: Callable[[Transcript, Callable[[list[int]], str], Boundary], T]) -> T | None:
-    """The same for `work` that is also given the boundary there. Raises as `memory_text`."""
-    thread, codec = threads.named(name), threads.runtime.codec
-
-    def decode(ids: list[int]) -> str:
-        return codec.decode(ids, skip_special=False)
-
-    async with thread.in_use(), thread.lock, threads.gate:
-        try:
-            await thread.look_up()
-            await thread.keep()
-            tip = thread.tip(name)
-            generation = thread.snapshots[tip.key][0] if tip is not None and tip.key in thread.snapshots else None
-        finally:
-            await to_the_end(threads.rest(thread))
+    """The same for work that is also given the boundary there. Raises as `memory_text`."""
+    thread = threads.named(name)
+    async with thread.in_use(), thread.lock:  # what is read stays; other threads have their turns meanwhile
+        async with threads.gate:
+            try:
+                await thread.look_up()
+                await thread.keep()
+                tip = thread.tip(name)
+                generation = thread.snapshots[tip.key][0] if tip is not None and tip.key in thread.snapshots else None
+            finally:
+                await to_the_end(threads.rest(thread))
         if tip is None:
             return None
-        session, store = thread.session, threads.runtime.store
-        if session is None or store is None:
-            raise ConfigError(f"thread {name!r} has no log, as there is no store; expected "
-                              "store=<a folder or URL>")
+        if thread.session is None:
+            raise ConfigError(f"thread {name!r} has no log, as there is no store; expected store=<a folder or URL>")
         if generation is None:
             raise StoreError(f"thread {name!r} cannot be saved, so its log cannot be read; expected a store that can "
                              "be written: the warning before this one tells why it cannot")
-        return await to_the_end(asyncio.to_thread(lambda: work(read_transcript(
-            store, session, generation, tokenizer=codec.fingerprint), decode, tip)))
+        return await read_log_at(threads, thread.session, generation,
+                                 lambda transcript, decode: work(transcript, decode, tip))
+
+
+async def read_log_at(threads: Threads, session: str, generation: int,
+                      work: Callable[[Transcript, Callable[[list[int]], str]], T]) -> T:
+    """The result of `work` on the log as a snapshot of a session has it, for a caller who has the thread alone. It runs
+    on a thread of its own; cancelled, it ends at the next text that it decodes. Raises SnapshotError."""
+    store, codec, left = threads.runtime.store, threads.runtime.codec, threading.Event()
+    assert store is not None
+
+    def decode(ids: list[int]) -> str:
+        if left.is_set():
+            raise _Left
+        return codec.decode(ids, skip_special=False)
+
+    reading = asyncio.ensure_future(asyncio.to_thread(lambda: work(read_transcript(
+        store, session, generation, tokenizer=codec.fingerprint), decode)))
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        left.set()
+        try:
+            await to_the_end(asyncio.wait([reading]))
+        finally:
+            reading.exception()  # retrieved, so that asyncio does not log it
+        raise
+
+
+class _Left(Exception):
+    """Nobody waits for what is read."""
 
 
 def shown(passages: list[Passage]) -> str:

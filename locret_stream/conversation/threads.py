@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
@@ -151,32 +151,42 @@ class Threads:
             finally:
                 await to_the_end(self.rest(thread))
 
-    async def forget(self, name: str) -> bool:
+    def is_of(self, name: str, other: str) -> bool:
+        """Whether a thread is the other one, or a fork of it that is at hand."""
+        thread = self._threads.get(session_name(name))
+        return name == other or (thread is not None and thread.owner == session_name(other))
+
+    async def forget(self, name: str, *, only_if: Callable[[], Awaitable[bool]] | None = None) -> bool:
         """Delete a thread's memory and that of its forks, from this process and from the store; whether there was any.
+
+        Args:
+            only_if: is asked once nobody here can tell it or its forks anything any more; False leaves all as it is.
         """
         thread = self.named(name)
-        async with thread.in_use(), thread.lock:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(thread.in_use())
+            await stack.enter_async_context(thread.lock)
+            locked = [thread]
+            while forks := [fork for fork in self._threads.values() if thread.session is not None
+                            and fork.owner == thread.session and fork not in locked]:
+                for fork in forks:  # nobody opens one again before all are deleted
+                    await stack.enter_async_context(fork.in_use())
+                    await stack.enter_async_context(fork.lock)
+                locked += forks
+            if only_if is not None and not await only_if():
+                return False
             was_open = thread.open
-            await thread.reset()
+            for each in locked:
+                await each.reset()
             if thread.session is None:
                 return was_open
-            async with AsyncExitStack() as stack:
-                locked: list[Thread] = []
-                while forks := [fork for fork in self._threads.values()
-                                if fork.owner == thread.session and fork not in locked]:
-                    for fork in forks:  # nobody opens one again before all are deleted
-                        await stack.enter_async_context(fork.in_use())
-                        await stack.enter_async_context(fork.lock)
-                    locked += forks
-                for fork in locked:
-                    await fork.reset()
-                try:
-                    await self.runtime.forget(thread.session)
-                except SnapshotNotFound:
-                    return was_open
-                except ConfigError:  # a fork: the rest of the session belongs to other threads
-                    await thread.delete()
-                return True
+            try:
+                await self.runtime.forget(thread.session)
+            except SnapshotNotFound:
+                return was_open
+            except ConfigError:  # a fork: the rest of the session belongs to other threads
+                await thread.delete()
+            return True
 
     async def close(self) -> None:
         """Close all contexts. Threads that rest at a boundary are saved; streams that are being absorbed are undone.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from locret_stream.context import Generation
-from locret_stream.context.session import INLINE_CHARS
+from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.held_replies import Demand, HeldReply, demand_of
 from locret_stream.conversation.matching import Reached, reach, reach_behind
@@ -42,7 +41,7 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
         StateLost, ConfigError, InputError, BudgetExceeded, NoSlot, StoreError; TimeoutError.
     """
     late = (f"no whole answer within {request.timeout_s} s, waiting for its turn included; expected a longer timeout "
-            "or a smaller max_tokens. The thread is as it was")
+            "or a smaller max_tokens. Nothing of this call stays")
     async with within(request.timeout_s, late) as limit, threads.exclusive(request) as thread:
         if not request.append and not request.behind:
             reached = await reach(threads, thread, request)
@@ -145,8 +144,7 @@ class Turn:
                     request.said[reached.count:-1], reached.keys[-2], self._thread, request))
         if self._demand.sampling.get("stop"):  # what is kept of the answer is read again from here
             await self._thread.save("turn")
-        found = await recollect(self._thread.context, threads.template, threads.runtime.acknowledge or "OK.",
-                                last.content)
+        found = await recollect(threads, self._thread.context, last.content)
         return found, at
 
     async def _decode(self, prompt: list[int], recalled: Recollection) -> tuple[Reply | HeldReply, str | None]:
@@ -258,6 +256,4 @@ async def encode(threads: Threads, reached: Reached, start: int, end: int | None
         reached.placing.take(reached.rendered, reached.shown, start, pieces, each, threads.template)
         return [token for ids in each for token in ids]
 
-    if sum(len(piece.text) for piece in pieces) <= INLINE_CHARS:
-        return encoded()
-    return await asyncio.get_running_loop().run_in_executor(threads.runtime.tokenizing, encoded)
+    return await tokenized(threads.runtime, sum(len(piece.text) for piece in pieces), encoded)

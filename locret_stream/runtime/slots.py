@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from asyncio_throttle import Throttler
@@ -32,10 +33,14 @@ class _Request:
 
 
 class Slots:
-    """Slots of one kind. Calls wait on concurrent futures, so they may belong to several event loops."""
+    """Slots of one kind. Calls wait on concurrent futures, so they may belong to several event loops.
+
+    A finaliser may give a slot back: on any thread, and inside any of these methods, as the garbage collector runs it.
+    So the lock lets its own thread in again, and no future is used under it: futures have locks, and run callbacks.
+    """
 
     def __init__(self, free: Iterable[int]):
-        self._free, self._waiting, self._lock = deque(free), deque[_Request](), threading.Lock()
+        self._free, self._waiting, self._lock = deque(free), deque[_Request](), threading.RLock()
         self.size, self._closed = len(self._free), False
 
     @property
@@ -57,13 +62,15 @@ class Slots:
                 request.slot.set_exception(ContextClosed(CLOSED))
 
     def give_back(self, slot: int) -> None:
-        with self._lock:
-            while self._waiting:
-                future = self._waiting.popleft().slot
-                if future.set_running_or_notify_cancel():
-                    future.set_result(slot)
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free.append(slot)
                     return
-            self._free.append(slot)
+                future = self._waiting.popleft().slot
+            if future.set_running_or_notify_cancel():
+                future.set_result(slot)
+                return
 
     def nudge(self) -> None:
         """Let the first call that waits try again to make a slot come free: the first of this event loop, or, where
@@ -75,8 +82,10 @@ class Slots:
         except RuntimeError:
             loop = None
         with self._lock:
-            for request in self._waiting:
-                if not request.nudged.done() and loop in (None, request.loop):
+            waiting = [*self._waiting]
+        for request in waiting:
+            if loop in (None, request.loop):
+                with contextlib.suppress(InvalidStateError):  # it was nudged already
                     request.nudged.set_result(None)
                     return
 
@@ -90,12 +99,12 @@ class Slots:
         Raises:
             NoSlot: none came free in time. ContextClosed: the runtime closes.
         """
+        request = _Request(id(asyncio.get_running_loop()))  # here, so that no slot comes free between look and wait
         with self._lock:
             if self._closed:
                 raise ContextClosed(CLOSED)
             if self._free:
                 return self._free.popleft()
-            request = _Request(id(asyncio.get_running_loop()))
             self._waiting.append(request)
         deadline = time.monotonic() + timeout_s
         slot = asyncio.wrap_future(request.slot)
@@ -124,7 +133,7 @@ class Slots:
             if request in self._waiting:
                 self._waiting.remove(request)
                 return
-        if request.slot.exception() is None:  # the slot was given at the last moment
+        if not request.slot.cancel() and request.slot.exception() is None:  # the slot was given at the last moment
             self.give_back(request.slot.result())
 
 

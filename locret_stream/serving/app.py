@@ -17,10 +17,10 @@ from locret_stream.serving.bodies import Json, decode
 from locret_stream.serving.chat import completion
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.ingest import ingest, ingest_state
-from locret_stream.serving.items import page_json, read_page
+from locret_stream.serving.items import item_json, page_json, read_page
 from locret_stream.serving.keys import Keys
 from locret_stream.serving.metrics import CONTENT_TYPE
-from locret_stream.serving.responses import read_items
+from locret_stream.serving.responses import read_messages
 from locret_stream.serving.service import Service
 from locret_stream.serving.streams import error_response, json_response, stream, while_there
 
@@ -138,16 +138,17 @@ async def create_conversation(request: Request, service: Service) -> Response:
     items = body.get("items") or []
     if not isinstance(items, list):
         raise ApiError(400, "items is no list", param="items")
-    read_items(items, field="items")  # raises before there is a conversation
-    session, thread = thread_of(request, names.new_conversation())
-    await while_there(request, service.create(thread))
     if items:
-        try:
+        read_messages(items, field="items")  # raises before there is a conversation
+    session, thread = thread_of(request, names.new_conversation())
+    try:
+        await while_there(request, service.create(thread))
+        if items:
             await while_there(request, service.tell(thread, items))
-        except BaseException:  # nobody knows of it
-            with contextlib.suppress(Exception):
-                await service.forget(thread, session)
-            raise
+    except BaseException:  # nobody knows of it
+        with contextlib.suppress(Exception):
+            await service.forget(thread, session)
+        raise
     return json_response(_conversation(session) | {"metadata": body.get("metadata") or {}})
 
 
@@ -188,10 +189,9 @@ async def add_items(request: Request, service: Service) -> Response:
     items = body.get("items")
     if not isinstance(items, list) or not items:
         raise ApiError(400, "items is missing or empty; expected a list", param="items")
-    await service.session(thread, session)  # raises if there is none
+    await while_there(request, service.session(thread, session))  # raises if there is none
     told = await while_there(request, service.tell(thread, items))
-    page = await service.items(thread, session, told.items, told.after, False)
-    return json_response(page_json(page["data"], more=False))  # others may have told more meanwhile
+    return json_response(page_json([item_json(each, session) for each in told], more=False))
 
 
 async def models(request: Request, service: Service) -> Response:
@@ -281,7 +281,7 @@ async def rewind(request: Request, service: Service) -> Response:
 
 async def snapshot(request: Request, service: Service) -> Response:
     name, thread = thread_of(request)
-    return json_response(await service.snapshot(thread, name))
+    return json_response(await while_there(request, service.snapshot(thread, name)))
 
 
 async def upload(request: Request, service: Service) -> Response:

@@ -20,6 +20,7 @@ SILENT = {"user", "metadata", "store", "service_tier", "safety_identifier", "pro
           "prompt_cache_retention", "session_id", "include", "stream_options", "truncation", "model", "stream",
           "context_management"}
 _OFF = {("min_p", 0), ("top_k", 0), ("top_k", -1)}  # as other servers write that these do nothing
+MOST_STOPS, LONGEST_STOP = 16, 256  # each is looked for behind every token; characters
 
 
 def decode(raw: bytes) -> Json:
@@ -94,8 +95,18 @@ class Sampled(msgspec.Struct, kw_only=True):
             if value is not None and (each, value) not in _OFF:
                 out[each] = value
         if self.stop:
-            out["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            out["stop"] = stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            longest = max(map(len, stops))
+            if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
+                raise ApiError(400, f"stop has {len(stops):,} strings, the longest of {longest:,} characters; expected "
+                               f"at most {MOST_STOPS}, of {LONGEST_STOP} characters", param="stop")
         return out
+
+    def without_effect(self) -> list[str]:
+        """Fields that shape the noise of an answer, where it has none, as the temperature is 0 unless it is given."""
+        return [] if self.temperature else [
+            name for name in ("top_p", "top_k", "min_p", "seed") if (value := getattr(self, name)) is not None
+            and (name, value) not in {*_OFF, ("top_p", 1)}]
 
 
 def refuse(body: Mapping[str, Any], refused: Iterable[tuple[str, Any, str]]) -> None:

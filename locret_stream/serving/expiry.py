@@ -7,6 +7,8 @@ import asyncio
 import logging
 import re
 import time
+from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from locret_stream.errors import LocretError
@@ -32,16 +34,23 @@ async def expire(threads: Threads, older_than_s: float) -> list[str]:
     store = threads.runtime.store
     if store is None:
         return []
-    gone, stays, found = [], set[str](), set[str]()
+    gone, stays, found, lines = [], set[str](), set[str](), defaultdict[str, list[str]](list)
+
+    async def still_old(session: str) -> bool:
+        """Whether nobody went on from it or its forks since the store was looked through."""
+        rows = [row for name in lines[session] for row in await asyncio.to_thread(store.info, name)]
+        return all(time.time() - row.created >= older_than_s for row in rows)
+
     for row in await asyncio.to_thread(store.list):
         boundary = from_note(row.note)
         session = boundary.owner if boundary is not None and boundary.owner else row.name
         old = not row.problem and time.time() - row.created >= older_than_s
+        lines[session].append(row.name)
         (found if old and _UNNAMED.fullmatch(row.name.removeprefix(PREFIX)) else stays).add(session)
     for session in sorted(found - stays):
         thread = session.removeprefix(PREFIX)
         try:
-            if await threads.forget(thread):
+            if await threads.forget(thread, only_if=partial(still_old, session)):
                 gone.append(thread)
         except LocretError as error:
             _log.warning("session %r has expired and cannot be deleted yet: %s", thread, error)

@@ -37,21 +37,20 @@ async def ingest(service: Service, thread: str, request: Request, offset: int) -
         return _Progress(service, thread, request, options)
     began = time.perf_counter()
     async with service.upload(thread, **options) as upload:
-        if upload.message is None:
-            async for piece in pieces(request, service.limits):
-                await take_in(service, upload, piece)
-            request.state.read = True
+        async for piece in pieces(request, service.limits):
+            await take_in(service, upload, piece)
+        request.state.read = True
         await upload.finish()
         return json_response(result_of(upload, time.perf_counter() - began))
 
 
 async def ingest_state(service: Service, thread: str, request: Request) -> Response:
-    """How many bytes of an upload were read. Raises ApiError 404."""
-    offset = await service.upload_offset(thread, request.query_params.get("upload", ""))
-    if offset is None:
+    """How many bytes of an upload were read, and whether it is finished. Raises ApiError 404."""
+    state = await service.upload_state(thread, request.query_params.get("upload", ""))
+    if state is None:
         raise ApiError(404, "there is no such upload (any more); expected it to begin again, at offset 0",
                        code="upload_not_found")
-    return json_response({"object": "ingest", "offset": offset})
+    return json_response({"object": "ingest", **state})
 
 
 async def pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
@@ -80,6 +79,11 @@ async def pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
 
 
 async def take_in(service: Service, upload: Incoming, piece: bytes) -> None:
+    """Raises ApiError 409: the upload is finished, and this is none of it."""
+    if piece and upload.message is not None:
+        raise ApiError(409, f"the upload of this id is finished, at {upload.offset} bytes, and what came now was not "
+                       "read; expected another id for another stream", kind="conflict", code="upload_done",
+                       param="upload")
     for at in range(0, len(piece), _PIECE):
         part = piece[at:at + _PIECE]
         await upload.push(part)
@@ -117,13 +121,12 @@ class _Progress(Response):
         began = told = time.perf_counter()
         async with self._service.upload(self._thread, **self._options) as upload:
             yield {"type": "ingest.started", "offset": upload.offset}
-            if upload.message is None:
-                async for piece in pieces(self._request, self._service.limits):
-                    await take_in(self._service, upload, piece)
-                    if time.perf_counter() - told >= TELL_EVERY_S:
-                        told = time.perf_counter()
-                        yield {"type": "ingest.progress", "offset": upload.offset, "characters": upload.characters,
-                               "seconds": told - began}
+            async for piece in pieces(self._request, self._service.limits):
+                await take_in(self._service, upload, piece)
+                if time.perf_counter() - told >= TELL_EVERY_S:
+                    told = time.perf_counter()
+                    yield {"type": "ingest.progress", "offset": upload.offset, "characters": upload.characters,
+                           "seconds": told - began}
             await upload.finish()
             yield {"type": "ingest.completed", **result_of(upload, time.perf_counter() - began)}
 

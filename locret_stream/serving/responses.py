@@ -110,6 +110,15 @@ def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | Non
     return out
 
 
+def read_messages(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None, *, field: str = "input"
+                  ) -> list[Message]:
+    """`read_items`, of which there must be some that are read. Raises ApiError 400."""
+    said = read_items(items, instructions, field=field)
+    if not said:
+        raise ApiError(400, f"{field} has nothing but reasoning, which is not read; expected a message", param=field)
+    return said
+
+
 class Response:
     """One response while it comes: `events` of its stream, the last of which has it whole."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,7 +141,7 @@ class Service(Sessions):
 
         delivery, parts = Delivery(), asyncio.Queue[Part | End | None]()
         with self.admitted("turn"):
-            began, first = time.perf_counter(), True
+            began, first, left = time.perf_counter(), True, False
             task = asyncio.create_task(turn(self.threads, replace(request, delivery=delivery), parts.put_nowait))
             task.add_done_callback(lambda _: parts.put_nowait(None))
             try:
@@ -155,13 +156,17 @@ class Service(Sessions):
                         delivery.take()
                         self.metrics.ended(part)
                 await task
+            except GeneratorExit:
+                left = True
+                raise
             except asyncio.CancelledError:
                 if task.cancelled():  # by the runtime's end, and not by the caller
                     raise ContextClosed(DRAINING) from None
+                left = True
                 raise
             finally:
                 delivery.leave()
-                if not delivery.taken:
+                if left and not delivery.taken:
                     self.metrics.cancelled.inc()
                 if not task.done():
                     if not delivery.taken:
@@ -202,6 +207,8 @@ class Service(Sessions):
 
     def _sampling(self, body: chat.Sampled) -> Json:
         sampling = body.sampling(min(self.limits.usual_tokens, self.limits.max_tokens), self.limits.max_tokens)
+        if body.temperature:  # the noise of an answer is that of its seed
+            sampling.setdefault("seed", secrets.randbits(31))
         from locret_stream.config import Sampling
         Sampling(**sampling)  # raises
         return sampling
@@ -220,6 +227,7 @@ class Service(Sessions):
         """
         self.check_model(body)
         given, unused = chat.read_chat(body)
+        unused += given.without_effect()
         if body.get("store") is False and thread is not None:  # a session that is named is kept
             unused.append("store")
         schema = chat.read_format(given.response_format, "response_format")
@@ -237,6 +245,7 @@ class Service(Sessions):
         """
         self.check_model(body)
         given, unused = responses.read_responses(body)
+        unused += given.without_effect()
         conversation = responses.conversation_id(given.conversation)
         behind, stored = b"", given.store is not False
         if given.previous_response_id is not None:
@@ -251,7 +260,7 @@ class Service(Sessions):
             raise ApiError(400, "store is false beside previous_response_id or conversation; expected store=true: what "
                            "follows a stored memory is stored with it", param="store")
         mark = names.new_mark()
-        said = responses.read_items(given.input or "", given.instructions)
+        said = responses.read_messages(given.input or "", given.instructions)
         schema = chat.read_format((given.text or {}).get("format"), "text.format")
         thread = tenant + session if session and stored else None
         request = self._request(given, said, schema, thread=thread, behind=behind, append=conversation is not None,
@@ -279,12 +288,13 @@ class Service(Sessions):
         """A stream that is taken in piece by piece. Raises as `Uploads.open`."""
         with self.admitted("ingest"):
             request = Request([], thread=thread, focus=focus)
-            async with self.uploads.open(self.threads, request, label, upload_id, offset) as upload:
+            async with self.uploads.open(self.threads, request, label, upload_id, offset, self.limits.timeout_s
+                                         ) as upload:
                 yield upload
 
-    async def upload_offset(self, thread: str, upload_id: str) -> int | None:
-        """Bytes that were read of an upload with an id; None for an unknown one."""
-        return self.uploads.offset(thread, upload_id)
+    async def upload_state(self, thread: str, upload_id: str) -> Json | None:
+        """As `Uploads.state`."""
+        return self.uploads.state(thread, upload_id)
 
     # -- figures ----------------------------------------------------------------------------------------------
 

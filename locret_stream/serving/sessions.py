@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from locret_stream.conversation.request import Request, ThreadNotFound, Told, within
+from locret_stream.conversation.request import Request, ThreadNotFound, within
 from locret_stream.serving import chat, names, responses
 from locret_stream.serving.bodies import Json, as_struct, ignored
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.items import item_json, page_json
 from locret_stream.serving.limits import Limits
 
-if TYPE_CHECKING:  # the first loads torch
+if TYPE_CHECKING:  # all but the last load torch
+    from locret_stream.conversation.items import Item
     from locret_stream.conversation.threads import Threads
     from locret_stream.serving.uploads import Uploads
 
@@ -51,12 +52,12 @@ class Sessions:
         async with self._in_time("create"):
             return await create(self.threads, thread)
 
-    async def tell(self, thread: str, items: list[Json]) -> Told:
-        """Items that a conversation is told and does not answer. Raises ApiError 400; TimeoutError: nothing of them
-        stays."""
+    async def tell(self, thread: str, items: list[Json]) -> list[Item]:
+        """Items that a conversation is told and does not answer, as its log has them then. Raises ApiError 400;
+        TimeoutError: nothing of them stays."""
         from locret_stream.conversation.telling import tell
         with self.admitted("tell"):
-            said = responses.read_items(items, field="items")
+            said = responses.read_messages(items, field="items")
             return await tell(self.threads, Request(said, thread=thread, mark=names.new_mark(),
                                                     timeout_s=self.limits.timeout_s))
 
@@ -95,7 +96,8 @@ class Sessions:
     async def session(self, thread: str, session: str) -> Json:
         """What is kept of a session. Raises ApiError 404."""
         from locret_stream.conversation.standing import boundaries
-        rows = await boundaries(self.threads, thread)
+        async with self._in_time("session"):
+            rows = await boundaries(self.threads, thread)
         if not rows:
             raise unknown_session(session)
         return {"id": session, "object": "session", "boundaries": [
@@ -161,6 +163,7 @@ class Sessions:
         async with self._in_time("ask", self._timeout(given)):
             asked = await ask(self.threads, thread, question, recall=given.recall, **self._sampling(given))
         unused = ignored(body, chat.Sampled, ("question",)) + [name for name in ("focus", "stream") if body.get(name)]
+        unused += given.without_effect()
         cut = asked.text.finish_reason == "length"
         return {"object": "session.answer", "answer": str(asked.text), "finish_reason": "length" if cut else "stop",
                 "recalled": asked.recalled,
@@ -207,11 +210,13 @@ class Sessions:
 
     async def snapshot(self, thread: str, session: str) -> Json:
         """Make a session durable where it rests; `saved` says whether anything of it was at hand."""
-        return {"object": "session", "id": session, "saved": await self.threads.make_durable(thread)}
+        async with self._in_time("snapshot"):
+            saved = await self.threads.make_durable(thread)
+        return {"object": "session", "id": session, "saved": saved}
 
     async def forget(self, thread: str, session: str) -> None:
         """Delete a session and its forks, every file of them. Raises ApiError 404."""
-        await self.uploads.abort(thread)
+        await self.uploads.abort(lambda name: self.threads.is_of(name, thread))
         if not await self.threads.forget(thread):
             raise unknown_session(session)
 

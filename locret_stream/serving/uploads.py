@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from locret_stream.conversation.messages import Message, check_label
-from locret_stream.conversation.request import Request, current_task
+from locret_stream.conversation.request import Request, current_task, within
+from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 
 if TYPE_CHECKING:  # loads torch
@@ -124,23 +125,25 @@ class Uploads:
         self._open: dict[tuple[str, str], Upload] = {}  # by thread and id
         self._running: dict[Upload, tuple[asyncio.Task[None] | None, str]] = {}
 
-    def offset(self, thread: str, upload_id: str) -> int | None:
-        """Bytes that were read of an upload; None for an unknown one."""
+    def state(self, thread: str, upload_id: str) -> Json | None:
+        """Bytes that were read of an upload, and whether it is finished; None for an unknown one."""
         upload = self._open.get((thread, upload_id))
-        return None if upload is None or upload.lost else upload.offset
+        return None if upload is None or upload.lost else {
+            "offset": upload.offset, "done": upload.message is not None}
 
     @contextlib.asynccontextmanager
-    async def open(self, threads: Threads, request: Request, label: str, upload_id: str | None, offset: int
-                   ) -> AsyncIterator[Upload]:
+    async def open(self, threads: Threads, request: Request, label: str, upload_id: str | None, offset: int,
+                   timeout_s: float) -> AsyncIterator[Upload]:
         """An upload for the length of a block. Left by an error, one with an id waits for its sender; any other is
         undone.
 
         Args:
-            offset: bytes that the sender knows to be read: 0 begins.
+            offset: bytes that the sender knows to be read: 0 begins. timeout_s: how long it waits for its session: who
+                sends is not seen to leave meanwhile.
 
         Raises:
             ApiError 409: the upload is in use, unknown, or has read another number of bytes; or its session was
-                forgotten meanwhile; 503: the server shuts down. InputError: the label.
+                forgotten meanwhile; 503: the server shuts down. InputError: the label. TimeoutError.
         """
         from locret_stream.conversation.absorbing import Absorption
 
@@ -165,7 +168,9 @@ class Uploads:
             self._remember(key, upload)
         try:
             if known is None:
-                await upload.begin(threads)
+                async with within(timeout_s, f"the session was not free within {timeout_s} s, so nothing was read; "
+                                  "expected another try once it is free"):
+                    await upload.begin(threads)
             yield upload
         except BaseException as error:
             if upload_id is not None and upload.may_go_on and upload.ended_by is None:
@@ -188,18 +193,18 @@ class Uploads:
                     ][:-MOST_DONE]:
             del self._open[old]
 
-    async def abort(self, thread: str | None = None) -> None:
-        """Undo the uploads to a thread, or all, and end the requests that send them."""
+    async def abort(self, chosen: Callable[[str], bool] | None = None) -> None:
+        """Undo the uploads to threads that are chosen by their names, or all, and end the requests that send them."""
         for upload, (task, name) in list(self._running.items()):
-            if task is not None and thread in (None, name) and upload.ended_by is None:
+            if task is not None and (chosen is None or chosen(name)) and upload.ended_by is None:
                 upload.ended_by = ApiError(
                     503, "the server shuts down; the stream is undone. Expected it to begin again, later",
-                    kind="server_error", code="shutting_down", retry_s=2) if thread is None else ApiError(
+                    kind="server_error", code="shutting_down", retry_s=2) if chosen is None else ApiError(
                     409, "the session was forgotten meanwhile, and the stream with it", kind="conflict",
                     code="session_forgotten")
                 task.cancel()
         for (name, _), upload in list(self._open.items()):
-            if thread in (None, name):
+            if chosen is None or chosen(name):
                 await upload.release()
                 if self._open.get((name, _)) is upload:
                     del self._open[name, _]

@@ -20,13 +20,14 @@ from locret_stream.snapshot.format import Buffer
 LOCK = "lock"
 READ_BYTES = 16 << 20
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, something below a file, a socket
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # what file systems without hard links say
+NO_FULL_FLUSH = (errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class Posix:
     """The system calls that change a disk, one method each, so that a test can record them and let them fail."""
 
     write = staticmethod(os.write)
-    fsync = staticmethod(os.fsync)
     close = staticmethod(os.close)
     rename = staticmethod(os.rename)
     unlink = staticmethod(os.unlink)
@@ -38,15 +39,33 @@ class Posix:
     def create(self, path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
+    def fsync(self, handle: int) -> None:
+        _flush(handle)
+
     def link(self, source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
 
     def sync_folder(self, path: str) -> None:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(handle)
+            _flush(handle)
         finally:
             os.close(handle)
+
+
+def _flush(handle: int) -> None:
+    """Bring what was written to the disk itself. On macOS fsync leaves it in the drive's cache, and another call
+    empties that, where the file system knows it; any other failure of it stands, as of fsync."""
+    import fcntl
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        try:
+            fcntl.fcntl(handle, full)
+            return
+        except OSError as error:
+            if error.errno not in NO_FULL_FLUSH:
+                raise
+    os.fsync(handle)
 
 
 class LocalFiles:
@@ -103,6 +122,12 @@ class LocalFiles:
                         posix.link(temporary, target)
                     except FileExistsError:
                         raise Exists(path) from None
+                    except OSError as error:
+                        if error.errno not in NO_LINKS:
+                            raise
+                        raise StoreError(f"{target}: {error.strerror or error}: there are no hard links there, by which"
+                                         " a file is created only if there is none, so nothing can be saved; expected "
+                                         "a folder on another file system, or an object store") from error
                     posix.unlink(temporary)
                 else:
                     posix.rename(temporary, target)

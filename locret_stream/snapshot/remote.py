@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,9 +15,12 @@ from locret_stream.snapshot.format import Buffer
 class RemoteFiles:
     """An object store that fsspec reaches. It acknowledges a whole object or none, so `write` is one request.
 
+    All fencing of owners rests on one thing: that it refuses, in one step, to create a file that exists. What fsspec
+    does where a place has no way to that (look, then write) lets two owners pass; this is known at once. Whether the
+    place heeds what it is told is tried before the first exclusive write, as some servers do not.
+
     Raises:
-        StoreError: there is no such place, or it cannot refuse atomically to create a file that exists. All fencing of
-            owners rests on that; what fsspec does instead (look, then write) lets two owners pass.
+        StoreError: there is no such place, or it cannot refuse to create a file that exists.
     """
 
     locks = False
@@ -28,13 +32,34 @@ class RemoteFiles:
         except Exception as error:  # a third party's constructor raises anything
             raise StoreError(f"store {url!r}: {error}; expected a folder, or a URL that fsspec knows") from error
         self.url, self.root = url, root.rstrip("/")
+        self._refuses = False  # whether it was seen to refuse
         inner = self.fs
         while isinstance(deeper := getattr(inner, "fs", None), fsspec.AbstractFileSystem):
             inner = deeper
         create = getattr(type(inner), "_pipe_file" if inner.async_impl else "pipe_file")
         if create in (fsspec.AbstractFileSystem.pipe_file, fsspec.asyn.AsyncFileSystem._pipe_file):
-            raise StoreError(f"store {url!r}: this place cannot create a file only if there is none, in one step, so "
-                             "two owners could overwrite each other; expected a folder, or an object store")
+            raise self._unfenced()
+
+    def _unfenced(self) -> StoreError:
+        return StoreError(f"store {self.url!r}: this place cannot create a file only if there is none, in one step, so "
+                          "two owners could overwrite each other; expected a folder, or an object store that can")
+
+    def _expect_refusal(self) -> None:
+        """Try once to create a file that exists. A file that a crash leaves of this is no session, and does no harm."""
+        if self._refuses:
+            return
+        probe = self._path(f"probe-{secrets.token_hex(8)}")
+        self.fs.makedirs(self.root, exist_ok=True)
+        try:
+            for _ in range(2):
+                self.fs.pipe_file(probe, b"", mode="create")
+        except FileExistsError:  # perhaps already the first time, where a layer below asked twice
+            self._refuses = True
+        finally:
+            with contextlib.suppress(Exception):  # of any kind: what is stored does not depend on it
+                self.fs.rm_file(probe)
+        if not self._refuses:
+            raise self._unfenced()
 
     def read(self, path: str, most: int) -> memoryview:
         with self._reading(path) as size:
@@ -49,6 +74,8 @@ class RemoteFiles:
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
         with self._reported(path):
             target = self._path(path)
+            if exclusive:
+                self._expect_refusal()
             self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
                 self.fs.pipe_file(target, b"".join(parts), mode="create" if exclusive else "overwrite")

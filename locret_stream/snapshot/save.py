@@ -21,15 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locret_stream.errors import SnapshotError, StaleOwner, StoreError
+from locret_stream.errors import SnapshotCorrupt, SnapshotError, SnapshotTooNew, StaleOwner, StoreError
 from locret_stream.snapshot import claims
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.files import Exists
 from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, pack, total
 from locret_stream.snapshot.identity import Identity
-from locret_stream.snapshot.log import Part, absorbed, read_part, write_part
+from locret_stream.snapshot.log import Part, Refocus, absorbed, read_log, read_part, write_part
 from locret_stream.snapshot.names import hashed
 from locret_stream.snapshot.pages import PAGE_BYTES, Geometry, LayerUnits, PageIndex, Plan, pack_masks, plan, write_page
+from locret_stream.snapshot.session_folder import MANIFEST_LIMIT
 
 NO_FRAME = Frame()
 _log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Save:
         self.page_bytes = page_bytes
         self.written = 0
         self._new: list[PageIndex] = []
+        self._log_before: list[tuple[np.ndarray, tuple[Refocus, ...]]] = []  # read here, to be written anew
         self._stack = ExitStack()
         self._writer = ThreadPoolExecutor(WRITERS, thread_name_prefix="locret-page")
         self._writing: deque[Future[PageIndex]] = deque()
@@ -90,19 +92,30 @@ class Save:
             reusable = self._locked or branch.base is None or branch.base[1] in (
                 generations if branch.base[0] == branch.name else session_folder.generations(branch.base[0])[0])
             self._base = branch.base if reusable else None
-            pages, log = ([*branch.pages], [*branch.log]) if reusable else ([], [])
+            pages = [*branch.pages] if reusable else []
             stored = session_folder.stored("pages", [page.ref for page in pages])
             self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
                                    self.moment.seen, self.geometry, self.page_bytes)
-            if branch.spool is not None and len(session_folder.stored("log", log)) < len(branch.log):
-                _log.warning("parts of the log of %r do not exist any more: the session goes on without a log, and "
-                             "cannot be rebuilt", branch.name)
+            if branch.spool is not None and not self._takes_over_log(reusable):
+                _log.warning("parts of the log of %r do not exist any more, or cannot be read: the session goes on "
+                             "without a log, and cannot be rebuilt", branch.name)
                 branch.close()
                 branch.log = ()
         except BaseException:
             self._stack.close()
             raise
         return self
+
+    def _takes_over_log(self, reusable: bool) -> bool:
+        """Whether the log goes on: its parts are there, or, where they may be deleted at any moment, could be read."""
+        branch, session_folder = self.branch, self.branch.session_folder
+        if reusable:
+            return len(session_folder.stored("log", branch.log)) == len(branch.log)
+        try:
+            self._log_before = [*read_log(session_folder, branch.name, branch.log)]
+        except (SnapshotCorrupt, SnapshotTooNew):
+            return False
+        return True
 
     def __exit__(self, *error: object) -> None:
         self._writer.shutdown()
@@ -144,6 +157,10 @@ class Save:
             created=time.time(), library=library, identity=self.identity, tokens=moment.tokens, seen=moment.seen,
             counts=moment.counts, pages=refs, log=log, frame=moment.frame, note=moment.note)
         parts = pack(manifest, {"state": moment.state, "masks": pack_masks([mask for _, mask in pages])})
+        if total(parts) > MANIFEST_LIMIT:
+            raise SnapshotError(f"this snapshot of {branch.name!r} cannot be stored: its manifest has "
+                                f"{total(parts):,} bytes, and no reader takes more than {MANIFEST_LIMIT:,}; expected a "
+                                "smaller budget, or a policy that keeps fewer scores. Nothing was acknowledged")
         digest = parts[0][32:48].hex()
         self._publish(manifest, parts, digest)
         branch.head, branch.newest, branch.parent, branch.log = manifest.generation, digest, digest, log or ()
@@ -205,14 +222,18 @@ class Save:
                              "another try")
 
     def _log_parts(self, end: int) -> tuple[LogRef, ...]:
-        """Write the ids of the spool up to `end` as a log part, together with the small parts before it; returns all
-        parts of the log."""
+        """Write the ids of the spool up to `end` as a log part, together with the small parts before it, or with all
+        parts before it where none of them may stay; returns all parts of the log."""
         branch = self.branch
         assert branch.spool is not None, "the session keeps a log"
         with branch.keeping_log():
             ids = branch.spool.read(end)
         kept, focuses = branch.log, (*branch.focuses,)
-        for _ in range(absorbed(branch.log, len(ids))):
+        if self._log_before:
+            ids = np.concatenate([*(part for part, _ in self._log_before), ids])
+            focuses = (*(event for _, events in self._log_before for event in events), *focuses)
+            kept = ()
+        for _ in range(absorbed(kept, len(ids))):
             what = f"log part {kept[-1].name} of {branch.name!r}"
             try:
                 before = read_part(*branch.session_folder.read_named("log", kept[-1], what), what)

@@ -77,14 +77,18 @@ class Store:
         return bool(locate(self.files, name, self._key).generations(name)[0])
 
     def probe(self) -> None:
-        """Write a small file and delete it, to know before long work whether its result can be saved.
+        """Lock a folder, create a small file in it as a save creates a manifest, and remove both: to know before long
+        work whether its result can be saved.
 
         Raises:
-            StoreError: nothing can be written.
+            StoreError: nothing can be saved.
         """
-        path = f"probe-{secrets.token_hex(8)}"
-        self.files.write(path, [b""])
-        self.files.delete(path)
+        folder = f"probe-{secrets.token_hex(8)}"
+        with self.files.lock(folder, shared=False):
+            try:
+                self.files.write(f"{folder}/file", [b""], exclusive=True)
+            finally:
+                self.files.remove_folder(folder)
 
     # -- looking ----------------------------------------------------------------------------------------------
 
@@ -241,10 +245,11 @@ class Store:
             with removing.exclusive(session_folder, wait=False):
                 generations, highest = session_folder.generations(branch.name)
                 swapped = [number for number in generations if number in swap_generations and number != highest]
-                asked_for = [number for number in generations if number not in swapped]
+                asked_for = [number for number in generations if number not in swap_generations]
                 surplus = [number for number in asked_for[:-self.keep_last] if number not in keep]
                 removing.delete_snapshots(session_folder, branch.name, [*swapped, *surplus], highest)
-                spare = [number for number in asked_for[:-1] if number not in surplus and not keep.get(number)]
+                spare = [number for number in asked_for if number not in (*surplus, generations[-1])
+                         and not keep.get(number)]
                 while self.max_bytes is not None and spare and removing.stored_bytes(session_folder) > self.max_bytes:
                     removing.delete_snapshots(session_folder, branch.name, [spare.pop(0)], highest)
                 removing.collect(session_folder, GRACE_S, after_a_save=True)

@@ -13,6 +13,7 @@ import pytest
 from locret_stream import ContextClosed, Runtime, StaleOwner, Store
 from locret_stream.runtime.slots import Slots
 from tests.context.support import CHUNK, TEXT, expect_replay, ids_in, ids_of, tiny, unstarted
+from tests.context.test_snapshots import Slow
 
 
 async def test_closing_a_runtime_saves_contexts_that_are_swapped_out_too(tmp_path: Path):
@@ -146,3 +147,44 @@ async def test_calls_that_wait_for_a_slot_end_at_once_when_the_runtime_closes():
     await asyncio.sleep(0.01)
     gc.collect()
     assert not logged
+
+
+async def test_closing_saves_what_came_after_a_save_that_runs_though_a_turn_waits_for_it_too(tmp_path: Path):
+    """The turn came first, and would begin between that save and the last one."""
+    async with tiny(store=tmp_path) as runtime:
+        ctx = await runtime.open("a", raw=True).__aenter__()
+        await ctx.push(ids_of(1, CHUNK + 2))
+        first = asyncio.create_task(ctx.snapshot())
+        while not ctx._session.is_frozen:  # noqa: ASYNC110 (no event says it)
+            await asyncio.sleep(0)
+        assert await ctx.push([7]) == 1
+        beginning = asyncio.create_task(ctx.turn().__aenter__())
+        await asyncio.sleep(0)
+        await ctx.aclose()
+        with pytest.raises(ContextClosed):
+            await beginning
+        assert (await first).tokens == CHUNK + 2
+        async with runtime.open("a", raw=True) as ctx:
+            assert ids_in(ctx) == [*ids_of(1, CHUNK + 2), 7]
+
+
+async def test_nothing_is_accepted_any_more_while_closing_saves(tmp_path: Path):
+    """Neither by a new call nor by one that runs: what a token was given for is in the store."""
+    files = Slow(tmp_path)
+    async with tiny(store=Store(tmp_path, files=files), max_live=2) as runtime:
+        told, said = [await runtime.open(name, raw=True).__aenter__() for name in "ab"]
+        feed = told.feed([ids_of(1, CHUNK + 2), [7], [8]])
+        for _ in range(CHUNK + 2):
+            await anext(feed)
+        reply = said.generate(ids_of(2, 4), max_new_tokens=100, ignore_eos=True)
+        given = [(await anext(reply)).id for _ in range(2)]
+        closing = [asyncio.create_task(ctx.aclose()) for ctx in (told, said)]
+        await asyncio.to_thread(files.begun.wait, 30)
+        for call in (anext(feed), anext(reply), told.push([9]), said.flush(), told.turn().__aenter__()):
+            with pytest.raises(ContextClosed):
+                await call
+        files.may.set()
+        await asyncio.gather(*closing)
+        async with runtime.open("a", raw=True) as told, runtime.open("b", raw=True) as said:
+            assert ids_in(told) == ids_of(1, CHUNK + 2) and [*told._session.buffered.segments] == [[7]]
+            assert ids_in(said) == [*ids_of(2, 4), *given]

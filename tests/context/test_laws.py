@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from locret_stream import Runtime, SourceError
-from locret_stream.context import session
+from locret_stream.context import tokenizing
 from tests.context.support import (
     CHUNK,
     TEXT,
@@ -206,7 +206,7 @@ def test_committed_state_is_a_function_of_the_tokens(shared: Runtime, program, s
 @pytest.mark.parametrize("way", ["drained", "iterated", "pushed"])
 @pytest.mark.thorough(but=2)
 async def test_taking_in_cancelled_anywhere_goes_on_to_the_same_bits(monkeypatch, way: str, twice: bool):
-    monkeypatch.setattr(session, "INLINE_CHARS", 20)  # more is tokenised on a thread
+    monkeypatch.setattr(tokenizing, "INLINE_CHARS", 20)  # more is tokenised on a thread
     async with tiny() as runtime, runtime.open() as whole:
         pieces = cuts(TEXT[:80].encode(), [10, 51, 52, 60])
         await whole.feed(b"".join(pieces))
@@ -271,7 +271,7 @@ async def test_a_generation_cancelled_anywhere_leaves_whole_tokens_and_a_closed_
 
 @pytest.mark.parametrize("twice", [False, True])
 async def test_a_question_cancelled_anywhere_leaves_no_trace(monkeypatch, twice: bool):
-    monkeypatch.setattr(session, "INLINE_CHARS", 0)
+    monkeypatch.setattr(tokenizing, "INLINE_CHARS", 0)
     async with tiny() as runtime, runtime.open() as ctx:
         await ctx.feed(TEXT)
         await ctx.push("held")

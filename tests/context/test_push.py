@@ -37,7 +37,7 @@ async def test_push_and_flush_give_what_a_feed_gives():
 @pytest.mark.thorough(but=2)
 async def test_no_text_is_lost_wherever_a_call_is_cancelled(call: str, twice: bool, monkeypatch: pytest.MonkeyPatch):
     """Of so much text at once that it is tokenised on a thread of its own."""
-    monkeypatch.setattr("locret_stream.context.session.INLINE_CHARS", 64)
+    monkeypatch.setattr("locret_stream.context.tokenizing.INLINE_CHARS", 64)
     text = "".join(f"line {n} of some more text\n" for n in range(6))
     async with tiny() as runtime:
         async def run(guard) -> None:

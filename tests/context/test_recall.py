@@ -408,6 +408,8 @@ async def test_ids_aside_are_read_by_the_copy_alone(asked: list[str], monkeypatc
         assert ids_in(ctx)[:len(before)] == before and "only once" not in runtime.codec.decode(ids_in(ctx))
         with pytest.raises(InvalidTokens):
             ctx.generate("so?", aside=[10**9])
+        with pytest.raises(InvalidTokens):
+            await ctx.ask("so?", aside=[10**9])
 
 
 async def test_replies_with_recall_that_end_early_give_their_slot_back(monkeypatch):
@@ -858,3 +860,28 @@ async def test_a_context_that_ends_while_a_prompt_is_read_beside_an_open_reply_s
         monkeypatch.setattr(Session, "begin_reply", then_end)
         with pytest.raises(ContextClosed):
             await drained(ctx.generate(QUESTION, max_new_tokens=5, ignore_eos=True))
+
+
+async def test_a_fork_without_a_name_holds_up_nobody_while_its_index_is_copied(monkeypatch: pytest.MonkeyPatch):
+    ticks, while_copied, copy = 0, list[int](), Index.copy
+
+    def slow(self: Index) -> Index:
+        before = ticks
+        time.sleep(0.3)
+        while_copied.append(ticks - before)
+        return copy(self)
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async with tiny(recall=RECALL, max_live=2) as runtime, runtime.open() as ctx:
+        await ctx.feed(STORY)
+        monkeypatch.setattr(Index, "copy", slow)
+        ticking = asyncio.create_task(tick())
+        async with ctx.fork() as fork:
+            assert await finds(fork) and held(fork) == ids_before(fork)
+        ticking.cancel()
+        assert len(while_copied) == 1 and while_copied[0] > 10

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from locret_stream import ConfigError, ContextBusy, ContextClosed, StaleOwner, Store
+from locret_stream import ConfigError, ContextBusy, ContextClosed, SnapshotCorrupt, StaleOwner, Store
+from locret_stream.cache import UnitStore
 from locret_stream.context import restoring
 from tests.context.support import (
     CHUNK,
@@ -250,3 +251,29 @@ async def test_a_turn_that_ends_while_closing_undoes_it_frees_its_own_slot(tmp_p
         expect_free(runtime)
         async with runtime.open("a", raw=True) as ctx:
             assert ids_in(ctx)[:CHUNK + 2] == ids_of(1, CHUNK + 2)
+
+
+async def test_after_a_rewind_that_failed_while_it_wrote_the_context_is_lost(tmp_path: Path, monkeypatch):
+    """Its slot holds units of two moments. One that was refused before, as its snapshot is damaged, goes on."""
+    async with tiny(store=tmp_path, autosave=False) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push(ids_of(1, 3 * CHUNK))
+        first = await ctx.snapshot()
+        await ctx.push(ids_of(2, 3 * CHUNK))
+        real = UnitStore.load
+
+        def half(self: UnitStore, units, *more) -> None:
+            real(self, {name: tensor for name, tensor in units.items() if not name.startswith("1.")}, *more)
+
+        def refused(*_) -> None:
+            raise SnapshotCorrupt("not of this model")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.engine, "load", refused)
+            with pytest.raises(SnapshotCorrupt, match="not of this model"):
+                await ctx.rewind(first)
+        assert await ctx.ask([7], max_new_tokens=1, ignore_eos=True) is not None
+        monkeypatch.setattr(UnitStore, "load", half)
+        with pytest.raises(KeyError, match=r"1\.keys"):
+            await ctx.rewind(first)
+        with pytest.raises(ContextClosed, match="this context is lost"):
+            await ctx.ask([7], max_new_tokens=1)

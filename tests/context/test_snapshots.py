@@ -740,3 +740,35 @@ async def test_what_is_being_opened_is_not_forgotten_and_what_is_being_forgotten
         assert await forgetting and not files_in(tmp_path)
         async with runtime.open("a") as ctx:
             assert not ctx.resumed
+
+
+async def test_buffered_bytes_that_are_no_text_are_refused_in_a_manifest_and_in_a_log_part(tmp_path: Path, monkeypatch):
+    """Their checksums hold: whoever wrote them meant it."""
+    strange = torch.tensor([0x91, 0xa1, 0xff], dtype=torch.uint8)  # msgpack: a list of one text, of one byte
+    async with tiny(store=tmp_path) as runtime:
+        with monkeypatch.context() as patch:
+            patch.setattr("locret_stream.context.saving.buffered_of", lambda session: strange)
+            async with runtime.open("a") as ctx:
+                await ctx.feed(LONG)
+        refused = "no session can have its frame or buffered text"
+        with pytest.raises(SnapshotCorrupt, match=f"snapshot 1 of 'a': {refused}"):
+            await runtime.open("a").__aenter__()
+        damage(tmp_path, "m")
+        with pytest.raises(SnapshotCorrupt, match=f"it cannot be rebuilt: the log of 'a': {refused}"):
+            await runtime.open("a", on_mismatch="rebuild").__aenter__()
+
+
+async def test_under_a_new_name_no_snapshot_is_taken_for_one_of_a_swap_out_under_the_old_name(tmp_path: Path):
+    """A damaged manifest kept the first save under the new name from clearing away."""
+    async with tiny(store=Store(tmp_path, keep_last=9)) as runtime, runtime.open("a", raw=True) as ctx:
+        for number in range(2):
+            await ctx.push(ids_of(number, 10))
+            await ctx.snapshot()
+        await ctx.push([7])
+        assert await ctx.swap_out() and ctx.swap_generations == {3}
+        min(path for path in files_in(tmp_path) if path.suffix == ".snap").write_bytes(b"damaged")
+        await ctx.save_as("b")
+        for _ in range(4):
+            await ctx.push([7])
+            await ctx.snapshot()
+        assert [one.generation for one in runtime.store.info("b")] == [1, 2, 3, 4, 5]

@@ -167,11 +167,12 @@ async def test_nothing_is_broken_when_a_swap_is_cancelled(tmp_path: Path, twice:
             assert await cut_at_every_await(run, twice=twice) > 5
 
 
-async def test_snapshots_of_swap_outs_displace_none_that_the_user_made(tmp_path: Path):
+@pytest.mark.parametrize("made", [3, 4])
+async def test_snapshots_of_swap_outs_displace_none_that_the_user_made(tmp_path: Path, made: int):
     """Every cancelled opening had the other context saved, to take its slot."""
     async with tiny(store=Store(tmp_path, keep_last=4), max_live=1) as runtime, runtime.open("a", raw=True) as ctx:
         asked = []
-        for number in range(3):
+        for number in range(made):
             await ctx.push(ids_of(number, 10))
             asked.append((await ctx.snapshot()).generation)
         for _ in range(5):
@@ -182,9 +183,11 @@ async def test_snapshots_of_swap_outs_displace_none_that_the_user_made(tmp_path:
             opening.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await opening
+        assert [snapshot.generation for snapshot in runtime.store.info("a")] == [*asked, *ctx.swap_generations]
+        assert len(ctx.swap_generations) == 1
         await ctx.push([7])
         last = await ctx.snapshot()
-        assert [snapshot.generation for snapshot in runtime.store.info("a")] == [*asked, last.generation]
+        assert [snapshot.generation for snapshot in runtime.store.info("a")] == [*asked, last.generation][-4:]
 
 
 async def test_a_broken_context_keeps_no_other_from_opening(tmp_path: Path):

@@ -29,6 +29,7 @@ from tests.context.support import (
     snap,
     tiny,
 )
+from tests.processes import run_python
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -597,3 +598,60 @@ async def test_a_context_that_is_dropped_in_the_middle_of_a_feed_keeps_its_slot_
             gc.collect()
         async with runtime.open():
             pass
+
+
+COLLECTING = """
+import asyncio
+from locret_stream.runtime.slots import Slots, _Request
+
+begin, slots = _Request.__init__, Slots([])
+
+def collect(self, loop):
+    begin(self, loop)
+    slots.give_back(0)
+
+async def main():
+    _Request.__init__ = collect
+    print(await slots.acquire(5, "live"))
+    _Request.__init__ = begin
+    waiting = [asyncio.create_task(slots.acquire(5, "live")) for _ in range(4)]
+    await asyncio.sleep(0)
+    first, second, third, _ = slots._waiting
+    first.slot.add_done_callback(lambda _: slots.give_back(2))
+    slots.give_back(1)
+    third.nudged.add_done_callback(lambda _: slots.give_back(3))
+    slots.nudge()
+    with slots._lock:
+        slots.give_back(4)
+    print(*await asyncio.gather(*waiting), slots.waiting, slots.free)
+
+asyncio.run(main())
+"""
+
+
+def test_a_slot_that_a_finaliser_gives_back_is_given_on():
+    """The garbage collector runs one at any moment: while a call asks for a slot, and while another is given one."""
+    done = run_python("-c", COLLECTING, timeout_s=120)
+    assert done.stdout == "0\n1 2 3 4 0 0\n", done.stderr
+
+
+DROPPED = """
+import asyncio, gc
+from tests.context.support import unstarted
+
+async def main():
+    async with unstarted(max_live=1, slot_timeout_s=5) as runtime:
+        ctx = await runtime.open(raw=True).__aenter__()
+        await ctx.push([5, 6, 7])
+        del ctx
+        gc.collect()
+        async with runtime.open(raw=True) as fresh:
+            print(await fresh.push([7]))
+
+asyncio.run(main())
+"""
+
+
+def test_a_context_that_is_dropped_gives_its_slot_back_though_warnings_are_errors():
+    done = run_python("-W", "error::ResourceWarning", "-c", DROPPED, timeout_s=120)
+    assert done.stdout == "1\n" and "dropped and never closed" in done.stderr, done.stderr

@@ -11,7 +11,7 @@ from langchain_core.messages.utils import message_chunk_to_message
 
 from langchain_locret.messages import read
 from langchain_locret.replies import chunk_of
-from locret_stream.conversation import turns
+from locret_stream.context import tokenizing
 from locret_stream.conversation.absorbing import Absorption
 from locret_stream.conversation.render import ChatTemplate
 from locret_stream.conversation.request import Request
@@ -50,7 +50,7 @@ def expect_at_rest(threads: Threads) -> None:
 @pytest.mark.thorough(but=1)
 async def test_a_turn_cancelled_at_any_await_leaves_its_thread_as_it_was(tmp_path: Path, case: str, twice: bool,
                                                                          monkeypatch):
-    monkeypatch.setattr(turns, "INLINE_CHARS", 100)  # more is tokenised on a thread
+    monkeypatch.setattr(tokenizing, "INLINE_CHARS", 100)  # more is tokenised on a thread
     with scripted() as script:
         script.say = lambda _: "ok"
         async with runtime(tmp_path, max_live=1) as own:

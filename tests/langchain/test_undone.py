@@ -39,7 +39,7 @@ async def cut(chat: LocretChatModel, script: Script, said: list[Any], how: str) 
     script.delay = 0.02
     try:
         if how == "timeout":
-            with pytest.raises(TimeoutError, match="The thread is as it was"):
+            with pytest.raises(TimeoutError, match="Nothing of this call stays"):
                 await chat.ainvoke(said, A, timeout=0.3)
         elif how == "left":
             stream = chat.astream(said, A)

@@ -190,7 +190,47 @@ def test_a_session_that_is_forgotten_ends_its_upload_with_a_refusal(served: Serv
     assert served.http.get("/v1/sessions/log").status_code == 404
 
 
+def test_a_fork_that_is_forgotten_with_its_session_ends_its_upload(served: Served):
+    respond(served, input="one", session_id="parent")
+    assert served.http.post("/v1/sessions/parent/fork", json={"to": "log"}).status_code == 200
+    with socket.create_connection(("127.0.0.1", served.port)) as sender:
+        sender.sendall(HANGING)
+        wait_until(lambda: served.service._running == 1)
+        assert served.http.delete("/v1/sessions/parent").status_code == 200
+        answer = sender.recv(65536)
+    assert b" 409 " in answer and b"session_forgotten" in answer, answer
+    assert served.http.get("/v1/sessions/log").status_code == 404
+
+
+def test_the_id_of_a_finished_upload_takes_no_other_stream(served: Served):
+    path, query = "/v1/sessions/s/ingest", {"upload": "nightly"}
+    assert served.http.get(path, params=query).status_code == 404
+    first = served.http.post(path, content=b"monday", params=query).json()
+    assert served.http.get(path, params=query).json() == {"object": "ingest", "offset": 6, "done": True}
+    at = {**query, "offset": 6}
+    for headers in ({}, {"accept": "text/event-stream"}):
+        other = served.http.post(path, content=b"tuesday", params=at, headers=headers)
+        assert "upload_done" in other.text and (other.status_code == 409 or headers), other.text
+    repeated = served.http.post(path, content=b"", params=at)
+    assert repeated.status_code == 200 and repeated.json()["message"] == first["message"]
+    assert served.http.get("/v1/sessions/s/text").json()["text"].count("day") == 1
+
+
 # -- places ---------------------------------------------------------------------------------------------------------
+
+
+def test_senders_who_leave_a_busy_session_give_their_places_back_in_time(script: Script, tmp_path: Path):
+    with serving(tmp_path, max_live=1, limits=Limits(max_waiting=4, timeout_s=0.5)) as served, (
+            socket.create_connection(("127.0.0.1", served.port))) as sender:
+        sender.sendall(HANGING)
+        wait_until(lambda: served.service._running == 1)
+        for _ in range(3):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{served.url}/v1/sessions/log/ingest", content=b"x", timeout=0.1)
+        late = httpx.post(f"{served.url}/v1/sessions/log/ingest", content=b"x", timeout=30)
+        assert late.status_code == 504 and "not free within 0.5 s" in late.json()["error"]["message"], late.text
+        wait_until(lambda: served.service._running == 1)
+        respond(served, input="one")
 
 
 def test_readers_who_leave_a_busy_session_take_nobodys_place(script: Script, tmp_path: Path):

@@ -16,7 +16,7 @@ from tests.serving.test_sessions import LOG, ingest
 
 BUSY = [("sessions/s/ask", {"question": "?"}), ("sessions/s/fork", {"to": "t"}), ("sessions/s/rewind", {"to": 1}),
         ("sessions/s/focus", {"focus": "doors"}), ("conversations/s/items", {"items": [
-            {"role": "user", "content": "late"}]})]
+            {"role": "user", "content": "late"}]}), ("sessions/s/snapshot", {}), ("sessions/s", None)]
 
 
 @pytest.mark.parametrize("number", range(len(BUSY)))
@@ -28,10 +28,8 @@ def test_what_waits_for_a_session_ends_in_time(served: Served, monkeypatch: pyte
     thread = served.service.threads.named("s")
     with monkeypatch.context() as patch:
         patch.setattr(served.service, "limits", Limits(timeout_s=0.3))
-        if path.startswith("conversations"):  # it looks whether there is one first
-            patch.setattr(served.service, "session", lambda *_: served.service.sessions(""))
         served.do(thread.lock.acquire())
-        answer = served.http.post(f"/v1/{path}", json=body)
+        answer = served.http.post(f"/v1/{path}", json=body) if body is not None else served.http.get(f"/v1/{path}")
         served.loop.call_soon_threadsafe(thread.lock.release)
     assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"], answer.text
     wait_until(lambda: served.service._running == 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from locret_stream.serving.limits import Limits
 from locret_stream.serving.names import response_id
 from tests.langchain.support import Script
 from tests.serving.support import Served, serving
+from tests.serving.test_left import wait_until
 
 KEYS = {"s3cret": "acme"}
 
@@ -28,6 +31,24 @@ def test_only_unnamed_sessions_expire(served: Served):
     assert kept == {"mine", "responses/mine", conversation}
     answer = served.http.post("/v1/responses", json={"input": "two", "previous_response_id": first["id"]})
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "previous_response_not_found"
+
+
+def test_a_session_that_is_gone_on_from_meanwhile_stays(served: Served):
+    first = served.http.post("/v1/responses", json={"input": "one"}).json()
+    (name,) = [row["id"] for row in served.http.get("/v1/sessions").json()["data"]]
+    time.sleep(0.6)
+    thread = served.service.threads.named(name)
+    served.do(thread.lock.acquire())
+    with ThreadPoolExecutor(2) as pool:
+        turn = pool.submit(lambda: served.http.post("/v1/responses", json={
+            "input": "two", "previous_response_id": first["id"]}))
+        wait_until(lambda: thread.users == 1)
+        gone = pool.submit(served.do, expire(served.service.threads, 0.5))
+        wait_until(lambda: thread.users == 2)
+        served.loop.call_soon_threadsafe(thread.lock.release)
+        assert turn.result(30).status_code == 200 and gone.result(30) == []
+    assert served.http.post("/v1/responses", json={"input": "three", "previous_response_id": turn.result().json()["id"]}
+                            ).status_code == 200
 
 
 def test_a_server_looks_when_it_starts(script: Script, tmp_path: Path):

@@ -11,10 +11,11 @@ import msgspec
 import openai
 import pytest
 
-from locret_stream.conversation import boundaries, places
+from locret_stream.conversation import boundaries, places, telling
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.places import MOST, Place, Placing, packed, unpacked
 from locret_stream.conversation.render import ChatTemplate
+from locret_stream.errors import StoreError
 from locret_stream.snapshot import transcript
 from locret_stream.text import ChatFrame, TextCodec
 from tests.langchain.support import Script, tokenizer
@@ -268,6 +269,49 @@ def test_a_page_reads_only_the_parts_of_the_log_that_have_it(served: Served, mon
     assert listed(served, made, order="desc", limit=1) == [("user", "the last")]
     tokens = served.http.get(f"/v1/sessions/{made}/memory").json()["tokens"]
     assert sum(read) < tokens / 10, (read, tokens)
+
+
+def test_items_that_were_told_are_not_refused_afterwards(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """A client that is refused tells them again."""
+    made, tell_ = converse(served), served.service.tell
+
+    async def and_drains(*given: Any) -> Any:
+        told = await tell_(*given)
+        served.service.draining = True
+        return told
+
+    monkeypatch.setattr(served.service, "tell", and_drains)
+    told = tell(served, made, ("user", "one"), ("user", "two"))
+    served.service.draining = False
+    assert [item["content"][0]["text"] for item in told["data"]] == ["one", "two"] and not told["has_more"]
+    assert listed(served, made) == [("user", "one"), ("user", "two")]
+
+
+def test_items_that_cannot_be_read_back_were_not_told(served: Served, monkeypatch: pytest.MonkeyPatch):
+    made = converse(served)
+    tell(served, made, ("user", "one"))
+
+    async def fails(*_: Any) -> Any:
+        raise StoreError("the log cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(telling, "read_log_at", fails)
+        refused = served.http.post(f"/v1/conversations/{made}/items", json={"items": [
+            {"type": "message", "role": "user", "content": "two"}]})
+    assert refused.status_code == 503, refused.text
+    assert listed(served, made) == [("user", "one")]
+    respond(served, input="three", conversation=made)
+    assert "two" not in served.held(made)
+
+
+def test_reasoning_alone_tells_nothing(served: Served):
+    made = converse(served)
+    for path, body in ((f"conversations/{made}/items", {"items": [{"type": "reasoning"}]}),
+                       ("conversations", {"items": [{"type": "reasoning"}]}),
+                       ("responses", {"input": [{"type": "reasoning"}], "conversation": made})):
+        answer = served.http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400 and "nothing but reasoning" in answer.json()["error"]["message"], answer.text
+    assert listed(served, made) == [] and len(served.http.get("/v1/sessions").json()["data"]) == 1
 
 
 def test_the_last_item_can_be_taken_back_and_no_other(served: Served, script: Script):

@@ -241,7 +241,8 @@ RESPONSES_MISTAKES: list[tuple[Any, ...]] = [
     ({"input": "x", "previous_response_id": f"resp_YQ.{'0' * 32}"}, 404),
     ({"input": "x", "conversation": "conv_unknown"}, 404), ({"input": "x", "conversation": {}}, 400),
     ({"input": [{"type": "function_call", "name": "x"}]}, 400),
-    ({"input": [{"role": "user", "content": 3}]}, 400)]
+    ({"input": [{"role": "user", "content": 3}]}, 400), ({"input": [{"type": "reasoning"}]}, 400),
+    ({"input": "x", "stop": ["q"] * 17}, 400), ({"input": "x", "stop": "q" * 257}, 400)]
 
 
 @pytest.mark.parametrize("body, status", RESPONSES_MISTAKES)
@@ -259,6 +260,11 @@ def test_fields_without_effect_are_named(served: Served):
         assert answer.locret["ignored"] == ["parallel_tool_calls", "reasoning_effort"]
         other = client.responses.create(model=MODEL, input="x", reasoning={"effort": "low"}, max_tool_calls=3)
         assert other.locret["ignored"] == ["max_tool_calls", "reasoning"]
+        greedy = client.chat.completions.create(model=MODEL, messages=[user("x")], top_p=0.9, seed=7)
+        assert greedy.locret["ignored"] == ["top_p", "seed"], "without a temperature there is no noise"
+        noisy = client.chat.completions.create(model=MODEL, messages=[user("x")], top_p=0.9, seed=7, temperature=0.5)
+        plain = client.chat.completions.create(model=MODEL, messages=[user("x")], top_p=1, extra_body={"top_k": 0})
+        assert "ignored" not in noisy.locret and "ignored" not in plain.locret
 
 
 def test_answers_that_are_cut_off_say_so(served: Served, script: Script):
@@ -300,6 +306,16 @@ def free(tmp_path: Path) -> Any:
     """A server whose tiny model says what its random weights make of it."""
     with serving(tmp_path) as served:
         yield served
+
+
+def test_noise_is_another_one_in_every_answer_unless_it_has_a_seed(free: Served):
+    def answers(**more: Any) -> set[str | None]:
+        with free.openai() as client:
+            return {client.chat.completions.create(
+                model=MODEL, messages=[user("who?")], max_tokens=12, temperature=1.0, **more
+                ).choices[0].message.content for _ in range(4)}
+
+    assert len(answers()) > 1 and len(answers(seed=7)) == 1
 
 
 def test_answers_fit_the_schema_that_is_asked_for(free: Served):

@@ -148,6 +148,17 @@ def test_retention_does_not_wait_for_a_save_that_runs(local):
     assert len(store.info("bob")) == 1
 
 
+def test_a_snapshot_of_a_swap_out_costs_none_that_was_asked_for(local):
+    store = again(local, keep_last=2)
+    branch, toy = begin(store, "alice")
+    for _ in range(4):
+        save(branch, toy.feed(7, branch))
+    assert store.prune(branch, frozenset({3, 4})) == {4}
+    assert [snapshot.generation for snapshot in store.info("alice")] == [1, 2, 4]
+    again(local, max_bytes=1).prune(branch, frozenset({4}))
+    assert [snapshot.generation for snapshot in store.info("alice")] == [4], "the newest stays, whoever wrote it"
+
+
 # -- collecting -------------------------------------------------------------------------------------------------------
 
 

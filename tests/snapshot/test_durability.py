@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from locret_stream.errors import StoreError
+from locret_stream.snapshot import Store
 from locret_stream.snapshot.local import LocalFiles, Posix
 from tests.snapshot.support import MOST, Unsynced, everything
 
@@ -238,3 +241,78 @@ def test_a_root_above_which_nothing_may_be_read_works(tmp_path, monkeypatch):
     files = LocalFiles(tmp_path / "store", Closed())
     files.write("s/one", [b"1"])
     assert files.read("s/one", MOST) == b"1"
+
+
+# -- what a place must be able to do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_place_without_hard_links_is_named_before_anything_is_worth_saving(tmp_path, code):
+    """As exFAT and some network file systems are: pages could be written there, and no manifest ever."""
+    class Flat(Unsynced):
+        def link(self, source: str, target: str) -> None:
+            raise OSError(code, os.strerror(code))
+
+    store = Store(tmp_path / "store", files=LocalFiles(tmp_path / "store", Flat()))
+    with pytest.raises(StoreError, match="there are no hard links there") as caught:
+        store.probe()
+    assert "disk has room" not in str(caught.value)
+    assert os.listdir(tmp_path / "store") == []
+
+
+def test_a_place_without_locks_is_no_place_for_a_save(tmp_path, monkeypatch):
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", unknown)
+        with pytest.raises(StoreError, match=os.strerror(errno.ENOLCK)):
+            Store(tmp_path / "store").probe()
+
+
+def test_a_probe_leaves_nothing(store):
+    store.probe()
+    assert store.files.folders("") == [] and store.files.sizes("") == {} and store.list() == []
+
+
+@pytest.fixture
+def flushes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Every call that flushes, and whether it is of a folder; on a system that has both kinds, as macOS."""
+    calls: list[tuple[str, bool]] = []
+
+    def note(what: str, handle: int) -> None:
+        calls.append((what, stat.S_ISDIR(os.fstat(handle).st_mode)))
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda handle, call: note(f"full {call}", handle))
+    monkeypatch.setattr(os, "fsync", lambda handle: note("plain", handle))
+    return calls
+
+
+def test_where_a_drive_is_told_to_empty_its_cache_by_another_call_that_is_made(tmp_path, flushes):
+    LocalFiles(tmp_path / "store").write("s/one", [b"1"])
+    assert flushes[-2:] == [("full 51", False), ("full 51", True)]
+    assert {what for what, _ in flushes} == {"full 51"}
+
+
+def test_where_the_file_system_does_not_know_that_call_the_usual_one_is_made(tmp_path, flushes, monkeypatch):
+    def refused(handle: int, call: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    LocalFiles(tmp_path / "store").write("s/one", [b"1"])
+    assert set(flushes) == {("plain", False), ("plain", True)}
+
+
+def test_a_failure_of_that_call_is_not_made_good_by_the_usual_one(tmp_path, flushes, monkeypatch):
+    files = LocalFiles(tmp_path / "store")
+    files.write("s/one", [b"old"])
+    flushes.clear()
+
+    def broken(handle: int, call: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "fcntl", broken)
+    with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
+        files.write("s/one", [b"new"])
+    assert not flushes and files.read("s/one", MOST) == b"old"

@@ -150,10 +150,12 @@ def test_an_owner_of_a_deleted_session_is_reported_when_its_name_was_taken(store
         save(own, another)
     assert same(loaded(again(store), "bob"), toy.record())
     again(store).delete("bob")
-    assert save(own, another).generation == 2  # and may go on once it is free
+    done = save(own, another)  # it may go on once the name is free
+    assert done.generation == 2 and done.log is not store.files.locks
     with pytest.raises(StaleOwner):
         save(fork, toy)
-    another.ids = None
+    if not done.log:  # where there are locks, the parts of the deleted snapshot are gone at once
+        another.ids = None
     assert same(loaded(again(store), "bob"), another.record()) and sound(store)
 
 

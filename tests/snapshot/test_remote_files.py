@@ -10,10 +10,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from locret_stream.errors import StoreError
+from locret_stream.snapshot import Store
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.store import open_files
-from tests.snapshot.support import MOST
+from tests.snapshot.support import KEY, MOST, begin, holds, save, sound
 
 
 @pytest.mark.parametrize("scheme", ["file://", "local://", ""])
@@ -137,3 +138,45 @@ def test_a_place_that_cannot_tell_ages_calls_everything_young(tmp_path, monkeypa
 
     monkeypatch.setattr(files.fs, "modified", fail)
     assert files.age_s("s/one") == 0.0
+
+
+class Careless(MemoryFileSystem):
+    """Is told to create a file only if there is none, and does not heed it, as some servers do not."""
+
+    protocol = "careless"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.removeprefix("careless://"))
+
+    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
+        super().pipe_file(path, value)
+
+
+@pytest.mark.usefixtures("spools")
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_a_place_that_creates_what_exists_is_refused_by_the_first_save(tmp_path, key):
+    fsspec.register_implementation("careless", Careless, clobber=True)
+    store = Store(f"careless://{tmp_path}", key=key)
+    branch, toy = begin(store, "alice", tokens=9)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="two owners could overwrite each other"):
+            save(branch, toy)
+    assert store.list() == [] and store.files.sizes("") == {}
+    with pytest.raises(StoreError, match="two owners could overwrite each other"):
+        store.probe()
+
+
+@pytest.mark.usefixtures("spools")
+def test_what_a_crash_leaves_of_that_trial_is_no_session(remote):
+    branch, toy = begin(remote, "alice", tokens=9)
+    save(branch, toy)
+    files = remote.files
+    assert not [name for name in files.sizes("") if name.startswith("probe-")], "it is deleted"
+    files.fs.pipe_file(f"{files.root}/probe-{'0' * 16}", b"")
+    assert [info.name for info in remote.list()] == ["alice"] and sound(remote) and remote.gc().removed == ()
+    assert holds(remote, "alice", toy.record())
+    remote.forget("alice")
+    assert remote.list() == [] == remote.verify()

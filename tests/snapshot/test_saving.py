@@ -10,6 +10,7 @@ import pytest
 from locret_stream.errors import (
     ConfigError,
     SnapshotCorrupt,
+    SnapshotError,
     SnapshotMismatch,
     SnapshotNotFound,
     StaleOwner,
@@ -164,6 +165,18 @@ def test_a_spool_that_fails_is_a_store_error_and_leaves_the_owner_as_it_was(loca
     save(branch, toy.feed(9, branch))
     toy.ids = None
     assert holds(local, "alice", toy.record())
+
+
+def test_a_manifest_that_no_reader_takes_is_not_acknowledged(store, monkeypatch):
+    branch, toy = begin(store, "alice", tokens=9)
+    save(branch, toy)
+    before = toy.record()
+    with monkeypatch.context() as patch:
+        patch.setattr("locret_stream.snapshot.save.MANIFEST_LIMIT", 100)
+        with pytest.raises(SnapshotError, match="no reader takes more than 100; expected a smaller budget"):
+            save(branch, toy.feed(9, branch))
+    assert holds(store, "alice", before) and [info.generation for info in store.info("alice")] == [1]
+    assert save(branch, toy).generation == 2 and holds(store, "alice", toy.record())
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -12,19 +12,22 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import End, Part
-from locret_stream.conversation.request import Request, Told
+from locret_stream.conversation.request import Request
 from locret_stream.serving.errors import ApiError, api_error
 from locret_stream.serving.service import Service
 from locret_stream.serving.uploads import Upload
 
+if TYPE_CHECKING:  # loads torch
+    from locret_stream.conversation.items import Item
+
 _log = logging.getLogger(__name__)
 BUNDLE_S = 0.03  # between two bundles of one answer: each message between processes costs as much as a token
 VERBS = frozenset({"create", "sessions", "session", "memory", "map", "text", "search", "ask", "fork", "focus",
-                   "rewind", "snapshot", "forget", "upload_offset", "items", "item", "drop_item"})
+                   "rewind", "snapshot", "forget", "upload_state", "items", "item", "drop_item"})
 
 
 class Place(NamedTuple):
@@ -92,7 +95,7 @@ class Memory:
         except Exception as error:
             return _refusal(error)
 
-    async def tell(self, request: Request, again: bool) -> Told | ApiError:
+    async def tell(self, request: Request, again: bool) -> list[Item] | ApiError:
         """As `Service.tell`, with the request's own mark."""
         from locret_stream.conversation.telling import tell
         try:
@@ -149,7 +152,7 @@ class Memory:
 
     def _open(self, place: Place, offset: int) -> AbstractAsyncContextManager[Upload]:
         return self.service.uploads.open(self.service.threads, Request([], thread=place.thread, focus=place.focus),
-                                         place.label, place.upload_id, offset)
+                                         place.label, place.upload_id, offset, self.service.limits.timeout_s)
 
     # -- figures ----------------------------------------------------------------------------------------------
 

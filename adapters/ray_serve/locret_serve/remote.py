@@ -11,14 +11,14 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from locret_serve.memory import Place, Read
 from locret_serve.replicas import ReplicaDied, Replicas, died
 from locret_serve.sent import Sent
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import End, Part
-from locret_stream.conversation.request import Request, Told
+from locret_stream.conversation.request import Request
 from locret_stream.errors import SnapshotNotFound
 from locret_stream.serving import names, responses
 from locret_stream.serving.bodies import Json
@@ -27,6 +27,9 @@ from locret_stream.serving.limits import Limits
 from locret_stream.serving.metrics import Metrics, merged
 from locret_stream.serving.service import DRAINING, Service
 from locret_stream.serving.uploads import Incoming
+
+if TYPE_CHECKING:  # loads torch
+    from locret_stream.conversation.items import Item
 
 GIVE_UP_S = 60.0  # after the first death: how long another replica is looked for
 OWN_TRIES = 4  # how often an answer is begun again because a replica that was given up saved it, too
@@ -103,13 +106,12 @@ class RemoteService(Service):
 
     async def answer(self, request: Request) -> AsyncGenerator[Part | End]:
         """The parts of an answer and its end. Where the replica dies, another one begins the same turn anew; what was
-        sent already is compared and left out. The noise of a sampled answer comes from a seed that is chosen here.
+        sent already is compared and left out: the seed of a sampled answer was chosen before (`_sampling`).
 
         Raises:
             ApiError 503: no replica could end it, or another one answers differently. Otherwise what a replica refuses.
         """
         sent, patience = Sent(), _Patience(request.timeout_s)
-        request = replace(request, sampling={"seed": secrets.randbits(31)} | request.sampling)
         ended = False  # what follows the end tells the replica that it was taken
         with self.admitted("turn"):
             while True:
@@ -133,8 +135,8 @@ class RemoteService(Service):
                     await patience.wait()
                     sent.begin_again()
 
-    async def tell(self, thread: str, items: list[Json]) -> Told:
-        request = Request(responses.read_items(items, field="items"), thread=thread, mark=names.new_mark(),
+    async def tell(self, thread: str, items: list[Json]) -> list[Item]:
+        request = Request(responses.read_messages(items, field="items"), thread=thread, mark=names.new_mark(),
                           timeout_s=self.limits.timeout_s)
         with self.admitted("tell"):
             return await self._do(thread, "tell", request, again=True)
@@ -250,8 +252,8 @@ class RemoteService(Service):
                 if upload_id is None and stream.message is None:
                     await asyncio.shield(stream.leave())
 
-    async def upload_offset(self, thread: str, upload_id: str) -> int | None:
-        return await self._do(thread, "call", "upload_offset", thread, upload_id)
+    async def upload_state(self, thread: str, upload_id: str) -> Json | None:
+        return await self._do(thread, "call", "upload_state", thread, upload_id)
 
     # -- figures ----------------------------------------------------------------------------------------------
 
