@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from locret_stream.cli import quick_imports
+from tests.processes import run_python
 
 SHOWN = """
 import hashlib, json, sys
@@ -33,7 +33,7 @@ print(json.dumps({{
 
 
 def run(code: str) -> str:
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = run_python("-c", code)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout
 
@@ -51,6 +51,7 @@ def test_another_version_of_transformers_is_imported_as_it_is():
     assert run("""
 import sys, types
 from locret_stream.cli import quick_imports
+from tests.processes import run_python
 other, utils = types.ModuleType("transformers"), types.ModuleType("transformers.utils")
 other.__file__, other.__path__, utils.__path__, utils.import_utils = "x/__init__.py", [], [], types.ModuleType("u")
 class Finder:

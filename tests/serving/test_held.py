@@ -119,7 +119,7 @@ def test_a_pattern_that_cannot_be_held_is_the_callers_mistake(free: Served, patt
     """Also where that shows only when the answer has begun."""
     schema = closed(a={"type": "string", "pattern": pattern})
     answer = free.http.post("/v1/chat/completions", json={
-        "messages": [{"role": "user", "content": "x"}], "temperature": 1.0, "max_tokens": 100,
+        "messages": [{"role": "user", "content": "x"}], "temperature": 1.0, "seed": 0, "max_tokens": 100,
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}})
     said = answer.json()
     assert answer.status_code == 400 and "; expected" in said["error"]["message"], said
