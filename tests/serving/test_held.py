@@ -29,7 +29,7 @@ def free(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def asked(served: Served, face: str, names: list[str], choice: Any, **body: Any) -> tuple[str, list[Any], str]:
     """The text, the calls as (name, arguments), and how the answer ended."""
-    body = {"model": MODEL, "temperature": 1.0, "stream": "streamed" in face, **body}
+    body = {"model": MODEL, "temperature": 1.0, "seed": 0, "stream": "streamed" in face, **body}
     if face.startswith("chat"):
         named = choice if choice in ("required", "auto") else {"type": "function", "function": {"name": choice}}
         body |= {"messages": [{"role": "user", "content": "Go on."}], "tools": [*map(tool, names)],
@@ -139,7 +139,8 @@ def test_calls_that_begin_as_json_does_stand_beside_no_schema(tmp_path: Path):
     """As Llama 3.1 writes them: nothing would tell a call from the answer."""
     from tests.langchain.templates import LLAMA
     with serving(tmp_path, template=LLAMA.replace("<|eot_id|>", "<|im_end|>")) as served:
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool("numbers")], "temperature": 1.0}
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool("numbers")], "temperature": 1.0,
+                "seed": 0}
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
         refused = served.http.post("/v1/chat/completions", json=body | {"response_format": form})
         assert refused.status_code == 400 and "cannot be told from JSON" in refused.text

@@ -321,7 +321,7 @@ def test_noise_is_another_one_in_every_answer_unless_it_has_a_seed(free: Served)
 def test_answers_fit_the_schema_that_is_asked_for(free: Served):
     with free.openai() as client:
         chat = client.chat.completions.create(
-            model=MODEL, messages=[user("who?")], extra_headers=ALICE, temperature=1.0,
+            model=MODEL, messages=[user("who?")], extra_headers=ALICE, temperature=1.0, seed=0,
             response_format={"type": "json_schema", "json_schema": {"name": "age", "schema": AGE, "strict": True}})
         jsonschema.validate(json.loads(chat.choices[0].message.content), AGE)
         assert chat.choices[0].finish_reason == "stop"
