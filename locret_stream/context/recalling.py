@@ -9,7 +9,7 @@ from locret_stream.config import Recall
 from locret_stream.context import saving
 from locret_stream.context.session_index import Recalled, SessionIndex
 from locret_stream.context.sources import as_piece
-from locret_stream.context.tokenizing import tokenized
+from locret_stream.context.tokenizing import encode_text
 from locret_stream.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def read_again(session: Session, question: str | list[int] | None, recall:
         return NOTHING
     around = AROUND if session.raw else ""
     text = around + "\n".join(passage.text for passage in passages) + around
-    ids = await tokenized(session.services, len(text), lambda: session.services.codec.encode_text(text))
+    ids = await encode_text(session.services, text)
     return ReadAgain(tuple(passages), tuple(ids), settings_of(session.services, recall).memory)
 
 
@@ -91,8 +91,7 @@ async def recalled(session: Session, question: str | list[int], recall: bool | R
         text = text.decode(errors="replace")
     most = settings.tokens
     if to_read:
-        asked = text
-        tokens = await tokenized(services, len(asked), lambda: len(codec.encode_text(asked)))
+        tokens = len(await encode_text(services, text))
         session.check_open()
         room = services.engine.room_to_read(session.state, settings.memory)
         most = min(most, max(LEAST, room - tokens - session.frame_room() - REPLY))

@@ -19,7 +19,7 @@ from locret_stream.context.saving import expect_no_turn, fingerprint, store_of, 
 from locret_stream.context.session import Session
 from locret_stream.context.session_state import REWOUND
 from locret_stream.context.sources import BufferedText, Segment
-from locret_stream.context.tokenizing import tokenized
+from locret_stream.context.tokenizing import encode_text
 from locret_stream.errors import ConfigError, ContextBusy, InputError, SnapshotCorrupt, SnapshotError, SnapshotMismatch
 from locret_stream.snapshot import Branch, Frame, Restored, Snapshot
 from locret_stream.snapshot.identity import digest_text
@@ -115,9 +115,7 @@ async def focus_ids(services: Services, text: str | None) -> list[int]:
     """Token ids of a focus: [] for None and for nothing but spaces. Raises InputError if it is not text."""
     if text is not None and not isinstance(text, str):
         raise InputError(f"the focus is a {type(text).__name__}; expected text, or None for none")
-    if text is None or not text.strip():
-        return []
-    return await tokenized(services, len(text), lambda: services.codec.encode_text(text))
+    return await encode_text(services, text) if text is not None and text.strip() else []
 
 
 async def resume(services: Services, branch: Branch, slot: int, generation: int | None = None, *,

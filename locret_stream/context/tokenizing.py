@@ -7,12 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
+from locret_stream.text import TextCodec
+
 T = TypeVar("T")
 INLINE_CHARS = 512  # a hop to a thread costs more than tokenising this much
 
 
 class Tokenizing(Protocol):
-    """What has that thread: a runtime, or the services that its contexts know."""
+    """What has that thread, and the codec: a runtime, or the services that its contexts know."""
+
+    codec: TextCodec
 
     @property
     def tokenizing(self) -> Executor: ...
@@ -23,3 +27,8 @@ async def tokenized(services: Tokenizing, characters: int, work: Callable[[], T]
     if characters <= INLINE_CHARS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(services.tokenizing, work)
+
+
+async def encode_text(services: Tokenizing, text: str) -> list[int]:
+    """The ids of a whole text. Raises InvalidText."""
+    return await tokenized(services, len(text), lambda: services.codec.encode_text(text))

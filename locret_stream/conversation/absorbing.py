@@ -11,7 +11,6 @@ import threading
 from dataclasses import replace
 
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.matching import reach, reach_behind
 from locret_stream.conversation.messages import Message, digest, stand_in
 from locret_stream.conversation.request import Request
@@ -76,8 +75,7 @@ class Absorption:
                 # Some templates write the system text and the first message as one.
                 ahead = replace(pieces[place], text=pieces[place].text.removesuffix(_STREAM.content))
                 told, start = [*pieces[:place], ahead], self._reached.base is None
-                each = await tokenized(threads.runtime, sum(len(piece.text) for piece in told),
-                                       lambda: threads.template.encode_each(told, start=start))
+                each = await threads.tokenized(told, lambda: threads.template.encode_each(told, start=start))
                 self._reached.placing.take(self._reached.rendered, self._reached.shown, self._reached.at, told, each,
                                            threads.template)
                 self._closing = threads.template.encode(pieces[place + 1:], start=False)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from locret_stream.context import Recalled, StreamingContext
-from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError
@@ -37,8 +36,8 @@ async def recollect(threads: Threads, context: StreamingContext, question: str) 
     passages = await context.recall(question)
     if not passages:
         return Recollection()
-    template, runtime = threads.template, threads.runtime
-    user, reply = Message("user", "?"), Message("assistant", runtime.acknowledge or "OK.")
+    template = threads.template
+    user, reply = Message("user", "?"), Message("assistant", threads.runtime.acknowledge or "OK.")
     talk = [user, reply, Message("user", "\n".join(one.text for one in passages)), reply, user]
     rendered = template.render(talk)
     start, end = template.after(talk, 2, (), rendered), template.after(talk, 4, (), rendered)
@@ -46,5 +45,4 @@ async def recollect(threads: Threads, context: StreamingContext, question: str) 
         raise ConfigError("the chat template has no place before a question for what is recalled; expected one that "
                           "shows further turns, or recall=False")
     pieces = rendered.pieces(start, end)
-    return Recollection(passages, await tokenized(runtime, sum(len(piece.text) for piece in pieces),
-                                                  lambda: template.encode(pieces, start=False)))
+    return Recollection(passages, await threads.tokenized(pieces, lambda: template.encode(pieces, start=False)))

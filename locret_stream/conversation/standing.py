@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from locret_stream.context import Answer
 from locret_stream.context.cancelling import to_the_end
-from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.boundary_pruning import untold
 from locret_stream.conversation.matching import STAND_INS
@@ -81,8 +80,7 @@ async def ask(threads: Threads, name: str, question: str, *, recall: bool | None
             raise ConfigError(f"the chat template has no place for a question behind a message of role "
                               f"{thread.boundary.role!r}")
         pieces = rendered.pieces(at)
-        ids = await tokenized(runtime, sum(len(piece.text) for piece in pieces),
-                              lambda: template.encode(pieces, start=False))
+        ids = await threads.tokenized(pieces, lambda: template.encode(pieces, start=False))
         passages: list[dict[str, Any]] = []
         aside: list[int] = []
         if runtime.recall is not None if recall is None else recall:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from locret_stream.context.cancelling import to_the_end
+from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.boundaries import full_name, session_name
 from locret_stream.conversation.histories import Keys
 from locret_stream.conversation.messages import canonical, digest
-from locret_stream.conversation.render import ChatTemplate
+from locret_stream.conversation.render import ChatTemplate, Piece
 from locret_stream.conversation.request import Request
 from locret_stream.conversation.thread import Thread
 from locret_stream.errors import ConfigError, SnapshotNotFound
 from locret_stream.runtime import Runtime
 
+T = TypeVar("T")
 LEAST_BYTES = 256 << 20  # that a thread may take in the store; of a large memory, four snapshots
 THREADS = 64  # threads that stay at hand; others are looked up in the store again
 
@@ -78,6 +80,10 @@ class Threads:
                 await to_the_end(self.undo(thread))
                 raise
             thread.settle()
+
+    async def tokenized(self, pieces: Sequence[Piece], work: Callable[[], T]) -> T:
+        """The result of `work`, which tokenises pieces of a rendering, as `context.tokenizing.tokenized`."""
+        return await tokenized(self.runtime, sum(len(piece.text) for piece in pieces), work)
 
     async def undo(self, thread: Thread) -> None:
         """Remove what this turn fed to the thread, which then rests at a boundary that it had before."""

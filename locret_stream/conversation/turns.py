@@ -12,7 +12,6 @@ from typing import Any, Literal
 import msgspec
 
 from locret_stream.context import Generation
-from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.held_replies import Demand, HeldReply, demand_of
 from locret_stream.conversation.matching import Reached, reach, reach_behind
@@ -256,4 +255,4 @@ async def encode(threads: Threads, reached: Reached, start: int, end: int | None
         reached.placing.take(reached.rendered, reached.shown, start, pieces, each, threads.template)
         return [token for ids in each for token in ids]
 
-    return await tokenized(threads.runtime, sum(len(piece.text) for piece in pieces), encoded)
+    return await threads.tokenized(pieces, encoded)

@@ -109,6 +109,23 @@ def test_an_out_of_memory_error_in_rope_leaves_it_as_it_was(monkeypatch):
     assert torch.equal(tables.rotate(0, x, 2), expected)
 
 
+def test_an_out_of_memory_error_while_rope_is_probed_says_so(monkeypatch):
+    stock, raised = make("gpt-oss"), []
+
+    def full_once(rotate):
+        def once(*given):
+            if not raised and given[1].shape[1] == 0:  # no heads of keys: none of the model's own calls
+                raised.append(True)
+                raise torch.OutOfMemoryError("no memory is left")
+            return rotate(*given)
+        return once
+
+    module = sys.modules[type(stock.model.layers[0].self_attn).__module__]
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", full_once(module.apply_rotary_pos_emb))
+    with pytest.raises(UnsupportedModel, match="OutOfMemoryError: no memory is left"):
+        attach(stock)
+
+
 # -- refused ------------------------------------------------------------------------------------------------------
 
 

@@ -179,24 +179,16 @@ def test_an_upload_that_waits_for_its_session_does_not_begin_twice(served: Serve
     assert served.http.get("/v1/sessions/s/text").json()["text"].count("hello") == 1
 
 
-def test_a_session_that_is_forgotten_ends_its_upload_with_a_refusal(served: Served):
-    respond(served, input="one", session_id="log")
+@pytest.mark.parametrize("forgotten", ["log", "parent"])
+def test_a_session_that_is_forgotten_ends_its_upload_with_a_refusal(served: Served, forgotten: str):
+    """Also where it goes with the one that it was forked from."""
+    respond(served, input="one", session_id=forgotten)
+    if forgotten != "log":
+        assert served.http.post(f"/v1/sessions/{forgotten}/fork", json={"to": "log"}).status_code == 200
     with socket.create_connection(("127.0.0.1", served.port)) as sender:
         sender.sendall(HANGING)
         wait_until(lambda: served.service._running == 1)
-        assert served.http.delete("/v1/sessions/log").status_code == 200
-        answer = sender.recv(65536)
-    assert b" 409 " in answer and b"session_forgotten" in answer, answer
-    assert served.http.get("/v1/sessions/log").status_code == 404
-
-
-def test_a_fork_that_is_forgotten_with_its_session_ends_its_upload(served: Served):
-    respond(served, input="one", session_id="parent")
-    assert served.http.post("/v1/sessions/parent/fork", json={"to": "log"}).status_code == 200
-    with socket.create_connection(("127.0.0.1", served.port)) as sender:
-        sender.sendall(HANGING)
-        wait_until(lambda: served.service._running == 1)
-        assert served.http.delete("/v1/sessions/parent").status_code == 200
+        assert served.http.delete(f"/v1/sessions/{forgotten}").status_code == 200
         answer = sender.recv(65536)
     assert b" 409 " in answer and b"session_forgotten" in answer, answer
     assert served.http.get("/v1/sessions/log").status_code == 404
