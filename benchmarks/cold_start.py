@@ -8,8 +8,8 @@ Files were read before (an untimed round comes first), programs were not: this i
 
   help                 `locret-stream --help`, to its end
   import_langchain     `import langchain_locret`, to the end of the process; fails if that imports torch
-  imports              the class of a model is imported from transformers without a search for garbage, as the command
-                       line does it, to its first output: what no answer gets below
+  imports              the class of a model is imported from transformers, without a search for garbage, to its first
+                       output: what an answer would need before all else if the command line imported it as others do
   bundled, smollm2     `locret-stream run notes.txt --ask ...`: to the first characters of the answer, and to the end of
                        the process
   smollm2_spinning     with --busy: the same, where torch's threads wait as long for each other as libgomp lets them

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from locret_stream.errors import ConfigError, UnsupportedModel
+from locret_stream.runtime.valueless import quick_arithmetic
 
 T = TypeVar("T")
 LOADERS = {"gptq": ("gptqmodel", "optimum", "accelerate"), "awq": ("gptqmodel", "accelerate")}
@@ -88,7 +89,8 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
             dtype = cpu_dtype(_dtype_of(declared))
         if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        with quick_arithmetic():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
         model, info = loaded  # a pair, because of output_loading_info; its annotation says a model
         missing = sorted(info["missing_keys"])
         if missing and not packed and "gguf_file" not in options:  # transformers draws them at random, and goes on

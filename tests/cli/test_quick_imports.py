@@ -1,13 +1,18 @@
-"""The command line's import of transformers: the same modules and models as anybody's, listed once."""
+"""The command line's import of transformers: the same models as anybody's, without what no verb needs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from locret_stream.cli import quick_imports
+from locret_stream.runtime.loading import load_model
+from tests.architectures import CONFIGS, make
 from tests.processes import run_python
 
 SHOWN = """
@@ -45,6 +50,110 @@ def test_transformers_is_the_same_and_was_listed_once():
     folders, twice = found.pop("folders"), usual.pop("folders")
     assert found == usual
     assert 0 < folders <= twice / 2 + 2, "transformers lists its models as often as before"
+
+
+BESIDE = ("torchao", "bitsandbytes", "peft", "accelerate", "gguf")  # what tests install and `make demo` does not
+WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({BESIDE!r})); "
+QUICKLY = "from locret_stream.cli.quick_imports import import_quickly; import_quickly(); "
+
+
+def test_an_answer_needs_neither_the_compiler_nor_what_runs_on_several_machines(tmp_path: Path):
+    (notes := tmp_path / "notes.txt").write_text("The door code of falcon is 48213.\n")
+    asked = ["locret-stream", "run", str(notes), "--model", "bundled", "--ask", "What is the door code of falcon?"]
+    assert run(WITHOUT + f"""
+import runpy
+sys.argv = {asked!r}
+try:
+    runpy.run_module("locret_stream", run_name="__main__")
+except SystemExit as end:
+    print("status", end.code or 0)
+print([name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules])
+""").split() == ["48213", "status", "0", "[]"]
+
+
+def test_whoever_compiles_has_the_compiler():
+    assert run(WITHOUT + QUICKLY + """
+import torch
+stock = torch.compiler.disable
+assert stock.__module__ == "torch.compiler" and torch.compiler.allow_in_graph.__module__ == "torch.compiler"
+from transformers import masking_utils
+assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
+made = masking_utils.TransformGetItemToIndex()
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+print(type(made) is TransformGetItemToIndex, torch._dynamo is sys.modules["torch._dynamo"])
+calls = []
+@torch.compile(backend=lambda graph, inputs: calls.append(1) or graph)
+def twice(x):
+    return x * 2
+print(twice(torch.ones(2)).tolist(), calls)
+""").splitlines() == ["True True", "[2.0, 2.0] [1]"]
+
+
+def test_every_architecture_gives_the_same(tmp_path: Path):
+    usual = {}
+    for name in CONFIGS:
+        make(name).save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            logits = load_model(tmp_path / name, "float32", "cpu")(torch.arange(24)[None]).logits
+        usual[name] = hashlib.blake2b(logits.numpy().tobytes()).hexdigest()
+    assert json.loads(run(WITHOUT + QUICKLY + f"""
+import hashlib, json
+import torch
+from pathlib import Path
+from locret_stream.runtime.loading import load_model
+torch.set_num_threads({torch.get_num_threads()})
+found = {{}}
+for name in {list(CONFIGS)!r}:
+    with torch.no_grad():
+        logits = load_model(Path({str(tmp_path)!r}) / name, "float32", "cpu")(torch.arange(24)[None]).logits
+    found[name] = hashlib.blake2b(logits.numpy().tobytes()).hexdigest()
+print(json.dumps(found))
+""").splitlines()[-1]) == usual
+
+
+def test_whatever_else_is_asked_of_the_compiler_meanwhile_is_the_real_one():
+    """As torchao does, which transformers imports where it is installed."""
+    assert run(WITHOUT + """
+import torch
+from locret_stream.cli import quick_imports
+with quick_imports._without_compiler():
+    marked = torch._dynamo.disable(len) is len, 'torch._dynamo' in sys.modules
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as deferred, trace_wrapped
+    import torch._dynamo.config
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+print(marked, trace_wrapped.__module__, torch._dynamo.config.__name__, isinstance(deferred(), TransformGetItemToIndex))
+""").split() == "(True, False) torch._dynamo._trace_wrapped_higher_order_op torch._dynamo.config True".split()
+
+
+@pytest.mark.parametrize("started_for_it", [False, True])
+def test_a_process_of_several_keeps_what_runs_on_several_machines(started_for_it: bool):
+    given = "import os; os.environ['WORLD_SIZE'] = '1'; " if started_for_it else ""
+    assert run(given + QUICKLY + """
+from transformers.utils import is_torch_distributed_available
+from transformers.utils.import_utils import is_torch_distributed_available as again
+print(is_torch_distributed_available(), again())
+""").split() == [str(started_for_it)] * 2
+
+
+def test_a_version_that_the_changes_do_not_suit_is_imported_as_it_is():
+    assert run("""
+import sys
+from locret_stream.cli import quick_imports
+class Once:
+    met = 0
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformers.masking_utils":
+            Once.met += 1
+            if Once.met == 1:
+                raise NameError("DTensor")
+sys.meta_path.insert(0, Once())
+quick_imports.import_quickly()
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import is_torch_distributed_available
+small = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+print(Once.met, LlamaForCausalLM(small)(torch.arange(8)[None]).logits.shape[1], is_torch_distributed_available())
+""").split() == ["2", "8", "True"]
 
 
 def test_another_version_of_transformers_is_imported_as_it_is():

@@ -1,0 +1,51 @@
+"""Tensors on the meta device, which have a shape and no values, without torch's own arithmetic for them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+ARITHMETIC = {f"__{side}{name}__" for side in ("", "r") for name in ("add", "sub", "mul", "truediv", "pow")} | {
+    "add", "sub", "mul", "div", "pow", "__rdiv__"}  # as they are written, and as torch calls them
+SMALL = 1 << 16  # elements: what is computed to learn a shape
+
+
+def quick_arithmetic() -> contextlib.AbstractContextManager[object]:
+    """A block in which a model may be made on the meta device, in this thread, without torch's compiler.
+
+    torch's arithmetic for such tensors is written in Python, and imports the compiler, torch._dynamo, when it is first
+    used: .8 s. transformers makes every model so before it reads the weights, and uses of it what computes the
+    frequencies of a rotary embedding. Where the compiler has been imported anyhow, nothing is changed.
+    """
+    return contextlib.nullcontext() if "torch._dynamo" in sys.modules else _Quick()
+
+
+class _Quick(TorchFunctionMode):
+    """The same shapes, strides and types by torch's operations on a CPU; what is not listed here goes torch's way."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.init.normal_ and _valueless(kwargs["tensor"]):
+            return kwargs["tensor"]  # no values to draw
+        if func is torch.arange and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            return func(*args, **kwargs | {"device": "cpu"}).to("meta")
+        if func is torch.empty_like and len(args) == 1 and _valueless(args[0]) and set(kwargs) <= {"device"}:
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype,
+                                       device=kwargs.get("device") or "meta")
+        if getattr(func, "__name__", "") in ARITHMETIC and not kwargs and any(map(_valueless, args)) and all(
+                _small(value) if isinstance(value, torch.Tensor) else type(value) in (int, float) for value in args):
+            return func(*(torch.ones(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+                          for value in args)).to("meta")
+        return func(*args, **kwargs)
+
+
+def _valueless(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _small(value: torch.Tensor) -> bool:
+    return value.is_meta and value.numel() <= SMALL and not value.requires_grad
