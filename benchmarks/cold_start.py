@@ -4,7 +4,9 @@
     python benchmarks/cold_start.py --repeats 3 --busy 2        # beside two processes that never rest
 
 Every case is a new process each time, and the cases take turns, so that other work on the machine meets all of them.
-Files were read before (an untimed round comes first), programs were not: this is the second start of a day.
+Files were read before (an untimed round comes first), programs were not: this is the second start of a day. An
+environment as `make chat` makes it shows what users meet: torchao, which the tests install, brings along all that the
+command line leaves out of transformers.
 
   help                 `locret-stream --help`, to its end
   import_langchain     `import langchain_locret`, to the end of the process; fails if that imports torch
@@ -26,6 +28,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +42,12 @@ ROOT = Path(__file__).parents[1]
 FACT, QUESTION, VALUE = "The door code of falcon is 48213.\n", "What is the door code of falcon?", "48213"
 LANGCHAIN = "import sys, langchain_locret; sys.exit('torch' in sys.modules)"
 IMPORTS = "import gc; gc.disable(); from transformers import LlamaForCausalLM; print(1, flush=True)"
+BESIDE = ("torchao", "accelerate", "bitsandbytes", "peft")  # where installed: torchao brings torch's compiler along
 USUAL_SPINS = "300000"
+
+
+def _found(packages: tuple[str, ...]) -> dict[str, str]:
+    return {package: version(package) for package in packages if find_spec(package)}
 
 
 def answering(model: str, notes: Path) -> list[str]:
@@ -107,7 +116,7 @@ def main() -> None:
                 print(f"{round_} {name}: {seconds['first_s']:.2f}, {seconds['end_s']:.2f} s", file=sys.stderr,
                       flush=True)
     result: dict[str, Any] = {
-        "repeats": options.repeats, "busy": options.busy,
+        "repeats": options.repeats, "busy": options.busy, "imported_with_transformers": _found(BESIDE),
         "cases": {name: {which: {"median": median(values := [each[which] for each in found]), "min": min(values),
                                  "max": max(values)} for which in ("first_s", "end_s")}
                   for name, found in times.items()}}

@@ -20,12 +20,18 @@ WORK: dict[str, Callable[[], torch.Tensor]] = {
     "divided": lambda: torch.arange(5) / 2,
     "two": lambda: torch.arange(5.0)[:, None] - torch.arange(3),
     "half": lambda: torch.empty(3, dtype=torch.bfloat16) ** 2,
-    "like": lambda: torch.empty_like(torch.empty(3, 4).t()),
+    "eighth": lambda: torch.empty(3, dtype=torch.float8_e4m3fn) * 2.0,
+    "like": lambda: torch.empty_like(torch.empty(3, 4)),
+    "turned": lambda: torch.empty_like(torch.empty(3, 4).t()) * torch.empty(4, 3),
+    "expanded": lambda: torch.empty_like(torch.empty(3, 1).expand(3, 4), device="cpu"),
+    "sliced": lambda: torch.empty(3, 4)[:, :2] + 1,
+    "of a class": lambda: torch.empty_like(torch.nn.Parameter(torch.empty(3), requires_grad=False)),
     "typed": lambda: torch.empty_like(torch.empty(3), dtype=torch.int8),
     "elsewhere": lambda: torch.empty_like(torch.empty(3, 2), device="cpu"),
     "large": lambda: torch.empty(SMALL + 1) * 2.0,
     "learned": lambda: torch.nn.Linear(3, 2).weight * 2,
     "drawn": lambda: torch.nn.init.normal_(torch.empty(3)),
+    "counted": lambda: torch.arange(4.0, requires_grad=True),
     "here": lambda: torch.arange(4, device="cpu") * 2}
 
 
@@ -35,7 +41,8 @@ def test_they_are_as_torch_makes_them(name: str):
         usual = WORK[name]()
     with _Quick(), META:
         found = WORK[name]()
-    seen = [(made.shape, made.stride(), made.dtype, made.device, made.requires_grad) for made in (usual, found)]
+    seen = [(made.shape, made.stride(), made.dtype, made.device, made.requires_grad, made.is_leaf,
+             type(made)) for made in (usual, found)]
     assert seen[0] == seen[1]
     assert name != "here" or torch.equal(usual, found)
 

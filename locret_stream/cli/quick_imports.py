@@ -6,15 +6,18 @@ command line does it. Where one of them is another version, without what is chan
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_log = logging.getLogger(__name__)
 TRACING = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
@@ -22,17 +25,18 @@ def import_quickly() -> None:
     """Import transformers, and of it what all decoders share; where it was imported before, do nothing."""
     if "transformers" in sys.modules:
         return
-    with ExitStack() as changed:
-        changed.enter_context(_without_compiler())
-        changed.enter_context(_models_listed_once())
-        try:
-            _say_not_distributed()
+    try:
+        with ExitStack() as changed:
+            if not find_spec("torchao"):  # where it is installed, transformers imports it, and it all that is left out
+                changed.enter_context(_without_compiler())
+                _say_not_distributed()
+            changed.enter_context(_models_listed_once())
             import_module("transformers.models.llama.modeling_llama")
-            return
-        except Exception:  # a version that this does not suit: its own import says what is wrong, if anything is
-            for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-                del sys.modules[name]
-    import_module("transformers")
+    except Exception:  # a version that this does not suit: its own import says what is wrong, if anything is
+        _log.debug("transformers is imported as it is", exc_info=True)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+            del sys.modules[name]
+        import_module("transformers")
 
 
 def _say_not_distributed() -> None:
@@ -72,7 +76,8 @@ def _without_compiler() -> Iterator[None]:
     """Within it an import of transformers leaves torch's compiler, torch._dynamo, to those who compile.
 
     transformers needs of it marks on functions, which tell the compiler alone something, and one class, for masks that
-    are made by vmap. The class is the real one as soon as it is used.
+    are made by vmap. The class is the real one as soon as it is used. What another thread marks meanwhile is not marked
+    either, so the command line imports before it starts threads that could.
     """
     import torch
     from torch import compiler

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 ARITHMETIC = {f"__{side}{name}__" for side in ("", "r") for name in ("add", "sub", "mul", "truediv", "pow")} | {
     "add", "sub", "mul", "div", "pow", "__rdiv__"}  # as they are written, and as torch calls them
+DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64}
 SMALL = 1 << 16  # elements: what is computed to learn a shape
 
 
@@ -25,27 +26,25 @@ def quick_arithmetic() -> contextlib.AbstractContextManager[object]:
 
 
 class _Quick(TorchFunctionMode):
-    """The same shapes, strides and types by torch's operations on a CPU; what is not listed here goes torch's way."""
+    """The same shapes and types by torch's operations on a CPU, for plain tensors; all else goes torch's way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.init.normal_ and _valueless(kwargs["tensor"]):
+        if func is torch.nn.init.normal_ and kwargs["tensor"].is_meta:
             return kwargs["tensor"]  # no values to draw
-        if func is torch.arange and torch.device(kwargs.get("device") or "cpu").type == "meta":
+        if (func is torch.arange and torch.device(kwargs.get("device") or "cpu").type == "meta"
+                and not kwargs.get("requires_grad")):
             return func(*args, **kwargs | {"device": "cpu"}).to("meta")
-        if func is torch.empty_like and len(args) == 1 and _valueless(args[0]) and set(kwargs) <= {"device"}:
-            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype,
-                                       device=kwargs.get("device") or "meta")
-        if getattr(func, "__name__", "") in ARITHMETIC and not kwargs and any(map(_valueless, args)) and all(
-                _small(value) if isinstance(value, torch.Tensor) else type(value) in (int, float) for value in args):
+        if func is torch.empty_like and len(args) == 1 and _plain(args[0]) and set(kwargs) <= {"device"}:
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device=kwargs.get("device") or "meta")
+        if (getattr(func, "__name__", "") in ARITHMETIC and not kwargs and any(map(_plain, args))
+                and all(type(value) in (int, float) or _plain(value) for value in args)):
             return func(*(torch.ones(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
                           for value in args)).to("meta")
         return func(*args, **kwargs)
 
 
-def _valueless(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _small(value: torch.Tensor) -> bool:
-    return value.is_meta and value.numel() <= SMALL and not value.requires_grad
+def _plain(value: object) -> bool:
+    """Whether it is a tensor without values that torch's operations on a CPU stand in for."""
+    return (type(value) is torch.Tensor and value.is_meta and value.dtype in DTYPES and value.is_contiguous()
+            and value.numel() <= SMALL and not value.requires_grad)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from locret_stream.cli import quick_imports
 from locret_stream.runtime.loading import load_model
 from tests.architectures import CONFIGS, make
+from tests.context.support import tokenizer
+from tests.packings import as_gguf, base, needs, with_adapter
 from tests.processes import run_python
 
 SHOWN = """
@@ -37,8 +40,8 @@ print(json.dumps({{
 """
 
 
-def run(code: str) -> str:
-    ran = run_python("-c", code)
+def run(code: str, *arguments: object) -> str:
+    ran = run_python("-c", code, *arguments)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout
 
@@ -52,8 +55,7 @@ def test_transformers_is_the_same_and_was_listed_once():
     assert 0 < folders <= twice / 2 + 2, "transformers lists its models as often as before"
 
 
-BESIDE = ("torchao", "bitsandbytes", "peft", "accelerate", "gguf")  # what tests install and `make demo` does not
-WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({BESIDE!r})); "
+WITHOUT = "import sys; sys.modules['torchao'] = None; "  # which tests install and `make demo` does not; see below
 QUICKLY = "from locret_stream.cli.quick_imports import import_quickly; import_quickly(); "
 
 
@@ -125,14 +127,58 @@ print(marked, trace_wrapped.__module__, torch._dynamo.config.__name__, isinstanc
 """).split() == "(True, False) torch._dynamo._trace_wrapped_higher_order_op torch._dynamo.config True".split()
 
 
-@pytest.mark.parametrize("started_for_it", [False, True])
-def test_a_process_of_several_keeps_what_runs_on_several_machines(started_for_it: bool):
-    given = "import os; os.environ['WORLD_SIZE'] = '1'; " if started_for_it else ""
+@pytest.mark.parametrize(("given", "kept"), [
+    (WITHOUT, False),
+    (WITHOUT + "import os; os.environ['WORLD_SIZE'] = '1'; ", True),  # one process of several
+    ("import sys, types; from importlib.machinery import ModuleSpec; sys.modules['torchao'] = "
+     "types.ModuleType('torchao'); sys.modules['torchao'].__spec__ = ModuleSpec('torchao', None); ", True)])
+def test_whoever_needs_what_runs_on_several_machines_keeps_it(given: str, kept: bool):
+    """torchao imports all of it in any case."""
     assert run(given + QUICKLY + """
 from transformers.utils import is_torch_distributed_available
 from transformers.utils.import_utils import is_torch_distributed_available as again
 print(is_torch_distributed_available(), again())
-""").split() == [str(started_for_it)] * 2
+""").split() == [str(kept)] * 2
+
+
+@pytest.mark.parametrize("change", ["del torch.compiler.assume_constant_result", ""])
+def test_a_version_without_what_is_changed_is_imported_as_it_is(change: str):
+    assert run(WITHOUT + f"import torch; {change}\n" + QUICKLY + """
+from transformers import LlamaForCausalLM
+from transformers.utils import is_torch_distributed_available
+print(is_torch_distributed_available(), "torch._dynamo" in sys.modules)
+""").split() == [str(bool(change))] * 2
+
+
+WAYS = """
+import hashlib, json
+from pathlib import Path
+import torch
+from transformers import BitsAndBytesConfig
+from locret_stream.runtime.loading import load_model
+def shown(path, device="cpu", quantization=None):
+    with torch.no_grad():
+        logits = load_model(path, "float32", device, quantization)(torch.arange(24)[None]).logits
+    return hashlib.blake2b(logits.numpy().tobytes()).hexdigest()
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+print(json.dumps({
+    "gguf": shown(root / "tiny.Q8_0.gguf"), "adapter": shown(root / "adapter"), "spread": shown(root / "base", "auto"),
+    "8": shown(root / "base", quantization=BitsAndBytesConfig(load_in_8bit=True)),
+    "4": shown(root / "base", quantization=BitsAndBytesConfig(load_in_4bit=True)),
+    "quick": "torch._dynamo" not in sys.modules}))
+"""
+
+
+def test_packed_adapted_and_spread_models_give_the_same(tmp_path: Path):
+    for package in ("bitsandbytes", "accelerate", "peft"):
+        needs(package)
+    as_gguf(base(), tokenizer(), tmp_path / "tiny.Q8_0.gguf")
+    base().save_pretrained(tmp_path / "base")
+    with_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
+    usual, found = (json.loads(run(WITHOUT + imports + WAYS, tmp_path).splitlines()[-1]) for imports in ("", QUICKLY))
+    assert len(set(usual.values())) == 6, "some way changes nothing"
+    assert found == usual | {"quick": found["quick"]}
 
 
 def test_a_version_that_the_changes_do_not_suit_is_imported_as_it_is():
