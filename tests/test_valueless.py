@@ -14,6 +14,12 @@ from locret_stream.runtime.valueless import SMALL, _Quick, quick_arithmetic
 from tests.architectures import CONFIGS, make
 
 META = torch.device("meta")
+
+
+class Own(torch.Tensor):
+    pass
+
+
 WORK: dict[str, Callable[[], torch.Tensor]] = {
     "rotary": lambda: 1.0 / (10_000.0 ** (torch.arange(0, 8, 2, dtype=torch.int64).float() / 8)),
     "integers": lambda: torch.arange(5) * 2 + 1,
@@ -25,7 +31,9 @@ WORK: dict[str, Callable[[], torch.Tensor]] = {
     "turned": lambda: torch.empty_like(torch.empty(3, 4).t()) * torch.empty(4, 3),
     "expanded": lambda: torch.empty_like(torch.empty(3, 1).expand(3, 4), device="cpu"),
     "sliced": lambda: torch.empty(3, 4)[:, :2] + 1,
-    "of a class": lambda: torch.empty_like(torch.nn.Parameter(torch.empty(3), requires_grad=False)),
+    "of a class": lambda: torch.empty(3).as_subclass(Own) * 2.0,
+    "like that": lambda: torch.empty_like(torch.empty(3).as_subclass(Own)),
+    "counting": lambda: torch.empty(3, requires_grad=True) * 2.0,
     "typed": lambda: torch.empty_like(torch.empty(3), dtype=torch.int8),
     "elsewhere": lambda: torch.empty_like(torch.empty(3, 2), device="cpu"),
     "large": lambda: torch.empty(SMALL + 1) * 2.0,

@@ -15,6 +15,11 @@ from locret_stream.cli.output import describe
 if TYPE_CHECKING:
     from locret_stream.context import Memory
 
+def _is_unheard(number: signal.Signals) -> bool:
+    """Whether a signal is ignored, or held back, as a process that such a one starts finds it. Windows holds none."""
+    return hasattr(signal, "pthread_sigmask") and (
+        signal.getsignal(number) is signal.SIG_IGN or number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
 
 class Summary:
     """What a verb has done so far, in words; printed when a signal ends the verb."""
@@ -41,17 +46,26 @@ def interruptible(summary: Summary) -> Iterator[None]:
     """Ctrl-C inside prints the summary and ends the verb with status 130; so do the signals of `STOPPED`, each with its
     own status. Slow imports belong inside."""
     status = INTERRUPTED
+    # Where SIGINT is ignored, as behind a shell's `&`, asyncio, which ends its tasks in order for that signal, does not
+    # listen to it. So it is held back instead, and whoever listens is told of the other signals.
+    unheard = {signal.SIGINT} if _is_unheard(signal.SIGINT) else set()
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal status
         status = STOPPED[signal.Signals(number).name]
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind a shell's `&`; asyncio handles no SIGINT then
+        listener = signal.getsignal(signal.SIGINT)
+        if not unheard and listener is not signal.SIG_IGN:
+            signal.raise_signal(signal.SIGINT)
+        elif callable(listener):
+            listener(signal.SIGINT, frame)
+        else:
             raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
 
     numbers = [getattr(signal, name) for name in STOPPED if hasattr(signal, name)]
-    before = {number: signal.signal(number, stop) for number in numbers
-              if signal.getsignal(number) is not signal.SIG_IGN}  # nohup ignores SIGHUP, which then stays ignored
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, unheard) if unheard else set()
+    before = {number: signal.signal(number, signal.default_int_handler) for number in unheard} | {
+        number: signal.signal(number, stop) for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN}  # nohup ignores SIGHUP, which then stays ignored
     try:
         yield
     except KeyboardInterrupt:
@@ -61,3 +75,5 @@ def interruptible(summary: Summary) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if unheard:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)

@@ -127,18 +127,31 @@ print(marked, trace_wrapped.__module__, torch._dynamo.config.__name__, isinstanc
 """).split() == "(True, False) torch._dynamo._trace_wrapped_higher_order_op torch._dynamo.config True".split()
 
 
-@pytest.mark.parametrize(("given", "kept"), [
-    (WITHOUT, False),
-    (WITHOUT + "import os; os.environ['WORLD_SIZE'] = '1'; ", True),  # one process of several
-    ("import sys, types; from importlib.machinery import ModuleSpec; sys.modules['torchao'] = "
-     "types.ModuleType('torchao'); sys.modules['torchao'].__spec__ = ModuleSpec('torchao', None); ", True)])
-def test_whoever_needs_what_runs_on_several_machines_keeps_it(given: str, kept: bool):
-    """torchao imports all of it in any case."""
-    assert run(given + QUICKLY + """
+@pytest.mark.parametrize("several", [False, True])
+def test_one_process_of_several_keeps_what_runs_on_several_machines(several: bool):
+    given = "import os; os.environ['WORLD_SIZE'] = '1'; " if several else ""
+    assert run(WITHOUT + given + QUICKLY + """
 from transformers.utils import is_torch_distributed_available
 from transformers.utils.import_utils import is_torch_distributed_available as again
 print(is_torch_distributed_available(), again())
-""").split() == [str(kept)] * 2
+""").split() == [str(several)] * 2
+
+
+@pytest.mark.parametrize("torchao", ["None", "types.ModuleType('torchao')"])
+def test_beside_torchao_nothing_is_left_out(torchao: str):
+    """It brings along all of it."""
+    assert run(f"""
+import sys, types
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
+sys.modules["torchao"] = {torchao}
+if sys.modules["torchao"]:
+    sys.modules["torchao"].__spec__ = ModuleSpec("torchao", None)
+from locret_stream.cli import quick_imports
+quick_imports._say_not_distributed = lambda: print("not distributed")
+quick_imports._without_compiler = lambda: print("no compiler") or nullcontext()
+quick_imports.import_quickly()
+""").splitlines() == (["no compiler", "not distributed"] if torchao == "None" else [])
 
 
 @pytest.mark.parametrize("change", ["del torch.compiler.assume_constant_result", ""])
@@ -182,7 +195,7 @@ def test_packed_adapted_and_spread_models_give_the_same(tmp_path: Path):
 
 
 def test_a_version_that_the_changes_do_not_suit_is_imported_as_it_is():
-    assert run("""
+    assert run(WITHOUT + """
 import sys
 from locret_stream.cli import quick_imports
 class Once:

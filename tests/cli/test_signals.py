@@ -48,6 +48,52 @@ def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str], tmp_path: Pa
         assert process.returncode == 130 and "Interrupted: " in err and "Traceback" not in err, err
 
 
+ENDS = """
+import asyncio, signal, sys
+from locret_stream.cli.signals import Summary, interruptible
+async def busy():
+    while True:
+        await asyncio.sleep(0)
+async def main():
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(busy())
+            print("running", flush=True)
+            await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        await asyncio.sleep(.2)
+        print("ended in order", flush=True)
+        raise
+if "held" in sys.argv:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+before = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+try:
+    with interruptible(Summary("so far")):
+        asyncio.run(main())
+finally:
+    print(before == (signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+"""
+
+
+@pytest.mark.parametrize("sigint", ["heard", "ignored", "held"])
+def test_what_runs_is_ended_in_order(sigint: str):
+    """A KeyboardInterrupt from inside of any task would leave the others, and print what it interrupted. A held SIGINT
+    is what a process finds that one with an ignored SIGINT starts."""
+    process = start_python("-c", ENDS, sigint, ignored=("INT",) if sigint == "ignored" else ())
+    try:
+        assert process.stdout.readline() == "running\n"
+        if sigint != "heard":
+            process.send_signal(signal.SIGINT)
+            time.sleep(.2)
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (143, "ended in order\nTrue\n", "\nTerminated: so far.\n")
+
+
 def test_the_reader_waits_for_a_pipe_without_a_thread():
     async def both() -> list[str | None]:
         read, write = os.pipe()
