@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from locret_stream import ConfigError, HeadsMismatch, Runtime, SnapshotMismatch, UnsupportedModel
 from locret_stream.config import Budget
 from locret_stream.models import attach, attached, detach, named_weights
+from locret_stream.named_models.one_at_a_time import one_at_a_time
 from locret_stream.snapshot import Identity
 from locret_stream.snapshot.identity import digest_tensors
 from locret_stream.training import Example, TrainConfig, train_heads
@@ -26,6 +29,7 @@ from tests.architectures import CONFIGS, make
 from tests.context.support import TEXT, tokenizer
 from tests.kit import build, ids_of, logits_at_each, random_heads, stock_logits
 from tests.packings import IN_NIBBLES, PACKINGS, as_gguf, base, needs, packed, save_in_nibbles, with_adapter
+from tests.processes import run_python
 
 tf.logging.set_verbosity_error()
 SMALL = dict(budget=Budget(units=20, sinks=2, stabilizers=3), chunk_size=8, policy="keydiff", max_live=1)
@@ -467,3 +471,40 @@ async def test_a_real_chat_model_in_a_gguf_file_answers():
         async with runtime.open() as ctx:
             await ctx.feed("The library opens at nine in the morning. " * 20)
             assert "Paris" in await ctx.ask("What is the capital of France?", max_new_tokens=24)
+
+
+AT_ONCE = """
+import threading
+from transformers import PreTrainedModel
+from locret_stream.runtime.loading import load_model
+from locret_stream.named_models import model_path
+stock, failed, start = PreTrainedModel.tie_weights, [], threading.Barrier(3)
+def load():
+    start.wait()
+    try:
+        load_model(model_path("bundled"), "float32", "cpu")
+    except Exception as error:
+        failed.append(error)
+threads = [threading.Thread(target=load) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(failed, PreTrainedModel.tie_weights is stock)
+"""
+
+
+def test_models_that_are_loaded_at_once_are_loaded_one_after_the_other():
+    """transformers replaces functions of its classes while it loads; in a process of its own, as they stay broken."""
+    done = run_python("-c", AT_ONCE)
+    assert done.stdout.strip() == "[] True", done.stderr
+
+
+def test_a_fork_loads_while_its_parent_does():
+    with one_at_a_time():
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            with one_at_a_time():
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0

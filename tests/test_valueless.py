@@ -27,7 +27,7 @@ WORK: dict[str, Callable[[], torch.Tensor]] = {
     "two": lambda: torch.arange(5.0)[:, None] - torch.arange(3),
     "half": lambda: torch.empty(3, dtype=torch.bfloat16) ** 2,
     "eighth": lambda: torch.empty(3, dtype=torch.float8_e4m3fn) * 2.0,
-    "like": lambda: torch.empty_like(torch.empty(3, 4)),
+    "like": lambda: torch.empty_like(torch.empty(3, 4, dtype=torch.bfloat16)),
     "turned": lambda: torch.empty_like(torch.empty(3, 4).t()) * torch.empty(4, 3),
     "expanded": lambda: torch.empty_like(torch.empty(3, 1).expand(3, 4), device="cpu"),
     "sliced": lambda: torch.empty(3, 4)[:, :2] + 1,

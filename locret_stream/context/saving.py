@@ -77,7 +77,8 @@ async def _save(session: SessionState) -> Snapshot:
         def step(work: Callable[[], T]) -> Awaitable[T]:
             return session.submitted(lambda: services.worker.submit(id(state), work))
 
-        position, frame, buffered, note = state.position, frame_of(session), buffered_of(session), session.note
+        position, frame, buffered = state.position, frame_of(session), buffered_of(session)
+        note = session.note_at(position)
         saved = fingerprint(session)
         moment = await step(lambda: engine.moment(state, position, stored))
         moment = dataclasses.replace(moment, frame=frame, note=note, state={**moment.state, "held": buffered})

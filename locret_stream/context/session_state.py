@@ -94,7 +94,8 @@ class SessionState:
                  note: bytes = b"", rebuilt: str = "", index: SessionIndex | None = None):
         self.services, self.state, self.frame, self.raw, self.trusted = services, state, frame, raw, trusted
         self.buffered = BufferedText() if buffered is None else buffered
-        self.branch, self.system, self.note, self.rebuilt = branch, system, note, rebuilt
+        self.branch, self.system, self.rebuilt = branch, system, rebuilt
+        self._note, self._noted_at = note, state.position
         self.index = index
         self.busy: str | None = None
         self.owner: object | None = None
@@ -294,7 +295,16 @@ class SessionState:
 
     def set_note(self, note: bytes) -> None:
         """The user's bytes about the place where the session is now; b"" once something is accepted behind it."""
-        self.note = note
+        self._note, self._noted_at = note, self.state.position
+
+    @property
+    def note(self) -> bytes:
+        return self.note_at(self.state.position)
+
+    def note_at(self, position: int) -> bytes:
+        """The note, if it speaks of this place. The engine's thread accepts what it samples before the task that waits
+        for it, here, is told."""
+        return self._note if self._noted_at == position else b""
 
     # -- in the store -----------------------------------------------------------------------------------------
 
@@ -374,6 +384,7 @@ class SessionState:
         past = type(self)(self.services, self.state if backup is None else backup, mark.frame, raw=self.raw,
                           trusted=self.trusted, buffered=mark.buffered, branch=self.branch, system=self.system,
                           note=mark.note)
+        past._noted_at = mark.seen + mark.pending  # where the caller's truncating brings it
         past.saved_at, past.swap_generations = self.saved_at, self.swap_generations
         past.owned, past.came_at, past.keep = self.owned, self.came_at, self.keep
         past.swapped_out = self.swapped_out  # possible before the first commit; after it the session is in a slot
@@ -400,18 +411,21 @@ class SessionState:
         that is swapped out it gives the `stored` units (`saving.stored_units`)."""
         engine, state, worker = self.services.engine, self.state, self.services.worker
         frame, position, next_focus = self.frame, state.position, (state.next_focus, state.next_focus_at)
+        note = self.note_at(position)
         buffered = self.buffered.copy(left_by_break=self.busy is not None)
 
         def fork() -> EngineState:
             copy = engine.fork(state, slot, stored)
             engine.truncate(copy, position - copy.seen)  # another task may have fed more, which is pending still
-            copy.next_focus, copy.next_focus_at = next_focus
+            # As of the call, unless a commit that was queued then has put it in force since.
+            given, at = next_focus
+            copy.next_focus, copy.next_focus_at = (given if at > copy.seen else None), at
             return copy
 
         copied = await self.submitted(lambda: worker.submit(id(state), fork))
         self.check_open()  # if it was rewound meanwhile, frame and units may be of two moments
         return type(self)(self.services, copied, frame, raw=self.raw, trusted=self.trusted, buffered=buffered,
-                          system=self.system, note=self.note)
+                          system=self.system, note=note)
 
     @property
     def replies_on_copy(self) -> bool:

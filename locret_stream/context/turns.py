@@ -84,6 +84,8 @@ class Turn:
         def take_back() -> None:
             past.services.engine.truncate(past.state, self._mark.pending)
             past.state.next_focus, past.state.next_focus_at = self._mark.next_focus, self._mark.next_focus_at
+            if past.branch is not None:  # again: a focus that was queued has noted itself meanwhile
+                past.branch.focuses = [*self._mark.focuses]
 
         try:
             with contextlib.suppress(ContextClosed):  # closed meanwhile

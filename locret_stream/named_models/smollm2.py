@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 from locret_stream.errors import UnsupportedModel
 from locret_stream.files import alone_in, flush
+from locret_stream.named_models.one_at_a_time import one_at_a_time
 
 _log = logging.getLogger(__name__)
 NAME = "smollm2"
@@ -112,7 +113,8 @@ def _convert(source: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # tokenizers has no class of its own for errors of the file system
         raise OSError(f"the tokenizer cannot be written: {error}") from error
-    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    with one_at_a_time():
+        read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = copy.deepcopy(read.config)
     del config.quantization_config  # names GGUF, which transformers saves no model of
     with torch.device("meta"):

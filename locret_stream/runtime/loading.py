@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from locret_stream.errors import ConfigError, UnsupportedModel
+from locret_stream.named_models.one_at_a_time import one_at_a_time
 from locret_stream.runtime.valueless import quick_arithmetic
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
             dtype = cpu_dtype(_dtype_of(declared))
         if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
-        with quick_arithmetic():
+        with one_at_a_time(), quick_arithmetic():
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
         model, info = loaded  # a pair, because of output_loading_info; its annotation says a model
         missing = sorted(info["missing_keys"])

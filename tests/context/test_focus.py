@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from locret_stream import BudgetExceeded, ConfigError, ContextClosed, InputError, SnapshotCorrupt, SnapshotMismatch
+from locret_stream import (
+    BudgetExceeded,
+    ConfigError,
+    ContextClosed,
+    InputError,
+    Runtime,
+    SnapshotCorrupt,
+    SnapshotMismatch,
+)
 from locret_stream.config import Budget
 from locret_stream.engine import Engine
 from tests.context.support import (
@@ -309,3 +322,68 @@ async def test_control_tokens_in_it_are_data():
     async with tiny() as runtime, runtime.open(focus="<|im_end|>") as ctx:
         special = set(runtime.tokenizer.all_special_ids)
         assert ctx._session.state.focus and not special & set(ctx._session.state.focus)
+
+
+@contextmanager
+def held(runtime: Runtime) -> Iterator[None]:
+    """A block in which the engine is at work elsewhere: steps wait for its end."""
+    go_on = threading.Event()
+    runtime.worker.submit("elsewhere", lambda: go_on.wait(20))
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+async def rest() -> None:
+    for _ in range(50):  # until every task waits for the engine
+        await asyncio.sleep(0)
+
+
+async def test_a_fork_during_the_commit_that_puts_a_focus_in_force(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=3) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push([*range(3, CHUNK - 1)])
+        await ctx.focus(QUERY)
+        fork = ctx.fork("b")
+        with held(runtime):
+            pushing = asyncio.create_task(ctx.push([5] * 8))
+            await rest()
+            assert ctx._session.steps and ctx._session.state.next_focus
+            forking = asyncio.create_task(fork.__aenter__())
+            await rest()
+        await asyncio.gather(pushing, forking)
+        assert fork._session.state.focus and fork._session.state.next_focus is None
+        await fork.push([7] * CHUNK)
+        await fork.aclose()
+        async with runtime.open("b", raw=True) as again:
+            assert again._session.state.focus
+        assert not (await runtime.replay("b")).differs
+
+
+async def test_a_fork_keeps_the_focus_that_waits_for_the_next_commit(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=3) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push([*range(3, CHUNK + 9)])
+        await ctx.focus(QUERY)
+        async with ctx.fork("b") as fork:
+            assert fork._session.state.next_focus == ctx._session.state.next_focus != None  # noqa: E711
+            await fork.push([7] * CHUNK)
+        assert not (await runtime.replay("b")).differs
+
+
+async def test_a_focus_that_waits_for_the_engine_while_its_turn_is_undone(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push([*range(3, 40)])
+        with pytest.raises(KeyError):
+            async with ctx.turn():
+                for _ in range(6):  # the engine is at work elsewhere, and takes turns
+                    runtime.worker.submit("elsewhere", lambda: time.sleep(0.1))
+                focusing = asyncio.create_task(ctx.focus(QUERY))
+                while not (ctx._session.turn.holds_scratch and ctx._session.steps):
+                    assert not focusing.done()
+                    await asyncio.sleep(0)
+                raise KeyError
+        await asyncio.gather(focusing, return_exceptions=True)
+        assert ctx._session.state.focus == [] and not ctx._session.branch.focuses
+        await ctx.push([7] * 2 * CHUNK)
+        await ctx.snapshot()
+        assert not (await runtime.replay("a")).differs

@@ -226,3 +226,33 @@ async def test_waiting_in_the_store_never_costs_a_snapshot_that_was_asked_for(tm
             await ctx.rewind(row)
             assert ctx.note == one.note
     assert not [one.problem for one in Store(tmp_path).verify() if one.problem]
+
+
+async def test_a_note_ends_with_the_token_that_the_engine_accepts(tmp_path: Path):
+    """Before the task that waits for the token hears of it: others may save meanwhile."""
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push([*range(3, 20)])
+        reply = ctx.generate([20, 21], max_new_tokens=20, ignore_eos=True)
+        await anext(reply)
+        at, ctx.note = ctx.memory.tokens, b"here"
+        assert ctx.note == b"here"
+        stepping = asyncio.create_task(anext(reply))
+        while not ctx._session.steps:  # noqa: ASYNC110 (no event says it)
+            await asyncio.sleep(0)
+        while ctx.memory.tokens == at:  # the event loop does not get on
+            pass
+        assert ctx.note == b"" and (await ctx.snapshot()).note == b""
+        await stepping
+        await reply.aclose()
+
+
+async def test_an_undone_turn_brings_a_note_back(tmp_path: Path):
+    async with tiny(store=tmp_path) as runtime, runtime.open("a", raw=True) as ctx:
+        await ctx.push([*range(3, 20)])
+        ctx.note = b"here"
+        with pytest.raises(KeyError):
+            async with ctx.turn():
+                await ctx.push([*range(3, 99)])
+                assert ctx.note == b""
+                raise KeyError
+        assert ctx.note == b"here" and (await ctx.snapshot()).note == b"here"
