@@ -498,6 +498,7 @@ def test_models_that_are_loaded_at_once_are_loaded_one_after_the_other():
     """transformers replaces functions of its classes while it loads; in a process of its own, as they stay broken."""
     done = run_python("-c", AT_ONCE)
     assert done.stdout.strip() == "[] True", done.stderr
+    assert "Loading weights" not in done.stderr, "a small model shows a bar"
 
 
 def test_a_fork_loads_while_its_parent_does():

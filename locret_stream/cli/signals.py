@@ -15,11 +15,6 @@ from locret_stream.cli.output import describe
 if TYPE_CHECKING:
     from locret_stream.context import Memory
 
-def _is_unheard(number: signal.Signals) -> bool:
-    """Whether a signal is ignored, or held back, as a process that such a one starts finds it. Windows holds none."""
-    return hasattr(signal, "pthread_sigmask") and (
-        signal.getsignal(number) is signal.SIG_IGN or number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-
 
 class Summary:
     """What a verb has done so far, in words; printed when a signal ends the verb."""
@@ -77,3 +72,9 @@ def interruptible(summary: Summary) -> Iterator[None]:
             signal.signal(number, handler)
         if unheard:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _is_unheard(number: signal.Signals) -> bool:
+    """Whether a signal is ignored, or held back, as a process that such a one starts finds it. Windows holds none."""
+    return hasattr(signal, "pthread_sigmask") and (
+        signal.getsignal(number) is signal.SIG_IGN or number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))

@@ -15,7 +15,8 @@ def one_at_a_time() -> Iterator[None]:
     """A block that waits until no other one runs, in any thread: around each `from_pretrained` of a model.
 
     transformers replaces functions while it loads (`PreTrainedModel.tie_weights`, `torch.linspace`), and puts back what
-    it found. Two loads at once would find each other's: both fail, and so does every later one.
+    it found; so does what hides its progress bar. Two loads at once would find each other's: both fail, and so does
+    every later one.
     """
     with _lock:
         yield

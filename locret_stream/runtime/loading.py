@@ -77,7 +77,8 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
         UnsupportedModel: it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
-    with _readable(path, "configuration and weights"), _no_bar() if _loads_at_once(path) else contextlib.nullcontext():
+    with (one_at_a_time(), _readable(path, "configuration and weights"),
+          _no_bar() if _loads_at_once(path) else contextlib.nullcontext()):
         source, options = _source(path)
         spread = device == "auto" or isinstance(device, Mapping)
         declared = {} if options else _declared(_base(path))
@@ -90,7 +91,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype, device: str | Mapping
             dtype = cpu_dtype(_dtype_of(declared))
         if spread or (packed and importlib.util.find_spec("accelerate")):  # packed weights cannot always be moved
             options["device_map"] = device if spread else {"": device}
-        with one_at_a_time(), quick_arithmetic():
+        with quick_arithmetic():
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
         model, info = loaded  # a pair, because of output_loading_info; its annotation says a model
         missing = sorted(info["missing_keys"])
