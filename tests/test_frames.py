@@ -195,8 +195,8 @@ def test_tokens_that_swallow_white_space_after_them():
 
 BROKEN = {
     "Jinja": "chatml",
-    "cannot render": "{% for m in messages %}{{ m.nonsense.other }}{% endfor %}",
-    "cannot render the turns": "{% for m in messages %}{{ m.content ",
+    "cannot show": "{% for m in messages %}{{ m.nonsense.other }}{% endfor %}",
+    "cannot show this conversation": "{% for m in messages %}{{ m.content ",
     "0 times": "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
     "2 times": "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",
     r"message 0 \(user\)": "{{ messages[-1].content }}",

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from locret_stream.constraints import CallForm
 from locret_stream.conversation import tool_prompt as words
 from locret_stream.conversation.messages import Message
-from locret_stream.conversation.render import PROBE, ChatTemplate, Piece, Rendered
+from locret_stream.conversation.probes import PROBE, Piece
+from locret_stream.conversation.render import ChatTemplate, Rendered
 from locret_stream.errors import ConfigError
 
 NO_CALLS = ("the chat template does not show tool calls behind its generation prompt, so that none can be begun for "

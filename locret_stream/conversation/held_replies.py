@@ -26,7 +26,7 @@ from locret_stream.conversation.call_forms import (
 )
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import Call, Part
-from locret_stream.conversation.render import Piece
+from locret_stream.conversation.probes import Piece
 from locret_stream.conversation.request import Request
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError

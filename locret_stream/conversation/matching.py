@@ -97,10 +97,15 @@ class Reached:
         tokens, before = thread.context.memory.tokens, self.base.tokens if self.base is not None else 0
         places = packed(self.base.places if self.base is not None else b"", before, [
             place for place in self.placing.places if before + place.end <= tokens])
-        role, stream = (new[-1].role, new[-1].stream) if new or self.base is None else (
+        role, stream = (self._role(new), new[-1].stream) if new or self.base is None else (
             self.base.role, self.base.stream)
         return Boundary(key, start, top, ledger[-16 * LEDGER:], tokens, role, lineage=lineage,
                         stream=stream, owner=thread.owner, tools=tools, places=places)
+
+    def _role(self, new: Sequence[Message]) -> str:
+        """Under which role the last of these new messages is shown: as that is how the memory ends."""
+        roles = self.rendered.roles[len(self.rendered.roles) - (len(self.keys) - 1 - self.count):]
+        return roles[len(new) - 1] if len(new) <= len(roles) else new[-1].role
 
 
 async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:
@@ -152,8 +157,11 @@ async def reach_behind(threads: Threads, thread: Thread, request: Request) -> tu
 def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, source: Source
             ) -> tuple[Request, Reached]:
     system, new = split(request.said)
+    template = threads.template_of(request)
     start, tools, earlier = threads.start(request, thread), request.tools, STAND_INS.get(base.role, [])
     other_tools = bool(request.append or request.behind) and base.start != start  # a stream ends with no call of one
+    if threads.changes_what_is_held(request):
+        _expect_options(request, base.start == start)
     if other_tools and request.on_change != "late":
         raise ConfigError(f"thread {request.thread!r} was told of other tools, or how the template is used changed; "
                           'expected those tools, or on_change="late", or the whole history')
@@ -161,7 +169,7 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
     said = [*earlier, *(system if changed else ()), *new]
     at: int | None
     if changed:
-        written = late_messages.write(threads.template, [*system, *earlier, *new], len(system) + len(earlier), tools,
+        written = late_messages.write(template, [*system, *earlier, *new], len(system) + len(earlier), tools,
                                       no_tools=base.tools and other_tools, system=system)
         if written is None:
             raise ConfigError(f"the chat template has no place for {changed} behind what the memory holds; expected "
@@ -171,8 +179,8 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
         rendered, at, shown, first = written
         said = [*earlier, *new]
     else:
-        rendered = threads.template.render(said, tools)
-        at, shown, first = threads.template.after(said, len(earlier), tools, rendered), said, len(earlier)
+        rendered = template.render(said, tools, apart=len(earlier))
+        at, shown, first = template.after(said, len(earlier), tools, rendered), said, len(earlier)
     if at is None or not earlier:
         raise ConfigError(f"the chat template has no fixed place for a message behind one of role {base.role!r}; "
                           "expected the whole history")
@@ -183,14 +191,25 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
                                                 late=changed, warning=warning)
 
 
+def _expect_options(request: Request, same: bool) -> None:
+    """Raises ConfigError: the options of the template change what the thread holds."""
+    if not same:
+        raise ConfigError(f"the options {', '.join(map(repr, request.options))} of the chat template change what the "
+                          f"memory of thread {request.thread!r} holds, which cannot be written anew; expected those "
+                          "with which it began, or another thread")
+
+
 class _Search:
     def __init__(self, threads: Threads, thread: Thread, request: Request):
-        self._template, self._thread, self._request = threads.template, thread, request
+        self._template, self._thread, self._request = threads.template_of(request), thread, request
+        self._fixed = threads.changes_what_is_held(request)
         self._last = 0  # the messages up to the last absorbed stream, which cannot be read again
         self._start, self._reachable, self._why = threads.start(request, thread), thread.reachable(), ""
 
     async def run(self) -> Reached:
         reached = await self._of_these_messages()
+        if reached is None and self._fixed and self._reachable and self._request.thread is not None:
+            _expect_options(self._request, self._start in {each.start for each in self._reachable.values()})
         if reached is None and self._request.on_change == "late":
             reached = await self._late()
         return reached if reached is not None else await self._anew()
@@ -201,11 +220,8 @@ class _Search:
 
         def written(count: int) -> tuple[Rendered, int | None, Sequence[Message], int]:
             shown = template.last_of(said, count, tools)
-            try:
-                rendered = template.render(shown, tools)
-            except ConfigError:  # unless the template refuses all of them
-                shown, rendered = said, template.render(said, tools)
             first = count - (len(said) - len(shown))
+            rendered = template.render(shown, tools, apart=first)
             return rendered, template.after(shown, first, tools, rendered), shown, first
 
         exact = await self._aside(lambda: Keys(self._start, said))

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from locret_stream.conversation.messages import Message
-from locret_stream.conversation.render import PROBE, ChatTemplate, Piece, Rendered
+from locret_stream.conversation.probes import Piece
+from locret_stream.conversation.render import ChatTemplate, Rendered
 from locret_stream.errors import ConfigError
 from locret_stream.text import TextCodec
 
@@ -62,7 +63,7 @@ class Placing:
             template: that wrote them. Without it what the template writes of a call, and messages without any text,
                 are not found.
         """
-        fed = _Fed(rendered, start, pieces, each, None if template is None else template.codec)
+        fed = _Fed(start, pieces, each, None if template is None else template.codec)
         last = start
         for begin, end, number in _spans(rendered, shown, start, template):
             begin = max(begin, last)
@@ -84,14 +85,13 @@ class _Fed:
         end: the character behind them. tokens: their number.
     """
 
-    def __init__(self, rendered: Rendered, start: int, pieces: Sequence[Piece], each: Sequence[Sequence[int]],
-                 codec: TextCodec | None):
+    def __init__(self, start: int, pieces: Sequence[Piece], each: Sequence[Sequence[int]], codec: TextCodec | None):
         self._pieces, self._each, self._codec = pieces, each, codec
         self._rows = list[tuple[int, int]]()  # the first character and the first token of each piece
-        probes, self.end, self.tokens = PROBE.finditer(rendered.whole, start), start, 0
+        self.end, self.tokens = start, 0
         for piece, ids in zip(pieces, each, strict=True):
             self._rows.append((self.end, self.tokens))
-            self.end = next(probes).end() if piece.data else self.end + len(piece.text)
+            self.end += piece.covers
             self.tokens += len(ids)
 
     def token(self, at: int, *, whole: bool) -> int:
@@ -100,7 +100,9 @@ class _Fed:
         (begin, tokens), piece, ids = self._rows[number], self._pieces[number], self._each[number]
         if at <= begin:
             return tokens
-        if piece.data or at >= begin + len(piece.text):
+        if piece.data:  # white space at its ends stands outside of its probe
+            return tokens + len(ids) * whole
+        if at >= begin + len(piece.text):
             return tokens + len(ids)
         assert self._codec is not None
         ahead, count = piece.text[:at - begin].encode(), 0

@@ -1,91 +1,37 @@
 """The chat template, rendered around probes: the template's own text may hold control tokens, the messages' may not.
 
 Before the template runs, a probe replaces each text of a message, each string inside tool arguments, each name and each
-tool description; the rendering is cut at the probes. The text between them is the template's own, in which control
-tokens count; the texts that the probes stand for are encoded as data. So no message can spell a control token, however
-the template treats it, and no text can change what the template does.
+tool description (`probes`); the rendering is cut at the probes. The text between them is the template's own, in which
+control tokens count; the texts that the probes stand for are encoded as data. So no message can spell a control token,
+however the template treats it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from locret_stream.conversation import tool_prompt as words
+from locret_stream.conversation.fitting import Fitted, Fitting, Line
 from locret_stream.conversation.local_templates import messages_ahead
 from locret_stream.conversation.messages import Message
+from locret_stream.conversation.probes import PROBE, Piece, Probes
 from locret_stream.errors import ConfigError
-from locret_stream.text import ChatFrame, FrameState, TextCodec
+from locret_stream.text import ChatFrame, FrameState, Template, TextCodec, Traits
+from locret_stream.text.template import NO_OPTIONS
+from locret_stream.text.traits import common
 
-# The quotation mark shows whether the template wrote the text as it is or as JSON.
-PROBE = re.compile(r'(\ue000|\\ue000)(\d+)(\\?")(?:\ue001|\\ue001)')
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null", "function"}
 _SCHEMA = {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "anyOf",
            "allOf", "oneOf", "$ref", "$defs", "definitions", "default", "title", "format", "additionalProperties",
            "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "nullable", "const",
            "strict", "examples", "return"}
-_PROBE_PART = re.compile(r"[\ue000\ue001]|\\ue00[01]")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a rendering: text of a message (`data` True), or the template's own."""
-
-    text: str
-    data: bool
-
-
-class _Probes:
-    """Replaces texts by numbered probes, and finds these in a rendering."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._same: dict[str, str] = {}
-
-    def hide(self, text: str) -> str:
-        """A probe for a text; "" for an empty one, as templates ask whether a text is empty."""
-        if not text:
-            return text
-        self.texts.append(text)
-        # Of one length and in the order of the texts, whatever the number: a template may measure or sort them.
-        return f'\ue000{len(self.texts) - 1:08d}"\ue001'
-
-    def hide_same(self, text: str) -> str:
-        """As `hide`, with the same probe for equal texts: a template may look one up in a list of others."""
-        if text not in self._same:
-            self._same[text] = self.hide(text)
-        return self._same[text]
-
-    def hide_all(self, value: Any) -> Any:
-        """The same structure with a probe for every string in it, keys included."""
-        if isinstance(value, str):
-            return self.hide(value)
-        if isinstance(value, dict):
-            return {self.hide(str(key)): self.hide_all(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.hide_all(inner) for inner in value]
-        return value
-
-    def pieces(self, rendered: str) -> list[Piece]:
-        """The rendering with the texts in place of their probes. Raises ConfigError if a probe was changed."""
-        out, at = [], 0
-        for match in PROBE.finditer(rendered):
-            if match.start() > at:
-                out.append(Piece(rendered[at:match.start()], False))
-            text = self.texts[int(match[2])]
-            if match[3] != '"':
-                text = json.dumps(text, ensure_ascii=match[1] != "\ue000")[1:-1]
-            out.append(Piece(text, True))
-            at = match.end()
-        out += [Piece(rendered[at:], False)] if at < len(rendered) else []
-        if any(_PROBE_PART.search(piece.text) for piece in out if not piece.data):
-            raise ConfigError("the chat template changes what is said in a way that cannot be followed (it escapes it, "
-                              "or takes a part of it); expected a template that writes it as it is, or as JSON")
-        return out
+_NAMED_ID = re.compile(r"functions\.(.+):(\d+)")  # an id that tells which function it calls
+_WORD = re.compile(r"\w+\Z")
 
 
 @dataclass(frozen=True)
@@ -96,6 +42,9 @@ class Rendered:
         whole: with the generation prompt. body: the number of characters of it ahead of the generation prompt.
         begins, ends: the characters at which the first probe of each message begins and its last one ends, 0 without.
         left_out: numbers of messages whose text the template does not show.
+        otherwise: how messages are shown that the template has no place for, by their numbers.
+        roles: of the messages, as they are shown.
+        now: the date that it tells, if it tells any.
     """
 
     whole: str
@@ -103,23 +52,14 @@ class Rendered:
     begins: tuple[int, ...]
     ends: tuple[int, ...]
     left_out: tuple[int, ...]
-    probes: _Probes
+    probes: Probes
+    otherwise: Mapping[int, str] = field(default_factory=dict)
+    roles: tuple[str, ...] = ()
+    now: datetime | None = None
 
     def pieces(self, start: int, end: int | None = None) -> list[Piece]:
         """The pieces of `whole[start:end]`. Raises ConfigError."""
         return self.probes.pieces(self.whole[start:end])
-
-    def places(self, start: int) -> Iterator[int]:
-        """The characters at which the probes from that character on begin: one for each piece of data."""
-        return (match.start() for match in PROBE.finditer(self.whole, start))
-
-    def without_first(self, count: int) -> Rendered:
-        """The same without the first `count` messages in the lists; below 0, with as many more ahead."""
-        if count < 0:
-            return replace(self, begins=(0,) * -count + self.begins, ends=(0,) * -count + self.ends,
-                           left_out=tuple(number - count for number in self.left_out))
-        return replace(self, begins=self.begins[count:], ends=self.ends[count:],
-                       left_out=tuple(number - count for number in self.left_out if number >= count))
 
 
 class ChatTemplate:
@@ -129,9 +69,10 @@ class ChatTemplate:
         tokenizer: whose template it is, unless `frames` has another one.
         codec: encodes the pieces.
         options: variables of the template (`enable_thinking`, ...).
-        tool_prompt: "auto": if the template shows no tools, a system text does (`tool_prompt.written_out`).
+        tool_prompt: "auto": if the template shows no tools, a system text does (`tool_prompt.tool_text`).
 
     Attributes:
+        traits: what the template does with messages.
         tells_of_tools: whether a model is told of its tools at all. in_words: whether a system text does it.
         closing: what closes a reply, as text.
 
@@ -139,87 +80,152 @@ class ChatTemplate:
         ConfigError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, codec: TextCodec, frames: ChatFrame, *, options: dict[str, Any] | None = None,
-                 tool_prompt: words.ToolPrompt = "template"):
+    def __init__(self, tokenizer: Any, codec: TextCodec, frames: ChatFrame, *,
+                 options: Mapping[str, Any] | None = None, tool_prompt: words.ToolPrompt = "template"):
         if frames.raw:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
-        self._tokenizer, self.codec, self.frames = tokenizer, codec, frames
-        self._options = dict(options or {})
+        self._tokenizer, self.codec, self.frames, self._tool_prompt = tokenizer, codec, frames, tool_prompt
+        self._template = Template(tokenizer, frames.template, {**frames.options, **(options or {})})
+        self.traits = Traits(self._template)
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
+        self._flags = [text for text in self._template.looked_up
+                       if len(text) > 1 and not _WORD.match(text) and self._harmless(text)]
         self.closing = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
         # What is proved of a template holds where transformers itself renders it, with variables that cannot change.
         plain = type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base" and all(
-            isinstance(value, (str, int, float, type(None))) for value in self._options.values())
+            isinstance(value, (str, int, float, type(None))) for value in self._template.options.values())
         written = frames.template or tokenizer.chat_template
         self._ahead = messages_ahead(written) if plain and isinstance(written, str) else None
-        shows_tools = self._shows_tools()
-        self.in_words = not shows_tools and tool_prompt == "auto"
-        self.tells_of_tools = shows_tools or self.in_words
+        self.in_words = not self.traits.tools and tool_prompt == "auto"
+        self.tells_of_tools = self.traits.tools or self.in_words
+        self._fitting, self._last_resort = (
+            Fitting(self.traits, in_words=self.in_words, acknowledgement=frames.acknowledgement, plain=plainly)
+            for plainly in (False, True))
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with further variables.
+
+        Raises:
+            ConfigError: a name that is no caller's, or a text that could be a control token, or complete one.
+        """
+        for name, value in options.items():
+            if name in NO_OPTIONS:
+                raise ConfigError(f"{name!r} cannot be an option of the chat template: it is what the template writes; "
+                                  f"expected one of its variables: {', '.join(self.variables) or 'it has none'}")
+            if not all(self._harmless(text) for text in _strings(value)):
+                raise ConfigError(f"the option {name!r} of the chat template holds, or is a part of, a control token; "
+                                  "expected plain text")
+        return ChatTemplate(self._tokenizer, self.codec, self.frames, tool_prompt=self._tool_prompt,
+                            options={**self._template.options, **options})
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the options that it knows."""
+        return sorted(self._template.variables)
 
     # -- rendering --------------------------------------------------------------------------------------------
 
-    def _shows_tools(self) -> bool:
-        """Whether the rendering changes with a tool; True for a template that refuses the try."""
-        tool = {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {
-            "type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}}}}
-        asked = [{"role": "user", "content": "?"}]
-        try:
-            return self._write(asked, [tool], prompt=True) != self._write(asked, [], prompt=True)
-        except ConfigError:
-            return True
+    def render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, apart: int | None = None,
+               now: datetime | None = None) -> Rendered:
+        """The conversation as the template writes it. What it has no place for is shown in another way (`fitting`).
 
-    def render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
-        """The conversation as the template writes it.
+        Args:
+            apart: messages from this number on stand in no turn with those ahead of it.
+            now: the date that the template may tell; None: today's.
 
         Raises:
-            ConfigError: the template refuses these messages, or does not show the calls in them.
+            ConfigError: the template refuses these messages however they are shown.
         """
-        if not self.in_words:
-            return self._render(said, tools)
-        texts = words.written_out(said, tools)
-        has_system = bool(texts) and texts[0].role == "system"
+        text = words.tool_text(tools) if tools and self.in_words else ""
+        shown, now = () if self.in_words else tools, now or datetime.now()
         try:
-            rendered = self._render(texts, ())
-        except ConfigError:
-            if not has_system:
-                raise
-            rendered = None
-        if rendered is None or (0 in rendered.left_out and has_system):  # no place for a system text
-            texts = words.ahead_of_the_first(texts)
-            rendered = self._render(texts, ())
-        return rendered.without_first(len(texts) - len(said))
+            return self._written(said, shown, self._fitting.fit(said, text, apart), now)
+        except ConfigError as refused:
+            try:
+                return self._written(said, shown, self._last_resort.fit(said, text, apart), now)
+            except ConfigError:
+                raise refused from None
 
     def last_of(self, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]] = ()) -> Sequence[Message]:
         """The messages of which a rendering ends like that of all: from the first `count` on, which are held already,
         both are the same. Fewer than all of them if the template is proved to write each by itself."""
-        if self._ahead is None or count - 1 <= self._ahead:
+        if self._ahead is None or count - 1 <= self._ahead or self.traits.names_by_id:
             return said
-        if self.in_words and (tools or any(message.calls or message.role == "tool" for message in said) or (
-                said[0].role == "system" and all(message.role != "user" for message in said[:self._ahead]))):
-            return said  # what is written out goes into the first messages, up to the first user's
+        waits = said[0].role == "system" and all(message.role != "user" for message in said[:self._ahead])
+        if waits and (self.in_words or self.traits.system != "turn"):
+            return said  # what it says goes into the first user's message
+        if self.in_words and (tools or any(message.calls or message.role == "tool" for message in said)):
+            return said
         return [*said[:self._ahead], *said[count - 1:]]
 
-    def _render(self, said: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Rendered:
-        probes = _Probes()
+    def _written(self, said: Sequence[Message], tools: Sequence[dict[str, Any]], fitted: Fitted, now: datetime
+                 ) -> Rendered:
+        probes = Probes(self._flags)
         shown = [self._hide_tool(tool, probes) for tool in tools]
-        messages, spans = [], []
-        for message in said:
-            first = len(probes.texts)
-            messages.append(self._message(message, probes))
-            spans.append(range(first, len(probes.texts)))
-        body = self._write(messages, shown, prompt=False)
-        whole = self._write(messages, shown, prompt=True)
+        names = self._ids(said) if self.traits.names_by_id else {}
+        spans = [list[int]() for _ in said]  # the probes of each message, and those of what it says
+        texts = [list[int]() for _ in said]
+        messages = [self._message(line, said, probes, spans, texts, names) for line in fitted.lines]
+
+        def write(prompt: bool) -> str:
+            return self._template.write(messages, shown, prompt=prompt, now=now)
+
+        whole = self._with_stand_ins(messages, probes, write)
         places = {int(match[2]): (match.start(), match.end()) for match in PROBE.finditer(whole)}
-        begins = tuple(min((places[probe][0] for probe in span if probe in places), default=0) for span in spans)
-        ends = tuple(max((places[probe][1] for probe in span if probe in places), default=0) for span in spans)
-        for number, (message, span) in enumerate(zip(said, spans, strict=True)):
-            first_of_calls = bool(message.content) + bool(message.reasoning)  # templates often leave out reasoning
-            if message.calls and any(probe not in places for probe in span[first_of_calls:]):
+        found = [[places[probe] for probe in span if probe in places] for span in spans]
+        for number, message in enumerate(said):
+            if message.calls and fitted.otherwise.get(number) != "in words" and any(
+                    probe not in places for probe in spans[number] if probe not in texts[number]):
                 raise ConfigError(f"the chat template leaves out a part of the calls of message {number}; expected a "
                                   "template that shows their names and arguments")
-        left_out = tuple(number for number, (message, span) in enumerate(zip(said, spans, strict=True))
-                         if message.content and span.start not in places)
-        return Rendered(whole, len(body) if whole.startswith(body) else 0, begins, ends, left_out, probes)
+        return Rendered(
+            whole, self._body(whole, write(False), fitted, probes),
+            tuple(min((begin for begin, _ in each), default=0) for each in found),
+            tuple(max((end for _, end in each), default=0) for each in found),
+            tuple(number for number, each in enumerate(texts) if each and not places.keys() & each),
+            probes, fitted.otherwise, fitted.roles(said), now)
+
+    @staticmethod
+    def _with_stand_ins(messages: list[dict[str, Any]], probes: Probes, write: Callable[[bool], str]) -> str:
+        """What the template writes, with probes for messages without any text, if these are all that this changes."""
+        marked, empty = write(True), {number for number, hidden in enumerate(probes.hidden) if not hidden.text}
+        if not empty:
+            return marked
+
+        def without(text: str) -> str:
+            return PROBE.sub(lambda probe: "" if int(probe[2]) in empty else probe[0], text)
+
+        contents = [message["content"] for message in messages]
+        for message in messages:
+            message["content"] = without(message["content"])
+        plain = write(True)
+        if without(marked) != plain:
+            return plain
+        for message, content in zip(messages, contents, strict=True):
+            message["content"] = content
+        return marked
+
+    def _body(self, whole: str, alone: str, fitted: Fitted, probes: Probes) -> int:
+        """The number of characters ahead of the generation prompt.
+
+        Args:
+            alone: the same conversation without it.
+        """
+        *_, last = [None, *PROBE.finditer(whole)]
+        said = 0 if last is None else last.end() + len(probes.behind(whole, last))
+        body = len(alone) if whole.startswith(alone) else len(common((whole, alone), self.traits.marks))
+        # Some write behind the last message what does not stand there once anybody speaks next.
+        if fitted.last in ("system", "user", "result") and whole.startswith(self.traits.end_of(fitted.last), said):
+            body = min(body, said + len(self.traits.end_of(fitted.last)))
+        return body if body >= said else 0
+
+    def held(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str | None:
+        """What a memory holds of a conversation, ahead of the generation prompt; None: the template refuses it."""
+        try:
+            rendered = self.render(said, tools)
+        except ConfigError:
+            return None
+        return rendered.whole[:rendered.body]
 
     def count(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
         """The number of tokens of a conversation without the generation prompt. Raises as `render`."""
@@ -239,7 +245,7 @@ class ChatTemplate:
             at = self._behind_answer(said, count, rendered)
         else:
             try:
-                before = self.render(said[:count], tools)
+                before = self.render(said[:count], tools, now=rendered.now)
             except ConfigError:  # the template refuses them as a conversation
                 return None
             text = before.whole[:before.body]
@@ -256,12 +262,12 @@ class ChatTemplate:
 
     def _behind_answer(self, said: Sequence[Message], count: int, rendered: Rendered) -> int | None:
         """The character behind what closes an answer: what the template writes if nothing follows the answer, or what
-        closes a reply."""
+        closes a reply, or as many marks as it writes if nothing follows."""
         end = rendered.ends[count - 1]
-        if not end:  # an answer without text or calls
+        if not end:  # it is not shown
             return None
         try:
-            alone = self.render([Message("user", "?"), said[count - 1]])
+            alone = self.render([Message("user", "?"), said[count - 1]], now=rendered.now)
             closing = alone.whole[alone.ends[1]:alone.body] if alone.ends[1] else ""
         except ConfigError:
             closing = ""
@@ -269,34 +275,57 @@ class ChatTemplate:
             return end + len(closing)
         begins = rendered.begins[count] if count < len(said) else len(rendered.whole)
         at = rendered.whole.find(self.closing, end, begins) if self.closing and begins else -1
-        return None if at < 0 else at + len(self.closing)
+        if at >= 0:
+            return at + len(self.closing)
+        marks = re.compile("|".join(map(re.escape, sorted(self.traits.marks, key=len, reverse=True))))
+        instead = [match.end() for match in marks.finditer(rendered.whole, end, max(begins, end))]
+        closes = len(marks.findall(closing))
+        return None if len(instead) < closes else instead[closes - 1] if closes else end
 
-    def _write(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, prompt: bool) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt,
-                chat_template=self.frames.template, **self._options)
-        except Exception as error:  # a template may raise anything
-            roles = ", ".join(message["role"] for message in messages[-4:])
-            raise ConfigError(f"the chat template cannot show this conversation ({'..., ' if len(messages) > 4 else ''}"
-                              f"{roles}): {error}") from error
-
-    def _message(self, message: Message, probes: _Probes) -> dict[str, Any]:
-        out: dict[str, Any] = {"role": message.role, "content": probes.hide(message.content)}
-        if message.reasoning:
-            out["reasoning_content"] = probes.hide(message.reasoning)
-        if message.calls:
-            out["tool_calls"] = [
-                {"type": "function", "id": self.short_id(call_id),
-                 "function": {"name": probes.hide(name), "arguments": probes.hide_all(arguments)}}
-                for name, arguments, call_id in message.calls]
-        if message.role == "tool":
-            out["tool_call_id"] = self.short_id(message.call_id)
+    def _message(self, line: Line, said: Sequence[Message], probes: Probes, spans: list[list[int]],
+                 texts: list[list[int]], names: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+        """A message for the template, with probes, which are noted for the messages that they are of."""
+        out: dict[str, Any] = {"role": line.role, "content": ""}
+        for text, number in line.texts:
+            first = len(probes.hidden)
+            out["content"] += probes.hide_content(text)
+            if number is not None:
+                spans[number] += range(first, len(probes.hidden))
+                texts[number] += range(first, len(probes.hidden))
+        if line.number is None:
+            return out
+        if not out["content"] and line.kind != "calls":  # where it stands is known by its place
+            spans[line.number].append(len(probes.hidden))
+            out["content"] = probes.stand_in()
+        message = said[line.number]
+        if line.reasoning:  # which templates often leave out
+            out["reasoning_content"] = probes.hide_content(line.reasoning)
+        first = len(probes.hidden)
+        if line.kind == "calls":
+            out["tool_calls"] = []
+            for name, arguments, call_id in message.calls:
+                hidden = probes.hide(name)
+                shown = f"functions.{hidden}:{names[call_id][1]}" if call_id in names else self.short_id(call_id)
+                out["tool_calls"].append({"type": "function", "id": shown, "function": {
+                    "name": hidden, "arguments": probes.hide_all(arguments)}})
+        if line.kind == "result":
+            name, number = names.get(message.call_id, ("", 0))
+            out["tool_call_id"] = f"functions.{probes.hide(name)}:{number}" if name else self.short_id(message.call_id)
+        spans[line.number] += range(first, len(probes.hidden))
         if message.name:
             out["name"] = probes.hide(message.name)
         return out
 
-    def _hide_tool(self, value: Any, probes: _Probes, *, names: bool = False) -> Any:
+    @staticmethod
+    def _ids(said: Sequence[Message]) -> dict[str, tuple[str, int]]:
+        """(name, number) of each call by its id: the number that its id tells, or how many calls stand ahead of it."""
+        names: dict[str, tuple[str, int]] = {}
+        for name, _, call_id in (call for message in said for call in message.calls):
+            named = _NAMED_ID.fullmatch(call_id)
+            names[call_id] = (name, int(named[2][:9]) if named is not None and named[1] == name else len(names))
+        return names
+
+    def _hide_tool(self, value: Any, probes: Probes, *, names: bool = False) -> Any:
         """A tool's schema with probes for descriptions, and for every other text that could be, or complete, a control
         token. The rest stays as it is: templates compare it with words of JSON schema.
 
@@ -351,3 +380,13 @@ class ChatTemplate:
             each.append(self.codec.encode_text(piece.text) if piece.data else self.codec.literal(
                 piece.text, start=start and not any(each)))
         return each
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for part in pair for text in _strings(part))
+    elif isinstance(value, (list, tuple)):
+        yield from (text for part in value for text in _strings(part))

@@ -6,7 +6,7 @@ Nothing here loads torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -146,6 +146,7 @@ class Request:
         unthinking: histories of this caller hold answers without their reasoning, so that boundaries are bound to
             answers without it, too; the memory keeps what was thought.
         mark: of the boundary at the end of the answer, which is then no boundary of the same messages without a mark.
+        options: variables of the template for this answer (`enable_thinking`, ...).
         delivery: whether the answer was taken; None: it counts as taken.
     """
 
@@ -165,4 +166,5 @@ class Request:
     behind: bytes = b""
     mark: bytes = b""
     unthinking: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     delivery: Delivery | None = None

@@ -74,7 +74,7 @@ async def ask(threads: Threads, name: str, question: str, *, recall: bool | None
         assert thread.boundary is not None
         earlier = STAND_INS.get(thread.boundary.role, [])
         said = [*earlier, Message("user", question)]
-        rendered = await asyncio.to_thread(template.render, said)
+        rendered = await asyncio.to_thread(template.render, said, apart=len(earlier))
         at = template.after(said, len(earlier), (), rendered)
         if at is None or not earlier:
             raise ConfigError(f"the chat template has no place for a question behind a message of role "

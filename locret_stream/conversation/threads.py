@@ -15,15 +15,20 @@ from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.boundaries import full_name, session_name
 from locret_stream.conversation.histories import Keys
-from locret_stream.conversation.messages import canonical, digest
-from locret_stream.conversation.render import ChatTemplate, Piece
+from locret_stream.conversation.messages import Message, canonical, digest
+from locret_stream.conversation.probes import Piece
+from locret_stream.conversation.render import ChatTemplate
 from locret_stream.conversation.request import Request
 from locret_stream.conversation.thread import Thread
 from locret_stream.errors import ConfigError, SnapshotNotFound
 from locret_stream.runtime import Runtime
+from locret_stream.text.traits import TOOL
 
 T = TypeVar("T")
 LEAST_BYTES = 256 << 20  # that a thread may take in the store; of a large memory, four snapshots
+MOST_OPTIONS = 8  # of requests, that stay at hand
+TALK = [Message("system", "Be kind."), Message("user", "Hi."), Message("assistant", "Yes?", "A user."),
+        Message("user", "Why?")]
 THREADS = 64  # threads that stay at hand; others are looked up in the store again
 
 
@@ -61,6 +66,29 @@ class Threads:
         self._threads: OrderedDict[str, Thread] = OrderedDict()
         self._nameless: list[Thread] = []  # oldest first
         self.absorbing: set[Absorbing] = set()
+        self._with_options: OrderedDict[bytes, tuple[ChatTemplate, bool]] = OrderedDict()
+
+    def template_of(self, request: Request) -> ChatTemplate:
+        """The template with the options of a request. Raises ConfigError: they are none."""
+        return self._optional(request)[0]
+
+    def changes_what_is_held(self, request: Request) -> bool:
+        """Whether the options of a request change more than the generation prompt."""
+        return self._optional(request)[1]
+
+    def _optional(self, request: Request) -> tuple[ChatTemplate, bool]:
+        if not request.options:
+            return self.template, False
+        key = canonical(request.options)
+        if key not in self._with_options:
+            template = self.template.with_options(request.options)
+            self._with_options[key] = template, any(
+                template.held(talk, tools) != self.template.held(talk, tools)
+                for talk in (TALK, TALK[1:]) for tools in ((), (TOOL,)))
+            while len(self._with_options) > MOST_OPTIONS:
+                self._with_options.popitem(last=False)
+        self._with_options.move_to_end(key)
+        return self._with_options[key]
 
     @asynccontextmanager
     async def exclusive(self, request: Request) -> AsyncIterator[Thread]:
@@ -140,11 +168,14 @@ class Threads:
 
     def start(self, request: Request, thread: Thread | None) -> bytes:
         """Key of the boundary before the first message: the thread, the tools, and how the template is used."""
+        salt = self._salt
+        if self.changes_what_is_held(request):
+            salt += canonical(request.options)
         owner = thread.owner if thread is not None else ""
         if not owner and request.thread is not None:
             owner = session_name(request.thread)
         whose = b"t" + owner.encode() if owner else b"r" + request.realm.encode() if request.realm else b""
-        return digest(b"locret-langchain 1", whose, canonical(list(request.tools)), self._salt)
+        return digest(b"locret-langchain 1", whose, canonical(list(request.tools)), salt)
 
     async def make_durable(self, name: str) -> bool:
         """Save the boundary where a thread rests; False if the thread is not at hand, or cannot be saved."""

@@ -110,6 +110,7 @@ class Turn:
         receipt |= {"not_held": demand.not_held} if demand.not_held else {}
         warnings |= {"held": f"{NOT_HELD}: {demand.not_held}"} if demand.not_held else {}
         receipt |= {"left_out": left_out} if left_out else {}
+        receipt |= {"otherwise": otherwise} if (otherwise := self._otherwise()) else {}
         receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
         receipt |= {"not_recalled": recalled.why_not} if recalled.why_not else {}
         if ended == "stop":  # the memory holds the stop string, or a part of it; the answer does not
@@ -212,6 +213,11 @@ class Turn:
             thread.rest_at(msgspec.structs.replace(behind, mark=mark, appended=bool(mark) and self._request.append))
             saved = await thread.save(self._request.save)
         return {"state": key.hex(), "saved": saved, **({"stale": True} if thread.stale else {})}
+
+    def _otherwise(self) -> dict[str, str]:
+        """How new messages are shown that the template has no place for, by their numbers among the new ones."""
+        shown, first = self._reached.rendered.otherwise, self._reached.first
+        return {str(number - first): how for number, how in sorted(shown.items()) if number >= first}
 
     def _left_out(self) -> list[int]:
         """Numbers of new messages whose text the template does not show: a system text, or the text of an answer with

@@ -14,14 +14,17 @@ it as a token of its own, which in a whole text belongs to the next word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
 from locret_stream.errors import ConfigError
 from locret_stream.text.codec import TextCodec
+from locret_stream.text.template import Template
 
+ACKNOWLEDGEMENT = "OK."  # of what was told and is not to be answered
 SEPARATOR = "\n\n"  # before a question in a turn that has content, and after a system text in the first user's turn
 
 
@@ -55,24 +58,29 @@ class ChatFrame:
         eos: the model's end markers (`generation_config.eos_token_id`).
         acknowledge: the reply that closes a user turn with content before a question, which then has a turn of its own;
             None: the question follows in the same turn, behind a blank line.
+        options: variables of the template.
 
     Raises:
         ConfigError: not a template, or one whose literals cannot be separated from contents.
 
     Attributes:
         raw: whether the frame has no literals. template: the Jinja template given, None: the tokenizer's own.
+        acknowledgement: what the assistant says between two turns of a user, where it has to say something.
         eos_ids: ids that end a reply: the model's, the tokenizer's, and the token by which the template closes replies.
         system_style: "turn" (the template has a place for a system text), "merged" (it has none, so that the text and a
             blank line precede the first user's content), or "raw".
     """
 
     def __init__(self, codec: TextCodec, tokenizer: Any, *, template: str = "auto",
-                 eos: int | Iterable[int] | None = None, acknowledge: str | None = None):
+                 eos: int | Iterable[int] | None = None, acknowledge: str | None = None,
+                 options: Mapping[str, Any] | None = None):
         self._codec, self._tokenizer = codec, tokenizer
+        self.acknowledgement, self.options = acknowledge or ACKNOWLEDGEMENT, dict(options or {})
         ends = {eos} if isinstance(eos, int) else set(eos or ())
         self.raw = template == "raw" or (template == "auto" and not tokenizer.chat_template)
         self.system_style: Literal["turn", "merged", "raw"] = "raw"
         self.template: str | None = None
+        self._now = datetime.now()
         self._begin = self._open = self._prompt = self._close = tuple[int, ...]()
         self._separator = self._before_question = tuple[int, ...]()
         self._system: tuple[tuple[int, ...], ...] = ()  # the literals before and after a system text
@@ -201,11 +209,7 @@ class ChatFrame:
     def _render(self, roles: Sequence[str], prompt: bool, probe: Callable[[int], str]) -> list[str]:
         contents = [probe(n) for n in range(len(roles))]
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt, chat_template=self.template)
-        except Exception as error:  # a template may raise anything
-            raise ConfigError(f"the chat template cannot render the turns {', '.join(roles)}: {error}") from error
+        text = Template(self._tokenizer, self.template, self.options).write(messages, prompt=prompt, now=self._now)
         literals, end = [], 0
         for n, content in enumerate(contents):
             at = text.find(content, end)

@@ -177,9 +177,9 @@ def test_of_other_templates_all_is_rendered():
 def test_a_turn_writes_only_the_last_messages(monkeypatch: pytest.MonkeyPatch):
     """However long the history is that comes with it, and what it reads is what a rendering of all would give it."""
     rendered: list[int] = []
-    render = ChatTemplate._render
-    monkeypatch.setattr(ChatTemplate, "_render", lambda self, said, tools: (
-        rendered.append(len(said)), render(self, said, tools))[1])
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, said, *more, **options: (
+        rendered.append(len(said)), render(self, said, *more, **options))[1])
     replies: dict[bool, list[object]] = {}
     for whole in (False, True):
         if whole:

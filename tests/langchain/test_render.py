@@ -49,19 +49,12 @@ def plain(messages: list[BaseMessage], known: ChatTemplate) -> list[dict[str, An
     for message, said in zip(messages, read(messages), strict=True):
         one: dict[str, Any] = {"role": roles[message.type], "content": message.text}
         if said.calls:
-            ids = known._message(said, _Nothing())["tool_calls"][0]["id"]
-            one["tool_calls"] = [{"type": "function", "id": ids, "function": {"name": name, "arguments": arguments}}
-                                 for name, arguments, _ in said.calls]
+            one["tool_calls"] = [{"type": "function", "id": known.short_id(call_id), "function": {
+                "name": name, "arguments": arguments}} for name, arguments, call_id in said.calls]
         if message.type == "tool":
-            one["tool_call_id"] = known._message(said, _Nothing())["tool_call_id"]
+            one["tool_call_id"] = known.short_id(said.call_id)
         out.append(one)
     return out
-
-
-class _Nothing:
-    """Probes that hide nothing."""
-
-    hide = hide_all = staticmethod(lambda value: value)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -176,11 +169,21 @@ def test_options_reach_the_template():
     assert template.render(read([HumanMessage("?")])).whole.endswith("</think>\n\n")
 
 
-def test_a_conversation_that_the_template_refuses_is_refused_in_its_words():
+def test_calls_that_the_template_refuses_are_shown_in_words():
     _, template = made("llama")
-    two = AIMessage("", tool_calls=[tool_call(name="look", args={}, id=str(n)) for n in range(2)])
-    with pytest.raises(ConfigError, match=r"cannot show this conversation \(user, assistant\): one call at a time"):
-        template.render(read([HumanMessage("?"), two]))
+    two = AIMessage("", tool_calls=[tool_call(name="look", args={"at": "shed"}, id=str(n)) for n in range(2)])
+    rendered = template.render(read([HumanMessage("?"), two]))
+    assert rendered.otherwise == {1: "in words"}
+    assert "".join(piece.text for piece in rendered.pieces(0)).count('<tool_call>\n{"name": "look", "arguments": ') == 2
+
+
+def test_a_conversation_that_the_template_refuses_is_refused_in_its_words():
+    tokenizer, _ = made("chatml")
+    codec = TextCodec(tokenizer)
+    given = TEMPLATES["chatml"] + "{% if messages | length == 4 %}{{ raise_exception('four are too many') }}{% endif %}"
+    template = ChatTemplate(tokenizer, codec, ChatFrame(codec, tokenizer, template=given))
+    with pytest.raises(ConfigError, match=r"cannot show this conversation \(user, assistant, user, assistant\): four"):
+        template.render(read([HumanMessage("?"), AIMessage("!")] * 2))
 
 
 CODER = """{% for tool in tools or [] %}{% set f = tool.function %}{{ '<tool>' + f.name }}

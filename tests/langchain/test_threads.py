@@ -48,11 +48,11 @@ async def test_a_turn_that_prepares_keeps_its_slot_from_the_turns_of_other_threa
         template, preparing, go_on = chat.shared._loop.threads.template, threading.Event(), threading.Event()
         real = template.render
 
-        def waits(messages: Any, *tools: Any) -> Any:
+        def waits(messages: Any, *tools: Any, **options: Any) -> Any:
             if any("a goes on" in one.content for one in messages):
                 preparing.set()
                 assert go_on.wait(20)
-            return real(messages, *tools)
+            return real(messages, *tools, **options)
 
         monkeypatch.setattr(template, "render", waits)
         monkeypatch.setattr(matching, "_FEW", 0)  # as a long conversation is prepared: in a thread

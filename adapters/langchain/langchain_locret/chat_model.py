@@ -252,12 +252,10 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
                        threads.template.count([question, message]) - alone for message in said)
 
         def count(threads: Threads) -> int:
-            try:
-                return threads.template.count(said, shown)
-            except ConfigError:
-                if shown:
-                    raise
+            speaks_first = said[0].role in ("user", "system") if said else True
+            if not shown and not speaks_first and not threads.template.traits.follows("start", "assistant"):
                 return one_by_one(threads)
+            return threads.template.count(said, shown)
 
         return self.shared.loop.call(lambda threads: asyncio.to_thread(count, threads))
 

@@ -1,0 +1,191 @@
+"""A tokenizer's chat template: its source, what that asks for, and the one way to let it write.
+
+Knows Jinja, and neither turns nor tokens. What a template does with messages is tried out in `traits`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from locret_stream.errors import ConfigError
+
+_CLOCK, _DATES = "strftime_now", "locret_dates"
+# transformers gives templates a function that tells the date, and passes on nothing of a caller's that could be called.
+# A macro ahead of the template takes that function's place; it looks the date up in a variable.
+_OTHER_CLOCK = f"{{% macro {_CLOCK}(format) %}}{{{{ {_DATES}[format] }}}}{{% endmacro %}}"
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a tag of transformers' own
+_LOOKING = {"split", "rsplit", "startswith", "endswith", "replace", "find", "rfind", "index", "count", "partition",
+            "rpartition", "removeprefix", "removesuffix"}
+NO_OPTIONS = {  # variables that every template is given
+    "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token",
+    "sep_token", "cls_token", "mask_token", "raise_exception", "namespace", "range", "dict", "lipsum", "cycler",
+    "joiner", _CLOCK, _DATES}
+
+
+class Template:
+    """A chat template as its tokenizer writes it. Immutable.
+
+    Args:
+        tokenizer: whose own template it is, unless another one is given.
+        given: a Jinja template; None: the tokenizer's own, which may be several by name.
+        options: variables of the template (`enable_thinking`, ...).
+    """
+
+    def __init__(self, tokenizer: Any, given: str | None = None, options: Mapping[str, Any] | None = None):
+        self.tokenizer, self.given, self.options = tokenizer, given, dict(options or {})
+
+    @cached_property
+    def source(self) -> str:
+        """The template's source; of several, that of conversations without tools."""
+        return self._source(tools=False)
+
+    def _source(self, *, tools: bool) -> str:
+        written = self.given or self.tokenizer.chat_template
+        if isinstance(written, str):
+            return written
+        if isinstance(written, dict):
+            chosen = "tool_use" if tools and "tool_use" in written else "default"
+            return str(written.get(chosen, ""))
+        return str(written or "")
+
+    @property
+    def settings(self) -> list[Any]:
+        """All that decides what it writes of given messages, but for the date, as JSON can hold it."""
+        written = self.given or self.tokenizer.chat_template
+        return [sorted(written.items()) if isinstance(written, dict) else str(written or ""), self.options]
+
+    def write(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, prompt: bool,
+              now: datetime | None = None, options: Mapping[str, Any] | None = None) -> str:
+        """What the template writes.
+
+        Args:
+            messages, tools: as transformers takes them. prompt: with the generation prompt.
+            now: the date that it writes, if it asks for one; None: today's.
+            options: further variables.
+
+        Raises:
+            ConfigError: the template refuses these messages, or fails.
+        """
+        variables = {**self._missing(tools), **self.options, **(options or {})}
+        given = self.given
+        if now is not None and self.date_formats:
+            given = _OTHER_CLOCK + self._source(tools=bool(tools))
+            variables[_DATES] = {form: now.strftime(form) for form in self.date_formats}
+        no_tools = [] if self._wants_list else None
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tools=list(tools) or no_tools, tokenize=False,
+                add_generation_prompt=prompt, chat_template=given, **variables)
+        except Exception as error:  # a template may raise anything
+            roles = ", ".join(message["role"] for message in messages[-4:])
+            raise ConfigError(f"the chat template cannot show this conversation ({'..., ' if len(messages) > 4 else ''}"
+                              f"{roles}): {error}") from error
+
+    # -- what its source says ---------------------------------------------------------------------------------
+
+    @cached_property
+    def date_formats(self) -> frozenset[str]:
+        """The formats in which it asks for the date. Empty, too, if it asks in a way that cannot be read off."""
+        asked = [[arg.value if isinstance(arg, nodes.Const) else None for arg in call.args]
+                 for call in self._nodes(nodes.Call)
+                 if isinstance(call.node, nodes.Name) and call.node.name == _CLOCK]
+        certain = all(len(args) == 1 and isinstance(args[0], str) for args in asked)
+        return frozenset(args[0] for args in asked) if certain else frozenset()
+
+    @cached_property
+    def writes_date(self) -> bool:
+        """Whether it asks for the date."""
+        return any(_CLOCK in tree for tree in self._sources)
+
+    @cached_property
+    def looked_up(self) -> tuple[str, ...]:
+        """Texts that it looks for in other texts, such as the flag of a model that thinks; the longest first."""
+        found = set[str]()
+        for compared in self._nodes(nodes.Compare):
+            if any(operand.op in ("in", "notin") for operand in compared.ops):
+                found |= _texts(compared.expr)
+        for call in self._nodes(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr in _LOOKING:
+                found |= set().union(*map(_texts, call.args))
+        for used in self._nodes(nodes.Filter):
+            if used.name == "replace" and used.args:
+                found |= _texts(used.args[0])
+        return tuple(sorted((text for text in found if text.strip()), key=lambda text: (-len(text), text)))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that it reads and that not every conversation has (`enable_thinking`, ...)."""
+        read, own, optional = set[str](), set[str](), set[str]()
+        for tree in self._trees:
+            read |= meta.find_undeclared_variables(tree)
+            own |= {name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")}
+            for asked in (*tree.find_all(nodes.Test), *tree.find_all(nodes.Filter)):
+                if asked.name in ("defined", "undefined", "default", "d") and isinstance(asked.node, nodes.Name):
+                    optional.add(asked.node.name)
+        return frozenset(read - NO_OPTIONS - (own - optional))
+
+    @property
+    def _sources(self) -> list[str]:
+        return [self._source(tools=False), self._source(tools=True)]
+
+    @cached_property
+    def _trees(self) -> list[nodes.Template]:
+        trees = []
+        for source in dict.fromkeys(self._sources):
+            try:
+                trees.append(ImmutableSandboxedEnvironment(
+                    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+                ).parse(_GENERATION.sub("", source)))
+            except TemplateError:  # whoever lets it write is told
+                continue
+        return trees
+
+    def _nodes(self, kind: type[Any]) -> Iterator[Any]:
+        for tree in self._trees:
+            yield from tree.find_all(kind)
+
+    # -- what it cannot do without ----------------------------------------------------------------------------
+
+    @cached_property
+    def _wants_list(self) -> bool:
+        """Whether it goes through the tools without asking if there are any: it is given an empty list of them."""
+        asked = [{"role": "user", "content": "?"}]
+        for no_tools in (None, []):
+            try:
+                self.tokenizer.apply_chat_template(asked, tools=no_tools, tokenize=False, add_generation_prompt=True,
+                                                   chat_template=self.given, **{**self._missing(()), **self.options})
+                return no_tools is not None
+            except Exception:  # whoever lets it write is told
+                continue
+        return False
+
+    def _missing(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Variables under which older templates take what later ones take as `tools`, and the date."""
+        missing: dict[str, Any] = {}
+        if "functions" in self.variables and "tools" not in self._names:
+            from json import dumps
+
+            missing["functions"] = dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False, indent=4)
+        if "datetime" in self.variables:
+            missing["datetime"] = datetime.now().strftime("%B %d, %Y")
+        return missing
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(node.name for node in self._nodes(nodes.Name))
+
+
+def _texts(node: nodes.Node) -> set[str]:
+    """The text constants in a node, if it is one or a list of them."""
+    if isinstance(node, nodes.Const):
+        return {node.value} if isinstance(node.value, str) else set()
+    if isinstance(node, (nodes.List, nodes.Tuple)):
+        return set().union(*map(_texts, node.items))
+    return set()
