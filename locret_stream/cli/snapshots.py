@@ -79,7 +79,7 @@ def show(name: Name, generation: Annotated[int | None, typer.Option(help="Number
     from locret_stream.text import TextCodec
 
     codec = TextCodec(load_tokenizer(model_path(model)))
-    transcript = read_transcript(open_store(store, key), name, generation, tokenizer=codec.fingerprint)
+    transcript = read_transcript(open_store(store, key), name, generation, tokenizer=codec.fingerprints)
     passages = transcript.kept(lambda ids: codec.decode(ids, skip_special=False))
     if as_json:
         print_json({"name": name, "generation": transcript.generation, "tokens": transcript.tokens,

@@ -47,7 +47,7 @@ async def replay(services: Services, name: str) -> Replay:
             stored, tokens = await _tensors(session), session.state.position
             assert branch.base is not None  # it was restored
             generation = branch.base[1]  # its owner may have saved again meanwhile
-            log = await saving.storing(services, lambda: branch.read_stored_log(services.identity, generation))
+            log = await saving.storing(services, lambda: branch.read_stored_log(services.accepted, generation))
             fed = await _tensors(await restoring.feed_log(services, log, slot))
     finally:
         services.slots.release(slot, scratch=False)

@@ -177,7 +177,7 @@ async def move(session: Session, name: str) -> None:
 
 async def restore(services: Services, branch: Branch, slot: int, generation: int | None = None) -> Session:
     """The session of a snapshot in a slot of its own. Raises as `Branch.load`; the slot is as it was then."""
-    restored = await storing(services, lambda: branch.load(services.identity, services.geometry,
+    restored = await storing(services, lambda: branch.load(services.accepted, services.geometry,
                                                            services.engine.budgets, generation))
     return await revive(services, branch, restored, slot)
 
@@ -229,7 +229,7 @@ async def _rebuild(services: Services, branch: Branch, slot: int, why: SnapshotC
     """The session that the stored log, up to that snapshot, gives when it is fed again. Raises `why` where there is no
     sound log, or its ids are of another tokenizer."""
     try:
-        log = await storing(services, lambda: branch.read_stored_log(services.identity, generation))
+        log = await storing(services, lambda: branch.read_stored_log(services.accepted, generation))
         return await feed_log(services, log, slot, branch, rebuilt=str(why))
     except (SnapshotCorrupt, SnapshotMismatch, ConfigError) as error:
         raise _extended(why, f"it cannot be rebuilt: {error}") from error
@@ -307,7 +307,7 @@ async def snapshot_of(session: Session, name: str, number: int) -> AsyncIterator
         try:
             await storing(services, old.expect_newest)
             yield branch, None if number == 0 else await storing(services, lambda: branch.load(
-                services.identity, services.geometry, services.engine.budgets, number))
+                services.accepted, services.geometry, services.engine.budgets, number))
         finally:
             if session.closed != REWOUND:
                 branch.close()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from locret_stream.config import Recall
     from locret_stream.constraints import Constraints
     from locret_stream.engine import Engine
-    from locret_stream.snapshot import Geometry, Identity, Store
+    from locret_stream.snapshot import Expected, Geometry, Identity, Store
     from locret_stream.text import ChatFrame, TextCodec
     from locret_stream.worker import Worker
 
@@ -89,6 +89,11 @@ class Services(Protocol):
     @property
     def identity(self) -> Identity:
         """Of everything but the tokens; only with a store."""
+        ...
+
+    @property
+    def accepted(self) -> Expected:
+        """What snapshots may have been made with, to be opened."""
         ...
 
     def check_open(self) -> None:

@@ -164,7 +164,7 @@ async def read_log_at(threads: Threads, session: str, generation: int,
         return codec.decode(ids, skip_special=False)
 
     reading = asyncio.ensure_future(asyncio.to_thread(lambda: work(read_transcript(
-        store, session, generation, tokenizer=codec.fingerprint), decode)))
+        store, session, generation, tokenizer=codec.fingerprints), decode)))
     try:
         return await asyncio.shield(reading)
     except asyncio.CancelledError:

@@ -39,7 +39,7 @@ from locret_stream.evaluation.documents import FileTask
 from locret_stream.evaluation.oracles import Attention, LogprobRecorder, Oracle, PerHeadOracle
 from locret_stream.evaluation.suite import Item, Task, Text
 from locret_stream.heads import RetainingHeads
-from locret_stream.models import attach, detach, named_weights
+from locret_stream.models import architecture, attach, detach, named_weights
 from locret_stream.policies import Listening, all_knobs
 from locret_stream.runtime import Runtime
 from locret_stream.runtime.loading import in_passing
@@ -72,7 +72,7 @@ class Bench:
         definition = backend.to_str() if backend is not None else str(sorted(self.tokenizer.get_vocab().items()))
         return Origin(weights=digest_tensors(named_weights(self.model)), tokenizer=digest_text(definition), heads="",
                       text=self.text.name, tasks=suite.VERSION, architecture=digest_text(self._attached[4]),
-                      template=digest_text(self._frame(self.acknowledge).literals))
+                      template=self._template(self.acknowledge))
 
     @property
     def shape(self) -> tuple[ModelShape, str, str, str]:
@@ -83,7 +83,8 @@ class Bench:
     def _attached(self) -> tuple[ModelShape, str, str, str, str]:
         attachment = in_passing(lambda: attach(self.model))
         detach(self.model)
-        return attachment.shape, attachment.fingerprint, attachment.sketch, attachment.form, attachment.architecture
+        return (attachment.shape, attachment.fingerprint, attachment.sketch, attachment.form,
+                architecture.architecture(attachment.config))
 
     def task(self, cell: Cell) -> Task:
         """What a cell is measured on. Raises ConfigError: an unknown task, or a file that was not given."""
@@ -101,8 +102,7 @@ class Bench:
         if cell.policy not in ORACLES:
             origin = msgspec.structs.replace(origin, knobs=canonical(all_knobs(cell.policy, cell.knobs)))
         if isinstance(task, FileTask):
-            return msgspec.structs.replace(origin, text="", file=task.digest,
-                                           template=digest_text(self._frame(None).literals))
+            return msgspec.structs.replace(origin, text="", file=task.digest, template=self._template(None))
         return origin
 
     def origin(self, heads: str) -> Origin:
@@ -237,6 +237,12 @@ class Bench:
 
     def _frame(self, acknowledge: str | None) -> ChatFrame:
         return ChatFrame(self._codec, self.tokenizer, acknowledge=acknowledge)
+
+    def _template(self, acknowledge: str | None) -> str:
+        """The digest of what the template writes, or of what it is made by where it writes something else every day: a
+        result is as good tomorrow."""
+        frame = self._frame(acknowledge)
+        return frame.written(digest_text).always or digest_text(frame.settings)
 
     def _around(self, acknowledge: str | None) -> int:
         """How many tokens the chat frame puts around a text with a question."""

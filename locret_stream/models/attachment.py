@@ -12,7 +12,6 @@ In the shadow
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -139,15 +138,9 @@ class Attachment:
         return sketch(self._decoder)
 
     @property
-    def architecture(self) -> str:
-        """The config as JSON, without the fields that do not change what the model computes."""
-        config = self._config.to_dict()
-        for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
-                     "_attn_implementation", "attn_implementation"):
-            config.pop(name, None)
-        if isinstance(config.get("quantization_config"), dict):
-            config["quantization_config"].pop("gguf_file", None)  # only a file's name
-        return json.dumps(config, sort_keys=True, default=str)
+    def config(self) -> Any:
+        """The config of the model as it runs; see `architecture` for what of it says what the model computes."""
+        return self._config
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the model computes with, by its name in the model; see `weights.named_weights`."""

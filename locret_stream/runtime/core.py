@@ -26,14 +26,14 @@ from locret_stream.context.restoring import Opening
 from locret_stream.engine import Engine
 from locret_stream.errors import ConfigError, ContextBusy, ContextClosed
 from locret_stream.heads import RetainingHeads
-from locret_stream.models import Attachment, attach, detach
+from locret_stream.models import Attachment, architecture, attach, detach
 from locret_stream.named_models import model_path, named_model
 from locret_stream.policies import POLICIES, Policy, make_policy
 from locret_stream.runtime.loading import check_device, check_dtype, in_passing, load_model, load_tokenizer
 from locret_stream.runtime.sharing import SlotSharing
 from locret_stream.runtime.slots import CLOSED, throttler
-from locret_stream.snapshot import Identity, Store, check_name
-from locret_stream.snapshot.identity import canonical, digest_tensors, digest_text
+from locret_stream.snapshot import Expected, Identity, Store, check_name
+from locret_stream.snapshot.identity import Earlier, canonical, digest_tensors, digest_text, settings_text
 from locret_stream.text import ChatFrame, TextCodec
 from locret_stream.version import __version__
 from locret_stream.worker import Worker, expect_own, leave_worker, share_worker
@@ -345,6 +345,7 @@ class Runtime:
         self.engine.pool.release()
         detach(self.model, self._attn, self._number)
         self.__dict__.pop("identity", None)
+        self.__dict__.pop("accepted", None)
         del self.engine, self.attachment, self.model, self.tokenizer, self.worker
 
     @property
@@ -449,15 +450,26 @@ class Runtime:
         engine, heads = self.engine, getattr(self.engine.policy, "heads", None)
         return Identity(
             weights=digest_tensors(self.attachment.named_weights()),
-            architecture=digest_text(self.attachment.architecture),
+            architecture=settings_text(*architecture.settings(self.attachment.config)),
             dtype=self._stored_dtype,
             tokenizer=self.codec.fingerprint,
-            template=digest_text(self.frames.literals),
+            template=digest_text(self.frames.settings),
             heads="" if heads is None else digest_tensors(heads.state_dict().items()),
             policy=engine.policy.name,
             knobs=canonical(engine.policy.knobs),
             budgets=f"{list(engine.budgets)}, sinks and stabilizers {engine.layout.protection}",
             chunk_size=str(engine.chunk_size))
+
+    @functools.cached_property
+    def accepted(self) -> Expected:
+        """What snapshots may have been made with to be opened: the `identity`, or what earlier libraries wrote for the
+        same settings. What is saved has the identity alone."""
+        written = self.frames.written(digest_text)
+        return Expected(self.identity, {
+            "architecture": Earlier(lambda found, _: architecture.is_earlier(
+                self.attachment.config, found, digest_text)),
+            "tokenizer": Earlier(lambda found, _: found in self.codec.fingerprints),
+            "template": Earlier(written.is_of, written.hint)})
 
     @property
     def _stored_dtype(self) -> str:

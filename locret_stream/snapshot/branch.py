@@ -21,7 +21,7 @@ from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, Sn
 from locret_stream.snapshot.claims import is_taken
 from locret_stream.snapshot.encryption import MissingKey
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
-from locret_stream.snapshot.identity import Identity, expect_same
+from locret_stream.snapshot.identity import Expected, Identity, expect_same
 from locret_stream.snapshot.log import Refocus, Spool, StoredLog, read_log, read_stored_log
 from locret_stream.snapshot.pages import Assembly, Geometry, PageIndex, read_page, unpack_masks
 from locret_stream.snapshot.session_folder import SessionFolder
@@ -108,7 +108,7 @@ class Branch:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def load(self, identity: Identity, geometry: Geometry, capacity: Sequence[int],
+    def load(self, identity: Identity | Expected, geometry: Geometry, capacity: Sequence[int],
              generation: int | None = None) -> Restored:
         """Read the newest snapshot, or that of a generation; the next save of this owner builds on it.
 
@@ -162,7 +162,7 @@ class Branch:
                                    "that stays: `Store(keep_last=...)` says how many do")
         return restored
 
-    def load_swapped_out(self, identity: Identity, geometry: Geometry, capacity: Sequence[int]) -> Restored:
+    def load_swapped_out(self, identity: Identity | Expected, geometry: Geometry, capacity: Sequence[int]) -> Restored:
         """Read once more what this owner saved or loaded last; nothing of the branch changes.
 
         Raises:
@@ -179,11 +179,11 @@ class Branch:
         raise StaleOwner(f"snapshot {number} of {name!r}, to which this context was swapped out, does not exist any "
                          "more, or another one has its number; expected nobody to delete it while the context is open")
 
-    def _read(self, name: str, number: int, identity: Identity, geometry: Geometry,
+    def _read(self, name: str, number: int, identity: Identity | Expected, geometry: Geometry,
               capacity: Sequence[int]) -> tuple[Restored, tuple[PageIndex, ...], str]:
         manifest, sections, digest = self.session_folder.read_manifest(name, number)
         what = f"snapshot {number} of {name!r}"
-        expect_same(manifest.identity, identity, what)
+        expect_same(manifest.identity, identity, what, manifest.created)
         check_manifest(manifest, sections, capacity, what)
         assembly = Assembly(manifest.counts, geometry, what)
         masks = unpack_masks(tensors(sections["masks"], what), manifest.pages, what)
@@ -221,7 +221,7 @@ class Branch:
         body, sections = self.session_folder.read_named("pages", ref, page)
         return read_page(ref, body, sections, geometry, page)
 
-    def read_stored_log(self, identity: Identity, generation: int | None = None) -> StoredLog:
+    def read_stored_log(self, identity: Identity | Expected, generation: int | None = None) -> StoredLog:
         """The whole verified log up to a snapshot, the newest unless a generation is given, to be fed again.
 
         The next save of this owner succeeds only if the snapshot that is newest now still is.

@@ -24,7 +24,7 @@ from torch import Tensor
 from locret_stream.errors import SnapshotCorrupt, SnapshotMismatch, SnapshotNotFound, SnapshotTooNew
 from locret_stream.snapshot.encryption import Scrambler
 from locret_stream.snapshot.format import Buffer, Frame, LogPart, LogRef, Manifest, expect, pack, tensors
-from locret_stream.snapshot.identity import Identity
+from locret_stream.snapshot.identity import Expected, Identity, expected_of
 from locret_stream.snapshot.session_folder import MANIFEST_LIMIT, SessionFolder
 
 PART_IDS = 16 << 20  # parts are not merged beyond so many ids: 64 MiB
@@ -232,8 +232,8 @@ def read_log(session_folder: SessionFolder, name: str, refs: Sequence[LogRef], a
         at = ref.end
 
 
-def read_stored_log(session_folder: SessionFolder, name: str, identity: Identity, generation: int | None = None
-                    ) -> StoredLog:
+def read_stored_log(session_folder: SessionFolder, name: str, identity: Identity | Expected,
+                    generation: int | None = None) -> StoredLog:
     """The log of a branch; as `Branch.read_stored_log`."""
     session_folder.key.refresh()
     generations, highest = session_folder.generations(name)
@@ -322,7 +322,9 @@ def _parts_without_manifest(session_folder: SessionFolder, name: str, newest: in
     return tuple(reversed(refs)), body, read_part(body, sections, last)
 
 
-def _expect_tokenizer(found: str, identity: Identity, name: str) -> None:
-    if found != identity.tokenizer:
-        raise SnapshotMismatch(f"the log of {name!r} holds ids of another tokenizer: found {found}, expected "
-                               f"{identity.tokenizer}", field="tokenizer", found=found, expected=identity.tokenizer)
+def _expect_tokenizer(found: str, identity: Identity | Expected, name: str) -> None:
+    expected = expected_of(identity)
+    if not expected.is_same("tokenizer", found):
+        wanted = expected.identity.tokenizer
+        raise SnapshotMismatch(f"the log of {name!r} holds ids of another tokenizer: found {found}, expected {wanted}",
+                               field="tokenizer", found=found, expected=wanted)

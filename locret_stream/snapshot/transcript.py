@@ -125,12 +125,13 @@ class Transcript:
         return Passage(start=start, end=start + len(ids), text=decode(ids.tolist()), share=round(share, 4))
 
 
-def read_transcript(store: Store, name: str, generation: int | None = None, *, tokenizer: str | None = None
-                    ) -> Transcript:
+def read_transcript(store: Store, name: str, generation: int | None = None, *,
+                    tokenizer: str | Sequence[str] | None = None) -> Transcript:
     """The transcript of a snapshot of a session, the newest unless a generation is given.
 
     Args:
-        tokenizer: fingerprint of the tokenizer that will decode it; None leaves that unchecked.
+        tokenizer: fingerprint of the tokenizer that will decode it, or all that it ever had, newest first; None leaves
+            that unchecked.
 
     Raises:
         SnapshotNotFound, SnapshotCorrupt, StoreError. SnapshotMismatch: its ids are of another tokenizer.
@@ -144,9 +145,10 @@ def read_transcript(store: Store, name: str, generation: int | None = None, *, t
     what = f"snapshot {manifest.generation} of {name!r}"
     if manifest.log is None:
         raise SnapshotCorrupt(f"{what} has no log; expected a Store with log=True, without which no text can be shown")
-    if tokenizer is not None and manifest.identity.tokenizer != tokenizer:
+    known = [tokenizer] if isinstance(tokenizer, str) else tokenizer
+    if known is not None and manifest.identity.tokenizer not in known:
         raise SnapshotMismatch(f"{what} was made with another tokenizer; expected that of its model", field="tokenizer",
-                               found=manifest.identity.tokenizer, expected=tokenizer)
+                               found=manifest.identity.tokenizer, expected=known[0])
     if set(sections) != {"state", "masks"}:
         raise SnapshotCorrupt(f"{what}: sections {sorted(sections)}; expected state and masks")
     pending = pending_ids(tensors(sections["state"], what), what).astype(np.int32)

@@ -50,7 +50,9 @@ class TextCodec:
         vocab: ids are in [0, vocab).
         added_ids: all added tokens. control_ids: ids that no data becomes. special_ids: ids left out of text.
         unk_id, eos_id: int, or None.
-        fingerprint: sha256 of the tokenizer's definition, hexadecimal.
+        fingerprint: sha256 of the tokenizer's definition, hexadecimal; the same in whatever order a version of
+            `tokenizers` writes it, and whatever it writes of what is switched off. fingerprints: this one, and the one
+            that earlier libraries gave it.
     """
 
     def __init__(self, tokenizer: Any, *, vocab: int | None = None):
@@ -65,7 +67,8 @@ class TextCodec:
                               "kept from reading text as control tokens")
         spec |= {"truncation": None, "padding": None, "post_processor": None}
         text = msgspec.json.encode(spec)
-        self.fingerprint = hashlib.sha256(text).hexdigest()
+        self.fingerprint = hashlib.sha256(msgspec.json.encode(_settled(spec), order="sorted")).hexdigest()
+        self.fingerprints = self.fingerprint, hashlib.sha256(text).hexdigest()
         self._real = Tokenizer.from_str(text.decode())
 
         special = set(tokenizer.all_special_ids)
@@ -276,6 +279,19 @@ def _byte_letters() -> dict[str, int]:
 _BYTES = _byte_letters()
 
 
+def _settled(part: Any) -> Any:
+    """A part of a definition without what versions of `tokenizers` write or leave out: what is null or false, and the
+    number of the format; and with merges as pairs, which were texts once."""
+    if isinstance(part, dict):
+        return {name: _pairs(value) if name == "merges" else _settled(value) for name, value in part.items()
+                if value is not None and value is not False and name != "version"}
+    return [_settled(inner) for inner in part] if isinstance(part, list) else part
+
+
+def _pairs(merges: list[Any]) -> list[Any]:
+    return [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+
+
 def _is_text(content: str) -> bool:
     """Whether an added token only stands for ordinary text: white space, or one character."""
     return len(content) == 1 or not content.replace("▁", " ").strip()
@@ -346,6 +362,5 @@ def _hide(spec: dict[str, Any], control: frozenset[int]) -> None:
         model["unk_token"] = hidden[model["unk_token"]]
     if model["type"] == "BPE":
         prefix = len(model["continuing_subword_prefix"] or "")
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        model["merges"] = [[a, b] for a, b in pairs
+        model["merges"] = [[a, b] for a, b in _pairs(model["merges"])
                            if a not in hidden and b not in hidden and a + b[prefix:] not in hidden]

@@ -14,6 +14,7 @@ it as a token of its own, which in a whole text belongs to the next word.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
@@ -22,6 +23,7 @@ import msgspec
 
 from locret_stream.errors import ConfigError
 from locret_stream.text.codec import TextCodec
+from locret_stream.text.earlier import WrittenTemplate
 from locret_stream.text.template import Template
 
 ACKNOWLEDGEMENT = "OK."  # of what was told and is not to be answered
@@ -89,6 +91,8 @@ class ChatFrame:
                 raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")
             self.template = None if template == "auto" else template
             self._derive(acknowledge)
+        self._acknowledge = acknowledge
+        self._ends = frozenset(ends if codec.eos_id is None else {*ends, codec.eos_id})
         if self._close and self._close[0] in codec.added_ids:
             ends.add(self._close[0])
         if codec.eos_id is not None:
@@ -96,15 +100,33 @@ class ChatFrame:
         self.eos_ids = frozenset(ends)
 
     @property
-    def literals(self) -> str:
-        """All literals and the ids that end a reply, which identify a frame."""
-        return repr((self.raw, self.system_style, self._begin, self._system, self._open, self._prompt, self._close,
-                     self._before_question, sorted(self.eos_ids)))
+    def settings(self) -> str:
+        """What a frame is made by, as JSON, which identifies it: the template and what it reads of its tokenizer, the
+        acknowledgement, and the ids that end a reply. Nothing of it is rendered, so it is the same on every day; what
+        a template writes of the date is in the memory as it was read."""
+        made_by: dict[str, Any] = {"ends": sorted(self._ends)}
+        if not self.raw:
+            template = self.template or self._tokenizer.chat_template
+            source = str(sorted(template.items())) if isinstance(template, Mapping) else str(template)
+            # Only those that the template can read: whoever sets a padding token changes no template.
+            marks = {name: str(mark) for name, mark in self._tokenizer.special_tokens_map.items() if name in source}
+            made_by |= {"template": source, "marks": marks, "acknowledge": self._acknowledge}
+        return msgspec.json.encode(made_by, order="sorted").decode()
+
+    def written(self, digest: Callable[[str], str]) -> WrittenTemplate:
+        """The template as libraries told it from others that took what it writes for its identity."""
+        return WrittenTemplate(self._codec, self._tokenizer, template=self.template, raw=self.raw,
+                               acknowledge=self._acknowledge, ends=self._ends, digest=digest)
 
     @property
     def literal_runs(self) -> tuple[tuple[int, ...], ...]:
         """The literals, each as ids; the acknowledgement is none of them."""
         return (self._begin, *self._system, self._prompt, self._close, self._open)
+
+    @functools.cached_property
+    def runs_at_other_times(self) -> list[tuple[tuple[int, ...], ...]]:
+        """`literal_runs` as they are on other days, of a template that writes the date; else []."""
+        return self.written(str).runs_at_other_times()
 
     def begin(self, system: str | None = None, *, trusted: bool = False) -> tuple[list[int], FrameState]:
         """The beginning of a sequence, the system text as data, and the start of the first user turn.
