@@ -43,7 +43,8 @@ class SessionIndex:
     """
 
     def __init__(self, services: Services, owner: object, *, private: bool, complete: bool):
-        runs = headers(services.frames.literal_runs, services.codec.control_ids)
+        frames = services.frames
+        runs = headers(frames.literal_runs, services.codec.control_ids, frames.runs_at_other_times)
         self._make = lambda: Index(lambda start: Cutter(services.codec, runs, start), private=private)
         self._index, self._owner, self.complete = self._make(), owner, complete
         self._lock = threading.Lock()  # ids come on the engine's thread, all else on others

@@ -9,7 +9,7 @@ A passage ends
     or equals sign, so that what belongs together is less often cut in two; else behind `most` tokens, or up to three
     more to end a character.
 
-What a template writes around messages is no part of the text of a passage.
+What a template writes around messages is no part of the text of a passage, on whatever day it was written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,60 @@ Headers = Mapping[int, frozenset[tuple[int, ...]]]
 """Of each control token what a chat template may write behind it, as ids: the role and a newline."""
 
 
-def headers(literals: Iterable[Sequence[int]], control: frozenset[int]) -> Headers:
-    """What follows each control token in a template's literals, up to the next control token."""
+GAP, SHORT_GAP, GAP_MOST = -1, -2, 64
+"""In a header the place of a date, which is another one on every day, and the most tokens that it has. What follows a
+short one ends the header where it comes first, as a message may follow; after another one, a control token does."""
+
+
+def headers(literals: Sequence[Sequence[int]], control: frozenset[int],
+            others: Sequence[Sequence[Sequence[int]]] = ()) -> Headers:
+    """What follows each control token in a template's literals, up to the next control token.
+
+    Args:
+        others: the same literals as they are at other times.
+    """
     found: dict[int, set[tuple[int, ...]]] = {}
-    for literal in literals:
-        ends = [at for at, token in enumerate(literal) if token in control] + [len(literal)]
-        for at, end in itertools.pairwise(ends):
-            found.setdefault(literal[at], set()).add(tuple(literal[at + 1:end]))
+    for number, literal in enumerate(literals):
+        parts = _parts(literal, control)
+        same = [each for other in others if number < len(other) and len(each := _parts(other[number], control))
+                == len(parts)]
+        for place, (token, tail) in enumerate(parts):
+            gap = SHORT_GAP if place == len(parts) - 1 else GAP
+            found.setdefault(token, set()).add(_with_gap(tail, [each[place][1] for each in same], gap))
     return {token: frozenset(tail for tail in tails if tail) for token, tails in found.items()}
+
+
+def _parts(literal: Sequence[int], control: frozenset[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Each control token, and what follows it."""
+    ends = [at for at, token in enumerate(literal) if token in control] + [len(literal)]
+    return [(literal[at], tuple(literal[at + 1:end])) for at, end in itertools.pairwise(ends)]
+
+
+def _with_gap(tail: tuple[int, ...], others: Sequence[tuple[int, ...]], gap: int) -> tuple[int, ...]:
+    """The header with a gap in place of all that is not the same in the others. A short gap ends with something: where
+    nothing follows the date, a message cannot be told from it."""
+    ahead = min((_shared(tail, other) for other in others), default=len(tail))
+    if ahead == len(tail) and all(len(other) == ahead for other in others):
+        return tail
+    behind = min(_shared(tail[ahead:][::-1], other[ahead:][::-1]) for other in others)
+    return (*tail[:ahead], gap, *tail[len(tail) - behind:]) if behind or gap == GAP else tail
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many both begin with."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _fits(tail: tuple[int, ...], ids: Sequence[int], *, whole: bool) -> bool:
+    """Whether a header is these ids, or, unless `whole`, may begin with them."""
+    at = next((at for at, token in enumerate(tail) if token < 0), len(tail))
+    if len(ids) <= at or at == len(tail) or tuple(ids[:at]) != tail[:at]:
+        return tuple(ids) == (tail if whole else tail[:len(ids)])
+    rest, end = tuple(ids[at:]), tail[at + 1:]
+    if whole:
+        return len(end) <= len(rest) <= len(end) + GAP_MOST and rest[len(rest) - len(end):] == end
+    ended = tail[at] == SHORT_GAP and any(rest[n:n + len(end)] == end for n in range(len(rest) - len(end)))
+    return len(rest) <= len(end) + GAP_MOST and not ended
 
 
 class Cut(NamedTuple):
@@ -79,7 +125,7 @@ class Cutter:
                 control, behind = self._header
                 tails = self._headers.get(control, frozenset())
                 longer = (*behind, token)
-                if any(tail[:len(longer)] == longer for tail in tails):
+                if token not in self._codec.control_ids and any(_fits(tail, longer, whole=False) for tail in tails):
                     behind.append(token)
                     self.ids.append(token)
                     continue
@@ -138,7 +184,8 @@ class Cutter:
 
     def _again(self, behind: list[int], tails: frozenset[tuple[int, ...]]) -> None:
         """What stood behind a control token: the template's own part of it is dropped, and the rest is text."""
-        own = max((len(tail) for tail in tails if tuple(behind[:len(tail)]) == tail), default=0)
+        own = next((count for count in range(len(behind), 0, -1)
+                    if any(_fits(tail, behind[:count], whole=True) for tail in tails)), 0)
         if self._text and not self._text.endswith("\n"):
             self._text += "\n"
         for token in behind[own:]:
