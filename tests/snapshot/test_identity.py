@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 import torch
@@ -11,7 +13,18 @@ from torch import Tensor
 
 from locret_stream.config import Budget
 from locret_stream.errors import SnapshotMismatch
-from locret_stream.snapshot.identity import Identity, canonical, digest_tensors, digest_text, expect_same
+from locret_stream.models import architecture
+from locret_stream.snapshot.identity import (
+    Earlier,
+    Expected,
+    Identity,
+    canonical,
+    digest_tensors,
+    digest_text,
+    expect_same,
+    first_difference,
+    settings_text,
+)
 from tests.context.support import tiny
 
 FIELDS = Identity.__struct_fields__
@@ -73,6 +86,66 @@ def test_an_identity_is_stored_whole_and_with_nothing_else():
         decode(msgspec.msgpack.encode(fields | {"later": ""}))
     with pytest.raises(AttributeError):
         ONE.weights = "other"
+
+
+# -- what counts as the same --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_what_an_earlier_library_wrote_for_the_same_settings_is_taken(field: str):
+    """It is asked only where values differ, with the time at which the snapshot was saved."""
+    asked = []
+
+    def same(found: str, saved: float) -> bool:
+        asked.append((found, saved))
+        return found == "earlier"
+
+    expected = Expected(ONE, {field: Earlier(same, "a hint")})
+    expect_same(ONE, expected, "it", 7.0)
+    assert not asked
+    expect_same(msgspec.structs.replace(ONE, **{field: "earlier"}), expected, "it", 7.0)
+    assert asked == [("earlier", 7.0)]
+    with pytest.raises(SnapshotMismatch, match=r"found other, expected .* \(a hint\); open it") as caught:
+        expect_same(msgspec.structs.replace(ONE, **{field: "other"}), expected, "it")
+    assert caught.value.field == field
+
+
+GIVEN = {"layers": 4, "eps": 1e-6, "rope": {"theta": 1e4, "type": "default"}, "kinds": ["full"] * 40, "bias": None}
+USUAL = {"layers": 32, "eps": 1e-6, "rope": {"theta": 1e4, "type": "default"}, "kinds": [], "bias": None}
+
+
+def test_a_config_is_the_same_in_another_version_which_has_fields_more_or_less():
+    text = settings_text(GIVEN, USUAL)
+    assert len(text) < 400 and first_difference(text, text) is None
+    later = settings_text(GIVEN | {"limit": 7.0}, USUAL | {"limit": 7.0})
+    changed_default = settings_text(GIVEN, USUAL | {"eps": 1e-5})
+    moved = settings_text({**GIVEN, "rope": {**GIVEN["rope"], "partial": 1}}, {**USUAL, "rope": {**USUAL["rope"],
+                                                                                               "partial": 1}})
+    shuffled = settings_text(dict(reversed(GIVEN.items())), dict(reversed(USUAL.items())))
+    for other in (later, changed_default, moved, shuffled):
+        assert first_difference(text, other) is first_difference(other, text) is None
+        expect_same(msgspec.structs.replace(ONE, architecture=text), msgspec.structs.replace(ONE, architecture=other),
+                    "it")
+
+
+@pytest.mark.parametrize("change, name", [
+    ({"layers": 5}, "layers"), ({"eps": 1e-5}, "eps"), ({"rope": {"theta": 5e5, "type": "default"}}, "rope.theta"),
+    ({"rope": {"theta": 1e4, "type": "default", "factor": 2}}, "rope.factor"), ({"kinds": ["full"] * 39}, "kinds"),
+    ({"limit": 7.0}, "limit"), ({"bias": False}, "bias"), ({"rope": None}, "rope")])
+def test_another_config_is_refused_by_the_name_of_what_differs(change: dict, name: str):
+    text, other = settings_text(GIVEN, USUAL), settings_text(GIVEN | change, USUAL)
+    for one, two in ((text, other), (other, text)):
+        assert first_difference(one, two)[0] == name
+        with pytest.raises(SnapshotMismatch, match=f"other architecture \\({name}\\): found ") as caught:
+            expect_same(msgspec.structs.replace(ONE, architecture=one),
+                        msgspec.structs.replace(ONE, architecture=two), "it")
+        assert (caught.value.found, caught.value.expected) == (one, two)
+
+
+def test_a_config_is_told_from_what_is_none():
+    text = settings_text(GIVEN, USUAL)
+    for other in ("", "0" * 32, "{}", "[1]", '{"given": 3}'):
+        assert first_difference(text, other) is not None is not first_difference(other, text)
 
 
 # -- tensors ------------------------------------------------------------------------------------------------------
@@ -209,3 +282,35 @@ async def test_other_sinks_or_stabilizers_are_another_memory_though_the_budget_i
         assert caught.value.field == "budgets"
     async with tiny(**kind, budget=Budget(**sizes)) as runtime, runtime.open("alice", raw=True) as ctx:
         assert ctx.resumed
+
+
+async def test_what_a_user_sets_in_a_config_and_no_model_computes_with_is_the_same_model(tmp_path, monkeypatch):
+    async with tiny(store=tmp_path) as runtime, runtime.open("alice", raw=True) as ctx:
+        await ctx.push("The pass key of falcon is 48213.\n" * 5)
+    async with tiny(store=tmp_path) as runtime:
+        config = runtime.attachment.config
+        for name, value in (("pad_token_id", 3), ("eos_token_id", [1, 2]), ("id2label", {0: "no"})):
+            monkeypatch.setattr(config, name, value)
+        async with runtime.open("alice", raw=True) as ctx:
+            assert ctx.resumed
+    async with tiny(store=tmp_path) as runtime:
+        monkeypatch.setattr(config, "rms_norm_eps", 0.5)
+        monkeypatch.setattr(runtime.attachment.config, "rms_norm_eps", 0.5)
+        with pytest.raises(SnapshotMismatch, match=r"other architecture \(rms_norm_eps\): found 1e-06, expected 0.5"):
+            await runtime.open("alice", raw=True).__aenter__()
+
+
+@pytest.mark.parametrize("unknown", [(), ("pretraining_tp",), ("mlp_bias", "attention_bias")])
+async def test_a_digest_of_the_whole_config_is_still_known(tmp_path, unknown: tuple[str, ...]):
+    """As earlier libraries wrote it, under this version of transformers or one before, which knew fewer fields."""
+    async with tiny(store=tmp_path) as runtime:
+        whole = json.loads(architecture.architecture(runtime.attachment.config))
+        fields = {name: value for name, value in whole.items() if name not in unknown}
+        digest = digest_text(json.dumps(fields, sort_keys=True))
+        found = msgspec.structs.replace(runtime.identity, architecture=digest)
+        expect_same(found, runtime.accepted, "it")
+        with pytest.raises(SnapshotMismatch, match="architecture"):
+            expect_same(found, runtime.identity, "it")
+        other = digest_text(json.dumps(fields | {"hidden_act": "gelu"}, sort_keys=True))
+        with pytest.raises(SnapshotMismatch, match="architecture"):
+            expect_same(msgspec.structs.replace(found, architecture=other), runtime.accepted, "it")
