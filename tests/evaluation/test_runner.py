@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from locret_stream.evaluation.runner import Bench
 from locret_stream.policies.infllm import InfLLM
 from locret_stream.runtime import Runtime
 from tests.context.support import model, tokenizer
+from tests.tiny_tokenizers import CHATML
 
 
 def prose(seed: int):
@@ -139,6 +141,24 @@ def test_another_model_has_another_origin():
         next(iter(other.parameters())).add_(1e-3)
     assert Bench(other, tokenizer(), PROSE).origin("") != bench().origin("")
     assert Bench(model(), tokenizer(), suite.STDLIB).origin("") != bench().origin("") == bench().origin("")
+
+
+def test_a_result_is_as_good_on_the_next_day_though_the_template_writes_the_date(monkeypatch):
+    talking, found = copy.deepcopy(tokenizer()), []
+    talking.chat_template = "{{ strftime_now('%d %B %Y') }}" + CHATML
+    for day in (28, 29):
+        class Clock:
+            now = staticmethod(lambda day=day: datetime(2026, 11, day))
+
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        found.append(Bench(model(), talking, PROSE).base)
+    assert found[0] == found[1]
+    talking.chat_template = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    assert Bench(model(), talking, PROSE).base != found[0]
+    talking.chat_template = "{#- what it writes is the same -#}" + CHATML
+    plain = copy.deepcopy(talking)
+    plain.chat_template = CHATML
+    assert Bench(model(), talking, PROSE).base == Bench(model(), plain, PROSE).base
 
 
 def test_what_weights_and_tokens_do_not_tell_is_of_the_origin_too(monkeypatch):

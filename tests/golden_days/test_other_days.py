@@ -16,9 +16,22 @@ from langchain_core.messages import HumanMessage
 
 from locret_stream import Store
 from locret_stream.errors import SnapshotMismatch
+from tests.cli.command import invoke
 from tests.golden_days.conftest import Clock
 from tests.golden_days.make import FOLDER, LOG, TALK
-from tests.golden_days.scripted import DATED, PLAIN, TEMPLATES, Say, chat_model, held, runtime, scripted, serving
+from tests.golden_days.scripted import (
+    DATED,
+    PLAIN,
+    TEMPLATES,
+    Say,
+    chat_model,
+    held,
+    model,
+    runtime,
+    scripted,
+    serving,
+    tokenizer,
+)
 from tests.serving.support import Served
 
 TODAY, TOMORROW, NEXT_YEAR = (28, 11, 2026), (29, 11, 2026), (3, 5, 2028)
@@ -131,6 +144,33 @@ async def test_over_midnight_in_one_process(clock: Clock, say: Say, tmp_path: Pa
             assert dates(held(context)) == [BEGUN]
         async with running.open("diary") as context:
             assert context.resumed and dates(held(context)) == [BEGUN]
+
+
+async def test_what_is_read_again_is_the_same_on_another_day(clock: Clock, say: Say, tmp_path: Path):
+    text = "The diary of today tells of keys. " * 3 + "Cats sleep.\nDogs bark at night in the hall.\n" * 9
+    found = []
+    for clock.day in (TODAY, TOMORROW, NEXT_YEAR):
+        async with runtime(tmp_path, DATED, recall=True) as running, running.open("diary") as context:
+            if not context.resumed:
+                await context.push(text)
+            found.append([await context.recall(words) for words in ("What is in the diary today?", "dogs", "system")])
+    assert found[0] == found[1] == found[2] and found[0][0] and not found[0][2]
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_a_session_of_the_command_line_goes_on_the_next_day(clock: Clock, tmp_path: Path):
+    made = model()
+    made.save_pretrained(tmp_path / "model")
+    tokenizer(DATED).save_pretrained(tmp_path / "model")
+    here = ["run", "--session", "builds", "--store", tmp_path / "store", "--model", tmp_path / "model", "--budget", 256,
+            "--policy", "streaming_llm", "--chunk-size", 32, "--ask", "What?", "--max-new-tokens", 3, "--json"]
+    code, out, _ = invoke(*here, text="The door code of house 1 is 4037.\n" * 20)
+    first = json.loads(out)
+    for clock.day in (TOMORROW, NEXT_YEAR):
+        code, out, err = invoke(*here, text="")
+        assert code == 0 and "Session 'builds' goes on:" in err and json.loads(out)["answers"] == first["answers"]
 
 
 # -- a server -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import datetime
 
 import pytest
 
@@ -149,3 +150,45 @@ def test_a_message_may_begin_like_a_header(codec: TextCodec, tokenizer):
     if len(tail) > 1:
         assert said.startswith(codec.decode(list(tail[:1])).strip()) and "is written here." in said
     assert done[-1].text == "Second."
+
+
+# -- a template that writes the date ------------------------------------------------------------------------------
+
+DATED = (
+    "{{ '<|im_start|>system\n' + %s + '<|im_end|>\n' }}{%% for m in messages %%}{%% if m.role != 'system' %%}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%% endif %%}{%% endfor %%}"
+    "{%% if add_generation_prompt %%}{{ '<|im_start|>assistant\n' }}{%% endif %%}")
+DATES = {"in a sentence": "'Today is ' + strftime_now('%d %B %Y') + '.'", "at the end": "strftime_now('%Y-%m-%d')",
+         "with points": "'It is the ' + strftime_now('%d. %B %Y.') + '.'", "alone": "strftime_now('%A')",
+         "ahead of the words": "strftime_now('%H:%M:%S') + ' is the time. Be brief.'",
+         "twice": "strftime_now('%d') + ' and ' + strftime_now('%Y') + ' are today.'",
+         "and a system text": "'Today is ' + strftime_now('%d %B %Y') + '.\n'"
+                              " + (messages[0].content if messages[0].role == 'system' else '')"}
+DAYS = [datetime(1971, 1, 31, 23, 59, 59), datetime(2024, 12, 25, 0, 0, 0), datetime(2026, 11, 28, 12, 30, 1)]
+
+
+@pytest.mark.parametrize("way", DATES)
+def test_the_date_is_no_text_whatever_day_it_is(way: str, monkeypatch: pytest.MonkeyPatch):
+    frames = []
+    for day in DAYS:
+        class Clock:
+            now = staticmethod(lambda day=day: day)
+
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        known = make_tokenizer()
+        known.chat_template = DATED % DATES[way]
+        frames.append(ChatFrame(TextCodec(known), known))
+    codec = TextCodec(known)
+    found = []
+    for written in frames:
+        ids, state = written.begin("Be kind." if way == "and a system text" else None)
+        ids = ids + codec.encode_text("The code of the gate is 4711. It is shut.")
+        ids += written.close_user_and_prompt(state.with_content())[0] + codec.encode_text("Noted.\nx")
+        for reading in frames:
+            tails = headers(reading.literal_runs, codec.control_ids, reading.runs_at_other_times)
+            done, _ = cut(codec, ids, headers=tails, least=1)
+            pieces, _ = cut(codec, ids, (1, 3, 2), headers=tails, least=1)
+            assert done == pieces and [token for passage in done for token in passage.ids] == ids[:-1]
+            found.append([passage.text for passage in done])
+    said = ["The code of the gate is 4711.", "It is shut.", "Noted."]
+    assert all(texts == ["Be kind."] * (way == "and a system text") + said for texts in found)
