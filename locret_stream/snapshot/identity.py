@@ -114,7 +114,8 @@ def settings_text(given: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     given, usual = _flat(given), _flat(usual)
     groups = {kind: {name: value for name, value in given.items() if (usual.get(name) == value) is (kind == "usual")}
               for kind in ("given", "usual")}
-    return msgspec.json.encode(groups, order="sorted").decode()
+    text = msgspec.json.encode(groups, order="sorted").decode()
+    return text if len(text) <= _MOST else digest_text(text)
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
@@ -129,7 +130,7 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
     return flat
 
 
-_LONGEST = 80  # characters of a value that is stored as it is
+_LONGEST, _MOST = 80, 32_768  # characters of a value, and of all settings, that are stored as they are
 _GROUPS = msgspec.json.Decoder(dict[Literal["given", "usual"], dict[str, str]])
 
 

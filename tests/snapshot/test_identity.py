@@ -142,6 +142,11 @@ def test_another_config_is_refused_by_the_name_of_what_differs(change: dict, nam
         assert (caught.value.found, caught.value.expected) == (one, two)
 
 
+def test_a_config_of_any_size_is_stored():
+    whole = [settings_text(GIVEN | {f"field {n}": n + more for n in range(9000)}, USUAL) for more in (0, 0, 1)]
+    assert max(map(len, whole)) < 65_536 and first_difference(*whole[:2]) is None is not first_difference(*whole[1:])
+
+
 def test_a_config_is_told_from_what_is_none():
     text = settings_text(GIVEN, USUAL)
     for other in ("", "0" * 32, "{}", "[1]", '{"given": 3}'):
