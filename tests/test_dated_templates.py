@@ -47,6 +47,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return when
 
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        monkeypatch.setattr("locret_stream.text.dated.datetime", Clock)
 
     return set_to
 

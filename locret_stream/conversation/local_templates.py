@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from jinja2 import TemplateError, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
+
+from locret_stream.text.syntax import parsed
 
 MESSAGES, LOOP, PROMPT = "messages", "loop", "add_generation_prompt"
 _PURE = (  # what computes from its operands alone, and keeps nothing
@@ -28,12 +29,8 @@ _OF_LOOP = {"first", "last"}  # what a loop tells that is the same when messages
 def messages_ahead(template: str) -> int | None:
     """How many of the first messages must be given with the last ones, and the one ahead of these, so that they are
     written as in the whole conversation; None for a template of which that cannot be proved."""
-    try:
-        tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except TemplateError:
-        return None
-    proof = _Proof()
-    return 2 + proof.slices if proof.holds_for(tree) else None
+    tree, proof = parsed(template), _Proof()
+    return 2 + proof.slices if tree is not None and proof.holds_for(tree) else None
 
 
 class _Proof:

@@ -21,7 +21,7 @@ from locret_stream.conversation.local_templates import messages_ahead
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.probes import PROBE, Piece, Probes
 from locret_stream.errors import ConfigError
-from locret_stream.text import ChatFrame, FrameState, Template, TextCodec, Traits
+from locret_stream.text import ChatFrame, FrameState, Template, TextCodec, Traits, dated
 from locret_stream.text.template import NO_OPTIONS
 from locret_stream.text.traits import common
 
@@ -137,7 +137,7 @@ class ChatTemplate:
             ConfigError: the template refuses these messages however they are shown.
         """
         text = words.tool_text(tools) if tools and self.in_words else ""
-        shown, now = () if self.in_words else tools, now or datetime.now()
+        shown, now = () if self.in_words else tools, now or dated.now()
         try:
             return self._written(said, shown, self._fitting.fit(said, text, apart), now)
         except ConfigError as refused:

@@ -14,26 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
+
+from locret_stream.text.syntax import parsed
 
 CLOCK, DATES = "strftime_now", "locret_dates"
 # It ends with a newline, which is dropped behind a block: so the template begins a line, as it does alone.
-_MACRO = f"{{% macro {CLOCK}(format) %}}{{{{ {DATES}[format] }}}}{{% endmacro %}}\n"
+MACRO = f"{{% macro {CLOCK}(format) %}}{{{{ {DATES}[format] }}}}{{% endmacro %}}\n"
 _OF_DAYS = frozenset("aAbBdDeFgGhjmuUVwWxyYC%nt")  # what `strftime` writes that is the same all day
 _CODE = re.compile(r"%[-_0^#:]*([a-zA-Z%])")
-
-
-class _Generation(Extension):
-    """Transformers' block around what an assistant wrote; it is parsed here, and never rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 @functools.lru_cache(maxsize=64)
@@ -42,10 +31,8 @@ def date_formats(source: str) -> frozenset[str] | None:
     text, so that it cannot be written at another time."""
     if CLOCK not in source:
         return frozenset()
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", _Generation])
-    try:
-        tree = environment.parse(source)
-    except TemplateError:
+    tree = parsed(source)
+    if tree is None:
         return None
     calls = [node for node in tree.find_all(nodes.Call) if _is_clock(node.node)]
     tests = [node for node in tree.find_all(nodes.Test) if _is_clock(node.node)]  # `strftime_now is defined`
@@ -67,6 +54,11 @@ def is_of_days(formats: frozenset[str]) -> bool:
     return all(_OF_DAYS.issuperset(_CODE.findall(each)) for each in formats)
 
 
+def now() -> datetime:
+    """The time that a template is told."""
+    return datetime.now()
+
+
 Write = Callable[[Sequence[Mapping[str, str]], bool], str]
 """Messages, and whether a generation prompt follows them, to what a template writes."""
 
@@ -79,6 +71,6 @@ def writer_at(tokenizer: Any, source: str, when: datetime) -> Write:
 
     def write(messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt,
-                                                 chat_template=_MACRO + source, **{DATES: dates}))
+                                                 chat_template=MACRO + source, **{DATES: dates}))
 
     return write

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
 from locret_stream.errors import ConfigError
 from locret_stream.text.codec import TextCodec
+from locret_stream.text.dated import now
 from locret_stream.text.earlier import WrittenTemplate
 from locret_stream.text.template import Template
 
@@ -82,7 +82,7 @@ class ChatFrame:
         self.raw = template == "raw" or (template == "auto" and not tokenizer.chat_template)
         self.system_style: Literal["turn", "merged", "raw"] = "raw"
         self.template: str | None = None
-        self._now = datetime.now()
+        self._now = now()
         self._begin = self._open = self._prompt = self._close = tuple[int, ...]()
         self._separator = self._before_question = tuple[int, ...]()
         self._system: tuple[tuple[int, ...], ...] = ()  # the literals before and after a system text
@@ -111,6 +111,7 @@ class ChatFrame:
             # Only those that the template can read: whoever sets a padding token changes no template.
             marks = {name: str(mark) for name, mark in self._tokenizer.special_tokens_map.items() if name in source}
             made_by |= {"template": source, "marks": marks, "acknowledge": self._acknowledge}
+            made_by |= {"options": self.options} if self.options else {}
         return msgspec.json.encode(made_by, order="sorted").decode()
 
     def written(self, digest: Callable[[str], str]) -> WrittenTemplate:

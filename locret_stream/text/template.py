@@ -5,28 +5,25 @@ Knows Jinja, and neither turns nor tokens. What a template does with messages is
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import meta, nodes
 
 from locret_stream.errors import ConfigError
+from locret_stream.text.dated import CLOCK, DATES, MACRO, date_formats
+from locret_stream.text.dated import now as dated_now
+from locret_stream.text.syntax import parsed
 
-_CLOCK, _DATES = "strftime_now", "locret_dates"
-# transformers gives templates a function that tells the date, and passes on nothing of a caller's that could be called.
-# A macro ahead of the template takes that function's place; it looks the date up in a variable.
-_OTHER_CLOCK = f"{{% macro {_CLOCK}(format) %}}{{{{ {_DATES}[format] }}}}{{% endmacro %}}"
-_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a tag of transformers' own
 _LOOKING = {"split", "rsplit", "startswith", "endswith", "replace", "find", "rfind", "index", "count", "partition",
             "rpartition", "removeprefix", "removesuffix"}
 NO_OPTIONS = {  # variables that every template is given
     "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token",
     "sep_token", "cls_token", "mask_token", "raise_exception", "namespace", "range", "dict", "lipsum", "cycler",
-    "joiner", _CLOCK, _DATES}
+    "joiner", CLOCK, DATES}
 
 
 class Template:
@@ -55,12 +52,6 @@ class Template:
             return str(written.get(chosen, ""))
         return str(written or "")
 
-    @property
-    def settings(self) -> list[Any]:
-        """All that decides what it writes of given messages, but for the date, as JSON can hold it."""
-        written = self.given or self.tokenizer.chat_template
-        return [sorted(written.items()) if isinstance(written, dict) else str(written or ""), self.options]
-
     def write(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, prompt: bool,
               now: datetime | None = None, options: Mapping[str, Any] | None = None) -> str:
         """What the template writes.
@@ -73,11 +64,12 @@ class Template:
         Raises:
             ConfigError: the template refuses these messages, or fails.
         """
-        variables = {**self._missing(tools), **self.options, **(options or {})}
+        variables = {**self._missing(tools, now), **self.options, **(options or {})}
         given = self.given
-        if now is not None and self.date_formats:
-            given = _OTHER_CLOCK + self._source(tools=bool(tools))
-            variables[_DATES] = {form: now.strftime(form) for form in self.date_formats}
+        source = self._source(tools=bool(tools))
+        if now is not None and (formats := date_formats(source)):
+            given = MACRO + source
+            variables[DATES] = {form: now.strftime(form) for form in formats}
         no_tools = [] if self._wants_list else None
         try:
             return self.tokenizer.apply_chat_template(
@@ -90,19 +82,10 @@ class Template:
 
     # -- what its source says ---------------------------------------------------------------------------------
 
-    @cached_property
-    def date_formats(self) -> frozenset[str]:
-        """The formats in which it asks for the date. Empty, too, if it asks in a way that cannot be read off."""
-        asked = [[arg.value if isinstance(arg, nodes.Const) else None for arg in call.args]
-                 for call in self._nodes(nodes.Call)
-                 if isinstance(call.node, nodes.Name) and call.node.name == _CLOCK]
-        certain = all(len(args) == 1 and isinstance(args[0], str) for args in asked)
-        return frozenset(args[0] for args in asked) if certain else frozenset()
-
-    @cached_property
-    def writes_date(self) -> bool:
-        """Whether it asks for the date."""
-        return any(_CLOCK in tree for tree in self._sources)
+    @property
+    def date_formats(self) -> frozenset[str] | None:
+        """The formats in which it asks for the date; None where they are not in its text."""
+        return date_formats(self.source)
 
     @cached_property
     def looked_up(self) -> tuple[str, ...]:
@@ -137,15 +120,8 @@ class Template:
 
     @cached_property
     def _trees(self) -> list[nodes.Template]:
-        trees = []
-        for source in dict.fromkeys(self._sources):
-            try:
-                trees.append(ImmutableSandboxedEnvironment(
-                    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-                ).parse(_GENERATION.sub("", source)))
-            except TemplateError:  # whoever lets it write is told
-                continue
-        return trees
+        trees = map(parsed, dict.fromkeys(self._sources))
+        return [tree for tree in trees if tree is not None]  # of what is none, whoever lets it write is told
 
     def _nodes(self, kind: type[Any]) -> Iterator[Any]:
         for tree in self._trees:
@@ -160,21 +136,20 @@ class Template:
         for no_tools in (None, []):
             try:
                 self.tokenizer.apply_chat_template(asked, tools=no_tools, tokenize=False, add_generation_prompt=True,
-                                                   chat_template=self.given, **{**self._missing(()), **self.options})
+                                                   chat_template=self.given, **{**self._missing((), None), **self.options})
                 return no_tools is not None
             except Exception:  # whoever lets it write is told
                 continue
         return False
 
-    def _missing(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _missing(self, tools: Sequence[Mapping[str, Any]], now: datetime | None) -> dict[str, Any]:
         """Variables under which older templates take what later ones take as `tools`, and the date."""
         missing: dict[str, Any] = {}
         if "functions" in self.variables and "tools" not in self._names:
-            from json import dumps
-
-            missing["functions"] = dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False, indent=4)
+            functions = [tool.get("function", tool) for tool in tools]
+            missing["functions"] = json.dumps(functions, ensure_ascii=False, indent=4)
         if "datetime" in self.variables:
-            missing["datetime"] = datetime.now().strftime("%B %d, %Y")
+            missing["datetime"] = (now or dated_now()).strftime("%B %d, %Y")
         return missing
 
     @cached_property

@@ -147,7 +147,8 @@ class Traits:
             "results": "as what they are" if tools and self.follows("calls", "result") else "in words",
             "calls are named by their ids": tools and self.names_by_id, "thoughts": self.thoughts,
             "looks for in texts": list(template.looked_up),
-            "date": sorted(template.date_formats) or template.writes_date, "options": sorted(template.variables)}
+            "date": "of the clock" if template.date_formats is None else sorted(template.date_formats),
+            "options": sorted(template.variables)}
 
     # -- how it is tried --------------------------------------------------------------------------------------
 

@@ -235,7 +235,7 @@ def test_the_date_is_the_one_of_the_rendering():
     ("calls", "several calls of one answer", True), ("one call", "several calls of one answer", False),
     ("first call", "several calls of one answer", False), ("names by id", "calls are named by their ids", True),
     ("opened thought", "a thought is begun by", "<think>"), ("plain", "a thought is begun by", ""),
-    ("flag", "looks for in texts", ["/quiet"]), ("date", "date", ["%d %B %Y"]), ("plain", "date", False)])
+    ("flag", "looks for in texts", ["/quiet"]), ("date", "date", ["%d %B %Y"]), ("plain", "date", [])])
 def test_the_description_of_a_template(name: str, fact: str, value: object):
     assert made(name)[1].traits.described()[fact] == value
 

@@ -151,6 +151,7 @@ def test_a_result_is_as_good_on_the_next_day_though_the_template_writes_the_date
             now = staticmethod(lambda day=day: datetime(2026, 11, day))
 
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        monkeypatch.setattr("locret_stream.text.dated.datetime", Clock)
         found.append(Bench(model(), talking, PROSE).base)
     assert found[0] == found[1]
     talking.chat_template = "{{ strftime_now('%d %b %Y') }}" + CHATML

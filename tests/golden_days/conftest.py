@@ -22,4 +22,5 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+    monkeypatch.setattr("locret_stream.text.dated.datetime", clock)
     return clock

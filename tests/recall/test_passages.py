@@ -175,6 +175,7 @@ def test_the_date_is_no_text_whatever_day_it_is(way: str, monkeypatch: pytest.Mo
             now = staticmethod(lambda day=day: day)
 
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        monkeypatch.setattr("locret_stream.text.dated.datetime", Clock)
         known = make_tokenizer()
         known.chat_template = DATED % DATES[way]
         frames.append(ChatFrame(TextCodec(known), known))
