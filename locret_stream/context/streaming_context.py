@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -204,14 +204,15 @@ class StreamingContext:
     # -- giving out -------------------------------------------------------------------------------------------
 
     def generate(self, prompt: str | list[int] | None = None, *, sampling: Sampling | None = None,
-                 skip_special: bool = True, recall: bool | Recall | None = None, aside: Sequence[int] = (),
-                 constraint: Constraint | None = None, **options: Any) -> Generation:
+                 skip_special: bool | Collection[int] = True, recall: bool | Recall | None = None,
+                 aside: Sequence[int] = (), constraint: Constraint | None = None,
+                 **options: Any) -> Generation:
         """Reply to what was fed, and to `prompt` if there is one; prompt and reply are accepted into the memory.
 
         With a template the open user turn is closed, and the reply gets a turn of its own, which is closed however
         the generation ends. Options are those of `Sampling` (max_new_tokens, temperature, top_p, stop, seed, schema,
         ...).
-        `skip_special=False` shows special tokens in the text too; the end marker never.
+        `skip_special=False` shows special tokens in the text too, ids leave out those alone; the end marker never shows.
 
         Args:
             recall: whether the reply is written by a scratch copy that reads again, before the prompt, what has the

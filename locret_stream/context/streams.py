@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
@@ -254,7 +254,7 @@ class Generation(_Operation):
     """
 
     def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str,
-                 skip_special: bool = True, before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING,
+                 skip_special: bool | Collection[int] = True, before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING,
                  constraint: Constraint | None = None):
         self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
         self._before, self._speaker = before, session
@@ -403,7 +403,8 @@ class Generation(_Operation):
                      "length" if self._count >= self._sampling.max_new_tokens else None)
         if ended is not None:
             if ended != "stop":
-                rest, stopped = self._up_to_stop(self._detokenizer.flush())
+                # A character that a limit cut off is held back; the memory has the tokens of its first bytes.
+                rest, stopped = self._up_to_stop("" if ended == "length" else self._detokenizer.flush())
                 text += rest if stopped else rest + self._kept_back
             if speaker is not session:
                 self._leaving.close()

@@ -38,9 +38,10 @@ class End:
     Attributes:
         prompt, cached, sampled: tokens that the memory had accepted when the reply began, those of them that it held
             before the turn, and those of the reply.
-        finish: why the reply ended; "length": it was cut off.
+        finish: why the reply ended; "length": a limit cut it off, calls or not.
         receipt: what the turn found, read and kept, as JSON holds it.
         warnings: what the caller ought to know, by its kind: "late", "rebuild", "tools" or "held".
+        reasoning: tokens of the reply that were thought.
     """
 
     prompt: int
@@ -49,3 +50,4 @@ class End:
     finish: Literal["stop", "length", "tool_calls"]
     receipt: dict[str, Any]
     warnings: dict[str, str] = field(default_factory=dict)
+    reasoning: int = 0

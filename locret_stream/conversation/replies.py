@@ -5,32 +5,45 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import regex
 from transformers.utils.chat_parsing import ResponseParser
 
+from locret_stream.conversation.call_readers import (
+    INNER,
+    UNREADABLE,
+    Called,
+    as_call,
+    fitted,
+    may_be_text,
+    tools_by_name,
+)
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import Call, Part
-from locret_stream.conversation.tool_prompt import CLOSE, OPEN
+from locret_stream.conversation.reply_forms import (
+    ALONE,
+    ANSWER,
+    CALLS,
+    READERS,
+    THINKING,
+    WITH_MARK,
+    call_field,
+    fields_of,
+)
 from locret_stream.errors import ConfigError
 
-CALLS = "tool_calls"
-_REASONING = ("thinking", "reasoning", "reasoning_content")
-_HERMES = {"open": OPEN, "close": CLOSE, "content": "json", "repeats": True,
-           "transform": {"type": "function", "function": "{content}"}}
+_REASONING = (THINKING, "reasoning", "reasoning_content")
 
 
 def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
                       chat_template: str | None = None, *, in_words: bool = False) -> dict[str, Any]:
-    """The response template, which separates the parts of a reply: the given one, the tokenizer's own, or one that is
-    read off the chat template.
-
-    The last has content; reasoning between `<think>` and `</think>`, and JSON calls between `<tool_call>` and
-    `</tool_call>`, if the chat template contains these marks.
+    """The response template, which separates the parts of a reply: the given one, the tokenizer's own, or one of the
+    forms (`reply_forms`) whose marks the chat template, or an added token, shows.
 
     Args:
-        prompt: the generation prompt, after which a reply begins.
+        prompt: the generation prompt, after which a reply begins: what the template writes behind the last message.
         chat_template: is used in place of the tokenizer's, whose response template then does not count.
         in_words: calls are written in the form of `tool_prompt`, whatever the template writes.
 
@@ -39,15 +52,12 @@ def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
     """
     template = given or (getattr(tokenizer, "response_template", None) if chat_template is None else None)
     if template is None:
-        shown = str(chat_template or tokenizer.chat_template or "")
-        fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
-        if "<think>" in shown:
-            fields["thinking"] = {"open": "<think>", "close": "</think>"}
-        if "<tool_call>" in shown and "</tool_call>" in shown:
-            fields[CALLS] = _HERMES
-        template = {"start_anchor": prompt, "fields": fields}
+        source = str(chat_template or tokenizer.chat_template or "")
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        fields, written = fields_of(source, "\0".join([source, prompt, *map(str, added.values())]), prompt)
+        template = {"start_anchor_pattern": r"\A" + regex.escape(prompt.removesuffix(written)), "fields": fields}
     if in_words:
-        template = {**template, "fields": {**template.get("fields", {}), CALLS: _HERMES}}
+        template = {**template, "fields": {**template.get("fields", {}), _words_field(template): call_field()}}
     try:
         ResponseParser(template, prefix=prompt)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -56,10 +66,15 @@ def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
     return template
 
 
-def shows_special(template: dict[str, Any], special: list[str]) -> bool:
-    """Whether the marks that separate the parts of a reply contain special tokens, so that its text must show these."""
-    anchors = json.dumps([template["fields"]], ensure_ascii=False)
-    return any(token and json.dumps(token, ensure_ascii=False)[1:-1] in anchors for token in special)
+def marks_among(template: dict[str, Any], tokens: Iterable[str]) -> set[str]:
+    """Those of the special tokens that separate the parts of a reply, so that its text must show them."""
+    fields = template["fields"]
+    anchors = json.dumps([fields], ensure_ascii=False)
+    patterns = "\n".join(pattern for field in fields.values() for name in ("open_pattern", "close_pattern")
+                         if isinstance(pattern := field.get(name), str))
+    inner = INNER if any(name.startswith(f"{CALLS}:") and name != ALONE for name in fields) else ()
+    return {token for token in tokens if token and (
+        json.dumps(token, ensure_ascii=False)[1:-1] in anchors or regex.escape(token) in patterns or token in inner)}
 
 
 class Reply:
@@ -68,46 +83,72 @@ class Reply:
     Args:
         template: as `response_template` gives it. prefix: the generation prompt and what the prompt wrote of the reply.
         tools: as OpenAI's function schemas.
+        stops: strings of which the first that stands in the content ends the reply, without it.
 
     Attributes:
         calls: that were made so far.
+        text: all that was fed.
+        stop_at: the character of `text` at which a stop string begins; None: there was none.
     """
 
-    def __init__(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]):
-        self._template, self._tools = template, list[dict[str, Any] | Callable[..., Any]](tools)
-        self._parser = ResponseParser(template, prefix=prefix, tools=self._tools)
-        self._region, self._raw = "", ""  # the field that is open, and its text
-        self._content = self._white = ""  # the content so far, and line ends behind it that may belong to a call
-        self.calls, self._ids, self._reasoning = list[Call](), set[str](), ""
+    def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]],
+                 stops: Sequence[str] = ()):
+        self._tools, self._stops = tools_by_name(tools), [stop for stop in stops if stop]
+        fields = template["fields"]
+        self._known = ALONE in fields  # the forms are those of our table, which no text can make fail
+        if self._known and not tools:
+            template = {**template, "fields": {name: field for name, field in fields.items() if name != ALONE}}
+        self._template = template
+        self._for_parser: list[dict[str, Any] | Callable[..., Any]] = [] if self._known else [
+            may_be_text(tool) for tool in tools]
+        self._parser = ResponseParser(template, prefix=prefix, tools=self._for_parser)
+        self._region, self._raw, self._ended = "", "", False  # the field that is open, its text; whether all came
+        self._content = self._thoughts = ""
+        self._pending = ""  # content that may begin a stop string, and line ends that may stand at its end
+        self._white = ""  # of a thought, which may be the last of it
+        self._run, self._run_at = "", 0  # content since the last mark, as it was written, and where it may begin
+        self.calls, self._ids, self.text, self.stop_at = list[Call](), set[str](), "", None
         self._shown, self._thought, self._reported = "", "", 0  # since the last part; calls that parts had
         self._handle(self._parser.initial_events)
 
+    @property
+    def thinking(self) -> bool:
+        """Whether a thought is open."""
+        return self._kind in _REASONING
+
     def feed(self, text: str) -> Iterator[Part]:
-        """The part that this text completes: one, or none."""
-        for character in text:  # one by one, so that nothing else is lost with a region that cannot be parsed
+        """The part that this text completes: one, or none. Nothing is read behind a stop string."""
+        # One by one where something else could be lost with a region that cannot be parsed, or a place counts.
+        for piece in (text,) if self._known and not self._stops else text:
+            if self.stop_at is not None:
+                break
+            self.text += piece
             if self._region:
-                self._raw += character
+                self._raw += piece
             try:
-                self._handle(self._parser.feed(character))
+                self._handle(self._parser.feed(piece))
             except (ValueError, RecursionError):
                 self._unreadable()
         yield from self._part()
 
     def finish(self) -> Iterator[Part]:
         """The part of what was buffered; the reply ends here."""
+        self._ended = True
         try:
-            self._handle(self._parser.finalize()[1])
-            if self._region == CALLS:  # cut short inside a call
-                self._unreadable()
+            if self.stop_at is None:
+                self._handle(self._parser.finalize()[1])
+                if self._region == CALLS:  # cut short inside a call
+                    self._unreadable()
         except (ValueError, RecursionError):
             self._unreadable()
+        self._flush()
         yield from self._part()
 
     @property
     def message(self) -> Message:
         """The reply so far. Calls that cannot be read are text of it."""
         unreadable = "".join(call.arguments for call in self.calls if call.name is None)
-        return Message("assistant", self._content + unreadable, self._reasoning, calls=tuple(
+        return Message("assistant", self._content + unreadable, self._thoughts, calls=tuple(
             (call.name, json.loads(call.arguments), call.id) for call in self.calls if call.name is not None))
 
     def _part(self) -> Iterator[Part]:
@@ -115,57 +156,109 @@ class Reply:
         called = tuple(self.calls[self._reported:])
         if self._shown or self._thought or called:
             yield Part(self._shown, self._thought, called)
-            self._reasoning += self._thought
             self._shown, self._thought, self._reported = "", "", len(self.calls)
+
+    @property
+    def _kind(self) -> str:
+        return self._region.partition(":")[0]
 
     def _handle(self, events: list[dict[str, Any]]) -> None:
         for event in events:
-            field = event["field"]
+            if self.stop_at is not None:
+                return
+            field, kind = event["field"], event["field"].partition(":")[0]
             if event["type"] == "region_open":
                 self._region, self._raw = field, ""
+                self._run, self._run_at = "", max(0, len(self.text) - 2)
             elif event["type"] == "region_chunk":
-                if field == "content":
+                if kind in ("content", ANSWER):
                     self._show(event["text"])
-                elif field in _REASONING:
-                    self._thought += event["text"]
+                elif kind in _REASONING:
+                    self._think(event["text"])
                 elif not self._raw:
                     self._raw = event["text"]  # from the prefix: the opening of a call that the caller demanded
             else:
                 self._region = ""
-                if field == CALLS:
-                    for value in event["value"] if isinstance(event["value"], list) else [event["value"]]:
-                        self._call(value)
+                if kind == CALLS:
+                    self._close_calls(field, event["value"])
+                elif kind in _REASONING:
+                    self._white = self._white and "\n"
+
+    def _think(self, text: str) -> None:
+        """Add to the thoughts, without white space at either end."""
+        text = self._white + text
+        if not self._thoughts:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._white = text[len(shown):]
+        self._thoughts += shown
+        self._thought += shown
 
     def _show(self, text: str) -> None:
-        """Add content, without line ends at its beginning or ahead of a call."""
-        text = self._white + text
+        """Add content, without line ends at its beginning or ahead of a call, up to a stop string."""
+        self._run += text
+        pending = self._pending + text
         if not self._content:
-            text = text.lstrip("\n")
-        shown = text.rstrip("\n")
-        self._white = text[len(shown):]
+            pending = pending.lstrip("\n")
+        places = [(at, stop) for stop in self._stops if (at := pending.find(stop)) >= 0]
+        if places:
+            at, stop = min(places)
+            begins = max(0, len(self._run) - len(pending) + at)
+            found = self.text.find(self._run[:begins + len(stop)], self._run_at)
+            self.stop_at = len(self.text) if found < 0 else found + begins
+            self._pending = pending[:at]
+            self._flush()
+            return
+        kept = max((n for stop in self._stops for n in range(1, min(len(stop), len(pending) + 1))
+                    if pending.endswith(stop[:n])), default=0)
+        self._pending = pending[len(pending) - kept:]
+        pending = pending[:len(pending) - kept]
+        shown = pending.rstrip("\n")
+        self._pending = pending[len(shown):] + self._pending
         self._content += shown
         self._shown += shown
 
-    def _call(self, value: Any) -> None:
-        """Add a tool call. What is not a name with an object of arguments becomes an invalid call with its text."""
-        function = value.get("function", value) if isinstance(value, dict) else {}
-        name, arguments = (function.get("name"), function.get("arguments", function.get("parameters"))) if isinstance(
-            function, dict) else (None, None)
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                pass
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not _whole([name, arguments]):
-            self._invalid(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    def _flush(self) -> None:
+        """What is pending begins no stop string."""
+        shown = self._pending.rstrip("\n")
+        self._pending = self._pending[len(shown):]
+        self._content += shown
+        self._shown += shown
+
+    def _close_calls(self, field: str, value: Any) -> None:
+        """Calls that are whole, or what else stands in their place."""
+        self._flush()
+        if not (isinstance(value, dict) and field.startswith(CALLS) and "form" in value):
+            for each in value if isinstance(value, list) else [value]:
+                call = as_call(each)
+                if call is None:
+                    self._invalid(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False, default=str))
+                else:
+                    self._add(call)
             return
-        written_id = function.get("id", value.get("id"))  # some templates show ids, and their models write them
-        self._add(name, json.dumps(arguments, ensure_ascii=False), written_id)
+        form, mark, text = value["form"], value["mark"], value["text"]
+        close = self._template["fields"][field].get("close", "")
+        open_ended = not close or self._ended
+        try:
+            found = READERS[form](mark + text if form in WITH_MARK else text, self._tools, not self._ended)
+        except UNREADABLE:
+            found = None
+        if found is None or not found[0] or (found[1].strip() and not open_ended):
+            written = mark + text + (close if isinstance(close, str) and not self._ended else "")
+            if form == "alone":
+                self._show(written)
+            else:
+                self._add_text(written)
+            return
+        for call in found[0]:
+            self._add(fitted(call, self._tools))
+        if found[1].strip():
+            self._show(found[1])
 
     def _unreadable(self) -> None:
         """The region that is open cannot be parsed; a new parser begins behind it."""
         raw, self._region, self._raw = self._raw, "", ""
-        self._parser = ResponseParser(self._template, prefix="", tools=self._tools)
+        self._parser = ResponseParser(self._template, prefix="", tools=self._for_parser)
         self._invalid(raw)
 
     def _invalid(self, raw: str) -> None:
@@ -175,18 +268,24 @@ class Reply:
                             for mark in (field.get("open"), field.get("close")))
         for mark in closing or ():
             raw = raw.removesuffix(mark)
-        self._add(None, f"{opening[0] if opening else OPEN}{raw}")
+        self._add_text(f"{opening[0] if opening else '<tool_call>'}{raw}")
 
-    def _add(self, name: str | None, arguments: str, written_id: Any = None) -> None:
-        usable = isinstance(written_id, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", written_id)
-        call_id = written_id if usable and written_id not in self._ids else f"call_{uuid.uuid4().hex[:24]}"
+    def _add(self, called: Called) -> None:
+        """Some templates show ids, and their models write them."""
+        usable = re.fullmatch(r"[A-Za-z0-9_.:-]{1,64}", called.id) and called.id not in self._ids
+        self.calls.append(Call(called.name, json.dumps(called.arguments, ensure_ascii=False),
+                               self._new_id(called.id if usable else ""), len(self.calls)))
+
+    def _add_text(self, written: str) -> None:
+        """Add a call that cannot be read."""
+        self.calls.append(Call(None, written, self._new_id(), len(self.calls)))
+
+    def _new_id(self, written: str = "") -> str:
+        call_id = written or f"call_{uuid.uuid4().hex[:24]}"
         self._ids.add(call_id)
-        self.calls.append(Call(name, arguments, call_id, len(self.calls)))
+        return call_id
 
 
-def _whole(value: Any) -> bool:
-    """Whether a value can be written as UTF-8: JSON can spell half of a surrogate pair."""
-    try:
-        return bool(json.dumps(value, ensure_ascii=False).encode())
-    except UnicodeEncodeError:
-        return False
+def _words_field(template: dict[str, Any]) -> str:
+    """The field of calls in words: among those of the table one more, else in place of what there is."""
+    return f"{CALLS}:<tool_call>" if ALONE in template.get("fields", {}) else CALLS

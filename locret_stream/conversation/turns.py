@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from locret_stream.conversation.matching import Reached, reach, reach_behind
 from locret_stream.conversation.messages import digest
 from locret_stream.conversation.parts import End, Part
 from locret_stream.conversation.recalling import Recollection, recollect
-from locret_stream.conversation.replies import Reply, response_template, shows_special
+from locret_stream.conversation.replies import Reply, marks_among, response_template
 from locret_stream.conversation.request import NOT_HELD, TOOLS_LEFT_OUT, Request, within
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
@@ -74,7 +74,8 @@ class Turn:
         self._before = reached.base.tokens if reached.base else 0  # tokens that the memory held
         self._demand = Demand()
         self._sampled: list[int] = []
-        self._written = ""  # the text of the sampled tokens
+        self._written = list[str]()  # the texts of the sampled tokens
+        self._thought = 0  # how many of these tokens were thought
         self._last: list[int] = []  # the last ids of the reply as the memory holds it
 
     async def run(self) -> End:
@@ -113,13 +114,16 @@ class Turn:
         receipt |= {"otherwise": otherwise} if (otherwise := self._otherwise()) else {}
         receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
         receipt |= {"not_recalled": recalled.why_not} if recalled.why_not else {}
+        if isinstance(reply, Reply) and reply.thinking and not reply.message.content and not reply.calls:
+            cut = "was cut off by max_tokens" if ended == "length" else "was not closed"
+            receipt |= {"empty": f"the thought {cut}, so that there is no answer"}
         if ended == "stop":  # the memory holds the stop string, or a part of it; the answer does not
-            await self._reread_answer(question, prompt + opening)
+            stop_at = reply.stop_at if isinstance(reply, Reply) else None
+            await self._reread_answer(question, prompt + opening, stop_at)
         receipt = await self._conclude(reply) | receipt
-        called = any(call.name is not None or ended != "length" for call in reply.calls)
         finish: Literal["stop", "length", "tool_calls"] = (
-            "tool_calls" if called else "length" if ended == "length" else "stop")
-        return End(begun, self._before, len(self._sampled), finish, receipt, warnings)
+            "length" if ended == "length" else "tool_calls" if reply.calls else "stop")
+        return End(begun, self._before, len(self._sampled), finish, receipt, warnings, self._thought)
 
     async def _recollect(self) -> tuple[Recollection, int]:
         """What is read again for the last message, if that is a user's and new and recall is on; and the character of
@@ -155,45 +159,64 @@ class Turn:
         """
         demand, request = self._demand, self._request
         reply, skip_special = self._reader()
+        by_reader = isinstance(reply, Reply)  # which finds stop strings in the content alone
+        sampling = {name: value for name, value in demand.sampling.items() if name != "stop" or not by_reader}
         generation: Generation = self._thread.context.generate(
             prompt if recalled.ids else None, skip_special=skip_special, recall=False, aside=recalled.ids,
-            constraint=demand.constraint, **demand.sampling)
+            constraint=demand.constraint, **sampling)
+        thinking, ended = False, None
         async for token in generation:
             self._sampled.append(token.id)
             self._last = self._sampled[-16:]
-            self._written += token.text
+            self._written.append(token.text)
             for part in reply.feed(token.text):
                 self._emit(part)
-            if demand.form is None and request.choice not in ("", "any") and reply.calls:
-                await generation.aclose()  # the call that was asked for is whole
+                self._thought += bool(part.reasoning) and not thinking
+            thinking = isinstance(reply, Reply) and reply.thinking
+            self._thought += thinking
+            if isinstance(reply, Reply) and reply.stop_at is not None:
+                ended = "stop"
+            elif demand.form is None and request.choice not in ("", "any") and reply.calls:
+                ended = "closed"  # the call that was asked for is whole
+            if ended is not None:
+                await generation.aclose()
                 break
         for part in reply.finish():
             self._emit(part)
-        return reply, generation.finish_reason
+        return reply, ended or generation.finish_reason
 
-    def _reader(self) -> tuple[Reply | HeldReply, bool]:
-        """What reads the reply, and whether its text comes without special tokens."""
+    def _reader(self) -> tuple[Reply | HeldReply, Collection[int] | bool]:
+        """What reads the reply, and the special tokens that its text comes without."""
         threads, request, rendered, demand = self._threads, self._request, self._reached.rendered, self._demand
         if demand.form is not None:
             names = [tool["function"]["name"] for tool in request.tools]
             return HeldReply(demand.form, names, demand.begun), False
-        shown = "".join(piece.text for piece in rendered.pieces(rendered.body))
+        pieces = rendered.pieces(max(rendered.ends, default=0))
+        texts = max((at for at, piece in enumerate(pieces, 1) if piece.data), default=0)
+        shown = "".join(piece.text for piece in pieces[texts:])  # what the template writes ahead of a reply
         template = response_template(threads.runtime.tokenizer, threads.replies, shown,
                                      threads.template.frames.template, in_words=threads.template.in_words)
         if demand.sampling.get("schema") is not None:  # all of it is JSON, whatever marks its strings may hold
-            template = {**template, "fields": {"content": template["fields"]["content"]}}
-        reply = Reply(template, shown + demand.begun, list(request.tools))
-        return reply, not shows_special(template, self._special)
+            template = {"start_anchor_pattern": r"\A[\s\S]*", "fields": {"content": template["fields"]["content"]}}
+        reply = Reply(template, shown + demand.begun, request.tools, demand.sampling.get("stop") or ())
+        marks = marks_among(template, self._special.values())
+        return reply, [token for token, text in self._special.items() if text not in marks]
 
-    async def _reread_answer(self, question: Boundary | None, prompt: list[int]) -> None:
-        """Go back to where the model was asked, and read the answer as it was given; without a snapshot of that
-        boundary, close the context."""
+    async def _reread_answer(self, question: Boundary | None, prompt: list[int], length: int | None) -> None:
+        """Go back to where the model was asked, and read the answer again up to that character, or all that is written;
+        without a snapshot of that boundary, close the context."""
         thread = self._thread
         if question is None or question.key not in thread.snapshots:
             await thread.close()
             return
         await thread.move_to(question)
-        written = self._threads.template.codec.encode_text(self._written)
+        length = len("".join(self._written)) if length is None else length
+        kept = at = 0  # the tokens whose texts are whole characters of it
+        for number, text in enumerate(self._written, 1):
+            if text and at + len(text) <= length:
+                kept, at = number, at + len(text)
+        rest = "".join(self._written)[at:length]
+        written = self._sampled[:kept] + self._threads.template.codec.encode_text(rest)
         await thread.feed(prompt + written, self._request.focus)
         self._last = written[-16:]
 
@@ -246,10 +269,10 @@ class Turn:
         return await encode(self._threads, self._reached, start, end)
 
     @cached_property
-    def _special(self) -> list[str]:
-        """The special tokens, as text."""
+    def _special(self) -> dict[int, str]:
+        """The special tokens with their texts."""
         codec = self._threads.template.codec
-        return [codec.decode([token], skip_special=False) for token in codec.special_ids]
+        return {token: codec.decode([token], skip_special=False) for token in codec.special_ids}
 
 
 async def encode(threads: Threads, reached: Reached, start: int, end: int | None) -> list[int]:

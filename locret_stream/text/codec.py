@@ -21,7 +21,7 @@ import hashlib
 import operator
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -230,7 +230,7 @@ class Detokenizer:
 
     Args:
         codec: the codec of the ids.
-        skip_special: leave special tokens out of the text.
+        skip_special: leave special tokens out of the text; or the ids that are left out.
         start: the ids open a text: tokenizers that put a space before the first word remove it. False keeps every
             space, for ids that follow others.
 
@@ -240,9 +240,11 @@ class Detokenizer:
     are replaced, as Unicode recommends.
     """
 
-    def __init__(self, codec: TextCodec, *, skip_special: bool = True, start: bool = True):
+    def __init__(self, codec: TextCodec, *, skip_special: bool | Collection[int] = True, start: bool = True):
         self._codec, self._start = codec, start
-        self._skip = codec.special_ids if skip_special else frozenset()
+        if isinstance(skip_special, bool):
+            skip_special = codec.special_ids if skip_special else ()
+        self._skip = frozenset(skip_special)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._gap = ""  # the space after the last word, which is part of the text only if another word follows
 

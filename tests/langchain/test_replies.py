@@ -17,7 +17,7 @@ from langchain_locret.messages import read
 from langchain_locret.replies import chunk_of
 from locret_stream import ConfigError
 from locret_stream.conversation.parts import Call, Part
-from locret_stream.conversation.replies import Reply, response_template, shows_special
+from locret_stream.conversation.replies import Reply, response_template, marks_among
 from tests.langchain.support import PROMPT, tokenizer
 
 THINKING = {"start_anchor": PROMPT, "fields": {
@@ -119,25 +119,29 @@ def test_without_calls_everything_is_content_as_it_is():
 def test_the_template_of_a_reply_is_the_given_one_the_tokenizers_or_what_its_chat_template_shows():
     known = tokenizer()
     assert response_template(known, THINKING, PROMPT) is THINKING
-    assert set(response_template(known, None, PROMPT)["fields"]) == {"content", "tool_calls"}
+    assert "tool_calls:<tool_call>" in response_template(known, None, PROMPT)["fields"]
 
     class Other:
-        chat_template = known.chat_template + "<think>"
+        chat_template = known.chat_template + "<seed:think>"
         response_template = THINKING
 
+    def opened(mark: str) -> bool:
+        fields = response_template(Other, None, PROMPT)["fields"].values()
+        return any(mark in field.get("open_pattern", "") for field in fields)
+
     assert response_template(Other, None, PROMPT) is THINKING
+    assert response_template(Other, None, PROMPT, "{{ messages }}") is not THINKING
     Other.response_template = None
-    assert set(response_template(Other, None, PROMPT)["fields"]) == {"content", "thinking", "tool_calls"}
+    assert opened("<seed:think>") and opened("<tool_call>")
     Other.chat_template = "{{ messages }}"
-    assert set(response_template(Other, None, PROMPT)["fields"]) == {"content"}
+    assert not opened("<seed:think>") and not opened("<tool_call>")
     for broken in ({}, {"fields": {}}, {"start_anchor": "x", "fields": {"content": {"content": "nonsense"}}}, [1]):
         with pytest.raises(ConfigError, match="response template cannot be used"):
             response_template(known, broken or {"fields": 3}, PROMPT)
 
 
 def test_special_tokens_are_shown_only_where_they_tell_the_parts_apart():
-    assert shows_special(THINKING, ["<think>", "<|im_end|>"])
-    assert not shows_special(THINKING, ["<|im_end|>", ""])
+    assert marks_among(THINKING, ["<think>", "<|im_end|>", ""]) == {"<think>"}
 
 
 @pytest.mark.parametrize("written", ['{"name": "look", "parameters": {"at": "sh', ' {"name"', "{}", '"a', '"a"', "[1",

@@ -1,0 +1,185 @@
+"""The marks by which models tell thoughts, answers and calls apart, and which of them a model knows: by the text of its
+chat template and by its added tokens, never by its name.
+
+One entry a form; what stands between the marks of a call is `call_readers`' part. All of it is said as transformers'
+ResponseParser takes it: a field for each pair of marks, and in the value of a call's field the name of the form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from locret_stream.constraints import CallForm
+from locret_stream.conversation.call_readers import (
+    Reader,
+    alone,
+    as_function_tags,
+    as_header,
+    as_json,
+    as_named,
+    behind_tag,
+    inside,
+)
+
+THINKING, ANSWER, CALLS = "thinking", "answer", "tool_calls"  # what the names of fields begin with
+ALONE = f"{CALLS}:alone"
+
+# A thought stands where a reply begins, or behind another one; elsewhere its marks are text.
+_THOUGHTS = (
+    ("<think>", "</think>"),  # Qwen3, DeepSeek R1 and V3.1, GLM, Kimi, SmolLM3, LFM2.5, Granite 3.3, MiniMax, and more
+    ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"),
+    ("<thought>", "</thought>"),  # EXAONE Deep
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A and R7B
+    ("<|thought_start|>", "<|thought_end|>"),  # MiniCPM3
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker, Sky-T1
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    ("◁think▷", "◁/think▷"),  # Kimi-VL
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("Here is my thought process:", "Here is my response:"))  # Granite 3.2
+# Around an answer, where it begins.
+_ANSWERS = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),  # Command A and R7B
+    ("<|begin_of_solution|>", "<|end_of_solution|>"),  # OpenThinker, Sky-T1
+    ("<response>", "</response>"))  # Granite 3.3
+
+
+@dataclass(frozen=True)
+class Form:
+    """How calls are marked off.
+
+    Attributes:
+        name: the opening mark, unless there is a pattern. close: the closing mark; "": nothing but the end of a reply
+            closes it, and text may follow the calls.
+        pattern: of the opening, with a group `mark`; "": the mark alone.
+        told: marks of which one in a template tells that its model writes calls so; (): the opening one.
+        held: how such a call is begun and held where a template shows none.
+    """
+
+    name: str
+    close: str = ""
+    reader: Reader = inside
+    pattern: str = ""
+    told: tuple[str, ...] = ()
+    held: CallForm | None = None
+
+
+_PLAIN, _LIST = '", "arguments": ', '[{"name": "'
+FORMS = (
+    # JSON: Hermes, Qwen2.5 and 3, Granite 4, SmolLM3, and more (Granite 3.0 leaves out the closing mark). Tags of
+    # functions: Qwen3-Coder and Qwen3.5. Keys and values: GLM 4.5 to 5.
+    Form("<tool_call>", "</tool_call>", held=CallForm()),
+    Form("<tool_calls>", "</tool_calls>", held=CallForm(f"<tool_calls>{_LIST}", _PLAIN, "}]</tool_calls>")),  # Jamba
+    # Nemotron-mini, whose template shows the marks of tools alone; Nemotron Nano
+    Form("<toolcall>", "</toolcall>", told=("<toolcall>", "<tool> "),
+         held=CallForm('<toolcall> {"name": "', _PLAIN, "} </toolcall>")),
+    Form("<TOOLCALL>", "</TOOLCALL>", held=CallForm(f"<TOOLCALL>{_LIST}", _PLAIN, "}]</TOOLCALL>")),
+    Form("<function_call>", "</function_call>"),
+    Form("<seed:tool_call>", "</seed:tool_call>"),  # Seed-OSS
+    Form("<minimax:tool_call>", "</minimax:tool_call>"),  # MiniMax M2
+    Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),  # DeepSeek V3.2
+    Form("<|tool_call|>", "<|/tool_call|>", held=CallForm(f"<|tool_call|>{_LIST}", _PLAIN, "}]")),  # Granite 3, Phi-4
+    Form("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM2, MiniCPM
+    Form("<|tool_call>", "<tool_call|>"),  # Gemma 4
+    Form("<|python_start|>", "<|python_end|>"),  # Llama 4
+    Form("<|START_ACTION|>", "<|END_ACTION|>"),  # Command A and R7B
+    Form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", held=CallForm(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|><|tool_calls_section_end|>", "raw")),  # Kimi K2
+    Form("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", held=CallForm(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "raw")),  # DeepSeek V3, R1
+    Form("[TOOL_CALLS]", reader=as_named, held=CallForm(f"[TOOL_CALLS] {_LIST}", _PLAIN, "}]")),  # Mistral
+    Form("functools", reader=as_json, pattern=r"(?P<mark>\s?functools)(?=\[)", told=("functools[",)),  # Firefunction
+    Form("Action:", "```", as_json, r"(?P<mark>Action:\s*```(?:json)?\s)", ("Action:```json", "Action: ```json")),
+    Form("<|python_tag|>", reader=behind_tag),  # Llama 3.x
+    # Llama 3.1 with JSON in it, Qwen3-Coder where it leaves out <tool_call>
+    Form("<function=", "</function>", lambda text, tools, closed: as_function_tags(
+        f"<function={text}</function>", tools) if closed else None))
+READERS: dict[str, Reader] = {form.name: form.reader for form in FORMS} | {
+    "alone": alone, "header": as_header}
+WITH_MARK = {"alone", "header"}  # forms whose readers need what opened a call
+
+
+def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str]:
+    """The fields of a model's replies, and what the prompt wrote of the reply.
+
+    Args:
+        source: the chat template. known: the same with all added tokens.
+        prompt: what the template writes ahead of a reply.
+    """
+    thoughts = [pair for number, pair in enumerate(_THOUGHTS) if not number or any(mark in known for mark in pair)]
+    answers = [pair for pair in _ANSWERS if pair[0] in known]
+    closed = "|".join(regex.escape(close) for _, close in thoughts)
+    start = rf"(?:\A|(?<={closed}))\s*"  # of a reply, or behind a thought
+    begun = regex.search(rf"(?:{'|'.join(regex.escape(mark) for mark, _ in thoughts)}|<\|recipient\|>)\s*\Z", prompt)
+    fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
+    for number, (mark, close) in enumerate(thoughts):
+        end = rf"(?:{regex.escape(close)}\s*)" if close.endswith(":") else close  # of a sentence with its space
+        fields[f"{THINKING}:{number}"] = _field(f"{start}(?:{regex.escape(mark)}\\s*)+", end)
+        # A template that knows the closing mark alone: what stands ahead of it was thought.
+        if close in source and mark not in source and begun is None and not prompt.rstrip().endswith(close):
+            fields[f"{THINKING}:{number} unmarked"] = _field(
+                rf"\A(?!\s*{regex.escape(mark)})(?=.*?{regex.escape(close)})", close)
+    for number, (mark, close) in enumerate(answers):
+        fields[f"{ANSWER}:{number}"] = _field(start + regex.escape(mark) + r"\s?", close)
+    for form in FORMS:
+        if any(mark in known for mark in form.told or (form.name,)):
+            fields[f"{CALLS}:{form.name}"] = call_field(form)
+    fields[ALONE] = _field(start + r'(?P<mark>(?:```(?:json)?\s*)?(?:\[\s*)?(?:\{\s*"(?:name|type|function)"\s*:|'
+                           r"(?<=\[\s*)[A-Za-z_][\w.]*\())", None, "alone")
+    for header in _HEADERS:
+        if all(mark in known for mark in header.told):
+            fields |= header.fields
+    return fields, begun[0] if begun else ""
+
+
+def call_field(form: Form = FORMS[0]) -> dict[str, Any]:
+    """The field of calls in a form."""
+    return _field(form.pattern or f"(?P<mark>{regex.escape(form.name)})", form.close or None, form.name)
+
+
+def held_forms(known: str) -> Iterator[CallForm]:
+    """How calls are begun by a model that knows these marks, as far as its template shows none."""
+    for form in FORMS:
+        if form.held is not None and any(mark in known for mark in form.told or (form.name,)):
+            yield form.held
+
+
+def _field(pattern: str, close: str | list[str] | None, form: str = "") -> dict[str, Any]:
+    field: dict[str, Any] = {"open_pattern": pattern, "content": "text", "content_args": {"strip": False},
+                             "repeats": True}
+    if close is not None:
+        field["close_pattern" if isinstance(close, str) and close.startswith("(?:") else "close"] = close
+    if form:
+        field["transform"] = {"form": form, "mark": "{mark}", "text": "{content}"}
+    return field
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """Messages of an answer, each with a header that says for whom it is. told: marks, all of them in the template."""
+
+    told: tuple[str, ...]
+    fields: dict[str, Any]
+
+
+_BEGUN, _TO, _JSON_FOLLOWS = r"(?:<\|start\|>assistant)?", r"\s*to=[^\s<]+", r"\s*(?:<\|constrain\|>)?\s*\w*\s*"
+_ENDS = ["<|end|>", "<|call|>", "<|return|>"]
+_FROM, _NEXT = r"(?:<\|from\|>assistant\n)?", r"(?:\s*(?=<\|from\|>)|<\|stop\|>)"
+_HEADERS = (
+    _Headers(("<|channel|>", "<|message|>"), {  # gpt-oss: channels for thoughts, preambles and calls, and the answer
+        f"{THINKING}:analysis": _field(rf"{_BEGUN}<\|channel\|>\s*analysis\s*<\|message\|>", _ENDS),
+        f"{ANSWER}:final": _field(rf"{_BEGUN}<\|channel\|>\s*(?:final|commentary){_JSON_FOLLOWS}<\|message\|>", _ENDS),
+        f"{CALLS}:channel": _field(
+            rf"{_BEGUN}(?P<mark>(?:{_TO}\s*<\|channel\|>\s*\w+|<\|channel\|>\s*\w+{_TO}){_JSON_FOLLOWS}<\|message\|>)",
+            _ENDS, "header")}),
+    _Headers(("<|from|>", "<|recipient|>", "<|content|>"), {  # functionary 2
+        f"{ANSWER}:all": _field(rf"{_FROM}<\|recipient\|>\s*all\s*\n<\|content\|>", _NEXT),
+        f"{CALLS}:recipient": _field(rf"{_FROM}(?P<mark><\|recipient\|>(?!\s*all\s*\n)[^\n]+\n<\|content\|>)",
+                                     _NEXT, "header")}))
