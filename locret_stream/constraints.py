@@ -13,6 +13,7 @@ copies share an automaton that every reply enlarges, up to a limit, so that a re
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -223,9 +224,11 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes a call: `before`, the tool's name, `between`, the arguments as JSON, `after`.
+    """How a model writes a call: `before`, the tool's name, `between`, the arguments, `after`.
 
     Args:
+        argument: what stands ahead of the name of each argument, ahead of its value and behind that, which is a text as
+            it is, or JSON where the tool takes no text; (): all arguments are one JSON object.
         names: how a name is written: as it is, or as in JSON, with every letter or ASCII alone.
         call_id: what stands in `between` and `after` for an id of nine letters and digits; "": a call has none.
         data: no control token counts in these texts.
@@ -237,6 +240,7 @@ class CallForm:
     names: Literal["raw", "json", "ascii"] = "json"
     call_id: str = ""
     data: bool = False
+    argument: tuple[str, str, str] | tuple[()] = ()
 
     def written(self, name: str) -> str:
         """The name of a tool as a call has it."""
@@ -268,10 +272,90 @@ def call_grammar(codec: TextCodec, tools: Mapping[str, Mapping[str, Any]], form:
             head += [_in_form(codec, part[at:], form, data)] if part[at:] else []
             at = max(0, at - len(part))
         rules += [f"body_{number}: {' '.join(head)} arguments_{number} close",
-                  f"arguments_{number}: {_json(schema)}"]
+                  *(_each_argument(codec, schema, form, number) if form.argument else
+                    [f"arguments_{number}: {_json(schema)}"])]
     rules.append(f"close: {_in_form(codec, form.after, form, form.data)}")
     rules += ["start: body"] if instead is None else ["start: body | answer", f"answer: {_json(instead)}"]
     return "\n".join(rules)
+
+
+_OF_TEXTS = {"enum", "const", "minLength", "maxLength"}  # what a text between marks can be held to
+_NOT_OF_TEXTS = {"pattern", "format", "not", "allOf"}
+
+
+def why_not_each(schema: Mapping[str, Any]) -> str:
+    """Why arguments that are written one by one cannot be held to that schema; "" where they can be."""
+    if found := sorted({"allOf", "anyOf", "oneOf", "$ref", "if", "not", "patternProperties"} & schema.keys()):
+        return f"its schema has {found[0]!r} beside or in place of a list of arguments"
+    for name, inner in (schema.get("properties") or {}).items():
+        inner = _resolved(inner, schema)
+        either = [_resolved(each, schema) for union in ("anyOf", "oneOf") for each in inner.get(union) or ()]
+        beyond = sorted((inner.keys() & _NOT_OF_TEXTS) | {
+            key for each in either for key in each.keys() & (_NOT_OF_TEXTS | _OF_TEXTS)} | ({"enum"} if not all(isinstance(value, str) for value in inner.get("enum") or ()) else set()))
+        if beyond and _is_text(inner, schema):
+            return f"its argument {name!r} is a text with {beyond[0]!r}"
+    return ""
+
+
+def _each_argument(codec: TextCodec, schema: Mapping[str, Any], form: CallForm, number: int) -> list[str]:
+    """Rules of arguments that are written one by one, in the order of the schema."""
+    before, between, after = form.argument or ("", "", "")
+    required, rules, order = schema.get("required") or [], list[str](), list[str]()
+    for at, (name, inner) in enumerate((schema.get("properties") or {}).items()):
+        rule, inner = f"argument_{number}_{at}", _resolved(inner, schema)
+        ahead, behind, end = (_in_form(codec, part, form, form.data) for part in (before, between, after))
+        head = f"{ahead} {_quoted(name)} {behind}"
+        choices = inner.get("enum", [inner["const"]] if "const" in inner else None)
+        if choices is not None and all(isinstance(choice, str) and after not in choice for choice in choices):
+            rules.append(f"{rule}: {head} ({' | '.join(map(_quoted, choices))}) {end}")
+        elif not _is_text(inner, schema):
+            whole = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            rules.append(f"{rule}: {head} {rule}_value {end}\n{rule}_value: {_json({**inner, **whole})}")
+        else:
+            least, most = inner.get("minLength", 0), inner.get("maxLength", "")
+            text = "(?s:.*)" if (least, most) == (0, "") else f"(?s:.{{{least},{most}}})"
+            if end == _quoted(after):
+                rules.append(f"{rule}: {head} {rule}_value\n{rule}_value[suffix={end}]: /{text}/")
+            else:  # the mark is a token of its own, which the text may spell
+                spelled = re.escape(after).replace("/", "\\/")
+                rules.append(f"{rule}: {head} {rule}_VALUE {end}\n{rule}_VALUE: /{text}/ & ~/(?s:.*){spelled}(?s:.*)/"
+                             .replace(f"{rule}_VALUE", f"{rule}_value".upper()))
+        order.append(rule if name in required else f"({rule})?")
+    return [f"arguments_{number}: {' '.join(order) or _quoted('')}", *rules]
+
+
+def _is_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    types = types_of(schema, root)
+    return not types or "string" in types
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
+    """The types that a value of that schema may have, `root` being the schema around it; empty: it says nothing."""
+    schema = _resolved(schema, root) if depth else {}
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else {each for each in declared or () if isinstance(each, str)}
+    for union in ("anyOf", "oneOf"):
+        for choice in schema.get(union) or ():
+            types |= types_of(choice, root, depth - 1) or {"string"}  # a choice that says nothing may be a text
+    for value in (*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())) if not types else ():
+        types |= {"string"} if isinstance(value, str) else {
+            "boolean" if isinstance(value, bool) else "integer" if isinstance(value, int) else "number"}
+    return types | ({"null"} if types and schema.get("nullable") else set())
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema with what it refers to in `root`. References in a circle say nothing."""
+    for _ in range(8):
+        if not isinstance(schema, Mapping):
+            return {}
+        name = schema.get("$ref")
+        if not isinstance(name, str):
+            return dict(schema)
+        inner: Any = root
+        for key in name.removeprefix("#/").split("/"):
+            inner = inner.get(key) if isinstance(inner, Mapping) else None
+        schema = inner
+    return {}
 
 
 def _json(schema: Mapping[str, Any]) -> str:

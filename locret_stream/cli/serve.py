@@ -57,6 +57,10 @@ def serve(
         "The name of the model in requests and answers."))] = None,
     store: StoreUrl = DEFAULT_STORE,
     key: Key = None,
+    response_template: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, show_default=(
+        "the tokenizer's own, or what the chat template shows"), help=(
+        "A JSON file that says how to tell thoughts and tool calls of this model from its text, as transformers' "
+        "ResponseParser takes it."))] = None,
     boundaries: Annotated[int, typer.Option(min=2, help=(
         "Snapshots that a session keeps, one at each end of a message: how far back one may go on."))] = BOUNDARIES,
     max_live: Annotated[int, typer.Option(min=1, help="Memories in slots at once; others wait in the store.")] = 4,
@@ -88,7 +92,7 @@ def serve(
     from locret_stream.serving.limits import Limits
 
     limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout, unnamed_days=unnamed_days)
-    model = name or options.model
+    model, replies = name or options.model, _read_template(response_template)
 
     def listening(bound: int) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
@@ -104,7 +108,8 @@ def serve(
             from locret_serve.starting import run
 
             run({"runtime": _plain(runtime_options(options)), "store": str(store), "key": key, "boundaries": boundaries,
-                 "name": model, "max_live": max_live, "limits": msgspec.to_builtins(limits), "keys": api_key or [],
+                 "name": model, "max_live": max_live, "limits": msgspec.to_builtins(limits),
+                 "response_template": replies, "keys": api_key or [],
                  "keyless": not keys, "replicas": replicas, "max_replicas": max_replicas},
                 host=host, port=port, address=ray_address, listening=listening)
             return
@@ -122,7 +127,7 @@ def serve(
             raise ConfigError(f"the tokenizer of {options.model} has no chat template, and a server is sent messages; "
                               "expected a chat model, or its template in a file chat_template.jinja of its folder")
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
-        service = count.service = Service(runtime, model=model, limits=limits)
+        service = count.service = Service(runtime, model=model, limits=limits, response_template=replies)
 
         leave_loaded_alone()
         server = Server(make_app(service, keys), service, host=host, port=port, grace_s=grace, listening=listening)
@@ -144,6 +149,18 @@ def _expect_together(command: typer.Context, ray: bool) -> None:
                           "one of them")
     if given:
         raise ConfigError(f"found {given[0]} and no --ray; expected --ray with it")
+
+
+def _read_template(file: Path | None) -> dict[str, Any] | None:
+    """Raises ConfigError: the file is none that transformers can use."""
+    if file is None:
+        return None
+    from locret_stream.conversation.replies import read_response_template
+
+    try:
+        return read_response_template(file.read_bytes())
+    except ConfigError as error:
+        raise ConfigError(f"--response-template {file}: {error}") from None
 
 
 def _expect_free(host: str, port: int) -> None:

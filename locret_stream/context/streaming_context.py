@@ -212,7 +212,7 @@ class StreamingContext:
         With a template the open user turn is closed, and the reply gets a turn of its own, which is closed however
         the generation ends. Options are those of `Sampling` (max_new_tokens, temperature, top_p, stop, seed, schema,
         ...).
-        `skip_special=False` shows special tokens in the text too, ids leave out those alone; the end marker never shows.
+        `skip_special=False` shows special tokens in the text too, ids leave out those; the end marker never shows.
 
         Args:
             recall: whether the reply is written by a scratch copy that reads again, before the prompt, what has the

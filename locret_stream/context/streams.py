@@ -254,7 +254,8 @@ class Generation(_Operation):
     """
 
     def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str,
-                 skip_special: bool | Collection[int] = True, before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING,
+                 skip_special: bool | Collection[int] = True,
+                 before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING,
                  constraint: Constraint | None = None):
         self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
         self._before, self._speaker = before, session

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.content_parsers import parse_content
 
+from locret_stream.constraints import types_of
+
 Tools = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by the names of the tools
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError, MemoryError)
 _NAMES, _ARGUMENTS, _IDS = ("name", "tool_name"), ("arguments", "parameters", "args"), ("id", "tool_call_id")
@@ -60,9 +62,9 @@ def as_call(value: Any) -> Called | None:
     return Called(name, arguments, written_id if isinstance(written_id, str) else "")
 
 
-def typed(text: str, schema: Any) -> Any:
+def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """A value that was written without quotation marks, by its schema: a text stays one wherever it may be one."""
-    types = _types(schema)
+    types = types_of(schema, root)
     if not types or "string" in types:
         return text
     plain = text.strip()
@@ -80,11 +82,12 @@ def typed(text: str, schema: Any) -> Any:
 
 def fitted(called: Called, tools: Tools) -> Called:
     """The same with texts read as what the tool takes where it takes no text."""
-    properties = tools.get(called.name, {}).get("properties")
+    root = tools.get(called.name, {})
+    properties = root.get("properties")
     if not isinstance(properties, Mapping):
         return called
     return called._replace(arguments={
-        key: typed(value, properties[key]) if isinstance(value, str) and key in properties else value
+        key: typed(value, properties[key], root) if isinstance(value, str) and key in properties else value
         for key, value in called.arguments.items()})
 
 
@@ -95,7 +98,8 @@ def may_be_text(tool: dict[str, Any]) -> dict[str, Any]:
     properties = parameters.get("properties")
     if not isinstance(properties, Mapping):
         return tool
-    plain = {name: {"type": "string"} if "string" in _types(schema) else schema for name, schema in properties.items()}
+    plain = {name: {"type": "string"} if "string" in types_of(schema, parameters) else schema
+             for name, schema in properties.items()}
     return {**tool, "function": {**function, "parameters": {**parameters, "properties": plain}}}
 
 
@@ -208,12 +212,12 @@ def as_named(text: str, tools: Tools, closed: bool = True) -> Found:
 
 def as_header(text: str, tools: Tools, closed: bool = True) -> Found:
     """Arguments behind a header that names the tool: gpt-oss (` to=functions.f`), functionary (`<|recipient|>f`)."""
-    head = re.match(rf"(?=.*?(?:to=(?:functions\.)?|<\|recipient\|>\s*)(?P<name>{_NAME})).*?<\|(?:message|content)\|>\s*",
-                    text, re.DOTALL)
-    if head is None:
+    name = re.search(rf"(?:to=(?:functions\.)?|<\|recipient\|>\s*)({_NAME})", text)
+    begins = re.search(r"<\|(?:message|content)\|>\s*", text)
+    if name is None or begins is None:
         return None
-    arguments, end = _JSON.raw_decode(text, head.end())
-    return ([Called(head["name"], arguments)], text[end:]) if isinstance(arguments, dict) and _whole(arguments) else None
+    arguments, end = _JSON.raw_decode(text, begins.end())
+    return ([Called(name[1], arguments)], text[end:]) if isinstance(arguments, dict) and _whole(arguments) else None
 
 
 def as_colon(text: str, tools: Tools, closed: bool = True) -> Found:
@@ -319,20 +323,6 @@ def _literal(node: ast.expr) -> Any:
             if all(isinstance(name, str) for name in names):
                 return dict(zip(names, map(_literal, values), strict=True))
     raise ValueError(f"{ast.dump(node):.60} is no literal")
-
-
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else {each for each in declared or () if isinstance(each, str)}
-    for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or ():
-            types |= _types(choice) or {"string"}  # a choice that says nothing may be a text
-    for value in (*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())) if not types else ():
-        types |= {"string"} if isinstance(value, str) else {
-            "boolean" if isinstance(value, bool) else "integer" if isinstance(value, int) else "number"}
-    return types | ({"null"} if types and schema.get("nullable") else set())
 
 
 def _first(value: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from locret_stream.config import Sampling
-from locret_stream.constraints import ID, CallForm, Constraint, Constraints, call_grammar
+from locret_stream.constraints import ID, CallForm, Constraint, Constraints, call_grammar, why_not_each
 from locret_stream.conversation.call_forms import (
     NO_JSON,
     arguments_of,
@@ -24,9 +24,11 @@ from locret_stream.conversation.call_forms import (
     call_opening,
     first_argument,
 )
+from locret_stream.conversation.call_readers import Called, fitted, tools_by_name
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import Call, Part
 from locret_stream.conversation.probes import Piece
+from locret_stream.conversation.reply_forms import known_marks
 from locret_stream.conversation.request import Request
 from locret_stream.conversation.threads import Threads
 from locret_stream.errors import ConfigError
@@ -77,8 +79,10 @@ def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand
         return Demand(request.sampling, constraint=held)
     tools = [tool for tool in request.tools if request.choice in ("", "any", tool["function"]["name"])]
     sampling = {name: value for name, value in request.sampling.items() if name not in ("schema", "grammar")}
+    source = str(template.frames.template or threads.runtime.tokenizer.chat_template or "")
+    known = known_marks(source, (getattr(threads.runtime.tokenizer, "added_tokens_decoder", None) or {}).values())
     try:
-        form = call_form(template, request.tools)
+        form = call_form(template, request.tools, known)
     except ConfigError as error:
         if request.choice:
             raise
@@ -90,10 +94,10 @@ def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand
         grammar, held = _grammar(threads, tools, form, instead=json.loads(schema))
         return Demand(sampling | {"grammar": grammar}, form=form, constraint=held)
     name = "" if request.choice == "any" else request.choice
-    if not_held := constraints.why_not() or (NO_JSON if form is None else ""):
+    if not_held := constraints.why_not() or (NO_JSON if form is None else _why_not_each(tools, form)):
         if schema is not None:
             raise ConfigError(BESIDE_TOOLS)
-        opening = call_opening(template, request.tools, name)
+        opening = call_opening(template, request.tools, name, known)
         begun = "".join(piece.text for piece in opening)
         return Demand(sampling, template.encode(opening, start=False), begun, not_held=not_held)
     assert form is not None
@@ -113,6 +117,16 @@ def _begun(threads: Threads, sampling: dict[str, Any], tools: Sequence[dict[str,
     grammar, held = _grammar(threads, tools, form, text, ids)
     return Demand(sampling | {"grammar": grammar}, encode(opening, start=False) + ids,
                   text + "".join(piece.text for piece in further), form, held)
+
+
+def _why_not_each(tools: Sequence[dict[str, Any]], form: CallForm) -> str:
+    """Why one of these tools cannot be held to a form that writes its arguments one by one; "": all can be."""
+    if form.argument:
+        for tool in tools:
+            if reason := why_not_each(arguments_of(tool)):
+                return (f"the chat template writes each argument between marks, so that {tool['function']['name']!r} "
+                        f"cannot be held: {reason}")
+    return ""
 
 
 def _apart_from_json(threads: Threads, form: CallForm) -> bool:
@@ -151,14 +165,15 @@ class HeldReply:
     """One reply that is held to a call, while it is generated; its parts add up to `message`.
 
     Args:
-        names: of the tools that may be called. begun: what the prompt wrote of the call; "": it may be JSON, too.
+        tools: that may be called, as OpenAI's function schemas.
+        begun: what the prompt wrote of the call; "": it may be JSON, too.
 
     Attributes:
         calls: the call, once the reply is finished; one that was cut off has no name, and its text as arguments.
     """
 
-    def __init__(self, form: CallForm, names: Sequence[str], begun: str):
-        self._form, self._names, self._text = form, sorted(names, key=len, reverse=True), begun
+    def __init__(self, form: CallForm, tools: Sequence[dict[str, Any]], begun: str):
+        self._form, self._tools, self._text = form, tools_by_name(tools), begun
         self._shown = ""  # of a reply that is JSON
         self.calls = list[Call]()
 
@@ -189,7 +204,11 @@ class HeldReply:
     def _read(self) -> Call | None:
         """The call, if it is whole."""
         form = self._form
-        for name in self._names:
+        for name in sorted(self._tools, key=len, reverse=True):
+            if form.argument:
+                if (call := self._read_each(name)) is not None:
+                    return call
+                continue
             head, tail = form.before + form.written(name) + form.between, form.after
             whole = re.fullmatch(rf"{_pattern(form, head)}(?P<arguments>\{{.*\}}){_pattern(form, tail)}", self._text,
                                  re.DOTALL)
@@ -206,6 +225,27 @@ class HeldReply:
             ids = [each for each in whole.groups() if each != whole["arguments"]]
             return Call(name, written, ids[0] if ids else _new_id(), 0)
         return None
+
+
+    def _read_each(self, name: str) -> Call | None:
+        """The call of that tool, with arguments that each stand between marks, if it is whole."""
+        form, rest = self._form, self._text
+        before, between, after = form.argument or ("", "", "")
+        head, arguments = form.before + form.written(name) + form.between, dict[str, Any]()
+        if not rest.startswith(head):
+            return None
+        rest = rest.removeprefix(head)
+        while rest.startswith(before) and rest != form.after:
+            key, found, value = rest.removeprefix(before).partition(between)
+            value, closed, rest = value.partition(after)
+            if not found or not closed:
+                return None
+            arguments[key] = value
+        if rest != form.after:
+            return None
+        called = fitted(Called(name, arguments), self._tools)
+        return Call(name, json.dumps(called.arguments, ensure_ascii=False), _new_id(), 0)
+
 
 
 def _pattern(form: CallForm, text: str) -> str:

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import regex
 from transformers.utils.chat_parsing import ResponseParser
 
 from locret_stream.conversation.call_readers import (
@@ -31,6 +30,7 @@ from locret_stream.conversation.reply_forms import (
     WITH_MARK,
     call_field,
     fields_of,
+    known_marks,
 )
 from locret_stream.errors import ConfigError
 
@@ -54,8 +54,8 @@ def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
     if template is None:
         source = str(chat_template or tokenizer.chat_template or "")
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-        fields, written = fields_of(source, "\0".join([source, prompt, *map(str, added.values())]), prompt)
-        template = {"start_anchor_pattern": r"\A" + regex.escape(prompt.removesuffix(written)), "fields": fields}
+        fields, written = fields_of(source, known_marks(source, [prompt, *added.values()]), prompt)
+        template = {"start_anchor_pattern": r"\A" + re.escape(prompt.removesuffix(written)), "fields": fields}
     if in_words:
         template = {**template, "fields": {**template.get("fields", {}), _words_field(template): call_field()}}
     try:
@@ -66,6 +66,15 @@ def response_template(tokenizer: Any, given: dict[str, Any] | None, prompt: str,
     return template
 
 
+def read_response_template(written: bytes) -> dict[str, Any]:
+    """A response template that is written as JSON. Raises ConfigError."""
+    try:
+        template = json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"found no JSON: {error}; expected an object as of transformers' ResponseParser") from error
+    return response_template(None, template or {"fields": {}}, "")
+
+
 def marks_among(template: dict[str, Any], tokens: Iterable[str]) -> set[str]:
     """Those of the special tokens that separate the parts of a reply, so that its text must show them."""
     fields = template["fields"]
@@ -74,7 +83,7 @@ def marks_among(template: dict[str, Any], tokens: Iterable[str]) -> set[str]:
                          if isinstance(pattern := field.get(name), str))
     inner = INNER if any(name.startswith(f"{CALLS}:") and name != ALONE for name in fields) else ()
     return {token for token in tokens if token and (
-        json.dumps(token, ensure_ascii=False)[1:-1] in anchors or regex.escape(token) in patterns or token in inner)}
+        json.dumps(token, ensure_ascii=False)[1:-1] in anchors or re.escape(token) in patterns or token in inner)}
 
 
 class Reply:
@@ -107,7 +116,8 @@ class Reply:
         self._pending = ""  # content that may begin a stop string, and line ends that may stand at its end
         self._white = ""  # of a thought, which may be the last of it
         self._run, self._run_at = "", 0  # content since the last mark, as it was written, and where it may begin
-        self.calls, self._ids, self.text, self.stop_at = list[Call](), set[str](), "", None
+        self.calls, self._ids, self.text = list[Call](), set[str](), ""
+        self.stop_at: int | None = None
         self._shown, self._thought, self._reported = "", "", 0  # since the last part; calls that parts had
         self._handle(self._parser.initial_events)
 
@@ -241,17 +251,18 @@ class Reply:
         open_ended = not close or self._ended
         try:
             found = READERS[form](mark + text if form in WITH_MARK else text, self._tools, not self._ended)
+            called = [fitted(call, self._tools) for call in found[0]] if found is not None else []
         except UNREADABLE:
-            found = None
-        if found is None or not found[0] or (found[1].strip() and not open_ended):
+            found, called = None, []
+        if found is None or not called or (found[1].strip() and not open_ended):
             written = mark + text + (close if isinstance(close, str) and not self._ended else "")
             if form == "alone":
                 self._show(written)
             else:
                 self._add_text(written)
             return
-        for call in found[0]:
-            self._add(fitted(call, self._tools))
+        for call in called:
+            self._add(call)
         if found[1].strip():
             self._show(found[1])
 

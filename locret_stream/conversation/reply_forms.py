@@ -7,11 +7,10 @@ ResponseParser takes it: a field for each pair of marks, and in the value of a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import regex
 
 from locret_stream.constraints import CallForm
 from locret_stream.conversation.call_readers import (
@@ -115,19 +114,19 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
     """
     thoughts = [pair for number, pair in enumerate(_THOUGHTS) if not number or any(mark in known for mark in pair)]
     answers = [pair for pair in _ANSWERS if pair[0] in known]
-    closed = "|".join(regex.escape(close) for _, close in thoughts)
+    closed = "|".join(re.escape(close) for _, close in thoughts)
     start = rf"(?:\A|(?<={closed}))\s*"  # of a reply, or behind a thought
-    begun = regex.search(rf"(?:{'|'.join(regex.escape(mark) for mark, _ in thoughts)}|<\|recipient\|>)\s*\Z", prompt)
+    begun = opened(prompt)[0] or ("<|recipient|>" if prompt.endswith("<|recipient|>") else "")
     fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
     for number, (mark, close) in enumerate(thoughts):
-        end = rf"(?:{regex.escape(close)}\s*)" if close.endswith(":") else close  # of a sentence with its space
-        fields[f"{THINKING}:{number}"] = _field(f"{start}(?:{regex.escape(mark)}\\s*)+", end)
+        end = rf"(?:{re.escape(close)}\s*)" if close.endswith(":") else close  # of a sentence with its space
+        fields[f"{THINKING}:{number}"] = _field(f"{start}(?:{re.escape(mark)}\\s*)+", end)
         # A template that knows the closing mark alone: what stands ahead of it was thought.
-        if close in source and mark not in source and begun is None and not prompt.rstrip().endswith(close):
+        if close in source and mark not in source and not begun and not prompt.rstrip().endswith(close):
             fields[f"{THINKING}:{number} unmarked"] = _field(
-                rf"\A(?!\s*{regex.escape(mark)})(?=.*?{regex.escape(close)})", close)
+                rf"\A(?!\s*{re.escape(mark)})(?=.*?{re.escape(close)})", close)
     for number, (mark, close) in enumerate(answers):
-        fields[f"{ANSWER}:{number}"] = _field(start + regex.escape(mark) + r"\s?", close)
+        fields[f"{ANSWER}:{number}"] = _field(start + re.escape(mark) + r"\s?", close)
     for form in FORMS:
         if any(mark in known for mark in form.told or (form.name,)):
             fields[f"{CALLS}:{form.name}"] = call_field(form)
@@ -136,19 +135,32 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
     for header in _HEADERS:
         if all(mark in known for mark in header.told):
             fields |= header.fields
-    return fields, begun[0] if begun else ""
+    return fields, begun
 
 
 def call_field(form: Form = FORMS[0]) -> dict[str, Any]:
     """The field of calls in a form."""
-    return _field(form.pattern or f"(?P<mark>{regex.escape(form.name)})", form.close or None, form.name)
+    return _field(form.pattern or f"(?P<mark>{re.escape(form.name)})", form.close or None, form.name)
 
 
-def held_forms(known: str) -> Iterator[CallForm]:
-    """How calls are begun by a model that knows these marks, as far as its template shows none."""
-    for form in FORMS:
-        if form.held is not None and any(mark in known for mark in form.told or (form.name,)):
-            yield form.held
+def known_marks(source: str, tokens: Iterable[object]) -> str:
+    """What forms are found in: a chat template, and added tokens."""
+    return "\0".join([source, *map(str, tokens)])
+
+
+def held_form(known: str) -> CallForm | None:
+    """How a call is begun by a model that knows these marks, where its template shows none: those of the template
+    before those of tokens."""
+    return next((form.held for where in (known.partition("\0")[0], known) for form in FORMS
+                 if form.held is not None and any(mark in where for mark in form.told or (form.name,))), None)
+
+
+def opened(prompt: str) -> tuple[str, str]:
+    """The mark of a thought that the prompt opens at its end, white space included, and what closes it; ("", "")."""
+    for mark, close in _THOUGHTS:
+        if (begun := re.search(rf"{re.escape(mark)}\s*\Z", prompt)) is not None:
+            return begun[0], close
+    return "", ""
 
 
 def _field(pattern: str, close: str | list[str] | None, form: str = "") -> dict[str, Any]:

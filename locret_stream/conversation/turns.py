@@ -189,8 +189,7 @@ class Turn:
         """What reads the reply, and the special tokens that its text comes without."""
         threads, request, rendered, demand = self._threads, self._request, self._reached.rendered, self._demand
         if demand.form is not None:
-            names = [tool["function"]["name"] for tool in request.tools]
-            return HeldReply(demand.form, names, demand.begun), False
+            return HeldReply(demand.form, request.tools, demand.begun), False
         pieces = rendered.pieces(max(rendered.ends, default=0))
         texts = max((at for at, piece in enumerate(pieces, 1) if piece.data), default=0)
         shown = "".join(piece.text for piece in pieces[texts:])  # what the template writes ahead of a reply

@@ -229,7 +229,8 @@ async def completion(chunks: AsyncIterator[Json]) -> Json:
 
 def usage_of(end: End) -> Json:
     return {"prompt_tokens": end.prompt, "completion_tokens": end.sampled, "total_tokens": end.prompt + end.sampled,
-            "prompt_tokens_details": {"cached_tokens": end.cached}}
+            "prompt_tokens_details": {"cached_tokens": end.cached},
+            "completion_tokens_details": {"reasoning_tokens": end.reasoning}}
 
 
 def receipt_of(end: End, unused: Sequence[str]) -> Json:

@@ -126,8 +126,9 @@ class Response:
                  unused: Sequence[str]):
         self._unused, self._sequence = unused, 0
         self._calls: list[Call] = []
-        self._text, self._output = "", list[Json]()
-        self._item: Json | None = None
+        self._output = list[Json]()
+        self._item: Json | None = None  # the one that is open, of thoughts or of text
+        self._text = ""  # of it
         self._head: Json = {
             "id": response_id, "object": "response", "created_at": int(time.time()), "status": "in_progress",
             "model": model, "output": [], "error": None, "incomplete_details": None,
@@ -160,39 +161,60 @@ class Response:
                     yield self._event("response.in_progress", response=self._head)
                 if isinstance(part, Part):
                     self._calls += part.calls
-                    for event in self._said(part.text):
+                    for event in (*self._said("reasoning", part.reasoning), *self._said("message", part.text)):
                         yield event
                     continue
-                for event in (*self._said(unreadable(self._calls)), *self._finished()):
+                for event in (*self._said("message", unreadable(self._calls)), *self._finished()):
                     yield event
                 yield self._whole(part)
 
-    def _said(self, text: str) -> list[Json]:
-        """Text that came: the first opens the message."""
+    def _said(self, kind: str, text: str) -> list[Json]:
+        """Text that came, of a thought ("reasoning") or of the answer ("message"): the first opens an item of that
+        kind."""
         if not text:
             return []
-        out, place = list[Json](), {"output_index": 0, "content_index": 0}
-        if self._item is None:
-            self._item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant",
+        out = list[Json]()
+        if self._item is None or self._item["type"] != kind:
+            out += self._closed()
+            thought = kind == "reasoning"
+            self._item = {"id": f"{'rs' if thought else 'msg'}_{secrets.token_hex(12)}", "type": kind,
+                          **({"summary": []} if thought else {"role": "assistant"}),
                           "status": "in_progress", "content": []}
-            out += [self._event("response.output_item.added", output_index=0, item=self._item),
-                    self._event("response.content_part.added", item_id=self._item["id"], **place,
-                                part={"type": "output_text", "text": "", "annotations": []})]
+            out += [self._event("response.output_item.added", output_index=len(self._output), item=self._item),
+                    self._event("response.content_part.added", **self._place, part=self._part)]
         self._text += text
-        return [*out, self._event("response.output_text.delta", item_id=self._item["id"], **place, delta=text,
-                                  logprobs=[])]
+        logprobs: Json = {"logprobs": []} if kind == "message" else {}
+        return [*out, self._event(f"response.{self._part['type']}.delta", **self._place, delta=text, **logprobs)]
+
+    @property
+    def _place(self) -> Json:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
+
+    @property
+    def _part(self) -> Json:
+        """The part of the item that is open."""
+        assert self._item is not None
+        return {"type": "reasoning_text", "text": self._text} if self._item["type"] == "reasoning" else {
+            "type": "output_text", "text": self._text, "annotations": []}
+
+    def _closed(self) -> list[Json]:
+        """The item that is open, if one is, is whole."""
+        if self._item is None:
+            return []
+        part, place = self._part, self._place
+        item = self._item | {"status": "completed", "content": [part]}
+        logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
+        out = [self._event(f"response.{part['type']}.done", **place, text=self._text, **logprobs),
+               self._event("response.content_part.done", **place, part=part),
+               self._event("response.output_item.done", output_index=len(self._output), item=item)]
+        self._output.append(item)
+        self._item, self._text = None, ""
+        return out
 
     def _finished(self) -> list[Json]:
-        """Message and calls are whole."""
-        out = list[Json]()
-        if self._item is not None:
-            part = {"type": "output_text", "text": self._text, "annotations": []}
-            place = {"item_id": self._item["id"], "output_index": 0, "content_index": 0}
-            item = self._item | {"status": "completed", "content": [part]}
-            self._output.append(item)
-            out += [self._event("response.output_text.done", **place, text=self._text, logprobs=[]),
-                    self._event("response.content_part.done", **place, part=part),
-                    self._event("response.output_item.done", output_index=0, item=item)]
+        """Text and calls are whole."""
+        out = self._closed()
         for call in self._calls:
             if call.name is None:
                 continue
@@ -215,7 +237,7 @@ class Response:
             "status": "incomplete" if cut else "completed", "output": self._output,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {"input_tokens": end.prompt, "input_tokens_details": {"cached_tokens": end.cached},
-                      "output_tokens": end.sampled, "output_tokens_details": {"reasoning_tokens": 0},
+                      "output_tokens": end.sampled, "output_tokens_details": {"reasoning_tokens": end.reasoning},
                       "total_tokens": end.prompt + end.sampled},
             "locret": receipt_of(end, self._unused)}
         return self._event("response.incomplete" if cut else "response.completed", response=whole)

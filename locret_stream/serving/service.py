@@ -40,16 +40,19 @@ class Service(Sessions):
         runtime: started or not; it needs a store, which is given a `max_bytes` unless it has one.
         model: the name that requests may give, and that answers bear.
         tool_prompt: as of `conversation.render.ChatTemplate`.
+        response_template: as of transformers' ResponseParser; None: the tokenizer's own, or what the template shows.
     """
 
-    def __init__(self, runtime: Runtime, *, model: str, limits: Limits | None = None, tool_prompt: Any = "auto"):
+    def __init__(self, runtime: Runtime, *, model: str, limits: Limits | None = None, tool_prompt: Any = "auto",
+                 response_template: Json | None = None):
         if runtime.store is None:
             raise ConfigError("a server keeps its sessions in a store, and the runtime has none; expected "
                               "Runtime(..., store=<a folder or URL>)")
         self.runtime, self.model, self.limits = runtime, model, limits or Limits()
         self.metrics, self.uploads = Metrics(), Uploads()
         self.draining, self.served = False, 0  # requests that were let in and ended
-        self._tool_prompt, self._running, self._idle = tool_prompt, 0, asyncio.Event()
+        self._response_template, self._tool_prompt, self._running, self._idle = (
+            response_template, tool_prompt, 0, asyncio.Event())
         self._idle.set()
         self._threads: Threads | None = None
         self._expiring: asyncio.Task[None] | None = None
@@ -67,7 +70,7 @@ class Service(Sessions):
             bound_threads(self.runtime)
             template = await asyncio.to_thread(ChatTemplate, self.runtime.tokenizer, self.runtime.codec,
                                                self.runtime.frames, tool_prompt=self._tool_prompt)
-            self._threads = Threads(self.runtime, template, None, salt=[None, template.in_words])
+            self._threads = Threads(self.runtime, template, self._response_template, salt=[None, template.in_words])
             if self.expires:
                 self._expiring = asyncio.create_task(keep_expiring(self._threads, self.limits.unnamed_days * DAY_S))
         except BaseException:

@@ -132,11 +132,11 @@ class Template:
     @cached_property
     def _wants_list(self) -> bool:
         """Whether it goes through the tools without asking if there are any: it is given an empty list of them."""
-        asked = [{"role": "user", "content": "?"}]
+        asked, variables = [{"role": "user", "content": "?"}], {**self._missing((), None), **self.options}
         for no_tools in (None, []):
             try:
                 self.tokenizer.apply_chat_template(asked, tools=no_tools, tokenize=False, add_generation_prompt=True,
-                                                   chat_template=self.given, **{**self._missing((), None), **self.options})
+                                                   chat_template=self.given, **variables)
                 return no_tools is not None
             except Exception:  # whoever lets it write is told
                 continue

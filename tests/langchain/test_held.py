@@ -177,30 +177,101 @@ def test_without_the_library_one_command_is_named(script: Script, tmp_path: Path
         assert chat.bind_tools([tool("optional")]).invoke("?").tool_calls, "the model's own choice needs no grammar"
 
 
-XML = """{% for tool in tools or [] %}{{ tool.function.name }}
+PYTHON = """{% for tool in tools or [] %}{{ tool.function.name }}
 {% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}
-{% for key, value in call.function.arguments.items() %}<arg>{{ key }}={{ value }}</arg>{% endfor %}</tool_call>
-{%- endfor %}<|im_end|>
+{{ m.content }}{% for call in m.tool_calls or [] %}<|tool_call_start|>[{{ call.function.name }}(
+{%- for key, value in call.function.arguments.items() %}{{ ", " if not loop.first }}{{ key }}="{{ value }}"
+{%- endfor %})]
+{%- endfor %}{% if m.tool_calls %}<|tool_call_end|>{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TAGS = """{% for tool in tools or [] %}{{ tool.function.name }}
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>
+{{ value }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+KEYS = """{% for tool in tools or [] %}{{ tool.function.name }}
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value>
+{%- endfor %}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>{% endif %}"""
+
+WITHOUT_CALLS = """{% for tool in tools or [] %}{{ tool.function.name }} - call it behind <|tool_call|>
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
 
-def test_a_call_that_nothing_can_hold_is_begun_and_said_to_be(script: Script, tmp_path: Path):
-    """A template that writes arguments in tags: no grammar of JSON holds these."""
+def of_template(store: Path, template: str) -> Runtime:
     known = copy.deepcopy(tokenizer())
-    known.chat_template = XML
-    own = Runtime(tiny_model(), known, store=tmp_path, policy="streaming_llm", budget=512, chunk_size=64)
-    script.say = lambda _: "<tool_call>look\n<arg>at=shed</arg></tool_call>"
-    form = {"start_anchor": "<|im_start|>assistant\n", "fields": {"content": {}, "tool_calls": {
-        "open_pattern": r"<tool_call>(?P<name>\w+)\n", "close": "</tool_call>", "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<arg>(?P<key>\w+)=(?P<value>.*?)</arg>"}, "repeats": True,
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}}}
-    with model(None, on=own, response_template=form) as chat:
+    known.chat_template = template
+    return Runtime(tiny_model(), known, store=store, policy="streaming_llm", budget=512, chunk_size=64)
+
+
+def test_a_call_that_nothing_can_hold_is_begun_and_said_to_be(script: Script, tmp_path: Path):
+    """A template that writes calls as Python does: no grammar of ours holds these."""
+    script.say = lambda _: '<|tool_call_start|>[look(at="shed")]<|tool_call_end|>'
+    with model(None, on=of_template(tmp_path, PYTHON)) as chat:
         bound = chat.bind_tools([tool("look", closed(at={"type": "string"}))], tool_choice="look")
         with pytest.warns(ToolsWarning, match="begun for the model, and nothing held it.*as JSON"):
             answer = bound.invoke("?", thread("a"))
         assert answer.tool_calls[0]["args"] == {"at": "shed"} and "as JSON" in receipt(answer)["not_held"]
+        either = [tool("look", closed(at={"type": "string"})), tool("numbers")]
+        with pytest.warns(ToolsWarning, match="begun for the model"):
+            answer = chat.bind_tools(either, tool_choice="any").invoke("?", thread("b"))
+        assert answer.tool_calls[0]["name"] == "look" and "as JSON" in receipt(answer)["not_held"]
+
+
+@pytest.mark.parametrize("template", [TAGS, KEYS], ids=["tags", "keys"])
+@pytest.mark.parametrize("names", [["numbers"], ["nested"], ["references"], ["optional", "no arguments", "numbers"]])
+def test_arguments_that_stand_between_marks_are_held_one_by_one(tmp_path: Path, template: str, names: list[str]):
+    """Texts as they are, everything else as JSON of its schema."""
+    with model(None, on=of_template(tmp_path, template)) as chat:
+        for seed in range(4):
+            answer = asked(chat, names, names[0] if len(names) == 1 else "any", seed, **thread("a"))
+            expect_one_call(answer, names)
+            context = memory(chat, "a")
+            chat.shared.loop.call(lambda threads, context=context: expect_pure(context))
+
+
+@pytest.mark.parametrize("template", [TAGS, KEYS])
+def test_a_held_argument_ends_at_its_mark_and_is_read_as_it_was_written(script: Script, tmp_path: Path, template: str):
+    odd = 'null "x" </param <b>\n\n{1}'
+    opened = ("<tool_call>\n<function=look>\n<parameter=at>\n", "\n</parameter>\n</function>\n</tool_call>") if (
+        template is TAGS) else ("</think><tool_call>look<arg_key>at</arg_key><arg_value>", "</arg_value></tool_call>")
+    script.say = lambda _: ("" if template is TAGS else "<think>") + opened[0] + odd + opened[1]
+    with model(None, on=of_template(tmp_path, template)) as chat:
+        look = tool("look", closed(at={"anyOf": [{"type": "string"}, {"type": "null"}]}))
+        answer = chat.bind_tools([look], tool_choice="look").invoke("?", thread("a"))
+        assert answer.tool_calls[0]["args"] == {"at": odd}
+        assert held(chat, "a").endswith(opened[0] + odd + opened[1] + "<|im_end|>\n")
+
+
+def test_what_a_text_between_marks_cannot_be_held_to_is_said(script: Script, tmp_path: Path):
+    script.say = lambda _: ("<tool_call>\n<function=look>\n<parameter=at>\nshed\n</parameter>\n</function>\n"
+                            "</tool_call>")
+    with model(None, on=of_template(tmp_path, TAGS)) as chat:
+        look = tool("look", closed(at={"type": "string", "pattern": "[a-z]+"}))
+        with pytest.warns(ToolsWarning, match="argument 'at' is a text with 'pattern'"):
+            answer = chat.bind_tools([look], tool_choice="look").invoke("?", thread("a"))
+        assert answer.tool_calls[0]["args"] == {"at": "shed"}
+
+
+def test_where_a_template_shows_no_calls_they_are_held_in_the_form_that_it_tells_of(tmp_path: Path):
+    with model(None, on=of_template(tmp_path, WITHOUT_CALLS), temperature=1.0) as chat:
+        answer = chat.bind_tools([tool("numbers")], tool_choice="numbers").bind(seed=1).invoke("?", thread("a"))
+        expect_one_call(answer, ["numbers"])
+        assert '<|im_start|>assistant\n<|tool_call|>[{"name": "numbers", "arguments": {' in held(chat, "a")
 
 
 # -- forms -------------------------------------------------------------------------------------------------------------
@@ -225,7 +296,7 @@ def test_a_held_call_is_what_the_template_writes_and_the_reader_reads(name: str)
     for tool_name in ("numbers", ""):
         begun = "".join(piece.text for piece in begun_call(template, form, tool_name))
         assert call.startswith(begun) and not begun.endswith(" ")
-        reply = HeldReply(form, ["number", "numbers", "numbers and more"], begun)
+        reply = HeldReply(form, [tool(each, {}) for each in ("number", "numbers", "numbers and more")], begun)
         for letter in call[len(begun):]:
             assert not [*reply.feed(letter)]
         [part] = reply.finish()
@@ -239,7 +310,7 @@ def test_what_a_string_spells_neither_ends_a_call_nor_changes_its_type():
     for inside, expected in (('{"a": "}\\n</tool_call>", "b": "3"}', {"a": "}\n</tool_call>", "b": "3"}),
                              ('{"a": "\\ud83d", "b": "null"}', {"a": "\ufffd", "b": "null"}),
                              ('{"a": "\\ud83d\\ude42"}', {"a": "🙂"})):
-        reply = HeldReply(form, ["look"], form.before)
+        reply = HeldReply(form, [tool("look", {})], form.before)
         assert not [*reply.feed(f'look", "arguments": {inside}}}\n</tool_call>')]
         [part] = reply.finish()
         assert json.loads(part.calls[0].arguments) == expected
@@ -250,7 +321,7 @@ def test_what_a_string_spells_neither_ends_a_call_nor_changes_its_type():
 
 def test_json_beside_tools_comes_as_text_as_it_is_written():
     form, text = CallForm(), '{"name": "look", "arguments": {}}'
-    reply = HeldReply(form, ["look"], "")
+    reply = HeldReply(form, [tool("look", {})], "")
     parts = [part for letter in text for part in reply.feed(letter)] + [*reply.finish()]
     assert len(parts) == len(text) and "".join(part.text for part in parts) == text == reply.message.content
     assert not reply.calls

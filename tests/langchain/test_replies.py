@@ -17,7 +17,7 @@ from langchain_locret.messages import read
 from langchain_locret.replies import chunk_of
 from locret_stream import ConfigError
 from locret_stream.conversation.parts import Call, Part
-from locret_stream.conversation.replies import Reply, response_template, marks_among
+from locret_stream.conversation.replies import Reply, marks_among, response_template
 from tests.langchain.support import PROMPT, tokenizer
 
 THINKING = {"start_anchor": PROMPT, "fields": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from langchain_core.messages import AIMessageChunk
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 
 from langchain_locret.messages import RECEIPT, WARNINGS, as_argument
@@ -19,6 +19,8 @@ def chunk_of(part: Part | End) -> AIMessageChunk:
     usage = UsageMetadata(input_tokens=part.prompt, output_tokens=part.sampled,
                           total_tokens=part.prompt + part.sampled,
                           input_token_details=InputTokenDetails(cache_read=part.cached))
+    if part.reasoning:
+        usage["output_token_details"] = OutputTokenDetails(reasoning=part.reasoning)
     return AIMessageChunk(content="", chunk_position="last", usage_metadata=usage, response_metadata={
         RECEIPT: part.receipt, "finish_reason": part.finish, WARNINGS: part.warnings})
 

@@ -46,7 +46,7 @@ class Replica(Memory):
         torch.set_num_threads(max(1, int(asked.cpus)))
         store = Store(asked.store, key=asked.key or os.environ.get("LOCRET_KEY"), keep_last=asked.boundaries)
         runtime = self.runtime_of(asked, store)
-        service = Service(runtime, model=asked.model, limits=asked.limits)
+        service = Service(runtime, model=asked.model, limits=asked.limits, response_template=asked.response_template)
         service.expires = context.rank.rank == 0
         await service.start()
         leave_loaded_alone()

@@ -20,6 +20,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         key: 64 hexadecimal digits under which sessions are encrypted; None: LOCRET_KEY of each machine, if it is set.
         boundaries: ends of messages that a session keeps.
         name: of the model in requests; None: that of the runtime's options.
+        response_template: as of transformers' ResponseParser, for a model that writes calls or thoughts in its own way.
         max_live: slots of one replica. limits: how much one replica takes.
         keys: API keys, as key or tenant:key; empty: those of the variable LOCRET_API_KEY.
         keyless: callers need no key; only names in `hosts`, and those of the machine itself, reach the server.
@@ -33,6 +34,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     key: str | None = None
     boundaries: int = 32
     name: str | None = None
+    response_template: dict[str, Any] | None = None
     max_live: int = 4
     limits: Limits = msgspec.field(default_factory=Limits)
     keys: list[str] = []
