@@ -291,7 +291,9 @@ def why_not_each(schema: Mapping[str, Any]) -> str:
         inner = _resolved(inner, schema)
         either = [_resolved(each, schema) for union in ("anyOf", "oneOf") for each in inner.get(union) or ()]
         beyond = sorted((inner.keys() & _NOT_OF_TEXTS) | {
-            key for each in either for key in each.keys() & (_NOT_OF_TEXTS | _OF_TEXTS)} | ({"enum"} if not all(isinstance(value, str) for value in inner.get("enum") or ()) else set()))
+            key for each in either for key in each.keys() & (_NOT_OF_TEXTS | _OF_TEXTS)})
+        if not all(isinstance(value, str) for value in inner.get("enum") or ()):
+            beyond.append("enum")
         if beyond and _is_text(inner, schema):
             return f"its argument {name!r} is a text with {beyond[0]!r}"
     return ""

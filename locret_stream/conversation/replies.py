@@ -27,6 +27,7 @@ from locret_stream.conversation.reply_forms import (
     CALLS,
     READERS,
     THINKING,
+    UNMARKED,
     WITH_MARK,
     call_field,
     fields_of,
@@ -98,6 +99,7 @@ class Reply:
         calls: that were made so far.
         text: all that was fed.
         stop_at: the character of `text` at which a stop string begins; None: there was none.
+        cut_thought: whether the reply ended inside a thought.
     """
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]],
@@ -105,9 +107,10 @@ class Reply:
         self._tools, self._stops = tools_by_name(tools), [stop for stop in stops if stop]
         fields = template["fields"]
         self._known = ALONE in fields  # the forms are those of our table, which no text can make fail
-        if self._known and not tools:
-            template = {**template, "fields": {name: field for name, field in fields.items() if name != ALONE}}
-        self._template = template
+        unmarked, self._kept = fields.get(UNMARKED), ""
+        self._unmarked = (unmarked["open"], unmarked["close"]) if unmarked else None
+        self._template = template = {**template, "fields": {
+            name: field for name, field in fields.items() if name != UNMARKED and (tools or name != ALONE)}}
         self._for_parser: list[dict[str, Any] | Callable[..., Any]] = [] if self._known else [
             may_be_text(tool) for tool in tools]
         self._parser = ResponseParser(template, prefix=prefix, tools=self._for_parser)
@@ -118,6 +121,7 @@ class Reply:
         self._run, self._run_at = "", 0  # content since the last mark, as it was written, and where it may begin
         self.calls, self._ids, self.text = list[Call](), set[str](), ""
         self.stop_at: int | None = None
+        self.cut_thought = False
         self._shown, self._thought, self._reported = "", "", 0  # since the last part; calls that parts had
         self._handle(self._parser.initial_events)
 
@@ -133,12 +137,8 @@ class Reply:
             if self.stop_at is not None:
                 break
             self.text += piece
-            if self._region:
-                self._raw += piece
-            try:
-                self._handle(self._parser.feed(piece))
-            except (ValueError, RecursionError):
-                self._unreadable()
+            for certain in self._certain(piece) if self._unmarked else [piece]:
+                self._parse(certain)
         yield from self._part()
 
     def finish(self) -> Iterator[Part]:
@@ -146,6 +146,7 @@ class Reply:
         self._ended = True
         try:
             if self.stop_at is None:
+                self._handle(self._parser.feed(self._kept))
                 self._handle(self._parser.finalize()[1])
                 if self._region == CALLS:  # cut short inside a call
                     self._unreadable()
@@ -153,6 +154,32 @@ class Reply:
             self._unreadable()
         self._flush()
         yield from self._part()
+
+    def _parse(self, piece: str) -> None:
+        if self._region:
+            self._raw += piece
+        try:
+            self._handle(self._parser.feed(piece))
+        except (ValueError, RecursionError):
+            self._unreadable()
+
+    def _certain(self, piece: str) -> list[str]:
+        """What can be parsed, of a reply that may have begun with a thought without its opening mark."""
+        assert self._unmarked is not None
+        mark, close = self._unmarked
+        self._kept += piece
+        begun = self._kept.lstrip()
+        if mark.startswith(begun):
+            return []
+        out = [self._kept]
+        if not begun.startswith(mark):
+            at = self._kept.find(close, max(0, len(self._kept) - len(piece) - len(close)))
+            if at < 0:
+                return []
+            behind = at + len(close)
+            out = [mark + self._kept[:behind], self._kept[behind:]]
+        self._unmarked, self._kept = None, ""
+        return out
 
     @property
     def message(self) -> Message:
@@ -179,7 +206,8 @@ class Reply:
             field, kind = event["field"], event["field"].partition(":")[0]
             if event["type"] == "region_open":
                 self._region, self._raw = field, ""
-                self._run, self._run_at = "", max(0, len(self.text) - 2)
+                if field != "content":
+                    self._begin_run()
             elif event["type"] == "region_chunk":
                 if kind in ("content", ANSWER):
                     self._show(event["text"])
@@ -189,10 +217,15 @@ class Reply:
                     self._raw = event["text"]  # from the prefix: the opening of a call that the caller demanded
             else:
                 self._region = ""
+                self._begin_run()
                 if kind == CALLS:
                     self._close_calls(field, event["value"])
                 elif kind in _REASONING:
-                    self._white = self._white and "\n"
+                    self.cut_thought = self._ended
+                    self._white = "\n" if self._thoughts else ""  # ahead of another thought
+
+    def _begin_run(self) -> None:
+        self._run, self._run_at = "", 0 if self._kept else max(0, len(self.text) - 2)
 
     def _think(self, text: str) -> None:
         """Add to the thoughts, without white space at either end."""
@@ -263,7 +296,8 @@ class Reply:
             return
         for call in called:
             self._add(call)
-        if found[1].strip():
+        rest = found[1].strip()
+        if rest and not (isinstance(close, str) and close.startswith(rest)):  # a closing mark may be cut off
             self._show(found[1])
 
     def _unreadable(self) -> None:

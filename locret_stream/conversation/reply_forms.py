@@ -26,6 +26,7 @@ from locret_stream.conversation.call_readers import (
 
 THINKING, ANSWER, CALLS = "thinking", "answer", "tool_calls"  # what the names of fields begin with
 ALONE = f"{CALLS}:alone"
+UNMARKED = f"{THINKING}:unmarked"  # not the parser's: all is kept back until the closing mark, or the end, comes
 
 # A thought stands where a reply begins, or behind another one; elsewhere its marks are text.
 _THOUGHTS = (
@@ -120,11 +121,10 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
     fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
     for number, (mark, close) in enumerate(thoughts):
         end = rf"(?:{re.escape(close)}\s*)" if close.endswith(":") else close  # of a sentence with its space
-        fields[f"{THINKING}:{number}"] = _field(f"{start}(?:{re.escape(mark)}\\s*)+", end)
+        fields[f"{THINKING}:{number}"] = _field(start + re.escape(mark), end)
         # A template that knows the closing mark alone: what stands ahead of it was thought.
         if close in source and mark not in source and not begun and not prompt.rstrip().endswith(close):
-            fields[f"{THINKING}:{number} unmarked"] = _field(
-                rf"\A(?!\s*{re.escape(mark)})(?=.*?{re.escape(close)})", close)
+            fields[UNMARKED] = {"open": mark, "close": close}
     for number, (mark, close) in enumerate(answers):
         fields[f"{ANSWER}:{number}"] = _field(start + re.escape(mark) + r"\s?", close)
     for form in FORMS:

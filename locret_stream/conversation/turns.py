@@ -114,7 +114,7 @@ class Turn:
         receipt |= {"otherwise": otherwise} if (otherwise := self._otherwise()) else {}
         receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
         receipt |= {"not_recalled": recalled.why_not} if recalled.why_not else {}
-        if isinstance(reply, Reply) and reply.thinking and not reply.message.content and not reply.calls:
+        if isinstance(reply, Reply) and reply.cut_thought and not reply.message.content and not reply.calls:
             cut = "was cut off by max_tokens" if ended == "length" else "was not closed"
             receipt |= {"empty": f"the thought {cut}, so that there is no answer"}
         if ended == "stop":  # the memory holds the stop string, or a part of it; the answer does not
@@ -164,16 +164,18 @@ class Turn:
         generation: Generation = self._thread.context.generate(
             prompt if recalled.ids else None, skip_special=skip_special, recall=False, aside=recalled.ids,
             constraint=demand.constraint, **sampling)
-        thinking, ended = False, None
+        spoken, ended = False, None
         async for token in generation:
             self._sampled.append(token.id)
             self._last = self._sampled[-16:]
             self._written.append(token.text)
+            thought = False
             for part in reply.feed(token.text):
                 self._emit(part)
-                self._thought += bool(part.reasoning) and not thinking
-            thinking = isinstance(reply, Reply) and reply.thinking
-            self._thought += thinking
+                thought, spoken = thought or bool(part.reasoning), spoken or bool(part.text)
+            if thought or (isinstance(reply, Reply) and reply.thinking):
+                # All so far, where it turns out that a thought came first.
+                self._thought = self._thought + 1 if self._thought or spoken else len(self._sampled)
             if isinstance(reply, Reply) and reply.stop_at is not None:
                 ended = "stop"
             elif demand.form is None and request.choice not in ("", "any") and reply.calls:
