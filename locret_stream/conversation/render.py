@@ -280,7 +280,7 @@ class ChatTemplate:
         marks = re.compile("|".join(map(re.escape, sorted(self.traits.marks, key=len, reverse=True))))
         instead = [match.end() for match in marks.finditer(rendered.whole, end, max(begins, end))]
         closes = len(marks.findall(closing))
-        return None if len(instead) < closes else instead[closes - 1] if closes else end
+        return instead[closes - 1] if 0 < closes <= len(instead) else end
 
     def _message(self, line: Line, said: Sequence[Message], probes: Probes, spans: list[list[int]],
                  texts: list[list[int]], names: Mapping[str, tuple[str, int]]) -> dict[str, Any]:

@@ -70,11 +70,12 @@ class Template:
         if now is not None and (formats := date_formats(source)):
             given = MACRO + source
             variables[DATES] = {form: now.strftime(form) for form in formats}
+        shown = _in_parts(messages) if self._wants_parts else [dict(message) for message in messages]
         no_tools = [] if self._wants_list else None
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tools=list(tools) or no_tools, tokenize=False,
-                add_generation_prompt=prompt, chat_template=given, **variables)
+                shown, tools=list(tools) or no_tools, tokenize=False, add_generation_prompt=prompt, chat_template=given,
+                **variables)
         except Exception as error:  # a template may raise anything
             roles = ", ".join(message["role"] for message in messages[-4:])
             raise ConfigError(f"the chat template cannot show this conversation ({'..., ' if len(messages) > 4 else ''}"
@@ -142,6 +143,21 @@ class Template:
                 continue
         return False
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it shows contents only as lists of parts, as those of models that see pictures may."""
+        word, variables = "Probe0eborP", {**self._missing((), None), **self.options}
+        for messages in ([{"role": "user", "content": word}], _in_parts([{"role": "user", "content": word}])):
+            for no_tools in (None, []):
+                try:
+                    if word in self.tokenizer.apply_chat_template(
+                            messages, tools=no_tools, tokenize=False, add_generation_prompt=True,
+                            chat_template=self.given, **variables):
+                        return messages[0]["content"] != word
+                except Exception:  # whoever lets it write is told
+                    continue
+        return False
+
     def _missing(self, tools: Sequence[Mapping[str, Any]], now: datetime | None) -> dict[str, Any]:
         """Variables under which older templates take what later ones take as `tools`, and the date."""
         missing: dict[str, Any] = {}
@@ -155,6 +171,11 @@ class Template:
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset(node.name for node in self._nodes(nodes.Name))
+
+
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with their contents as lists of parts."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def _texts(node: nodes.Node) -> set[str]:
