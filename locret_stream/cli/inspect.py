@@ -1,23 +1,26 @@
-"""`locret-stream inspect`: a model's shape, its budgets and what they cost, without reading a token."""
+"""`locret-stream inspect`: a model's shape, its budgets and what they cost, or what its chat template does, without
+reading a token."""
 
 from __future__ import annotations
 
 import asyncio
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from locret_stream.cli.loading import make_runtime
 from locret_stream.cli.options import Json, RuntimeOptions, grouped
 from locret_stream.cli.output import in_bytes, out, print_json
 from locret_stream.cli.signals import Summary, interruptible
+from locret_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
 
-HELP = """Show a model's shape, the budget of every layer, and the memory they take.
+HELP = """Show a model's shape, the budget of every layer, and the memory they take; or what its chat template does.
 
 Examples:
 
@@ -25,7 +28,9 @@ Examples:
   locret-stream inspect
   locret-stream inspect --model ./llama --policy keydiff --budget 6000
   # as a size; how many units is that?
-  locret-stream inspect --model ./llama --policy keydiff --budget 512MiB --json"""
+  locret-stream inspect --model ./llama --policy keydiff --budget 512MiB --json
+  # what the chat template shows: roles, tools, thoughts, and its options
+  locret-stream inspect --model ./llama --policy keydiff --template"""
 app = typer.Typer(rich_markup_mode="rich")
 
 FORMULA = "bytes = slots · Σ H · (b_l + chunk) · (3 · D · item + 4 · planes + 8) + H · max b_l · max(D · item, 8)"
@@ -39,15 +44,46 @@ FORMULA_IN_BITS = (
 
 @app.command(help=HELP)
 @grouped
-def inspect(*, options: RuntimeOptions, as_json: Json = False) -> None:
+def inspect(*, options: RuntimeOptions, template: Annotated[bool, typer.Option("--template", help=(
+        "What the model's chat template does with messages."))] = False, as_json: Json = False) -> None:
     with interruptible(Summary("nothing was read")):
         runtime = make_runtime(options)
-        facts = facts_of(runtime, options.model, options.policy)
-        asyncio.run(runtime.aclose())
+        try:
+            facts = template_facts(runtime, options.model) if template else (
+                facts_of(runtime, options.model, options.policy))
+        finally:
+            asyncio.run(runtime.aclose())
     if as_json:
         print_json(facts)
+    elif template:
+        show_template(facts)
     else:
         show(facts)
+
+
+def template_facts(runtime: Runtime, model: str) -> dict[str, Any]:
+    """What `--template --json` prints. Raises ConfigError: the tokenizer has no chat template."""
+    from locret_stream.conversation.render import ChatTemplate
+    from locret_stream.conversation.reply_forms import described
+
+    if runtime.frames.raw:
+        raise ConfigError(f"the tokenizer of {model} has no chat template; expected a chat model, or its template in a "
+                          "file chat_template.jinja of its folder")
+    template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames)
+    source = runtime.frames.template or runtime.tokenizer.chat_template
+    return {"model": model, "template": template.traits.described() | described(str(source), template.traits.marks,
+                                                                               template.traits.prompt)}
+
+
+def show_template(facts: dict[str, Any]) -> None:
+    """Print the same as a table."""
+    table = Table(title=f"the chat template of {facts['model']}", title_justify="left", show_header=False,
+                  pad_edge=False)
+    for what, value in facts["template"].items():
+        shown = ("yes" if value else "no") if isinstance(value, bool) else (
+            ", ".join(map(repr, value)) if isinstance(value, list) else repr(value) if "\n" in value else value)
+        table.add_row(what, escape(shown or "none"))
+    out.print(table)
 
 
 def facts_of(runtime: Runtime, model: str, policy: str) -> dict[str, Any]:

@@ -59,7 +59,20 @@ def runtime_options(options: RuntimeOptions, **more: Any) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if options.acknowledge == "":
         given["acknowledge"] = None
+    if (named := given.pop("template_option", None)):
+        given["template_options"] = dict(map(_template_option, named))
     return given
+
+
+def _template_option(written: str) -> tuple[str, Any]:
+    """NAME=VALUE: a value of JSON, or else a text. Raises ConfigError."""
+    name, equals, value = written.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"--template-option is {written!r}; expected NAME=VALUE, such as enable_thinking=false")
+    try:
+        return name, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, value
 
 
 def beside(runtime: Runtime, policy: str) -> Runtime:

@@ -37,6 +37,10 @@ Recall = Annotated[bool | None, typer.Option("--recall", help=(
 StoreBits = Annotated[str | None, typer.Option(show_default="16", metavar="BITS[,BITS]", help=(
     "Bits per number of the K and V that are kept; two values are for K and for V. 16: as the model has them; 8 or 4 "
     "hold more units in the same bytes; 2 is coarse."))]
+TemplateOption = Annotated[list[str] | None, typer.Option(
+    metavar="NAME=VALUE", show_default="the template's own", help=(
+        "A variable of the chat template, such as enable_thinking=false; may be repeated. `inspect --template` names "
+        "them."))]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
 DEFAULT_STORE = "~/.local/share/locret"
@@ -62,6 +66,7 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     decode_copy: Annotated[bool, typer.Option(help=(
         "With --store-bits: share an exact copy of the memory that answers, which takes as much as one exact memory "
         "and makes answers quicker."))] = False
+    template_option: TemplateOption = None
 
     def __post_init__(self) -> None:
         if self.decode_copy and set((self.store_bits or "16").replace(" ", "").split(",")) == {"16"}:

@@ -148,6 +148,19 @@ def known_marks(source: str, tokens: Iterable[object]) -> str:
     return "\0".join([source, *map(str, tokens)])
 
 
+def described(source: str, tokens: Iterable[object], prompt: str) -> dict[str, Any]:
+    """What is read in replies of a model with this template, by names that say what it is."""
+    known = known_marks(source, tokens)
+    fields, _ = fields_of(source, known, prompt)
+    headers = [name for name in fields if ":" in name and not name.startswith(CALLS) and not name[-1].isdigit()
+               and name not in (ALONE, UNMARKED)]
+    return {"thoughts are read between": [" … ".join(pair) for number, pair in enumerate(_THOUGHTS)
+                                          if f"{THINKING}:{number}" in fields],
+            "calls are read behind": [name.partition(":")[2] for name in fields if name.startswith(CALLS)
+                                      and name != ALONE] + ["nothing but a reply's beginning"],
+            "channels": headers}
+
+
 def held_form(known: str) -> CallForm | None:
     """How a call is begun by a model that knows these marks, where its template shows none: those of the template
     before those of tokens."""

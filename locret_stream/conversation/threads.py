@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -61,7 +61,10 @@ class Threads:
 
     def __init__(self, runtime: Runtime, template: ChatTemplate, replies: dict[str, Any] | None, *, salt: Any = None):
         self.runtime, self.template, self.replies = runtime, template, replies
-        self._salt = canonical([salt, str(template.frames.template or runtime.tokenizer.chat_template)])
+        source = template.frames.template or runtime.tokenizer.chat_template
+        if isinstance(source, Mapping):  # by name, read from files in whatever order a folder lists them
+            source = dict(sorted(source.items(), key=lambda named: (named[0] != "default", named[0])))
+        self._salt = canonical([salt, str(source)])
         self.gate = asyncio.Semaphore(runtime.max_live)
         self._threads: OrderedDict[str, Thread] = OrderedDict()
         self._nameless: list[Thread] = []  # oldest first

@@ -35,6 +35,7 @@ from locret_stream.runtime.slots import CLOSED, throttler
 from locret_stream.snapshot import Expected, Identity, Store, check_name
 from locret_stream.snapshot.identity import Earlier, canonical, digest_tensors, digest_text, settings_text
 from locret_stream.text import ChatFrame, TextCodec
+from locret_stream.text.template import NO_OPTIONS
 from locret_stream.version import __version__
 from locret_stream.worker import Worker, expect_own, leave_worker, share_worker
 
@@ -73,7 +74,7 @@ class Runtime:
                  ingest_rate: float | None = None, slot_timeout_s: float = 60.0,
                  store: str | Path | Store | None = None, key: bytes | str | None = None, autosave: bool = True,
                  recall: bool | Recall | None = None, store_bits: int | tuple[int, int] = 16,
-                 decode_copy: bool = False):
+                 decode_copy: bool = False, template_options: Mapping[str, Any] | None = None):
         """A runtime over loaded objects.
 
         Args:
@@ -105,6 +106,7 @@ class Runtime:
                 times on a CPU); two numbers for K and V.
             decode_copy: with units in few bits, whether all slots share an exact copy of the memory that answers, so
                 that a token reads no codes again: it takes what one slot of exact units takes.
+            template_options: variables of the chat template (`enable_thinking`, ...); `inspect --template` names them.
 
         Raises:
             ConfigError: a value that cannot work, before anything is loaded. Entering checks the rest.
@@ -129,6 +131,10 @@ class Runtime:
                                   "in its constructor")
         elif policy not in POLICIES:
             make_policy(policy)  # raises UnknownPolicy, with the closest name
+        if template_options is not None and (not isinstance(template_options, Mapping) or not all(
+                isinstance(name, str) and name not in NO_OPTIONS for name in template_options)):
+            raise ConfigError(f"template_options are {template_options!r}; expected variables of the chat template by "
+                              "name, none of those that every template is given")
         if key is not None and (store is None or isinstance(store, Store)):
             raise ConfigError("key= is for a store given as a folder or URL; expected store=..., or "
                               "Store(..., key=...)")
@@ -141,6 +147,7 @@ class Runtime:
         if acknowledge is not None and (not isinstance(acknowledge, str) or not acknowledge.strip()):
             raise ConfigError(f"acknowledge is {acknowledge!r}; expected a short reply such as 'OK.', or None")
         self._template, self._attn, self._timeout_s = template, attn, float(slot_timeout_s)
+        self._template_options = dict(template_options or {})
         self.acknowledge = acknowledge
         check_recall(recall)
         self._store_bits, self._decode_copy = check_store_bits(store_bits), decode_copy
@@ -218,7 +225,8 @@ class Runtime:
         other = Runtime(self.model, self.tokenizer, heads=self._heads, policy=policy, knobs=knobs, budget=config.budget,
                         chunk_size=config.chunk_size, max_live=self.max_live, scratch=self.scratch,
                         template=self._template, acknowledge=self.acknowledge, attn=self._attn,
-                        slot_timeout_s=self._timeout_s, store_bits=config.store_bits, decode_copy=self._decode_copy)
+                        slot_timeout_s=self._timeout_s, store_bits=config.store_bits, decode_copy=self._decode_copy,
+                        template_options=self._template_options)
         other._number, other._own_model = self._number + own_thread, self._own_model
         return other
 
@@ -261,7 +269,7 @@ class Runtime:
             codec = TextCodec(tokenizer, vocab=attachment.shape.vocab)
             ends = getattr(model.generation_config, "eos_token_id", None)
             frames = ChatFrame(codec, tokenizer, template=self._template, eos=ends,
-                               acknowledge=self.acknowledge)
+                               acknowledge=self.acknowledge, options=self._template_options)
             return model, tokenizer, attachment, codec, frames, self._engine(attachment)
         except BaseException:
             detach(model, self._attn, self._number)
@@ -469,7 +477,7 @@ class Runtime:
             "architecture": Earlier(lambda found, _: architecture.is_earlier(
                 self.attachment.config, found, digest_text)),
             "tokenizer": Earlier(lambda found, _: found in self.codec.fingerprints),
-            "template": Earlier(written.is_of, written.hint)})
+            **({} if self._template_options else {"template": Earlier(written.is_of, written.hint)})})
 
     @property
     def _stored_dtype(self) -> str:

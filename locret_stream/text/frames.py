@@ -15,6 +15,7 @@ it as a token of its own, which in a whole text belongs to the next word.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -111,8 +112,8 @@ class ChatFrame:
             # Only those that the template can read: whoever sets a padding token changes no template.
             marks = {name: str(mark) for name, mark in self._tokenizer.special_tokens_map.items() if name in source}
             made_by |= {"template": source, "marks": marks, "acknowledge": self._acknowledge}
-            made_by |= {"options": self.options} if self.options else {}
-        return msgspec.json.encode(made_by, order="sorted").decode()
+            made_by |= {"options": self.options} if self.options else {}  # stores made before there were any open
+        return json.dumps(made_by, sort_keys=True)  # it can hold lone surrogates
 
     def written(self, digest: Callable[[str], str]) -> WrittenTemplate:
         """The template as libraries told it from others that took what it writes for its identity."""
@@ -142,12 +143,13 @@ class ChatFrame:
                 raise ConfigError(f"found a system text of {len(system)} characters in a raw frame; expected none: "
                                   "feed it, or give a template")
             return [], state
+        begin, around = self._beginnings()
         if system is None or (self.system_style == "merged" and not system):
-            return list(self._begin), state
+            return list(begin), state
         ids = self._codec.encode_text(system, trusted=trusted)
         if self.system_style == "merged":
-            return [*self._begin, *ids, *self._separator], state
-        before, after = self._system
+            return [*begin, *ids, *self._separator], state
+        before, after = around
         return [*before, *ids, *after], state
 
     def open_user(self, state: FrameState) -> tuple[list[int], FrameState]:
@@ -221,6 +223,14 @@ class ChatFrame:
         if first[:2] == long[:2] and first[2] == once[1] and long[2:] == talk[1:]:
             self.system_style = "turn"
             self._system = (tuple(literal(long[0], start=True)), tuple(literal(long[1])))
+
+    def _beginnings(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """`_begin` and `_system` as they are at this time: a process may run for longer than the day that they tell."""
+        today, formats = now(), Template(self._tokenizer, self.template, self.options).date_formats
+        if not formats or all(today.strftime(form) == self._now.strftime(form) for form in formats):
+            return self._begin, self._system
+        later = ChatFrame(self._codec, self._tokenizer, template=self.template or "auto", options=self.options)
+        return (later._begin, later._system) if later.system_style == self.system_style else (self._begin, self._system)
 
     def _literals(self, roles: Sequence[str], *, prompt: bool) -> list[str]:
         """The literals before, between and after messages of these roles, [len(roles) + 1]."""

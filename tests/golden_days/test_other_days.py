@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from langchain_core.messages import HumanMessage
+from transformers import LlamaConfig
 
 from locret_stream import Store
 from locret_stream.errors import SnapshotMismatch
@@ -260,6 +261,39 @@ def test_an_old_thread_of_langchain_goes_on(clock: Clock, say: Say, golden: tupl
         answer = asyncio.run(chat.ainvoke(said, THREAD))
     receipt = answer.response_metadata["locret"]
     assert receipt["source"] == "snapshot" and receipt["fed"] < 40 and "the lamp of hall 7" in say.seen[-1]
+
+
+# -- another version of transformers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{"attention_sinks": 4}, {"clamp": 7.0, "alpha": 1.7}, {"pretraining_tp": None}],
+                         ids=["a field more", "two fields more", "a field less"])
+async def test_a_version_whose_configs_have_other_fields(clock: Clock, say: Say, tmp_path: Path, change: dict[str, Any],
+                                                         monkeypatch: pytest.MonkeyPatch):
+    """Back and forth; and what an earlier library stored opens where fields were added."""
+    def to_dict(self: LlamaConfig) -> dict[str, Any]:
+        fields = {**before(self), **change}
+        return {name: value for name, value in fields.items() if name not in change or value is not None}
+
+    before = LlamaConfig.to_dict
+    shutil.copytree(FOLDER / "dated", tmp_path / "old")
+    for number, version in enumerate((before, to_dict, before, to_dict)):
+        monkeypatch.setattr(LlamaConfig, "to_dict", version)
+        async with runtime(tmp_path / "new", DATED) as running, running.open("diary") as context:
+            assert context.resumed == bool(number)
+            await context.push("One line.\n" * 9)
+    async with runtime(tmp_path / "old", DATED) as running:
+        if "pretraining_tp" in change:  # nobody here knows what it was
+            with pytest.raises(SnapshotMismatch, match="other architecture: found"):
+                await running.open("diary").__aenter__()
+        else:
+            async with running.open("diary") as context:
+                assert context.resumed
+    monkeypatch.setattr(LlamaConfig, "to_dict", lambda self: {**to_dict(self), "rms_norm_eps": 0.5})
+    made = LlamaConfig().rms_norm_eps
+    async with runtime(tmp_path / "new", DATED) as running:
+        with pytest.raises(SnapshotMismatch, match=rf"\(rms_norm_eps\): found {made}, expected 0.5; open it"):
+            await running.open("diary").__aenter__()
 
 
 # -- what is another template all the same ------------------------------------------------------------------------
