@@ -37,7 +37,7 @@ TABLE = (
     ("heads", "cache"),
     ("kernels",),
     ("named_models",),
-    ("config", "files"),
+    ("charsets", "config", "files"),
     ("budgets",),
     ("errors", "version"),
 )

@@ -30,7 +30,7 @@ def read_facts(path: Path) -> list[GivenFact]:
         InputError: a line is not a fact, which the error names, or the file has none.
     """
     facts = []
-    text = "".join(file_text(path)).removeprefix("\ufeff")
+    text = "".join(file_text(path))
     for number, line in enumerate(text.split("\n"), 1):  # not `splitlines`: JSON strings may contain \u2028 and others
         if not line.strip():
             continue

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 import typer
 
+from locret_stream.charsets import ENCODINGS, Charset, Decoder
 from locret_stream.errors import ConfigError
 
 Model = Annotated[str, typer.Option(help=(
@@ -71,6 +72,27 @@ class RuntimeOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.decode_copy and set((self.store_bits or "16").replace(" ", "").split(",")) == {"16"}:
             raise ConfigError("found --decode-copy and no --store-bits below 16; expected --store-bits with it")
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """How the bytes of files and of stdin become text."""
+
+    errors: Annotated[str, typer.Option(metavar="strict|replace", help=(
+        "Bytes that are no text in the encoding: end the run with their place (strict), or are read as U+FFFD and "
+        "counted (replace)."))] = "strict"
+    encoding: Annotated[str, typer.Option(help=(
+        f"Of the texts: {', '.join(ENCODINGS)}. utf-16 is what PowerShell's > writes. A byte-order mark at the "
+        "beginning is left out."))] = "utf-8"
+
+    def __post_init__(self) -> None:
+        self.decoder("")
+
+    def decoder(self, name: str) -> Decoder:
+        """A decoder of the text of that name. Raises ConfigError: no such encoding, or no such way."""
+        try:
+            return Decoder(Charset(self.encoding, self.errors), name, "--{} {}")
+        except ConfigError as error:
+            raise ConfigError(f"--{error}") from None
 
 
 def on_command_line(context: typer.Context, names: Iterable[str]) -> list[str]:

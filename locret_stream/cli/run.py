@@ -6,18 +6,27 @@ import asyncio
 import difflib
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from locret_stream.cli.display import Board, Row
 from locret_stream.cli.loading import make_runtime
-from locret_stream.cli.options import DEFAULT_STORE, Json, Key, RuntimeOptions, StoreUrl, grouped, on_command_line
+from locret_stream.cli.options import (
+    DEFAULT_STORE,
+    Json,
+    Key,
+    RuntimeOptions,
+    StoreUrl,
+    TextOptions,
+    grouped,
+    on_command_line,
+)
 from locret_stream.cli.output import describe, describe_runtime, err, print_json
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import Reader, check_readable, path_text, stdin_is_terminal
@@ -25,6 +34,7 @@ from locret_stream.config import Sampling
 from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
 if TYPE_CHECKING:
+    from locret_stream.charsets import Decoder
     from locret_stream.context import Memory, Recalled, StreamingContext, Token
     from locret_stream.snapshot import Store
 
@@ -44,6 +54,9 @@ Examples:
   tail -n 100000 service.log | locret-stream run --ask "What is the port of the gateway?"
   # read two files, then chat
   locret-stream run part1.txt part2.txt
+  # what PowerShell's > wrote; or a log with bytes that are no text, which are read as U+FFFD and counted
+  locret-stream run big.log --encoding utf-16 --ask "What is the port of the gateway?"
+  locret-stream run raw.log --errors replace --ask "What is the port of the gateway?"
   # find again what was evicted, by the words of the question
   locret-stream run big.log --recall --ask "What is the port of the gateway?"
   # what to watch for, when it is known before reading
@@ -112,9 +125,10 @@ class SamplingOptions(msgspec.Struct, frozen=True):
 @grouped
 def run(
     command: typer.Context,
-    files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help='UTF-8 texts; "-" is stdin.')] = None,
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help='Texts; "-" is stdin.')] = None,
     ask: Annotated[list[str] | None, typer.Option(help="A question; may be given more than once.")] = None,
     *,
+    text: TextOptions,
     options: RuntimeOptions,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     focus: Annotated[str | None, typer.Option(help=(
@@ -142,6 +156,10 @@ def run(
         raise ConfigError("--json answers questions and ends; expected at least one --ask")
     questions = None if ask else _questions(stdin_taken="-" in names)
     sampling = answering.sampling()
+    given = on_command_line(command, ("errors", "encoding"))
+    if given and not names:
+        raise ConfigError(f"found {given[0]} and no text to read; expected files with it, or text on stdin")
+    decoders = [text.decoder("stdin" if name == "-" else name) for name in names]
     summary = Summary()
     with interruptible(summary):
         runtime = make_runtime(options, **({} if session is None else {"store": stored.store, "key": stored.key}))
@@ -152,17 +170,20 @@ def run(
             async with aclosing(runtime), runtime.open(
                     session, system=system, raw=True if raw else None, focus=focus,
                     on_mismatch="rebuild" if stored.on_mismatch == "rebuild" else "raise") as context:
-                text = pieces(names) if names else None
-                if text is not None and piped and session is not None:
-                    text = await if_any(text)
+                source = pieces(names, decoders) if names else None
+                if source is not None and piped and session is not None:
+                    source = await if_any(source)
                 if session is not None and runtime.store is not None:
-                    greet(session, context, runtime.store, grows=text is not None or questions is not None)
+                    greet(session, context, runtime.store, grows=source is not None or questions is not None)
                 with summary.watching(lambda: context.memory):
                     try:
-                        row = await read(names, text, context, stored.save_every if session else 0) if text else None
+                        row = None if source is None else await read(
+                            names, source, context, stored.save_every if session else 0)
+                        say_of_bytes(decoders)
                         if questions is None:
                             await answer(list(ask or ()), context, sampling, row, as_json, recall=bool(options.recall),
-                                         evicts=runtime.engine.policy.bounded)
+                                         evicts=runtime.engine.policy.bounded,
+                                         receipt=receipt_of(decoders))
                         else:
                             await chat(questions, context, sampling)
                             err.print(f"At the end: {describe(context.memory)}.", soft_wrap=True)
@@ -243,11 +264,30 @@ def _questions(stdin_taken: bool) -> Reader:
         raise ConfigError("stdin carries the text and there is no terminal to chat in; expected --ask") from None
 
 
-async def pieces(names: list[str]) -> AsyncIterator[str]:
-    """The text of the named files one after the other."""
-    for name in names:
-        async for piece in Reader().pieces() if name == "-" else path_text(Path(name)):
+async def pieces(names: list[str], decoders: list[Decoder]) -> AsyncIterator[str]:
+    """The text of the named files one after the other, each through its decoder."""
+    for name, decoder in zip(names, decoders, strict=True):
+        async for piece in Reader(decoder=decoder).pieces() if name == "-" else path_text(Path(name), decoder):
             yield piece
+
+
+def say_of_bytes(decoders: list[Decoder]) -> None:
+    """Print what of the texts is not as its bytes were."""
+    for decoder in decoders:
+        if decoder.replaced:
+            err.print(f"{decoder.name}: {decoder.bytes_replaced:,} bytes are not {decoder.charset.shown} and were read "
+                      f"as {decoder.replaced:,} U+FFFD.", soft_wrap=True)
+        for warning in decoder.warnings:
+            err.print(f"Beware: {warning}.", soft_wrap=True)
+
+
+def receipt_of(decoders: list[Decoder]) -> dict[str, Any]:
+    """What JSON says of the same, all texts together."""
+    out: dict[str, Any] = {}
+    for decoder in decoders:
+        for name, value in decoder.receipt.items():
+            out[name] = out[name] + value if name in out else value
+    return out
 
 
 async def read(names: list[str], text: AsyncIterator[str], context: StreamingContext, save_every_s: float) -> Row:
@@ -307,9 +347,9 @@ def _say_if_cut(finish_reason: str | None, sampling: Sampling) -> None:
 
 
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
-                 as_json: bool, *, recall: bool, evicts: bool) -> None:
+                 as_json: bool, *, recall: bool, evicts: bool, receipt: Mapping[str, Any]) -> None:
     """Answer every question from the same memory, and print the answers as they come; `recall`: as JSON with what was
-    read again, which is nothing where the policy never evicts."""
+    read again, which is nothing where the policy never evicts; `receipt`: of the texts, for JSON."""
     answers = []
     for question in questions:
         line = Stripped(indent="  " if len(questions) > 1 else "")
@@ -338,6 +378,7 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
             **({"bytes_recall": memory.bytes_recall} if recall else {}),
             "tok_per_s": round(row.tok_per_s, 1) if row else 0.0,
             "answers": answers,
+            **receipt,
         })
 
 

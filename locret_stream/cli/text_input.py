@@ -1,18 +1,18 @@
-"""Text from files, pipes and the terminal, as strict UTF-8. Knows no model."""
+"""Text from files, pipes and the terminal. Knows no model."""
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import errno
 import io
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from locret_stream.errors import InputError, InvalidText
+from locret_stream.charsets import Decoder
+from locret_stream.errors import InputError
 
 PIECE_BYTES = 1 << 16
 
@@ -35,34 +35,37 @@ def check_readable(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def file_text(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces, ending in a newline, so that the next file starts on a new line.
+def file_text(path: Path, decoder: Decoder | None = None) -> Iterator[str]:
+    """The text of a file in pieces, ending in a newline, so that the next file starts on a new line.
+
+    Args:
+        decoder: of this file alone; None: UTF-8, strictly.
 
     Raises:
-        InvalidText: it is not UTF-8.
+        InvalidText: it is not text in that encoding.
     """
-    decode = _strict_utf8(str(path))
+    decoder = decoder or Decoder(name=str(path))
     last = "\n"
     with path.open("rb") as file:
         while data := file.read(PIECE_BYTES):
-            if text := decode(data):
+            if text := decoder.push(data):
                 yield (last := text)
-    if text := decode(b"", final=True):
+    if text := decoder.end():
         yield (last := text)
     if not last.endswith("\n"):
         yield "\n"
 
 
-async def path_text(path: Path) -> AsyncIterator[str]:
+async def path_text(path: Path, decoder: Decoder) -> AsyncIterator[str]:
     """As `file_text`, inside an event loop: it awaits the data of a pipe, so that signals end the wait for a process
     that has yet to write."""
     file, last = _open_pipe(path), "\n"
     if file is None:
-        for piece in file_text(path):
+        for piece in file_text(path, decoder):
             yield piece
         return
     with file:
-        async for piece in Reader(str(path), file).pieces():
+        async for piece in Reader(str(path), file, decoder).pieces():
             yield (last := piece)
     if not last.endswith("\n"):
         yield "\n"
@@ -75,24 +78,6 @@ def _open_pipe(path: Path) -> io.FileIO | None:
     return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
-def _strict_utf8(name: str) -> Callable[..., str]:
-    """A decoder of the pieces of one text; its errors give the position in the whole text."""
-    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
-
-    def decode(data: bytes, final: bool = False) -> str:
-        nonlocal read
-        buffered = len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(data, final)
-        except UnicodeDecodeError as error:
-            at = read - buffered + error.start
-            raise InvalidText(f"{name}: byte {at} is not UTF-8; expected UTF-8 text") from None
-        read += len(data)
-        return text
-
-    return decode
-
-
 def stdin_is_terminal() -> bool:
     """Whether a person types; False also where there is no stdin."""
     return sys.stdin is not None and sys.stdin.isatty()
@@ -101,8 +86,9 @@ def stdin_is_terminal() -> bool:
 class Reader:
     """Text from a pipe or a terminal as it arrives, without a thread, which could block after a task is cancelled."""
 
-    def __init__(self, name: str = "stdin", file: io.BufferedReader | io.FileIO | None = None):
-        self.name, self._decode = name, _strict_utf8(name)
+    def __init__(self, name: str = "stdin", file: io.BufferedReader | io.FileIO | None = None,
+                 decoder: Decoder | None = None):
+        self.name, self._decoder = name, decoder or Decoder(name=name)
         self._file = file or sys.stdin.buffer
         self._rest, self._ended = "", False
 
@@ -124,7 +110,7 @@ class Reader:
     async def _text(self) -> str:
         data = await self._bytes()
         self._ended = not data
-        return self._decode(data, final=self._ended)
+        return self._decoder.end() if self._ended else self._decoder.push(data)
 
     async def _bytes(self) -> bytes:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import hashlib
 import secrets
@@ -15,7 +14,7 @@ from locret_stream.conversation.matching import reach, reach_behind
 from locret_stream.conversation.messages import Message, digest, stand_in
 from locret_stream.conversation.request import Request
 from locret_stream.conversation.threads import Threads
-from locret_stream.errors import ConfigError, ContextClosed, EmptySource, InvalidText, StaleOwner
+from locret_stream.errors import ConfigError, ContextClosed, EmptySource, StaleOwner
 
 _OUTRUN = ("another owner, such as another process, told the thread something while the stream was absorbed, so it "
            "cannot be kept; the thread is as the other one left it. Expected one at a time: absorb the stream again")
@@ -171,11 +170,3 @@ class Absorption:
         if self.ended:
             raise ContextClosed("the model was closed while a stream was absorbed; the thread is as it was before. "
                                 "Expected the stream to end first")
-
-
-def as_text(decoder: codecs.IncrementalDecoder, piece: bytes, *, final: bool = False) -> str:
-    """Bytes of a stream as text. Raises InvalidText."""
-    try:
-        return decoder.decode(piece, final)
-    except UnicodeDecodeError as error:
-        raise InvalidText(f"the source gave bytes that are not UTF-8: {error}; expected text") from error

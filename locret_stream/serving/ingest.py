@@ -12,6 +12,8 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from locret_stream.charsets import Charset
+from locret_stream.errors import ConfigError
 from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.limits import Limits
@@ -26,11 +28,18 @@ _PIECE = 1 << 16  # bytes that are read by the memory at once
 async def ingest(service: Service, thread: str, request: Request, offset: int) -> Response:
     """Take in the body. With `Accept: text/event-stream` the response is its progress, and begins at once.
 
-    The query may have `label`, `focus`, `upload` (an id, under which a stream that broke off goes on) and `offset`.
+    The query may have `label`, `focus`, `errors` and `encoding` (of `Charset`), `upload` (an id, under which a stream
+    that broke off goes on) and `offset`.
     """
     query = request.query_params
     options: dict[str, Any] = {"label": query.get("label", "upload"), "focus": query.get("focus"),
-                               "upload_id": query.get("upload"), "offset": offset}
+                               "upload_id": query.get("upload"), "offset": offset,
+                               "charset": {name: query[name] for name in ("encoding", "errors") if name in query}}
+    for name, value in options["charset"].items():  # before anything of it is read
+        try:
+            Charset(**{name: value})
+        except ConfigError as error:
+            raise ApiError(400, str(error), param=name) from None
     if (size := options["upload_id"]) is not None and not 0 < len(size) <= 100:
         raise ApiError(400, "upload is no id of 1 to 100 characters", param="upload")
     if "text/event-stream" in request.headers.get("accept", ""):
@@ -93,7 +102,7 @@ async def take_in(service: Service, upload: Incoming, piece: bytes) -> None:
 def result_of(upload: Incoming, seconds: float) -> Json:
     assert upload.message is not None
     return {"object": "ingest", "offset": upload.offset, "characters": upload.characters, "seconds": seconds,
-            "message": {"role": "user", "content": upload.message.content}}
+            "message": {"role": "user", "content": upload.message.content}, **upload.receipt}
 
 
 class _Progress(Response):

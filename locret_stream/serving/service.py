@@ -286,13 +286,13 @@ class Service(Sessions):
     # -- streams ----------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def upload(self, thread: str, *, label: str, focus: str | None, upload_id: str | None, offset: int
-                     ) -> AsyncIterator[Incoming]:
+    async def upload(self, thread: str, *, label: str, focus: str | None, upload_id: str | None, offset: int,
+                     charset: Mapping[str, str] | None = None) -> AsyncIterator[Incoming]:
         """A stream that is taken in piece by piece. Raises as `Uploads.open`."""
         with self.admitted("ingest"):
             request = Request([], thread=thread, focus=focus)
-            async with self.uploads.open(self.threads, request, label, upload_id, offset, self.limits.timeout_s
-                                         ) as upload:
+            async with self.uploads.open(self.threads, request, label, upload_id, offset, self.limits.timeout_s,
+                                         charset) as upload:
                 yield upload
 
     async def upload_state(self, thread: str, upload_id: str) -> Json | None:

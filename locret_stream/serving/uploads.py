@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from locret_stream.charsets import Charset, Decoder
 from locret_stream.conversation.messages import Message, check_label
 from locret_stream.conversation.request import Request, current_task, within
 from locret_stream.serving.bodies import Json
@@ -30,6 +30,8 @@ class Incoming(Protocol):
     def characters(self) -> int: ...
     @property
     def message(self) -> Message | None: ...
+    @property
+    def receipt(self) -> Json: ...
     async def push(self, piece: bytes) -> None: ...
     async def finish(self) -> Message: ...
 
@@ -37,13 +39,16 @@ class Incoming(Protocol):
 class Upload:
     """One stream: `push` each piece, then `finish`.
 
+    Args:
+        charset: of all its pieces.
+
     Attributes:
         offset: bytes that the memory has read, the pieces of a character that is not whole yet included.
         message: what stands for the stream in a history; None until it is durable.
     """
 
-    def __init__(self, absorption: Absorption):
-        self._absorption, self._decoder = absorption, codecs.getincrementaldecoder("utf-8")()
+    def __init__(self, absorption: Absorption, charset: Charset):
+        self._absorption, self._decoder = absorption, Decoder(charset, option="?{}={}")
         self.offset, self.message = 0, None  # type: tuple[int, Message | None]
         self.in_use = self._torn = False  # torn: a piece was cut off, and the memory may have read a part of it
         self._begun = False
@@ -55,6 +60,15 @@ class Upload:
     def characters(self) -> int:
         return self._absorption.characters
 
+    @property
+    def charset(self) -> Charset:
+        return self._decoder.charset
+
+    @property
+    def receipt(self) -> Json:
+        """What is to be said of its bytes (`Decoder.receipt`)."""
+        return self._decoder.receipt
+
     async def begin(self, threads: Threads) -> None:
         """Wait for its session. Raises as a turn."""
         await self._absorption.begin(threads)
@@ -62,10 +76,8 @@ class Upload:
 
     async def push(self, piece: bytes) -> None:
         """Take in a piece; it returns when the memory has read it. Raises InvalidText; otherwise as a feed."""
-        from locret_stream.conversation.absorbing import as_text
         self._torn = True
-        text = as_text(self._decoder, piece)
-        if text:
+        if text := self._decoder.push(piece):
             await self._absorption.push(text)
         self.offset += len(piece)
         self._torn = False
@@ -76,9 +88,10 @@ class Upload:
         Raises:
             InvalidText: it ends inside a character. EmptySource, StaleOwner. ApiError 503: it cannot be stored.
         """
-        from locret_stream.conversation.absorbing import as_text
         if self.message is None:
-            as_text(self._decoder, b"", final=True)
+            if text := self._decoder.end():  # an error leaves it as it was: its sender may have the rest
+                self._torn = True
+                await self._absorption.push(text)
             message = await self._absorption.finish()
             if not self._absorption.saved:
                 raise ApiError(503, "the stream could not be stored, so it is undone; the server's log tells why",
@@ -129,21 +142,23 @@ class Uploads:
         """Bytes that were read of an upload, and whether it is finished; None for an unknown one."""
         upload = self._open.get((thread, upload_id))
         return None if upload is None or upload.lost else {
-            "offset": upload.offset, "done": upload.message is not None}
+            "offset": upload.offset, "done": upload.message is not None, **upload.receipt}
 
     @contextlib.asynccontextmanager
     async def open(self, threads: Threads, request: Request, label: str, upload_id: str | None, offset: int,
-                   timeout_s: float) -> AsyncIterator[Upload]:
+                   timeout_s: float, charset: Mapping[str, str] | None = None) -> AsyncIterator[Upload]:
         """An upload for the length of a block. Left by an error, one with an id waits for its sender; any other is
         undone.
 
         Args:
             offset: bytes that the sender knows to be read: 0 begins. timeout_s: how long it waits for its session: who
-                sends is not seen to leave meanwhile.
+                sends is not seen to leave meanwhile. charset: fields of `Charset` that the sender gives; one that goes
+                on has those with which it began.
 
         Raises:
-            ApiError 409: the upload is in use, unknown, or has read another number of bytes; or its session was
-                forgotten meanwhile; 503: the server shuts down. InputError: the label. TimeoutError.
+            ApiError 409: the upload is in use, unknown, has read another number of bytes, or began with another
+                charset; or its session was forgotten meanwhile; 503: the server shuts down. InputError: the label.
+                ConfigError: the charset. TimeoutError.
         """
         from locret_stream.conversation.absorbing import Absorption
 
@@ -152,7 +167,13 @@ class Uploads:
         known = self._open.get(key) if upload_id is not None else None
         if known is not None and known.lost and not known.in_use:
             known = None
-        upload = known or Upload(Absorption(request, check_label(label)))
+        asked = Charset(**charset or {})
+        upload = known or Upload(Absorption(request, check_label(label)), asked)
+        for name in charset or {}:
+            if getattr(asked, name) != (began := getattr(upload.charset, name)):
+                raise ApiError(409, f"found {name}={getattr(asked, name)} of an upload that began with {began}; "
+                               f"expected the same with each of its pieces, or none", kind="conflict",
+                               code="wrong_charset", param=name)
         if known is None and offset:
             raise ApiError(409, f"found offset {offset} of an upload that is not known here (any more); expected 0: "
                            "nothing of it is kept", kind="conflict", code="upload_lost")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_locret.chat_model import LocretChatModel
-    from langchain_locret.warned import LateWarning, RebuildWarning, ToolsWarning
+    from langchain_locret.warned import LateWarning, NoTextWarning, RebuildWarning, ToolsWarning
     from locret_stream import StateLost
 
-__all__ = ["LateWarning", "LocretChatModel", "RebuildWarning", "StateLost", "ToolsWarning"]
+__all__ = ["LateWarning", "LocretChatModel", "NoTextWarning", "RebuildWarning", "StateLost", "ToolsWarning"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import HumanMessage
 
+from langchain_locret.messages import RECEIPT
+from langchain_locret.warned import NoTextWarning
 from locret_stream import ContextClosed, InputError, SourceError
+from locret_stream.charsets import Charset, Decoder
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.sources import Puller
-from locret_stream.conversation.absorbing import Absorption, as_text
+from locret_stream.conversation.absorbing import Absorption
 from locret_stream.conversation.request import Request, current_task
 from locret_stream.conversation.threads import Threads
 
@@ -25,9 +28,12 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 16  # bytes of a file that are read at once
 
 
-async def absorb(loop: RuntimeLoop, source: Any, request: Request, label: str,
+async def absorb(loop: RuntimeLoop, source: Any, request: Request, label: str, charset: Charset,
                  progress: Callable[[int], None] | None) -> HumanMessage:
     """Read all of a source into a thread of that loop's runtime. This runs on the caller's event loop.
+
+    Args:
+        charset: of the bytes that the source gives.
 
     Raises as `LocretChatModel.aingest`.
     """
@@ -37,19 +43,23 @@ async def absorb(loop: RuntimeLoop, source: Any, request: Request, label: str,
         except OSError as error:
             raise SourceError(f"{source} cannot be opened: {error}; expected a file of text") from error
         with file:  # in blocks, as a file may be one long line
-            return await absorb(loop, iter(lambda: file.read(_BLOCK), b""), request, label, progress)
-    puller, decode, absorption = Puller(source), codecs.getincrementaldecoder("utf-8")(), Absorption(request, label)
+            return await absorb(loop, iter(lambda: file.read(_BLOCK), b""), request, label, charset, progress)
+    puller, absorption = Puller(source), Absorption(request, label)
+    decoder = Decoder(charset, option="{}={!r}")
+
+    async def feed(text: str) -> None:
+        if text:
+            await loop.acall(partial(_push, absorption, text))
+            if progress is not None:
+                progress(absorption.characters)
+
     try:
         await loop.acall(absorption.begin)
         while (piece := await puller.next()) is not None:
             if isinstance(piece, list):
                 raise InputError("the source gave token ids; expected text")
-            text = as_text(decode, piece) if isinstance(piece, bytes) else piece
-            if text:
-                await loop.acall(partial(_push, absorption, text))
-                if progress is not None:
-                    progress(absorption.characters)
-        as_text(decode, b"", final=True)
+            await feed(decoder.push(piece) if isinstance(piece, bytes) else decoder.end() + piece)
+        await feed(decoder.end())
         message = await loop.acall(lambda _: absorption.finish())
         absorption.take()
     finally:
@@ -60,7 +70,9 @@ async def absorb(loop: RuntimeLoop, source: Any, request: Request, label: str,
                 if not absorption.taken:
                     raise
                 current_task().uncancel()  # too late: the stream is in memory, and stays
-    return HumanMessage(message.content)
+    for warning in decoder.warnings:
+        warnings.warn(warning, NoTextWarning, stacklevel=2)
+    return HumanMessage(message.content, response_metadata={RECEIPT: decoder.receipt} if decoder.receipt else {})
 
 
 async def _push(absorption: Absorption, text: str, threads: Threads) -> None:

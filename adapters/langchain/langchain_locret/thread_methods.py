@@ -15,6 +15,7 @@ from langchain_locret.calls import run_alone, with_thread
 from langchain_locret.messages import read
 from langchain_locret.runtimes import SharedRuntime, load
 from locret_stream import InputError, LocretError
+from locret_stream.charsets import Charset
 from locret_stream.conversation.messages import check_label
 from locret_stream.conversation.request import OnChange, OnMismatch, Request
 
@@ -35,14 +36,15 @@ class ThreadMethods:
 
     async def aingest(self, source: Any, *, thread_id: str, label: str = "text",
                       history: Sequence[BaseMessage] = (), tools: Sequence[Any] = (),
-                      progress: Callable[[int], None] | None = None, focus: str | None = None) -> HumanMessage:
+                      progress: Callable[[int], None] | None = None, focus: str | None = None,
+                      errors: str = "strict", encoding: str = "utf-8") -> HumanMessage:
         """Absorb a stream of text into a thread as one message; returns a small stand-in to keep in the history.
 
         The source is read only as fast as the memory reads it; other threads go on meanwhile, calls on this one wait.
         Cancelled or failed, the thread is as it was before. On return the stream is as durable as a turn.
 
         Args:
-            source: text, the Path of a file, or an (async) iterator of str or UTF-8 bytes: an open file, a socket, a
+            source: text, the Path of a file, or an (async) iterator of str or bytes: an open file, a socket, a
                 growing log.
             label: how the stand-in names the stream, in one line of at most 80 characters.
             history: the messages that the stream comes behind; without any, it comes behind what the thread was told
@@ -50,20 +52,25 @@ class ThreadMethods:
             tools: those that the thread is used with, if the history is its beginning.
             progress: called after each piece with the number of characters that the memory has read.
             focus: what the memory will be asked about; None: the model's.
+            errors: bytes that are no text: "strict" refuses them, "replace" reads them as U+FFFD, as Python does;
+                `response_metadata["locret"]` of the stand-in says how many (`replaced`, `bytes_replaced`).
+            encoding: of bytes, also "utf-16" (what PowerShell's > writes), "latin-1", ...: `charsets.ENCODINGS`. A
+                byte-order mark at their beginning is left out.
 
         Raises:
-            EmptySource, SourceError, InvalidText, InputError; otherwise as a call of the model.
+            EmptySource, SourceError, InvalidText, InputError, ConfigError; otherwise as a call of the model.
         """
         if thread_id is None:
             raise InputError("thread_id is None; expected the thread that absorbs the stream")
         check_label(label)
+        charset = Charset(encoding, errors)
         request = Request(said=read([*history]), thread=str(thread_id), on_change=self.on_change,
                           on_mismatch=self.on_mismatch, tools=tuple(convert_to_openai_tool(tool) for tool in tools),
                           focus=self.focus if focus is None else focus)
         loop = self.shared.loop
         await loop.acall(load)  # so that the caller's event loop does not import torch
         from langchain_locret.ingesting import absorb
-        return await absorb(loop, source, request, label, progress)
+        return await absorb(loop, source, request, label, charset, progress)
 
     def ingest(self, source: Any, **options: Any) -> HumanMessage:
         """As `aingest`, for sync callers; the source is not async either."""

@@ -12,5 +12,9 @@ class ToolsWarning(UserWarning):
     held to a schema."""
 
 
+class NoTextWarning(UserWarning):
+    """The bytes of a stream could be read as text, and what came out hardly is any."""
+
+
 class LateWarning(UserWarning):
     """Another system text, or other tools, were read behind what a thread's memory holds."""

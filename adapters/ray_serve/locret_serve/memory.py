@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import End, Part
 from locret_stream.conversation.request import Request
+from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError, api_error
 from locret_stream.serving.service import Service
 from locret_stream.serving.uploads import Upload
@@ -34,7 +35,7 @@ class Place(NamedTuple):
     """Which stream a piece belongs to.
 
     Attributes:
-        thread: whose memory reads it. label, focus: as of `Service.upload`.
+        thread: whose memory reads it. label, focus, charset: as of `Service.upload`.
         upload_id: under which its pieces find each other.
     """
 
@@ -42,14 +43,17 @@ class Place(NamedTuple):
     label: str
     focus: str | None
     upload_id: str
+    charset: Mapping[str, str] | None = None
 
 
 class Read(NamedTuple):
-    """How far a stream was read: bytes, characters, and the message that stands for it once it is durable."""
+    """How far a stream was read: bytes, characters, the message that stands for it once it is durable, and what is to
+    be said of its bytes."""
 
     offset: int
     characters: int
     message: Message | None
+    receipt: Json
 
 
 class _More(Exception):
@@ -128,7 +132,7 @@ class Memory:
                         await upload.push(piece)
                     if last:
                         await upload.finish()
-                    read = Read(upload.offset, upload.characters, upload.message)
+                    read = Read(upload.offset, upload.characters, upload.message, upload.receipt)
                     if upload.message is None:
                         raise _More
         except _More:
@@ -152,7 +156,8 @@ class Memory:
 
     def _open(self, place: Place, offset: int) -> AbstractAsyncContextManager[Upload]:
         return self.service.uploads.open(self.service.threads, Request([], thread=place.thread, focus=place.focus),
-                                         place.label, place.upload_id, offset, self.service.limits.timeout_s)
+                                         place.label, place.upload_id, offset, self.service.limits.timeout_s,
+                                         place.charset)
 
     # -- figures ----------------------------------------------------------------------------------------------
 

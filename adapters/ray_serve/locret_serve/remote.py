@@ -235,12 +235,12 @@ class RemoteService(Service):
     # -- streams ----------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def upload(self, thread: str, *, label: str, focus: str | None, upload_id: str | None, offset: int
-                     ) -> AsyncIterator[Incoming]:
+    async def upload(self, thread: str, *, label: str, focus: str | None, upload_id: str | None, offset: int,
+                     charset: Mapping[str, str] | None = None) -> AsyncIterator[Incoming]:
         """A stream that is handed on piece by piece. It lies in the replica's memory alone: if that dies, the stream is
         to begin again (409 `upload_lost`), and nothing of it stays."""
         with self.admitted("ingest"):
-            place = Place(thread, label, focus, upload_id or f"front/{secrets.token_hex(16)}")
+            place = Place(thread, label, focus, upload_id or f"front/{secrets.token_hex(16)}", charset)
             stream = _Pieces(self, place, offset)
             await stream.push(b"")
             alive = asyncio.create_task(stream.keep_alive())
@@ -305,7 +305,7 @@ class _Pieces:
 
     def __init__(self, service: RemoteService, place: Place, offset: int):
         self._service, self._place = service, place
-        self._read = Read(offset, 0, None)
+        self._read = Read(offset, 0, None, {})
         self._lock = asyncio.Lock()
 
     @property
@@ -319,6 +319,10 @@ class _Pieces:
     @property
     def message(self) -> Message | None:
         return self._read.message
+
+    @property
+    def receipt(self) -> Json:
+        return self._read.receipt
 
     async def push(self, piece: bytes) -> None:
         await self._step(piece, False)
