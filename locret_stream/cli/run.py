@@ -347,7 +347,7 @@ def _say_if_cut(finish_reason: str | None, sampling: Sampling) -> None:
 
 
 async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
-                 as_json: bool, *, recall: bool, evicts: bool, receipt: Mapping[str, Any]) -> None:
+                 as_json: bool, *, recall: bool, evicts: bool, receipt: Mapping[str, Any] | None = None) -> None:
     """Answer every question from the same memory, and print the answers as they come; `recall`: as JSON with what was
     read again, which is nothing where the policy never evicts; `receipt`: of the texts, for JSON."""
     answers = []
@@ -378,7 +378,7 @@ async def answer(questions: list[str], context: StreamingContext, sampling: Samp
             **({"bytes_recall": memory.bytes_recall} if recall else {}),
             "tok_per_s": round(row.tok_per_s, 1) if row else 0.0,
             "answers": answers,
-            **receipt,
+            **(receipt or {}),
         })
 
 

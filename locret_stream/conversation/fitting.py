@@ -6,6 +6,7 @@ the beginning of a conversation is written in one way, whatever follows. What a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -157,8 +158,9 @@ class Fitting:
             reasoning, _, content = content.rpartition(_THOUGHT_END)
             reasoning = reasoning.rpartition(_THOUGHT)[2]
         if message.calls and not self._shows_calls(said, number):
-            text = words.call_text(message.calls)
-            return Line("assistant", [("\n".join(filter(None, (content, text))), number)], number, reasoning), (
+            calls = [words.call_text(name, json.dumps(arguments, ensure_ascii=False))
+                     for name, arguments, _ in message.calls]
+            return Line("assistant", [("\n".join(filter(None, (content, *calls))), number)], number, reasoning), (
                 "in words")
         kind: Kind = "calls" if message.calls else "user" if message.role == "user" else "assistant"
         return Line(kind, [(content, number)], number, reasoning), ""

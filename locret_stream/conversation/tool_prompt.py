@@ -22,12 +22,6 @@ def tool_text(tools: Sequence[dict[str, Any]]) -> str:
             "</tool_response>.")
 
 
-def call_text(calls: Sequence[tuple[str, dict[str, Any], str]]) -> str:
-    """Calls as text, for a template that shows none."""
-    return "\n".join(f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
-                     for name, arguments, _ in calls)
-
-
 def result_text(message: Message) -> str:
     """A tool's result as text of a user."""
     return f"<tool_response>\n{message.content}\n</tool_response>"
@@ -36,3 +30,9 @@ def result_text(message: Message) -> str:
 def opening(name: str) -> str:
     """The beginning of a call of that tool, up to its arguments; "": of any tool, up to its name."""
     return f'{OPEN}\n{{"name": "' + (f'{json.dumps(name, ensure_ascii=False)[1:-1]}", "arguments": ' if name else "")
+
+
+def call_text(name: str, arguments: str) -> str:
+    """A call in words."""
+    return f'{opening(name)}{arguments}}}
+{CLOSE}'

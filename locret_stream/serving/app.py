@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from locret_stream.serving import names
-from locret_stream.serving.bodies import Json, decode
+from locret_stream.serving.bodies import Json, decode, read_whole
 from locret_stream.serving.chat import completion
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.ingest import ingest, ingest_state
@@ -252,9 +252,10 @@ def _number(request: Request, name: str, default: int | None) -> int | None:
     given = request.query_params.get(name)
     if given is None:
         return default
-    if not given.isascii() or not given.isdecimal() or len(given) > 15:
+    number = read_whole(given)
+    if number is None:
         raise ApiError(400, f"{name} is {given!r:.40}; expected a whole number", param=name)
-    return int(given)
+    return number
 
 
 async def ask(request: Request, service: Service) -> Response:

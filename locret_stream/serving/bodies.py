@@ -3,9 +3,10 @@ answer is passed over, and the answer says so."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -54,15 +55,34 @@ def check_depth(value: Any) -> None:
 
 
 def as_struct(body: Mapping[str, Any], kind: type[T]) -> T:
-    """The fields of a body that a struct has. Raises ApiError 400, with the path of the field."""
+    """The fields of a body that a struct has; 100.0 is a whole number. Raises ApiError 400, with the path of the
+    field."""
     try:
-        return msgspec.convert(body, kind)
+        return msgspec.convert({**body, **{name: as_whole(body[name]) for name in _integers(kind) & body.keys()}}, kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
         path = path.rstrip("`")
         if (missing := re.search(r"missing required field `(\w+)`", text)) is not None:
             path = f"{path}.{missing[1]}" if path else missing[1]
         raise ApiError(400, f"{path or 'the body'}: {text}", param=path or None, code="invalid_value") from None
+
+
+@functools.cache
+def _integers(kind: type) -> frozenset[str]:
+    """The fields of a struct that take whole numbers alone."""
+    hints = ((name, get_args(hint) or (hint,)) for name, hint in get_type_hints(kind).items())
+    return frozenset(name for name, kinds in hints if int in kinds and float not in kinds)
+
+
+def as_whole(value: Any) -> Any:
+    """A float that is a whole number as that number, as JSON has one kind of numbers; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def read_whole(given: str) -> int | None:
+    """A whole number of a query, of at most 15 digits; None for anything else."""
+    match = re.fullmatch(r"([0-9]{1,15})(\.0{0,15})?", given)
+    return int(match[1]) if match else None
 
 
 class Sampled(msgspec.Struct, kw_only=True):
@@ -82,6 +102,10 @@ class Sampled(msgspec.Struct, kw_only=True):
     focus: str | None = None
     recall: bool | None = None
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, list):  # an empty string stops nothing
+            self.stop = [stop for stop in self.stop if stop]
 
     def sampling(self, usual: int, most: int) -> Json:
         """Fields of `Sampling`. Raises ApiError 400: more tokens than the server gives."""

@@ -11,10 +11,12 @@ from typing import Any
 
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import Call, End, Part
+from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.serving.bodies import Json, Sampled, as_struct, check_depth, ignored, refuse, text_of
 from locret_stream.serving.errors import ApiError
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+         "function": "tool"}
 _NO_SEARCH = "one choice of likeliest or sampled tokens: temperature, top_p, top_k, min_p, repetition_penalty"
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("n", 1, "one answer a request"), ("logprobs", False, "no log-probabilities"),
@@ -45,10 +47,18 @@ def read_chat(body: Mapping[str, Any]) -> tuple[ChatBody, list[str]]:
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages as OpenAI writes them. What an answer thought is passed over: most clients do not send it again, and the
-    memory of an answer given here has it. Raises ApiError 400."""
+    """Messages as OpenAI writes them, in its old form, too: `function_call` of an answer, and results of the role
+    `function`, which name their tool instead of a call.
+
+    What an answer thought is passed over: most clients do not send it again, and the memory of an answer given here has
+    it. A call whose arguments are no JSON object was written so by a model, and clients send it back: it is text at the
+    end of its answer, as where an answer of this server has such a call.
+
+    Raises ApiError 400.
+    """
     out: list[Message] = []
     open_calls: dict[str, int] = {}
+    names: list[str] = []  # of the newest calls
     for number, message in enumerate(messages):
         where, role = f"messages[{number}]", message.get("role")
         if not isinstance(role, str) or role not in ROLES:
@@ -57,42 +67,61 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         name, call_id = message.get("name") or "", ""
         calls: tuple[tuple[str, Json, str], ...] = ()
         if role == "assistant":
-            calls = read_calls(message.get("tool_calls") or (), where)
-            name = ""
+            refusal = message.get("refusal")
+            if not content and isinstance(refusal, str):
+                content = refusal
+            calls, odd = read_calls(message, where)
+            content, name = "\n".join(filter(None, (content, *odd))), ""
             if calls:
                 open_calls = {call[2]: at for at, call in enumerate(calls)}
+                names = [call[0] for call in calls]
         if role == "tool":
             call_id = message.get("tool_call_id") or ""
         for field, text in (("name", name), ("tool_call_id", call_id)):
             if not isinstance(text, str):
                 raise ApiError(400, f"{where}.{field} is {text!r:.80}; expected a text", param=f"{where}.{field}")
-        out.append(Message(ROLES[role], content, "", calls, call_id,
-                           open_calls.get(call_id, -1) if call_id else -1, name))
+        answers = open_calls.get(call_id, -1) if call_id else -1
+        if role == "function" and name in names:
+            answers = names.index(name)
+        out.append(Message(ROLES[role], content, "", calls, call_id, answers, name))
     return out
 
 
-def read_calls(calls: Any, where: str) -> tuple[tuple[str, Json, str], ...]:
-    """Tool calls of an answer. Raises ApiError 400."""
-    out = []
-    for at, call in enumerate(calls if isinstance(calls, (list, tuple)) else [calls]):
+def read_calls(message: Mapping[str, Any], where: str) -> tuple[tuple[tuple[str, Json, str], ...], list[str]]:
+    """(tool calls of an answer, the texts of those whose arguments are no JSON object). Raises ApiError 400."""
+    given, old = message.get("tool_calls") or (), message.get("function_call")
+    each = [(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(
+        given if isinstance(given, (list, tuple)) else [given])]
+    if old is not None and not each:  # beside `tool_calls` it is one of them once more
+        each.append(({"function": old}, f"{where}.function_call"))
+    calls, odd = list[tuple[str, Json, str]](), list[str]()
+    for call, place in each:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"{where}.tool_calls[{at}] is no call of a function with a name",
-                           param=f"{where}.tool_calls[{at}]")
-        out.append((function["name"], read_arguments(function.get("arguments"), f"{where}.tool_calls[{at}]"),
-                    str(call.get("id") or "")))
-    return tuple(out)
+            raise ApiError(400, f"{place} is no call of a function with a name", param=place)
+        name, arguments = function["name"], read_arguments(function.get("arguments"), place)
+        if isinstance(arguments, str):
+            odd.append(call_text(name, arguments))
+        else:
+            calls.append((name, arguments, str(call.get("id") or "")))
+    return tuple(calls), odd
 
 
-def read_arguments(written: Any, where: str) -> Json:
-    """Arguments of a call. Raises ApiError 400: they are no JSON object."""
+def read_arguments(written: Any, where: str) -> Json | str:
+    """Arguments of a call; as they are written where they are no JSON object, such as a list or the beginning of one.
+    Raises ApiError 400: they have too many levels."""
     try:
-        arguments = json.loads(written or "{}") if isinstance(written, str) or written is None else written
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"{where}.arguments is no JSON object; expected one, as text", param=f"{where}.arguments")
+        arguments = json.loads(written) if isinstance(written, str) and written.strip() else written
+    except ValueError:
+        return str(written)
+    except RecursionError:
+        raise ApiError(400, f"{where}.arguments has too many levels; expected fewer", code="too_deep",
+                       param=f"{where}.arguments") from None
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
     check_depth(arguments)
+    if not isinstance(arguments, dict):
+        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
     return arguments
 
 

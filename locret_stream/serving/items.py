@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from locret_stream.serving.bodies import Json
+from locret_stream.serving.bodies import Json, read_whole
 from locret_stream.serving.errors import ApiError
 
 if TYPE_CHECKING:  # loads torch
@@ -18,7 +18,7 @@ USUAL = 20
 def read_page(query: Mapping[str, str]) -> tuple[int, str, bool]:
     """(limit, after, whether the newest comes first) of a query. Raises ApiError 400."""
     given, order = query.get("limit", str(USUAL)), query.get("order", "desc")
-    limit = int(given) if given.isascii() and given.isdecimal() and len(given) < 6 else 0
+    limit = read_whole(given) or 0
     if not 1 <= limit <= MOST:
         raise ApiError(400, f"limit is {given!r:.40}; expected 1 to {MOST}", param="limit")
     if order not in ("asc", "desc"):

@@ -12,7 +12,8 @@ from typing import Any
 
 from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import Call, End, Part
-from locret_stream.serving.bodies import Json, Sampled, as_struct, ignored, refuse, text_of
+from locret_stream.conversation.tool_prompt import call_text
+from locret_stream.serving.bodies import Json, Sampled, as_struct, as_whole, ignored, refuse, text_of
 from locret_stream.serving.chat import ROLES, read_arguments, receipt_of, unreadable
 from locret_stream.serving.errors import ApiError
 
@@ -58,24 +59,26 @@ def conversation_id(given: str | Mapping[str, Any] | None) -> str | None:
 
 def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None, *, field: str = "input"
                ) -> list[Message]:
-    """Items of that field as messages, instructions ahead of them. Reasoning is passed over. Raises ApiError
-    400."""
+    """Items of that field as messages, instructions ahead of them. Reasoning is passed over. A call whose arguments are
+    no JSON object is text, as in `chat.read_messages`. Raises ApiError 400."""
     out = [Message("system", instructions)] if instructions else []
     if isinstance(items, str):
         return [*out, Message("user", items)]
     calls: list[tuple[str, Json, str]] = []
+    odd: list[str] = []
     order: dict[str, int] = {}
 
     def close() -> None:
         """The calls so far belong to the answer before them, or are one without text."""
-        if calls:
+        if calls or odd:
             whole = tuple(calls)
-            if out and out[-1].role == "assistant" and not out[-1].calls:
-                out[-1] = replace(out[-1], calls=whole)
-            else:
-                out.append(Message("assistant", "", calls=whole))
+            if not out or out[-1].role != "assistant" or out[-1].calls:
+                out.append(Message("assistant", ""))
+            text = "\n".join(filter(None, (out[-1].content, *odd)))
+            out[-1] = replace(out[-1], content=text, calls=whole)
             order.update({call_id: at for at, (_, _, call_id) in enumerate(whole)})
             calls.clear()
+            odd.clear()
 
     for number, item in enumerate(items):
         where = f"{field}[{number}]"
@@ -85,14 +88,19 @@ def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | Non
         if kind == "function_call":
             if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
                 raise ApiError(400, f"{where} has no name or no call_id", param=where)
-            calls.append((item["name"], read_arguments(item.get("arguments"), where), item["call_id"]))
+            arguments = read_arguments(item.get("arguments"), where)
+            if isinstance(arguments, str):
+                odd.append(call_text(item["name"], arguments))
+                order[item["call_id"]] = -1
+            else:
+                calls.append((item["name"], arguments, item["call_id"]))
             continue
         if kind == "reasoning":
             continue
         close()
         if kind == "message":
             role = item.get("role")
-            if not isinstance(role, str) or role not in ROLES or role == "tool":
+            if not isinstance(role, str) or ROLES.get(role) in (None, "tool"):
                 raise ApiError(400, f"{where}.role is {role!r}; expected user, assistant, system or developer",
                                param=f"{where}.role")
             out.append(Message(ROLES[role], text_of(item.get("content"), f"{where}.content")))
@@ -137,7 +145,7 @@ class Response:
             "previous_response_id": body.get("previous_response_id"), "metadata": body.get("metadata") or {},
             "temperature": body.get("temperature"), "top_p": body.get("top_p"),
             "store": body.get("store") is not False,
-            "max_output_tokens": body.get("max_output_tokens"),
+            "max_output_tokens": as_whole(body.get("max_output_tokens")),
             "text": body.get("text") or {"format": {"type": "text"}},
             "truncation": "disabled", "usage": None,
             "conversation": {"id": conversation} if conversation is not None else None}

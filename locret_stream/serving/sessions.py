@@ -10,7 +10,7 @@ import msgspec
 
 from locret_stream.conversation.request import Request, ThreadNotFound, within
 from locret_stream.serving import chat, names, responses
-from locret_stream.serving.bodies import Json, as_struct, ignored
+from locret_stream.serving.bodies import Json, as_struct, as_whole, ignored
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.items import item_json, page_json
 from locret_stream.serving.limits import Limits
@@ -195,6 +195,7 @@ class Sessions:
         """Go back to the end of an earlier response, or to the boundary of a number; what came later is deleted. It may
         be deleted though this raises TimeoutError."""
         from locret_stream.conversation.standing import rewind
+        to = as_whole(to)
         if isinstance(to, str):
             owner, mark = names.parse_response_id(to)
             if owner != session:

@@ -11,8 +11,10 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
 from locret_stream import InputError
 from locret_stream.conversation.messages import Message
+from locret_stream.conversation.tool_prompt import call_text
 
-ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "developer": "developer"}
+ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "developer": "developer",
+         "function": "tool"}
 SUMMARY = "summarization"  # how LangChain's summarising middleware marks a message that it wrote for older ones
 RECEIPT = "locret"  # the key of the receipt in response_metadata
 WARNINGS = "warnings"  # the key of what the model warns of; it takes that out
@@ -23,7 +25,9 @@ _MEDIA = {"image", "audio", "video", "file", "text-plain"}
 
 
 def read(messages: Sequence[BaseMessage], first: int = 0, stop: int | None = None) -> list[Message]:
-    """The messages as a template sees them, from number `first` up to the one before `stop`.
+    """The messages as a template sees them, from number `first` up to the one before `stop`. A call that cannot be read
+    is text at the end of its answer: in words if it has a name; one without is of this model, and is all that it wrote
+    of the call.
 
     Raises:
         InputError: a text model cannot be shown a message of this kind, or its content.
@@ -42,9 +46,16 @@ def read(messages: Sequence[BaseMessage], first: int = 0, stop: int | None = Non
         if isinstance(message, AIMessage):
             reasoning = _reasoning(message)
             calls = tuple((call["name"], _plain(call["args"] or {}), call["id"] or "") for call in message.tool_calls)
-            content += "".join(_as_written(call["args"] or "") for call in message.invalid_tool_calls)
+            unreadable = [(call["name"], _as_written(call["args"] or "")) for call in message.invalid_tool_calls]
+            if (old := _old_call(message)) is not None:
+                if (arguments := _object(old[1])) is not None:
+                    calls = ((old[0], arguments, ""),)
+                else:
+                    unreadable.append(old)
+            for name, written in unreadable:
+                content += f"{content and chr(10)}{call_text(name, written)}" if name else written
             state_key = state_key_of(message)
-            if calls:
+            if message.tool_calls:
                 open_calls = _numbers_of(message)
         call_id = message.tool_call_id if isinstance(message, ToolMessage) else ""
         name = "" if role == "assistant" else message.name or ""
@@ -52,9 +63,31 @@ def read(messages: Sequence[BaseMessage], first: int = 0, stop: int | None = Non
             open_calls = next((_numbers_of(earlier) for earlier in reversed(messages[:number])
                                if isinstance(earlier, AIMessage) and earlier.tool_calls), {})
         answers = open_calls.get(call_id, -1) if call_id and open_calls else -1
+        if message.type == "function" and number and (called := _old_call(messages[number - 1])) is not None:
+            answers = 0 if called[0] == name and _object(called[1]) is not None else -1
         summary = message.additional_kwargs.get("lc_source") == SUMMARY
         out.append(Message(role, content, reasoning, calls, call_id, answers, name, summary, state_key))
     return out
+
+
+def _old_call(message: BaseMessage) -> tuple[str, str] | None:
+    """(name, arguments as they are written) of a call in OpenAI's old form, which LangChain does not read."""
+    call = message.additional_kwargs.get("function_call")
+    if not isinstance(message, AIMessage) or message.tool_calls or not isinstance(call, dict):
+        return None
+    name, written = call.get("name"), call.get("arguments")
+    if not isinstance(name, str) or not name:
+        return None
+    return name, written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, default=str)
+
+
+def _object(written: str) -> dict[str, Any] | None:
+    """Arguments of a call; None: they are no JSON object."""
+    try:
+        arguments = json.loads(written) if written.strip() else None
+    except (ValueError, RecursionError):
+        return None
+    return {} if arguments is None else arguments if isinstance(arguments, dict) else None
 
 
 def _numbers_of(message: AIMessage) -> dict[str, int]:

@@ -126,6 +126,8 @@ def _held(messages: Sequence[BaseMessage]) -> list[Any]:
         if _TYPES[type(message)] != kind:
             raise ValueError(kind)
         answer = kind == "ai" or kind == "AIMessageChunk"
+        if more and "function_call" in more:  # nobody writes these any more
+            raise ValueError(kind)
         if type(content) is not str:
             if answer:  # its blocks may depend on all that it has
                 held += "whole " + kind, _strictly(fields)
