@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,19 @@ from rich.text import Text
 from locret_stream.cli.demo_stream import GivenFact, blocks, count, cut_lines, read_facts
 from locret_stream.cli.display import Board
 from locret_stream.cli.loading import beside, make_runtime
-from locret_stream.cli.options import USUAL_BUDGET, Chunk, Heads, Json, Model, Policy, RuntimeOptions
-from locret_stream.cli.output import in_bytes, out, print_json
+from locret_stream.cli.options import (
+    USUAL_BUDGET,
+    Chunk,
+    Heads,
+    Json,
+    Model,
+    Policy,
+    RuntimeOptions,
+    TextOptions,
+    grouped,
+    on_command_line,
+)
+from locret_stream.cli.output import in_bytes, out, print_json, say_of_bytes
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable, file_text
 from locret_stream.errors import ConfigError, InputError
@@ -97,7 +108,10 @@ class Restored:
 
 
 @app.command(help=HELP)
+@grouped
 def demo(
+    *,
+    command: typer.Context,
     tokens: Annotated[int | None, typer.Option(min=1_000, help="Tokens to stream.", show_default=(
         "400000 for bundled, else 64000; or all of --stream"))] = None,
     budget: Annotated[int | None, typer.Option(min=1, show_default=USUAL_BUDGET, help=(
@@ -107,7 +121,8 @@ def demo(
     facts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
         'JSONL of your own facts: {"fact", "question", "answer"}.'))] = None,
     stream: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=(
-        "A UTF-8 text of your own instead of the standard library's sources."))] = None,
+        "A text of your own instead of the standard library's sources."))] = None,
+    text: TextOptions,
     policy: Policy = "locret",
     model: Model = "bundled",
     heads: Heads = None,
@@ -125,6 +140,9 @@ def demo(
         if not stream.is_file():
             raise InputError(f"{stream} is a pipe or a device, which can be read but once, and --stream is read twice; "
                              "expected a file: save its text in one")
+    if stream is None and (lone := on_command_line(command, ("errors", "encoding"))):
+        raise ConfigError(f"found {lone[0]} and no --stream; expected --stream with it")
+    lines = None if stream is None else Lines(stream, text)
     summary = Summary()
     names = [policy, "sinks + recent"] if compare else [policy]
     options = RuntimeOptions(model=model, heads=heads, policy=policy, budget=None if budget is None else str(budget),
@@ -142,7 +160,7 @@ def demo(
                 for runtime, name in zip(runtimes, names, strict=True):
                     await stack.enter_async_context(aclosing(runtime))
                     contexts.append(await stack.enter_async_context(runtime.open(name)))
-                planted = plant(runtimes[0], seed, tokens, stream, given, DECOYS if model == "bundled" else 0)
+                planted = plant(runtimes[0], seed, tokens, lines, given, DECOYS if model == "bundled" else 0)
                 stack.enter_context(summary.watching(lambda: contexts[0].memory))
                 expect_room(runtimes[0], [fact.sentence for fact in planted.facts])
                 decoys = f" and {len(planted.decoys)} decoys" if planted.decoys else ""
@@ -157,6 +175,18 @@ def demo(
         asyncio.run(show())
 
 
+class Lines:
+    """The lines of a text, any number of times. `decoder`: that of the last time."""
+
+    def __init__(self, path: Path, text: TextOptions):
+        self._path, self._text = path, text
+        self.decoder = text.decoder(str(path))
+
+    def __call__(self) -> Iterator[str]:
+        self.decoder = self._text.decoder(str(self._path))
+        return cut_lines(file_text(self._path, self.decoder))
+
+
 def chat_facts(seed: int) -> list[GivenFact]:
     """Facts as people tell and ask them, half of them numbers."""
     from locret_stream.evaluation import chat
@@ -166,21 +196,22 @@ def chat_facts(seed: int) -> list[GivenFact]:
     return [GivenFact(one.line, one.question, one.value) for one in told]
 
 
-def plant(runtime: Runtime, seed: int, tokens: int | None, stream: Path | None, given: list[GivenFact] | None,
+def plant(runtime: Runtime, seed: int, tokens: int | None, lines: Lines | None, given: list[GivenFact] | None,
           decoys: int) -> PlantedStream:
     """The stream of this seed.
 
     Args:
-        tokens: its length; None, with a `stream` alone: all of it.
-        stream: a text file to plant the facts in, instead of the standard library.
+        tokens: its length; None, with `lines` alone: all of them.
+        lines: of a text to plant the facts in, instead of the standard library.
         given: the facts, if not those that the bundled model was trained for. decoys: so many, of its kind.
     """
     from locret_stream.evaluation.facts import make_facts
     from locret_stream.evaluation.haystack import PlantedStream, line_measure, planted_stream
 
     measure = line_measure(runtime.count_tokens)
-    lines = None if stream is None else (lambda: cut_lines(file_text(stream)))
     size = tokens if lines is None else count(lines(), measure, tokens)
+    if lines is not None:
+        say_of_bytes([lines.decoder])
     assert size is not None, "only a text of the user's own has a length of its own"
     planted = planted_stream(seed, size, decoys=decoys, measure=measure, lines=lines)
     if given is None:

@@ -14,8 +14,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import Device, Dtype, Json, Model
-from locret_stream.cli.output import err, out, print_json
+from locret_stream.cli.options import Device, Dtype, Json, Model, TextOptions, grouped
+from locret_stream.cli.output import err, out, print_json, say_of_bytes
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable
 from locret_stream.errors import ConfigError
@@ -69,10 +69,12 @@ class Made:
 
 
 @app.command(help=HELP)
+@grouped
 def make_data(
+    *,
     model: Model,
     text: Annotated[list[Path], typer.Option(exists=True, dir_okay=False, help=(
-        "A UTF-8 text of prose, such as a book; may be given more than once."))],
+        "A text of prose, such as a book; may be given more than once."))],
     to: Annotated[Path, typer.Option("--out", dir_okay=False, help="JSONL to write; a file that is there is kept.")],
     conversations: Annotated[int, typer.Option(min=1, help="How many to make.")] = 500,
     tokens: Annotated[list[int] | None, typer.Option(min=50, show_default="400 4000", help=(
@@ -80,6 +82,7 @@ def make_data(
     seed: Annotated[int, typer.Option(help="Chooses texts, facts and places.")] = 0,
     background: Annotated[Path | None, typer.Option(dir_okay=False, help=(
         "Also write texts and talk that tell nothing, as JSONL, to this file."))] = None,
+    bytes_as: TextOptions,
     device: Device = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -99,7 +102,9 @@ def make_data(
     with interruptible(Summary(made)):
         from locret_stream.making import Texts
 
-        texts = Texts(text)
+        decoders = [bytes_as.decoder(str(path)) for path in text]
+        texts = Texts(text, decoders)
+        say_of_bytes(decoders)
         loaded, tokenizer = load(model, device=device, dtype=dtype)
 
         @functools.lru_cache(1 << 16)

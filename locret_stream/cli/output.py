@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from statistics import fmean
 from typing import IO, TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from locret_stream.budgets import in_bytes
 
 if TYPE_CHECKING:
+    from locret_stream.charsets import Decoder
     from locret_stream.context import Memory
     from locret_stream.runtime import Runtime
 
@@ -52,3 +54,13 @@ def describe(memory: Memory) -> str:
     return (f"{memory.tokens:,} tokens read, {fmean(memory.units):,.0f} units per KV head (mean over layers){among} "
             f"kept in {in_bytes(memory.bytes_resident)}; a full cache would need {in_bytes(memory.bytes_full_cache)}"
             f"{recall}{buffered}")
+
+
+def say_of_bytes(decoders: Iterable[Decoder]) -> None:
+    """Print what of the texts is not as its bytes were."""
+    for decoder in decoders:
+        if decoder.replaced:
+            err.print(f"{decoder.name}: {decoder.bytes_replaced:,} bytes are not {decoder.charset.shown} and were read "
+                      f"as {decoder.replaced:,} U+FFFD.", soft_wrap=True)
+        for warning in decoder.warnings:
+            err.print(f"Beware: {warning}.", soft_wrap=True)

@@ -27,7 +27,7 @@ from locret_stream.cli.options import (
     grouped,
     on_command_line,
 )
-from locret_stream.cli.output import describe, describe_runtime, err, print_json
+from locret_stream.cli.output import describe, describe_runtime, err, print_json, say_of_bytes
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import Reader, check_readable, path_text, stdin_is_terminal
 from locret_stream.config import Sampling
@@ -269,16 +269,6 @@ async def pieces(names: list[str], decoders: list[Decoder]) -> AsyncIterator[str
     for name, decoder in zip(names, decoders, strict=True):
         async for piece in Reader(decoder=decoder).pieces() if name == "-" else path_text(Path(name), decoder):
             yield piece
-
-
-def say_of_bytes(decoders: list[Decoder]) -> None:
-    """Print what of the texts is not as its bytes were."""
-    for decoder in decoders:
-        if decoder.replaced:
-            err.print(f"{decoder.name}: {decoder.bytes_replaced:,} bytes are not {decoder.charset.shown} and were read "
-                      f"as {decoder.replaced:,} U+FFFD.", soft_wrap=True)
-        for warning in decoder.warnings:
-            err.print(f"Beware: {warning}.", soft_wrap=True)
 
 
 def receipt_of(decoders: list[Decoder]) -> dict[str, Any]:

@@ -10,8 +10,18 @@ import msgspec
 import typer
 
 from locret_stream.cli.loading import load
-from locret_stream.cli.options import USUAL_BUDGET, USUAL_CHUNK, Device, Dtype, Json, Model, grouped
-from locret_stream.cli.output import err, out, print_json
+from locret_stream.cli.options import (
+    USUAL_BUDGET,
+    USUAL_CHUNK,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    TextOptions,
+    grouped,
+    on_command_line,
+)
+from locret_stream.cli.output import err, out, print_json, say_of_bytes
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import check_readable, file_text
 from locret_stream.errors import ConfigError
@@ -20,6 +30,7 @@ from locret_stream.named_models import named_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from locret_stream.charsets import Decoder
     from locret_stream.models import Attachment
     from locret_stream.training import (
         Allocation,
@@ -181,6 +192,7 @@ class TuningOptions(msgspec.Struct, frozen=True):
 @app.command(help=HELP)
 @grouped
 def train_heads(
+    command: typer.Context,
     model: Model,
     data: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSONL of prompts and answers.")],
     to: Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for the heads and the state of the run.")],
@@ -192,6 +204,7 @@ def train_heads(
         "Text like most of what will be streamed, about which nothing is asked, or conversations of that kind (.jsonl, "
         "make-data --background): heads of --label attention learn to score it lower, and --allocate and --tune let "
         "examples begin behind it."))] = None,
+    text: TextOptions,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an earlier run in --out, heads and all.")] = False,
     restart_tuning: Annotated[bool, typer.Option("--restart-tuning", help=(
         "Tune the first heads anew and forget the earlier tuning."))] = False,
@@ -202,6 +215,9 @@ def train_heads(
     check_readable(data)
     if background is not None:
         check_readable(background)
+    given = on_command_line(command, ("errors", "encoding"))
+    if given and (background is None or background.suffix == ".jsonl"):
+        raise ConfigError(f"found {given[0]} and no text as --background; expected one with it (JSON is UTF-8)")
     _expect_together(heads, allocation, tuning, background, restart_tuning)
     divided = tuned = None
     restarts = " and ".join(f"--{name}" for name, given in (("restart", restart), ("restart-tuning", restart_tuning))
@@ -222,7 +238,10 @@ def train_heads(
         ids = plain = None
         if background is not None:
             ranked = config.label == "attention"
-            ids = _ids_of(background, attachment, tokenizer, division, tune_config, PLAIN_TOKENS if ranked else 0)
+            decoder = text.decoder(str(background))
+            ids = _ids_of(background, decoder, attachment, tokenizer, division, tune_config,
+                          PLAIN_TOKENS if ranked else 0)
+            say_of_bytes([decoder])
             plain = ids[:PLAIN_TOKENS] if ranked else None  # the same whatever is tuned afterwards
         _expect_enough(attachment, held_out, config, division if allocation.allocate else None, tune_config, ids)
         with training.progress_bar(err) as progress:
@@ -275,8 +294,8 @@ def _expect_together(heads: HeadsOptions, allocation: AllocationOptions, tuning:
         raise ConfigError(f"--query-tokens is {heads.query_tokens}; expected at least 1 with --query-aware")
 
 
-def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBase, division: AllocationConfig,
-            tuning: TuneConfig | None, least: int) -> list[int]:
+def _ids_of(path: Path, decoder: Decoder, attachment: Attachment, tokenizer: PreTrainedTokenizerBase,
+            division: AllocationConfig, tuning: TuneConfig | None, least: int) -> list[int]:
     """Token ids of a text or of conversations (.jsonl), at most as many as will be read, `least` by the first stage.
     Raises InvalidText, and as `background_pieces`."""
     from locret_stream.text import TextCodec
@@ -284,7 +303,7 @@ def _ids_of(path: Path, attachment: Attachment, tokenizer: PreTrainedTokenizerBa
 
     codec, ids = TextCodec(tokenizer, vocab=attachment.shape.vocab), list[int]()
     pieces = (background_pieces(path, tokenizer) if path.suffix == ".jsonl" else
-              map(codec.encode_text, file_text(path)))  # a word cut in two every 64 KiB does not matter here
+              map(codec.encode_text, file_text(path, decoder)))  # a word cut in two every 64 KiB does not matter here
     most = max(least, 2 * division.background_tokens)  # one half of it is for tuning
     if tuning:
         most = max(most, tuning.background_tokens * (1 + math.ceil(tuning.steps / tuning.renew_every)))

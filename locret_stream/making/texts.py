@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from locret_stream.charsets import Decoder
 from locret_stream.errors import InputError
 from locret_stream.evaluation.haystack import read_module, training_modules
 from locret_stream.making.facts import Style
@@ -27,14 +28,16 @@ class Texts:
     """Sources of pieces by style.
 
     Args:
-        books: UTF-8 files of prose, of which each conversation reads a part that begins anywhere.
+        books: files of prose, of which each conversation reads a part that begins anywhere.
+        decoders: of each of them; None: UTF-8, strictly.
 
     Raises:
-        InputError: a book with fewer than 100 sentences of 20 to 400 characters, or that is no UTF-8 text.
+        InputError: a book with fewer than 100 sentences of 20 to 400 characters, or that is no text.
     """
 
-    def __init__(self, books: list[Path]):
-        self._books = [_sentences(path) for path in books]
+    def __init__(self, books: list[Path], decoders: Sequence[Decoder] | None = None):
+        decoders = decoders or [Decoder(name=str(path)) for path in books]
+        self._books = [_sentences(path, decoder) for path, decoder in zip(books, decoders, strict=True)]
         self._modules = training_modules()
 
     def pieces(self, style: Style, r: random.Random) -> Iterator[str]:
@@ -56,11 +59,8 @@ class Texts:
                 yield _json_line(r)
 
 
-def _sentences(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: {error}; expected a UTF-8 text") from error
+def _sentences(path: Path, decoder: Decoder) -> list[str]:
+    text = decoder.push(path.read_bytes()) + decoder.end()
     text = re.sub(r"\s+", " ", text)
     sentences = [one for one in _SENTENCE.split(text) if 20 < len(one) < 400]
     if len(sentences) < LEAST_SENTENCES:

@@ -88,3 +88,20 @@ def test_what_is_no_encoding_is_a_mistake_before_a_model_is_loaded(tmp_path: Pat
     assert "--encoding is 'utf-7'; expected one of utf-8, " in told
     told = mistake("run", log, *ASK, "--errors", "ignore", *nowhere)
     assert "--errors is 'ignore'; expected strict or replace" in told
+
+
+def test_other_verbs_that_read_texts_have_the_same_options(tmp_path: Path, tiny: Path):
+    raw, heads = tmp_path / "raw.log", tmp_path / "heads"
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "answer": "b"}\n')
+    raw.write_bytes(b"caf\xe9\n" * 50)
+    train = ["train-heads", "--model", tiny, "--data", data, "--out", heads]
+    assert "--background" in mistake(*train, "--errors", "replace")
+    demo = ["demo", "--no-restart", "--no-compare", "--model", tiny, "--policy", "keydiff", "--budget", 96,
+            "--chunk-size", 32]
+    assert "found --encoding and no --stream" in mistake(*demo, "--encoding", "utf-16")
+    assert "raw.log: byte 3 is not UTF-8; expected UTF-8 text, or --errors replace" in mistake(*demo, "--stream", raw)
+    _, _, err = invoke(*demo, "--stream", raw, "--errors", "replace")
+    assert "raw.log: 50 bytes are not UTF-8 and were read as 50 U+FFFD." in err, err
+    book = ["make-data", "--model", tiny, "--text", raw, "--out", tmp_path / "made.jsonl"]
+    assert "byte 3 is not UTF-8" in mistake(*book) and "found 1 sentences" in mistake(*book, "--errors", "replace")

@@ -67,7 +67,7 @@ def test_a_book_needs_sentences(tmp_path: Path):
     with pytest.raises(InputError, match="found 0 sentences of 20 to 400 characters; expected at least 100"):
         Texts([path])
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="expected a UTF-8 text"):
+    with pytest.raises(InputError, match=r"is UTF-16 .* expected UTF-8 text$"):
         Texts([path])
 
 
