@@ -46,7 +46,7 @@ def call_form(template: ChatTemplate, tools: Sequence[dict[str, Any]], known: st
         form = held_form(known)
         if form is None:
             raise
-        return replace(form, before=_closed_thought(template, tools) + form.before)
+        return replace(form, before=closed_thought(template, tools) + form.before)
     return _json_form(template, before, called, probes) or _argument_form(template, tools)
 
 
@@ -123,7 +123,7 @@ def call_opening(template: ChatTemplate, tools: Sequence[dict[str, Any]], name: 
         form = held_form(known)
         if form is None:
             raise
-        return begun_call(template, replace(form, before=_closed_thought(template, tools) + form.before), name)
+        return begun_call(template, replace(form, before=closed_thought(template, tools) + form.before), name)
     opening = [Piece(before, False)]
     if not name:
         return opening
@@ -179,9 +179,12 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
          "dependentSchemas", "if", "not", "minProperties"}
 
 
-def _closed_thought(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> str:
+def closed_thought(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> str:
     """What closes a thought that the generation prompt opens; "": it opens none."""
-    prompt = template.render([Message("user", "?")], tools)
+    try:
+        prompt = template.render([Message("user", "?")], tools)
+    except ConfigError:
+        return ""
     close = opened(prompt.whole[prompt.ends[0]:])[1]
     return f"\n{close}\n\n" if close else ""
 

@@ -22,6 +22,7 @@ from locret_stream.conversation.call_forms import (
     begun_call,
     call_form,
     call_opening,
+    closed_thought,
     first_argument,
 )
 from locret_stream.conversation.call_readers import Called, fitted, tools_by_name
@@ -76,7 +77,9 @@ def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand
     template, constraints = threads.template, threads.runtime.constraints
     held = None if schema is None else constraints.begin(Sampling(schema=schema))
     if not request.choice and not (request.tools and template.tells_of_tools):
-        return Demand(request.sampling, constraint=held)
+        close = closed_thought(template, request.tools)  # all that comes is the answer
+        return Demand(request.sampling, template.encode([Piece(close, False)], start=False) if close else [], close,
+                      constraint=held)
     tools = [tool for tool in request.tools if request.choice in ("", "any", tool["function"]["name"])]
     sampling = {name: value for name, value in request.sampling.items() if name not in ("schema", "grammar")}
     source = str(template.frames.template or threads.runtime.tokenizer.chat_template or "")

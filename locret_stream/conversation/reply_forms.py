@@ -83,7 +83,9 @@ FORMS = (
     Form("<seed:tool_call>", "</seed:tool_call>"),  # Seed-OSS
     Form("<minimax:tool_call>", "</minimax:tool_call>"),  # MiniMax M2
     Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),  # DeepSeek V3.2
-    Form("<|tool_call|>", "<|/tool_call|>", held=CallForm(f"<|tool_call|>{_LIST}", _PLAIN, "}]")),  # Granite 3, Phi-4
+    # Granite 3, Phi-4-mini, whose template shows the marks of tools alone
+    Form("<|tool_call|>", "<|/tool_call|>", told=("<|tool_call|>", "<|/tool|>"),
+         held=CallForm(f"<|tool_call|>{_LIST}", _PLAIN, "}]")),
     Form("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM2, MiniCPM
     Form("<|tool_call>", "<tool_call|>"),  # Gemma 4
     Form("<|python_start|>", "<|python_end|>"),  # Llama 4

@@ -5,19 +5,23 @@ The templates here have the marks of published ones, and no text of them.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from locret_stream import Runtime
 from locret_stream.conversation.parts import Part
 from locret_stream.conversation.replies import Reply, marks_among, response_template
 from tests.held_tools import tool
+from tests.langchain.support import Script, model, receipt, tiny_model, tokenizer
 
 TOOLS = [tool("look", {"type": "object", "required": ["at"], "properties": {
     "at": {"type": "string"}, "n": {"type": "integer"}, "sure": {"type": "boolean"},
@@ -355,3 +359,28 @@ def test_a_stop_string_inside_a_call_does_not_cut_it():
     assert called(part) == BOTH and reply.stop_at is None
     part, reply = read(f"{form.one}So END.{form.one}", form.shown, stops=["shed", "END"])
     assert called(part) == BOTH[:1] and part.text == "So " and reply.stop_at == len(form.one) + 3
+
+
+# -- LangChain ---------------------------------------------------------------------------------------------------------
+
+
+def test_langchain_is_told_of_thoughts_and_of_limits(script: Script, tmp_path: Path):
+    known = copy.deepcopy(tokenizer())
+    known.chat_template += "{# <think> </think> #}"
+    own = Runtime(tiny_model(), known, store=tmp_path, policy="streaming_llm", budget=512, chunk_size=64)
+    one = MARKED["json"].one.replace(TEXT, "shed")
+    script.say = lambda _: f"<think>\nWhere?\n</think>\n\n{one}\n{one}"
+    with model(None, on=own) as chat:
+        size = len(known.encode(f"<think>\nWhere?\n</think>\n\n{one}\n", add_special_tokens=False))
+        bound = chat.bind_tools([TOOLS[0]])
+        for most, finish, calls in ((size + 6, "length", 1), (400, "tool_calls", 2)):
+            answer = bound.invoke("?", max_tokens=most)
+            assert answer.response_metadata["finish_reason"] == finish and len(answer.tool_calls) == calls
+            assert len(answer.invalid_tool_calls) == 2 - calls
+            assert answer.additional_kwargs["reasoning_content"] == "Where?"
+            assert 0 < answer.usage_metadata["output_token_details"]["reasoning"] < size
+        script.say = lambda _: "<think>\nWhere?"
+        assert "not closed" in receipt(bound.invoke("?"))["empty"]
+        script.say = lambda _: "Fine."
+        answer = bound.invoke("?")
+        assert "empty" not in receipt(answer) and "output_token_details" not in answer.usage_metadata

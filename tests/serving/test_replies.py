@@ -53,6 +53,18 @@ def test_the_prompt_opens_with_a_thought(script: Script, tmp_path: Path):
         assert (whole["reasoning"], whole["text"], whole["finish"]) == ("Because.", "Answer.", "stop")
 
 
+def test_an_answer_that_fits_a_schema_is_not_held_inside_a_thought(script: Script, tmp_path: Path):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+              "additionalProperties": False}
+    script._begin = lambda recent: '{"n": 3}'  # type: ignore[method-assign]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with serving(tmp_path, template=OPENS) as served, served.openai() as client:
+        message = client.chat.completions.create(model=MODEL, messages=[user("one")], response_format=form,
+                                                 extra_headers={"X-Session-Id": "a"}).choices[0].message
+        assert message.content == '{"n": 3}' and not hasattr(message, "reasoning_content")
+        assert served.held("a").endswith('<think>\n\n</think>\n\n{"n": 3}<|im_end|>\n')
+
+
 @pytest.mark.parametrize("over", ["a call", "two calls", "inside the second", "all"])
 def test_a_limit_is_told_though_calls_came_before_it(script: Script, tmp_path: Path, over: str):
     """An agent would run the first call, and never learn of the second."""
