@@ -297,8 +297,11 @@ async def test_text_never_splits_a_character(monkeypatch):
         assert texts == ["", "", "日", "", "", "本", "", "", "", "🙂", "", "é"]
         scripted(monkeypatch, reply[:5])
         texts = [t.text async for t in ctx.generate("q", max_new_tokens=5)]
-        assert texts == ["", "", "日", "", "\ufffd"], "what never became a character is shown as such, once"
+        assert texts == ["", "", "日", "", ""], "a character that a limit cut off is held back"
         assert ids_in(ctx)[-5 - len(literals(runtime, END)):][:5] == reply[:5]
+        scripted(monkeypatch, [*reply[:5], IM_END])
+        texts = [t.text async for t in ctx.generate("q", max_new_tokens=9)]
+        assert texts == ["", "", "日", "", "", "\ufffd"], "what never became a character is shown as such, once"
 
 
 def spelled_byte(byte: int) -> list[int]:
