@@ -34,5 +34,4 @@ def opening(name: str) -> str:
 
 def call_text(name: str, arguments: str) -> str:
     """A call in words."""
-    return f'{opening(name)}{arguments}}}
-{CLOSE}'
+    return f'{opening(name)}{arguments}}}\n{CLOSE}'
