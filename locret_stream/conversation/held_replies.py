@@ -74,7 +74,7 @@ async def demand_of(threads: Threads, request: Request) -> Demand:
 
 
 def _demand_of(threads: Threads, request: Request, schema: str | None) -> Demand:
-    template, constraints = threads.template, threads.runtime.constraints
+    template, constraints = threads.template_of(request), threads.runtime.constraints
     held = None if schema is None else constraints.begin(Sampling(schema=schema))
     if not request.choice and not (request.tools and template.tells_of_tools):
         close = closed_thought(template, request.tools)  # all that comes is the answer

@@ -194,9 +194,10 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
 def _expect_options(request: Request, same: bool) -> None:
     """Raises ConfigError: the options of the template change what the thread holds."""
     if not same:
-        raise ConfigError(f"the options {', '.join(map(repr, request.options))} of the chat template change what the "
-                          f"memory of thread {request.thread!r} holds, which cannot be written anew; expected those "
-                          "with which it began, or another thread")
+        asked = ", ".join([*request.options, *(["how hard to think"] if request.think is not None else [])])
+        raise ConfigError(f"the options of the chat template ({asked}) change what the memory of thread "
+                          f"{request.thread!r} holds, which cannot be written anew; expected those with which it "
+                          "began, or another thread")
 
 
 class _Search:

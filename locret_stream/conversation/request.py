@@ -146,7 +146,8 @@ class Request:
         unthinking: histories of this caller hold answers without their reasoning, so that boundaries are bound to
             answers without it, too; the memory keeps what was thought.
         mark: of the boundary at the end of the answer, which is then no boundary of the same messages without a mark.
-        options: variables of the template for this answer (`enable_thinking`, ...).
+        options: variables of the template for this answer (`enable_thinking`, ...). think: whether to think, or how
+            hard, as far as the template has an option for it; None: as usual.
         delivery: whether the answer was taken; None: it counts as taken.
     """
 
@@ -167,4 +168,5 @@ class Request:
     mark: bytes = b""
     unthinking: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    think: bool | str | None = None
     delivery: Delivery | None = None

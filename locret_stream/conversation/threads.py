@@ -19,6 +19,7 @@ from locret_stream.conversation.messages import Message, canonical, digest
 from locret_stream.conversation.probes import Piece
 from locret_stream.conversation.render import ChatTemplate
 from locret_stream.conversation.request import Request
+from locret_stream.conversation.thinking import options_for
 from locret_stream.conversation.thread import Thread
 from locret_stream.errors import ConfigError, SnapshotNotFound
 from locret_stream.runtime import Runtime
@@ -79,12 +80,20 @@ class Threads:
         """Whether the options of a request change more than the generation prompt."""
         return self._optional(request)[1]
 
+    def without_effect(self, request: Request) -> list[str]:
+        """What a request asks for that the template has no option for, as `thinking.options_for`."""
+        return self._options(request)[1]
+
+    def _options(self, request: Request) -> tuple[dict[str, Any], list[str]]:
+        return options_for(request.options, request.think, self.template.variables)
+
     def _optional(self, request: Request) -> tuple[ChatTemplate, bool]:
-        if not request.options:
+        options, _ = self._options(request)
+        if not options:
             return self.template, False
-        key = canonical(request.options)
+        key = canonical(options)
         if key not in self._with_options:
-            template = self.template.with_options(request.options)
+            template = self.template.with_options(options)
             self._with_options[key] = template, any(
                 template.held(talk, tools) != self.template.held(talk, tools)
                 for talk in (TALK, TALK[1:]) for tools in ((), (TOOL,)))
@@ -173,7 +182,7 @@ class Threads:
         """Key of the boundary before the first message: the thread, the tools, and how the template is used."""
         salt = self._salt
         if self.changes_what_is_held(request):
-            salt += canonical(request.options)
+            salt += canonical(self._options(request)[0])
         owner = thread.owner if thread is not None else ""
         if not owner and request.thread is not None:
             owner = session_name(request.thread)

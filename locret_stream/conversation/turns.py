@@ -111,6 +111,7 @@ class Turn:
         receipt |= {"not_held": demand.not_held} if demand.not_held else {}
         warnings |= {"held": f"{NOT_HELD}: {demand.not_held}"} if demand.not_held else {}
         receipt |= {"left_out": left_out} if left_out else {}
+        receipt |= {"no_option": unknown} if (unknown := self._threads.without_effect(self._request)) else {}
         receipt |= {"otherwise": otherwise} if (otherwise := self._otherwise()) else {}
         receipt |= {"recalled": recalled.receipt} if recalled.receipt else {}
         receipt |= {"not_recalled": recalled.why_not} if recalled.why_not else {}
@@ -136,7 +137,7 @@ class Turn:
         if threads.runtime.recall is None:
             raise ConfigError("found recall=True in a call of a runtime that keeps nothing for recall; expected "
                               "one made with recall on, or a call without")
-        at = threads.template.after(reached.shown, len(reached.shown) - 1, request.tools, reached.rendered)
+        at = threads.template_of(request).after(reached.shown, len(reached.shown) - 1, request.tools, reached.rendered)
         if at is None or at < reached.at:
             return Recollection(why_not="the template has no place before the last message" if at is None else
                                 "the memory holds the last message already"), reached.at

@@ -14,6 +14,7 @@ from locret_stream.conversation.parts import Call, End, Part
 from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.serving.bodies import Json, Sampled, as_struct, check_depth, ignored, refuse, text_of
 from locret_stream.serving.errors import ApiError
+from locret_stream.serving.thinking import FIELDS as THINKING
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
          "function": "tool"}
@@ -43,7 +44,7 @@ def read_chat(body: Mapping[str, Any]) -> tuple[ChatBody, list[str]]:
     chat = as_struct(body, ChatBody)
     if not chat.messages:
         raise ApiError(400, "messages is empty; expected at least one", param="messages")
-    return chat, ignored(body, ChatBody, (name for name, _, _ in _REFUSED))
+    return chat, ignored(body, ChatBody, (*THINKING, *(name for name, _, _ in _REFUSED)))
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -265,8 +266,9 @@ def usage_of(end: End) -> Json:
 def receipt_of(end: End, unused: Sequence[str]) -> Json:
     """What the memory did (`source`, `reused`, `fed`, ...), what a caller ought to know, and fields without effect."""
     out = dict(end.receipt)
+    unused = [*unused, *out.pop("no_option", ())]
     if end.warnings:
         out["warnings"] = list(end.warnings.values())
     if unused:
-        out["ignored"] = list(unused)
+        out["ignored"] = unused
     return out

@@ -16,6 +16,7 @@ from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.serving.bodies import Json, Sampled, as_struct, as_whole, ignored, refuse, text_of
 from locret_stream.serving.chat import ROLES, read_arguments, receipt_of, unreadable
 from locret_stream.serving.errors import ApiError
+from locret_stream.serving.thinking import FIELDS as THINKING
 
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("background", False, "a request that is waited for, or stream=true"), ("prompt", {}, "input"),
@@ -46,7 +47,7 @@ def read_responses(body: Mapping[str, Any]) -> tuple[ResponsesBody, list[str]]:
                        param="conversation", code="mutually_exclusive_parameters")
     if not given.input:
         raise ApiError(400, "input is empty; expected a text, or items", param="input")
-    return given, ignored(body, ResponsesBody, (name for name, _, _ in _REFUSED))
+    return given, ignored(body, ResponsesBody, (*THINKING, *(name for name, _, _ in _REFUSED)))
 
 
 def conversation_id(given: str | Mapping[str, Any] | None) -> str | None:

@@ -23,6 +23,7 @@ from locret_stream.serving.expiry import DAY_S, keep_expiring
 from locret_stream.serving.limits import Limits
 from locret_stream.serving.metrics import Metrics
 from locret_stream.serving.sessions import Sessions
+from locret_stream.serving.thinking import read_thinking
 from locret_stream.serving.uploads import Incoming, Uploads
 
 if TYPE_CHECKING:  # these load torch
@@ -188,7 +189,7 @@ class Service(Sessions):
                        kind="server_error", code="store_unavailable", retry_s=5)
 
     def _request(self, body: chat.ChatBody | responses.ResponsesBody, said: list[Message], schema: Json | None,
-                 **fields: Any) -> Request:
+                 thinking: Json, **fields: Any) -> Request:
         tools = chat.read_tools(body.tools or ())
         choice, told = chat.read_choice(body.tool_choice, tools)
         sampling = self._sampling(body)
@@ -199,7 +200,7 @@ class Service(Sessions):
             sampling["schema"] = json.dumps(schema, ensure_ascii=False)
         timeout_s = self._timeout(body)
         return Request(said, unthinking=True, tools=tools if told else (), choice=choice, timeout_s=timeout_s,
-                       focus=body.focus, recall=body.recall, sampling=sampling, **fields)
+                       focus=body.focus, recall=body.recall, sampling=sampling, **thinking, **fields)
 
     def _timeout(self, body: chat.Sampled) -> float:
         timeout_s = self.limits.timeout_s if body.timeout is None else body.timeout
@@ -234,7 +235,8 @@ class Service(Sessions):
         if body.get("store") is False and thread is not None:  # a session that is named is kept
             unused.append("store")
         schema = chat.read_format(given.response_format, "response_format")
-        request = self._request(given, chat.read_messages(given.messages), schema, thread=thread, realm=tenant)
+        request = self._request(given, chat.read_messages(given.messages), schema, read_thinking(body), thread=thread,
+                                realm=tenant)
         usage = not given.stream or bool((given.stream_options or {}).get("include_usage"))
         return chat.chunks(self.answer(request), self.model, unused, usage=usage)
 
@@ -266,7 +268,8 @@ class Service(Sessions):
         said = responses.read_messages(given.input or "", given.instructions)
         schema = chat.read_format((given.text or {}).get("format"), "text.format")
         thread = tenant + session if session and stored else None
-        request = self._request(given, said, schema, thread=thread, behind=behind, append=conversation is not None,
+        request = self._request(given, said, schema, read_thinking(body), thread=thread, behind=behind,
+                                append=conversation is not None,
                                 realm=tenant, mark=mark if stored else b"")
         response = responses.Response(names.response_id(session or "" if stored else "", mark), body, self.model,
                                       conversation, unused)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 _IDS = ("session_id", "thread_id")  # of a thread, in a config
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _OPTIONS = {*SAMPLING, "thread_id", "tools", "tool_choice", "stop", "save", "timeout", "max_tokens", "stream_usage",
-            "strict", "focus", "recall", "append", "parallel_tool_calls"}
+            "strict", "focus", "recall", "append", "parallel_tool_calls", "template_options", "reasoning_effort"}
 
 
 class Defaults(Protocol):
@@ -67,11 +67,17 @@ def request_of(defaults: Defaults, messages: list[BaseMessage], stop: list[str] 
         raise InputError("append=True without a thread_id; expected the thread that the messages go on from")
     if append not in (True, False):
         raise ConfigError(f"append is {append!r}; expected True or False")
+    template_options, think = options.get("template_options") or {}, options.get("reasoning_effort")
+    if not isinstance(template_options, dict):
+        raise ConfigError(f"template_options is {template_options!r}; expected variables of the chat template by name")
+    if think is not None and not isinstance(think, (bool, str)):
+        raise ConfigError(f"reasoning_effort is {think!r}; expected True or False, or a word such as 'low' or 'none'")
     thread = options.get("thread_id")
     return Request(said=seen.history(thread, messages), thread=thread, tools=tools, choice=choice,
                    sampling=sampling_of(defaults, {**options, "stop": stop or options.get("stop")}),
                    save=save, on_change=defaults.on_change, on_mismatch=defaults.on_mismatch,
-                   timeout_s=timeout_s, focus=focus, recall=recall, append=append, delivery=delivery)
+                   timeout_s=timeout_s, focus=focus, recall=recall, append=append, options=template_options,
+                   think=think, delivery=delivery)
 
 
 def sampling_of(defaults: Defaults, options: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,9 @@ class LocretChatModel(ThreadMethods, BaseChatModel):
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of a reply. Without a temperature
             the likeliest token is taken.
         timeout: seconds that a call may take, waiting for its turn included.
-        template_options: variables of the chat template (`enable_thinking`, ...).
+        template_options: variables of the chat template (`enable_thinking`, ...); `locret-stream inspect --template`
+            names them. A call may have others, and `reasoning_effort`: `bind(reasoning_effort="none")`. Those that
+            change what the memory holds have to be the same from a thread's first call on.
         response_template: as of transformers' ResponseParser, for a tokenizer without one.
         tool_prompt: "template": the chat template shows the tools; a ToolsWarning says if it cannot. "auto": if it
             cannot, a system text does, in a form that most models know, and calls are parsed in that form.
