@@ -16,7 +16,8 @@ PROMPT = ("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if en
           "enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}")
 SWITCH = TURNS + PROMPT  # as Qwen 3: a part of the generation prompt
 EFFORT = ("{% set effort = reasoning_effort or 'medium' %}{{ '<|im_start|>system\nReasoning: ' + effort }}"
-          "{{ '<|im_end|>\n' }}" + TURNS + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # as gpt-oss
+          "{{ '<|im_end|>\n' }}" + TURNS + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+# as gpt-oss: in the system text
 
 
 @pytest.fixture
