@@ -34,6 +34,7 @@ _THOUGHTS = (
     ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"),
     ("<thought>", "</thought>"),  # EXAONE Deep
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<longcat_think>", "</longcat_think>"),  # LongCat
     ("[THINK]", "[/THINK]"),  # Magistral
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A and R7B
     ("<|thought_start|>", "<|thought_end|>"),  # MiniCPM3
@@ -79,7 +80,10 @@ FORMS = (
     Form("<toolcall>", "</toolcall>", told=("<toolcall>", "<tool> "),
          held=CallForm('<toolcall> {"name": "', _PLAIN, "} </toolcall>")),
     Form("<TOOLCALL>", "</TOOLCALL>", held=CallForm(f"<TOOLCALL>{_LIST}", _PLAIN, "}]</TOOLCALL>")),
-    Form("<function_call>", "</function_call>"),
+    Form("<function_call>", "</function_call>"),  # Granite 20B for functions
+    Form("<function_calls>", "</function_calls>"),  # OLMo 3, in lines of Python
+    Form("<longcat_tool_call>", "</longcat_tool_call>"),  # LongCat
+    Form("<|action_start|><|plugin|>", "<|action_end|>"),  # InternLM 2 and 3
     Form("<seed:tool_call>", "</seed:tool_call>"),  # Seed-OSS
     Form("<minimax:tool_call>", "</minimax:tool_call>"),  # MiniMax M2
     Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),  # DeepSeek V3.2
@@ -89,7 +93,9 @@ FORMS = (
     Form("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM2, MiniCPM
     Form("<|tool_call>", "<tool_call|>"),  # Gemma 4
     Form("<|python_start|>", "<|python_end|>"),  # Llama 4
-    Form("<|START_ACTION|>", "<|END_ACTION|>"),  # Command A and R7B
+    # Command A and R7B
+    Form("<|START_ACTION|>", "<|END_ACTION|>", held=CallForm(
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}\n]<|END_ACTION|>")),
     Form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", held=CallForm(
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>",
         "<|tool_call_end|><|tool_calls_section_end|>", "raw")),  # Kimi K2

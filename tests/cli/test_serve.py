@@ -6,6 +6,8 @@ import shutil
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import invoke
 from tests.processes import run_python
 
@@ -36,3 +38,16 @@ def test_a_port_that_is_lost_while_the_model_loads_is_told_as_a_mistake(small: l
     *before, line = done.stderr.splitlines()
     assert line.startswith(f"locret-stream: no server has started on 127.0.0.1:{port}; "), done.stderr
     assert "already in use" in before[-1], done.stderr
+
+
+@pytest.mark.parametrize(("written", "why"), [
+    ("{", "found no JSON"), ("[1]", "cannot be used"), ("{}", "cannot be used"),
+    ('{"start_anchor": "x", "fields": {"content": {"content": "nonsense"}}}', "unknown content parser 'nonsense'")])
+def test_a_response_template_that_cannot_be_used_is_told_in_one_line_before_a_model_is_loaded(
+        tmp_path: Path, written: str, why: str):
+    file = tmp_path / "replies.json"
+    file.write_text(written)
+    code, out, err = invoke("serve", "--store", tmp_path / "store", "--port", 0, "--response-template", file)
+    assert (code, out) == (2, ""), err
+    [line] = err.splitlines()
+    assert line.startswith(f"locret-stream: --response-template {file}: ") and why in line and "ResponseParser" in line

@@ -97,6 +97,9 @@ MARKED = {
                      HARMONY.format("look", AT) + "<|start|>assistant" + HARMONY.format("wait", NONE)),
     "recipient ahead": Form("<|channel|><|message|>", AHEAD.format("look", AT),
                             AHEAD.format("look", AT) + "<|start|>assistant" + AHEAD.format("wait", NONE)),
+    "lines of python": Form("<function_calls>", f'<function_calls>\nlook(at="{TEXT}")\n</function_calls>',
+                            f'<function_calls>\nlook(at="{TEXT}")\nwait()\n</function_calls>'),
+    "plugin": tagged("<|action_start|><|plugin|>\n", "<|action_end|>"),
     "fenced action": listed("Action: ```json\n", "\n```", "Action: ```json", "tool_name", "parameters"),
 }
 TO_THE_END = {  # nothing closes these but the end of a reply
