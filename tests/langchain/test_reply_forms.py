@@ -221,6 +221,30 @@ def test_cut_off_anywhere_nothing_is_lost_and_nothing_is_completed(name: str):
             assert letters(reply.message.content) == letters(written.replace(form.one, "", 1))
 
 
+BITS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=at>",
+        "</parameter>", "\n", " ", "x", "<", "{", '{"name": "look", "arguments": {"at": "y"}}', "[", "]", "<|channel|>",
+        "analysis", "final", "<|message|>", "<|end|>", "<|start|>assistant", " to=functions.look", "commentary", "json",
+        "[TOOL_CALLS]", "[ARGS]", "look", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "END", "EN",
+        "Here is my thought process:", "Here is my response:", "```", "```json\n", "functools", "Action: ", '{"na', "(",
+        '(at="x")', "<|tool_call|>", "<response>", "</response>"]
+SHOWN = ["<think><tool_call><function=<response>", "<|channel|><|message|>", "[TOOL_CALLS]", "</think>functools[",
+         "<|START_THINKING|><|START_RESPONSE|>", "Here is my thought process:<|tool_call|>", "Action:```json"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(bits=st.lists(st.sampled_from(BITS), max_size=12), cuts=st.lists(st.integers(0, 80), max_size=4),
+       shown=st.sampled_from(SHOWN), tail=st.sampled_from(["", "<think>\n"]),
+       stops=st.sampled_from([(), ("END",), ("\n", "x <")]))
+def test_any_text_of_marks_is_read_the_same_however_it_is_cut(bits: list[str], cuts: list[int], shown: str, tail: str,
+                                                              stops: Sequence[str]):
+    text = "".join(bits)
+    found = []
+    for at in ((), range(len(text)), cuts):
+        part, reply = read(text, shown, prompt=PROMPT + tail, cuts=at, stops=stops)
+        found.append((part.text, part.reasoning, [(call.name, call.arguments) for call in part.calls], reply.stop_at))
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize("name", MARKED)
 def test_what_stands_between_the_marks_and_is_no_call_stays_text(name: str):
     form = MARKED[name]
