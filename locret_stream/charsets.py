@@ -138,7 +138,7 @@ class Decoder:
     def _begun(self, head: bytes) -> tuple[codecs.IncrementalDecoder, int]:
         """The codec for a stream of these first bytes, and the length of their byte-order mark. Raises InvalidText."""
         encoding = self.charset.encoding
-        own = _ORDERED.get(encoding, (encoding,))
+        own: tuple[str, ...] = _ORDERED.get(encoding, (encoding,))
         found = next((name for name in (*own, *_MARKS) if head.startswith(_MARKS[name])), None)
         if found is not None and found not in own:
             family = found.removesuffix("-le").removesuffix("-be")

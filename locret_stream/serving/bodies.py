@@ -12,7 +12,7 @@ import msgspec
 
 from locret_stream.serving.errors import ApiError
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 Json = dict[str, Any]
 DEEPEST = 64  # levels of a body
 MOST_PARTS = 200_000  # objects and lists of a body: everybody waits while they are looked at

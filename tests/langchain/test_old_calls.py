@@ -49,4 +49,8 @@ def test_such_histories_are_answered_and_noticed_when_they_change(chat: LocretCh
     other = [history[0], called("look", '{"at": "barn"}'), *history[2:]]
     assert receipt(chat.invoke([*other, HumanMessage("and?")], thread("a")))["fed"] > receipt(more)["fed"]
     assert '"arguments": {"at": "barn"}' in held(chat, "a")
+    first, second = ([history[0], called("look", f'{{"at": "{at}"}}'), HumanMessage("so?")] for at in ("shed", "barn"))
+    assert chat.invoke([*first, chat.invoke(first, thread("b")), HumanMessage("and?")], thread("b"))
+    chat.invoke([*second, HumanMessage("and?")], thread("b"))
+    assert '"at": "barn"' in held(chat, "b") and '"at": "shed"' not in held(chat, "b")
     assert read([ChatMessage("a hen", role="developer")])[0].role == "developer"

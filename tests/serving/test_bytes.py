@@ -94,6 +94,17 @@ def test_an_upload_in_pieces_has_one_charset(served: Served):
     assert status == 200 and again["message"] == done["message"] and again["replaced"] == 2
 
 
+def test_a_stream_that_ends_inside_a_character(served: Served):
+    half = BEFORE.encode() + "ä".encode()[:1]
+    status, done = ingest(served, half, "a", errors="replace")
+    assert status == 200 and (done["replaced"], done["characters"]) == (1, len(BEFORE) + 1)
+    assert BEFORE + "\ufffd" in text_of(served, "a")
+    status, told = ingest(served, half, "b", upload="u")
+    assert status == 400 and f"byte {len(BEFORE)} is not UTF-8" in told["error"]["message"]
+    status, done = ingest(served, "ä".encode()[1:], "b", upload="u", offset=len(half))  # its sender has the rest
+    assert status == 200 and BEFORE + "ä" in text_of(served, "b")
+
+
 def leaving(data: bytes) -> Iterator[bytes]:
     import time
     yield data
