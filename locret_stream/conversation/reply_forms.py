@@ -43,7 +43,7 @@ _THOUGHTS = (
     ("◁think▷", "◁/think▷"),  # Kimi-VL
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("Here is my thought process:", "Here is my response:"))  # Granite 3.2
-# Around an answer, where it begins.
+# Around an answer, where a reply begins and ends; the prompt may write the first. Calls stand between them, too.
 _ANSWERS = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),  # Command A and R7B
     ("<|begin_of_solution|>", "<|end_of_solution|>"),  # OpenThinker, Sky-T1
@@ -123,9 +123,10 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
     """
     thoughts = [pair for number, pair in enumerate(_THOUGHTS) if not number or any(mark in known for mark in pair)]
     answers = [pair for pair in _ANSWERS if pair[0] in known]
-    closed = "|".join(re.escape(close) for _, close in thoughts)
-    start = rf"(?:\A|(?<={closed}))\s*"  # of a reply, or behind a thought
-    begun = opened(prompt)[0] or ("<|recipient|>" if prompt.endswith("<|recipient|>") else "")
+    ahead = [close for _, close in thoughts] + [mark for mark, _ in answers]
+    start = rf"(?:\A|(?<={'|'.join(map(re.escape, ahead))}))\s*"  # of a reply, or behind a thought
+    begun = opened(prompt)[0] or next(
+        (mark for mark in (*(mark for mark, _ in answers), "<|recipient|>") if prompt.endswith(mark)), "")
     fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
     for number, (mark, close) in enumerate(thoughts):
         end = rf"(?:{re.escape(close)}\s*)" if close.endswith(":") else close  # of a sentence with its space
@@ -134,7 +135,8 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
         if close in source and mark not in source and not begun and not prompt.rstrip().endswith(close):
             fields[UNMARKED] = {"open": mark, "close": close}
     for number, (mark, close) in enumerate(answers):
-        fields[f"{ANSWER}:{number}"] = _field(start + re.escape(mark) + r"\s?", close)
+        fields[f"mark:{number}"] = _field(start + re.escape(mark), r"(?:(?=.))")  # nothing stands in it
+        fields[f"mark:{number} end"] = _field(re.escape(close) + r"\s*\Z", None)
     for form in FORMS:
         if any(mark in known for mark in form.told or (form.name,)):
             fields[f"{CALLS}:{form.name}"] = call_field(form)

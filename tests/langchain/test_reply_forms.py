@@ -342,6 +342,22 @@ def test_a_template_that_knows_the_closing_mark_alone_may_have_thoughts_without_
     assert [part.text for part in streamed.feed("An")] == ["An"], "elsewhere text comes as it is written"
 
 
+@pytest.mark.parametrize(("tail", "text"), [
+    ("", "<|START_RESPONSE|>Answer.<|END_RESPONSE|>"), ("<|START_RESPONSE|>", "Answer.<|END_RESPONSE|>"),
+    ("<|START_RESPONSE|>", "Answer."), ("<|START_RESPONSE|>", "<|START_RESPONSE|>Answer.\n<|END_RESPONSE|>\n"),
+    ("", "<|START_THINKING|>Because.<|END_THINKING|><|START_RESPONSE|>Answer.<|END_RESPONSE|>"),
+    ("", "<think>Because.</think><response>Answer.</response>")])
+def test_marks_around_an_answer_are_not_shown(tail: str, text: str):
+    shown = "<|START_THINKING|><|START_RESPONSE|><response>"
+    for cuts in ((), range(len(text))):
+        part, _ = read(text, shown, prompt=PROMPT + tail, cuts=cuts)
+        assert (part.text, part.reasoning) == ("Answer.", "Because." if "Because" in text else "")
+        within, _ = read(text.replace("Answer.", MARKED["json"].two), shown + "<tool_call>", prompt=PROMPT + tail)
+        assert called(within) == BOTH and not within.text
+    elsewhere = "The tag <response> opens it, </response> ends it."
+    assert read(elsewhere, shown)[0].text == elsewhere
+
+
 def test_a_prompt_of_nothing_is_no_obstacle():
     """Templates without a generation prompt: what ends the user's turn is all that stands ahead of a reply, or nothing.
     """
