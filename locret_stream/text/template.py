@@ -25,6 +25,8 @@ NO_OPTIONS = {  # variables that every template is given
     "sep_token", "cls_token", "mask_token", "raise_exception", "namespace", "range", "dict", "lipsum", "cycler",
     "joiner", CLOCK, DATES}
 
+_NO_TOOLS: tuple[list[Any] | None, ...] = (None, [])  # some templates go through the tools without asking whether
+
 
 class Template:
     """A chat template as its tokenizer writes it. Immutable.
@@ -71,7 +73,7 @@ class Template:
             given = MACRO + source
             variables[DATES] = {form: now.strftime(form) for form in formats}
         shown = _in_parts(messages) if self._wants_parts else [dict(message) for message in messages]
-        no_tools = [] if self._wants_list else None
+        no_tools: list[Any] | None = [] if self._wants_list else None
         try:
             return self.tokenizer.apply_chat_template(
                 shown, tools=list(tools) or no_tools, tokenize=False, add_generation_prompt=prompt, chat_template=given,
@@ -134,7 +136,7 @@ class Template:
     def _wants_list(self) -> bool:
         """Whether it goes through the tools without asking if there are any: it is given an empty list of them."""
         asked, variables = [{"role": "user", "content": "?"}], {**self._missing((), None), **self.options}
-        for no_tools in (None, []):
+        for no_tools in _NO_TOOLS:
             try:
                 self.tokenizer.apply_chat_template(asked, tools=no_tools, tokenize=False, add_generation_prompt=True,
                                                    chat_template=self.given, **variables)
@@ -148,7 +150,7 @@ class Template:
         """Whether it shows contents only as lists of parts, as those of models that see pictures may."""
         word, variables = "Probe0eborP", {**self._missing((), None), **self.options}
         for messages in ([{"role": "user", "content": word}], _in_parts([{"role": "user", "content": word}])):
-            for no_tools in (None, []):
+            for no_tools in _NO_TOOLS:
                 try:
                     if word in self.tokenizer.apply_chat_template(
                             messages, tools=no_tools, tokenize=False, add_generation_prompt=True,
