@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -138,13 +139,20 @@ class ChatTemplate:
         """
         text = words.tool_text(tools) if tools and self.in_words else ""
         shown, now = () if self.in_words else tools, now or dated.now()
+        found: Rendered | ConfigError
         try:
-            return self._written(said, shown, self._fitting.fit(said, text, apart), now)
+            found = self._written(said, shown, self._fitting.fit(said, text, apart), now)
+            if all(said[number].role == "system" or said[number].calls for number in found.left_out):
+                return found
         except ConfigError as refused:
-            try:
-                return self._written(said, shown, self._last_resort.fit(said, text, apart), now)
-            except ConfigError:
-                raise refused from None
+            found = refused
+        with suppress(ConfigError):
+            plain = self._written(said, shown, self._last_resort.fit(said, text, apart), now)
+            if isinstance(found, ConfigError) or not plain.left_out:
+                return plain
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
     def last_of(self, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]] = ()) -> Sequence[Message]:
         """The messages of which a rendering ends like that of all: from the first `count` on, which are held already,

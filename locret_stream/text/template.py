@@ -152,9 +152,10 @@ class Template:
         for messages in ([{"role": "user", "content": word}], _in_parts([{"role": "user", "content": word}])):
             for no_tools in _NO_TOOLS:
                 try:
-                    if word in self.tokenizer.apply_chat_template(
-                            messages, tools=no_tools, tokenize=False, add_generation_prompt=True,
-                            chat_template=self.given, **variables):
+                    text = self.tokenizer.apply_chat_template(
+                        messages, tools=no_tools, tokenize=False, add_generation_prompt=True, chat_template=self.given,
+                        **variables)
+                    if word in text and "'text':" not in text:  # else the list itself was written
                         return messages[0]["content"] != word
                 except Exception:  # whoever lets it write is told
                     continue

@@ -15,6 +15,7 @@ Knows tokenizers and templates; knows neither the model nor the labels.
 from __future__ import annotations
 
 import codecs
+import functools
 import hashlib
 import os
 import re
@@ -29,7 +30,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from locret_stream.conversation.fitting import Fitting
+from locret_stream.conversation.messages import Message as Said
 from locret_stream.errors import ConfigError, InputError, InvalidTokens
+from locret_stream.text import Template, Traits
+from locret_stream.text.frames import ACKNOWLEDGEMENT
 
 FORMATS = ('{"prompt", "answer"}, {"conversations": [{"from": "human" | "gpt" | "system", "value"}]} or '
            '{"messages": [{"role": "user" | "assistant" | "system", "content"}]}')
@@ -214,6 +219,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
                           "of ids made by the caller")
     if not tokenizer.is_fast:
         raise ConfigError(f"{type(tokenizer).__name__} gives no character offsets; expected a fast tokenizer")
+    messages = _fitted(tokenizer, messages)
     contents = [message["content"] for message in messages]
     nonce = next(f"xq{n}zk" for n in range(10_000) if not any(f"xq{n}zk" in content for content in contents))
     marked = [{**message, "content": f"{nonce}{index}w"} for index, message in enumerate(messages)]
@@ -249,6 +255,28 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
     for _, start, end in texts:
         template &= (ends <= start) | (begins >= end)
     return Example(torch.tensor(encoded["input_ids"]), tuple(tokens), where, template)
+
+
+def _fitted(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages as a memory is told them: what the template has no place for is shown in another way. What it adds
+    for that is no reply to learn."""
+    chat = [Said(message["role"], message["content"]) for message in messages]
+    fitted = _fitting(tokenizer, str(tokenizer.chat_template)).fit(chat)
+    if not fitted.otherwise:
+        return messages
+    shown: list[Message] = []
+    for line in fitted.lines:
+        numbers = [number for _, number in line.texts if number is not None]
+        one: Message = {"role": line.role, "content": "".join(text for text, _ in line.texts)}
+        weight = messages[numbers[-1]].get("weight") if numbers else 0
+        shown.append(one if weight is None else {**one, "weight": weight})
+    return shown
+
+
+@functools.lru_cache(maxsize=4)
+def _fitting(tokenizer: PreTrainedTokenizerBase, template: str) -> Fitting:
+    """One for all conversations of a tokenizer with that template, which is tried out once."""
+    return Fitting(Traits(Template(tokenizer)), in_words=False, acknowledgement=ACKNOWLEDGEMENT)
 
 
 def _locate(text: str, parts: list[str], messages: Sequence[Message], where: str) -> list[tuple[int, int, int]]:
@@ -325,7 +353,7 @@ def background_pieces(path: str | os.PathLike[str], tokenizer: PreTrainedTokeniz
         raise ConfigError(f"{path} has conversations, and the tokenizer no chat template; expected one, or plain text")
     for where, messages in read_jsonl(path):
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            text = tokenizer.apply_chat_template(_fitted(tokenizer, messages), tokenize=False)
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise InputError(f"{where}: the chat template refuses this conversation: {error}") from error
         yield tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]

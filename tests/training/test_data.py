@@ -20,7 +20,8 @@ from locret_stream.training.data import (
     with_query,
 )
 from tests.training.tiny import BARE, CHATML, SHOUTING, STRICT, THINKING, TRIMMING, make_tokenizer
-
+IN_TURN = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn') }}"
+           "{% endif %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}")
 CHAT = [
     {"role": "system", "content": "the rules: be kind.\n"},
     {"role": "user", "content": "What is the café's №? "},
@@ -102,13 +103,24 @@ def test_a_template_that_ends_nothing_gets_eos_at_the_end_and_takes_what_follows
     (SHOUTING, "does not copy the replies of turns"),
     (CHATML.replace("{{ m.content }}", "{{ m.content | replace('7', 'seven') }}"), "rewrites the text of turn 2"),
     ("{{ messages[-1].content[:1] }}" + CHATML, "writes first depends on the texts"),
-    (STRICT, "refuses this conversation: no system role"),
     ("{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}", "copy the replies"),
 ])
 def test_templates_whose_replies_cannot_be_found_are_refused_by_line(tokenizer, template, message):
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=rf"(?s)^file:7: .*{message}"):
         render(tokenizer, CHAT, "file:7")
+
+
+def test_what_the_template_has_no_place_for_is_learnt_as_a_memory_is_told_it(tokenizer):
+    tokenizer.chat_template = STRICT
+    shown = CHAT[0]["content"] + "\n\n" + CHAT[1]["content"]
+    assert render(tokenizer, CHAT).ids.tolist() == render(tokenizer, [
+        {"role": "user", "content": shown}, *CHAT[2:]]).ids.tolist()
+    tokenizer.chat_template = IN_TURN
+    twice = [{"role": "user", "content": "One."}, *CHAT[1:]]
+    acknowledged = [twice[0], {"role": "assistant", "content": "OK.", "weight": 0}, *CHAT[1:]]
+    made, expected = render(tokenizer, twice), render(tokenizer, acknowledged)
+    assert made.ids.tolist() == expected.ids.tolist() and made.answer_spans == expected.answer_spans
 
 
 def test_no_template_and_no_offsets_are_refused(tokenizer, monkeypatch):
