@@ -23,7 +23,7 @@ VERBS = {  # the first line of the help of each, in the order in which a user me
     "train-heads": "Train retaining heads for a model.",
     "snapshots": "Manage stored sessions: list, info, show, verify, delete, gc, forget.",
     "eval": "Measure how much a bounded memory remembers.",
-    "inspect": "Show a model's shape, the budget of every layer, and the memory they take."}
+    "inspect": "Show a model's shape, its budgets and the memory they take, or what its chat template does."}
 
 
 class Verbs(OneLineGroup):

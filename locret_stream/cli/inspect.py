@@ -20,7 +20,7 @@ from locret_stream.errors import ConfigError
 if TYPE_CHECKING:
     from locret_stream.runtime import Runtime
 
-HELP = """Show a model's shape, the budget of every layer, and the memory they take; or what its chat template does.
+HELP = """Show a model's shape, its budgets and the memory they take, or what its chat template does.
 
 Examples:
 

@@ -147,7 +147,7 @@ class Request:
             answers without it, too; the memory keeps what was thought.
         mark: of the boundary at the end of the answer, which is then no boundary of the same messages without a mark.
         options: variables of the template for this answer (`enable_thinking`, ...). think: whether to think, or how
-            hard, as far as the template has an option for it; None: as usual.
+            hard, as far as the template has an option for it; None: as usual. think_field: what the caller calls that.
         delivery: whether the answer was taken; None: it counts as taken.
     """
 
@@ -169,4 +169,5 @@ class Request:
     unthinking: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     think: bool | str | None = None
+    think_field: str = "reasoning_effort"
     delivery: Delivery | None = None

@@ -10,13 +10,13 @@ SWITCHES = {"enable_thinking": True, "thinking": True, "reasoning": True, "skip_
 EFFORT, NONE = "reasoning_effort", "none"
 
 
-def options_for(options: Mapping[str, Any], think: bool | str | None, known: Collection[str]
+def options_for(options: Mapping[str, Any], think: bool | str | None, known: Collection[str], field: str = EFFORT
                 ) -> tuple[dict[str, Any], list[str]]:
-    """The options of a template, and what was asked that it has none for: their names, and `EFFORT` for `think`.
+    """The options of a template, and the names of what was asked that it has none for.
 
     Args:
         options: by name. think: whether to think, or how hard ("low", "high", ...; "none": not at all); None: as usual.
-        known: names of the options that the template has.
+        known: names of the options that the template has. field: what the caller calls `think`.
     """
     found = {name: value for name, value in options.items() if name in known}
     unknown = [name for name in options if name not in known]
@@ -26,4 +26,4 @@ def options_for(options: Mapping[str, Any], think: bool | str | None, known: Col
     wanted: dict[str, Any] = {name: on == thinks for name, on in SWITCHES.items() if name in known}
     if isinstance(think, str) and EFFORT in known:
         wanted[EFFORT] = think
-    return {**wanted, **found}, unknown if wanted else [*unknown, EFFORT]
+    return {**wanted, **found}, unknown if wanted else [*unknown, field]

@@ -85,7 +85,7 @@ class Threads:
         return self._options(request)[1]
 
     def _options(self, request: Request) -> tuple[dict[str, Any], list[str]]:
-        return options_for(request.options, request.think, self.template.variables)
+        return options_for(request.options, request.think, self.template.variables, request.think_field)
 
     def _optional(self, request: Request) -> tuple[ChatTemplate, bool]:
         options, _ = self._options(request)

@@ -215,7 +215,9 @@ class Turn:
         length = len("".join(self._written)) if length is None else length
         kept = at = 0  # the tokens whose texts are whole characters of it
         for number, text in enumerate(self._written, 1):
-            if text and at + len(text) <= length:
+            if at + len(text) > length:
+                break
+            if text:
                 kept, at = number, at + len(text)
         rest = "".join(self._written)[at:length]
         written = self._sampled[:kept] + self._threads.template.codec.encode_text(rest)

@@ -29,7 +29,7 @@ FIELDS = Thinking.__struct_fields__
 
 
 def read_thinking(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` and `think` of a `Request`. Raises ApiError 400: a field is none of this kind."""
+    """`options`, `think` and `think_field` of a `Request`. Raises ApiError 400: a field is none of this kind."""
     fields = {name: body[name] for name in FIELDS if body.get(name) is not None}
     try:
         given = msgspec.convert(fields, Thinking)
@@ -39,8 +39,8 @@ def read_thinking(body: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(400, f"{name or 'the body'}: {text}", param=name or None, code="invalid_value") from None
     switch = given.thinking if not isinstance(given.thinking, dict) else given.thinking.get("type") != "disabled"
     effort = None if given.reasoning is None else given.reasoning.get("effort")
-    asked = (given.enable_thinking, given.think, switch, None if effort is None else str(effort),
-             given.reasoning_effort)
-    return {"options": given.chat_template_kwargs or {}, "think": next(
-        (value for value in asked if value is not None), None)}
-
+    asked = {"enable_thinking": given.enable_thinking, "think": given.think, "thinking": switch,
+             "reasoning": None if effort is None else str(effort), "reasoning_effort": given.reasoning_effort}
+    field, think = next(((name, value) for name, value in asked.items() if value is not None),
+                        ("reasoning_effort", None))
+    return {"options": given.chat_template_kwargs or {}, "think": think, "think_field": field}

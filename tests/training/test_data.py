@@ -20,8 +20,10 @@ from locret_stream.training.data import (
     with_query,
 )
 from tests.training.tiny import BARE, CHATML, SHOUTING, STRICT, THINKING, TRIMMING, make_tokenizer
-IN_TURN = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn') }}"
-           "{% endif %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}")
+
+IN_TURN = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+           "{{ raise_exception('in turn') }}{% endif %}"
+           "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}")
 CHAT = [
     {"role": "system", "content": "the rules: be kind.\n"},
     {"role": "user", "content": "What is the café's №? "},
