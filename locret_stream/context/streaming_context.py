@@ -256,6 +256,7 @@ class StreamingContext:
 
     async def ask(self, question: str | list[int] | None, *, sampling: Sampling | None = None,
                   recall: bool | Recall | None = None, aside: Sequence[int] = (),
+                  skip_special: bool | Collection[int] = True,
                   on_token: Callable[[Token], object] | None = None, **options: Any) -> Answer:
         """The reply to `question`, computed on a scratch copy at the last accepted token: the memory stays as it is.
 
@@ -266,6 +267,7 @@ class StreamingContext:
             recall: whether the copy reads again, before the question, what has the question's words: what `recall`
                 returns. It keeps less of its memory beside that (see `Recall`). By default as the runtime was told.
             aside: token ids that the copy reads before the question, in place of what would be recalled.
+            skip_special: as of `generate`.
             on_token: a plain function, called with each token of the reply as it comes; their texts make up the reply.
                 What it raises ends the answer.
 
@@ -289,7 +291,8 @@ class StreamingContext:
         async with self._services.slots.scratch_slot() as slot:
             copy = await session.fork(slot)
             with session.answering_on(copy):
-                reply = Generation(copy, question, settings, name="ask", before=again, constraint=constraint)
+                reply = Generation(copy, question, settings, name="ask", before=again, constraint=constraint,
+                                   skip_special=skip_special)
                 async for token in reply:
                     if on_token is not None:
                         on_token(token)

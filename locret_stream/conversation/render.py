@@ -32,6 +32,7 @@ _SCHEMA = {"type", "function", "name", "description", "parameters", "properties"
            "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "nullable", "const",
            "strict", "examples", "return"}
 _NAMED_ID = re.compile(r"functions\.(.+):(\d+)")  # an id that tells which function it calls
+_NEXT = [{"role": "user", "content": "?"}]
 _WORD = re.compile(r"\w+\Z")
 
 
@@ -75,7 +76,7 @@ class ChatTemplate:
     Attributes:
         traits: what the template does with messages.
         tells_of_tools: whether a model is told of its tools at all. in_words: whether a system text does it.
-        closing: what closes a reply, as text.
+        closing: what closes a reply, as text. key: what the keys of memories have of `in_words`.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -99,6 +100,7 @@ class ChatTemplate:
         self._ahead = messages_ahead(written) if plain and isinstance(written, str) else None
         self.in_words = not self.traits.tools and tool_prompt == "auto"
         self.tells_of_tools = self.traits.tools or self.in_words
+        self.key = self.in_words and not self.traits.refuses_tools
         self._fitting, self._last_resort = (
             Fitting(self.traits, in_words=self.in_words, acknowledgement=frames.acknowledgement, plain=plainly)
             for plainly in (False, True))
@@ -138,7 +140,7 @@ class ChatTemplate:
             ConfigError: the template refuses these messages however they are shown.
         """
         text = words.tool_text(tools) if tools and self.in_words else ""
-        shown, now = () if self.in_words else tools, now or dated.now()
+        shown, now = () if self.in_words or self.traits.refuses_tools else tools, now or dated.now()
         found: Rendered | ConfigError
         try:
             found = self._written(said, shown, self._fitting.fit(said, text, apart), now)
@@ -175,8 +177,8 @@ class ChatTemplate:
         texts = [list[int]() for _ in said]
         messages = [self._message(line, said, probes, spans, texts, names) for line in fitted.lines]
 
-        def write(prompt: bool) -> str:
-            return self._template.write(messages, shown, prompt=prompt, now=now)
+        def write(prompt: bool, following: Sequence[dict[str, Any]] = ()) -> str:
+            return self._template.write([*messages, *following], shown, prompt=prompt, now=now)
 
         whole = self._with_stand_ins(messages, probes, write)
         places = {int(match[2]): (match.start(), match.end()) for match in PROBE.finditer(whole)}
@@ -187,7 +189,7 @@ class ChatTemplate:
                 raise ConfigError(f"the chat template leaves out a part of the calls of message {number}; expected a "
                                   "template that shows their names and arguments")
         return Rendered(
-            whole, self._body(whole, write(False), fitted, probes),
+            whole, self._body(whole, write(False), fitted, probes, lambda: write(True, _NEXT)),
             tuple(min((begin for begin, _ in each), default=0) for each in found),
             tuple(max((end for _, end in each), default=0) for each in found),
             tuple(number for number, each in enumerate(texts) if each and not places.keys() & each),
@@ -213,19 +215,27 @@ class ChatTemplate:
             message["content"] = content
         return marked
 
-    def _body(self, whole: str, alone: str, fitted: Fitted, probes: Probes) -> int:
+    def _body(self, whole: str, alone: str, fitted: Fitted, probes: Probes, followed: Callable[[], str]) -> int:
         """The number of characters ahead of the generation prompt.
 
         Args:
-            alone: the same conversation without it.
+            alone: the same conversation without it. followed: the same once a user speaks next.
         """
         *_, last = [None, *PROBE.finditer(whole)]
         said = 0 if last is None else last.end() + len(probes.behind(whole, last))
         body = len(alone) if whole.startswith(alone) else len(common((whole, alone), self.traits.marks))
-        # Some write behind the last message what does not stand there once anybody speaks next.
-        if fitted.last in ("system", "user", "result") and whole.startswith(self.traits.end_of(fitted.last), said):
-            body = min(body, said + len(self.traits.end_of(fitted.last)))
+        if fitted.last in ("system", "user", "result"):
+            # Some write behind the last message what does not stand there once anybody speaks next.
+            end = self.traits.end_of(fitted.last)
+            body = min(body, said + len(end)) if whole.startswith(end, said) else self._shared(whole, body, followed)
         return body if body >= said else 0
+
+    def _shared(self, whole: str, body: int, followed: Callable[[], str]) -> int:
+        """The same of a template whose ends of messages are others at other times, as they tell the date."""
+        try:
+            return min(body, len(common((whole, followed()), self.traits.marks)))
+        except ConfigError:  # nobody may speak next
+            return body
 
     def held(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str | None:
         """What a memory holds of a conversation, ahead of the generation prompt; None: the template refuses it."""

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from locret_stream.context import Answer
+from locret_stream.context import Answer, Token
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.boundary_pruning import untold
 from locret_stream.conversation.matching import STAND_INS
 from locret_stream.conversation.messages import Message
+from locret_stream.conversation.parts import Part
+from locret_stream.conversation.reading import reader_of
 from locret_stream.conversation.recalling import recollect
 from locret_stream.conversation.request import Request, ThreadNotFound
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
+from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.engine import Occupancy
 from locret_stream.errors import ConfigError, InputError, SnapshotNotFound, StaleOwner, StoreError
 
 
 class Asked(NamedTuple):
-    """An answer that the thread does not know of, and the passages that were read again for it."""
+    """An answer that the thread does not know of, what was thought ahead of it, and the passages that were read again
+    for it."""
 
     text: Answer
+    reasoning: str
     recalled: list[dict[str, Any]]
+
+
+class _Stopped(Exception):
+    """A stop string came in the answer."""
 
 
 @asynccontextmanager
@@ -86,7 +95,29 @@ async def ask(threads: Threads, name: str, question: str, *, recall: bool | None
         if runtime.recall is not None if recall is None else recall:
             found = await recollect(threads, thread.context, question)
             passages, aside = found.receipt, found.ids
-        return Asked(await thread.context.ask(ids, recall=False, aside=aside, **sampling), passages)
+        reply, skip_special = reader_of(threads, rendered, stops=sampling.pop("stop", ()))
+        text = reasoning = ""
+
+        def take(parts: Iterable[Part]) -> None:
+            nonlocal text, reasoning
+            for part in parts:
+                text, reasoning = text + part.text, reasoning + part.reasoning
+
+        def read(token: Token) -> None:
+            take(reply.feed(token.text))
+            if reply.stop_at is not None:
+                raise _Stopped
+
+        try:
+            answer = await thread.context.ask(ids, recall=False, aside=aside, skip_special=skip_special, on_token=read,
+                                              **sampling)
+            reason, recalled = answer.finish_reason, answer.recalled
+        except _Stopped:
+            reason, recalled = "stop", ()
+        take(reply.finish())
+        text += "".join(call.arguments if call.name is None else call_text(call.name, call.arguments)
+                        for call in reply.calls)  # nobody is there to answer a call
+        return Asked(Answer(text, reason, recalled), reasoning, passages)
 
 
 async def occupancy(threads: Threads, name: str, start: int, end: int | None, columns: int) -> Occupancy:

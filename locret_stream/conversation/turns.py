@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -17,8 +16,9 @@ from locret_stream.conversation.held_replies import Demand, HeldReply, demand_of
 from locret_stream.conversation.matching import Reached, reach, reach_behind
 from locret_stream.conversation.messages import digest
 from locret_stream.conversation.parts import End, Part
+from locret_stream.conversation.reading import reader_of
 from locret_stream.conversation.recalling import Recollection, recollect
-from locret_stream.conversation.replies import Reply, marks_among, response_template
+from locret_stream.conversation.replies import Reply
 from locret_stream.conversation.request import NOT_HELD, TOOLS_LEFT_OUT, Request, within
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
@@ -190,19 +190,11 @@ class Turn:
 
     def _reader(self) -> tuple[Reply | HeldReply, Collection[int] | bool]:
         """What reads the reply, and the special tokens that its text comes without."""
-        threads, request, rendered, demand = self._threads, self._request, self._reached.rendered, self._demand
+        request, rendered, demand = self._request, self._reached.rendered, self._demand
         if demand.form is not None:
             return HeldReply(demand.form, request.tools, demand.begun), False
-        pieces = rendered.pieces(max(rendered.ends, default=0))
-        texts = max((at for at, piece in enumerate(pieces, 1) if piece.data), default=0)
-        shown = "".join(piece.text for piece in pieces[texts:])  # what the template writes ahead of a reply
-        template = response_template(threads.runtime.tokenizer, threads.replies, shown,
-                                     threads.template.frames.template, in_words=threads.template.in_words)
-        if demand.sampling.get("schema") is not None:  # all of it is JSON, whatever marks its strings may hold
-            template = {"start_anchor_pattern": r"\A[\s\S]*", "fields": {"content": template["fields"]["content"]}}
-        reply = Reply(template, shown + demand.begun, request.tools, demand.sampling.get("stop") or ())
-        marks = marks_among(template, self._special.values())
-        return reply, [token for token, text in self._special.items() if text not in marks]
+        return reader_of(self._threads, rendered, begun=demand.begun, tools=request.tools,
+                         stops=demand.sampling.get("stop") or (), whole=demand.sampling.get("schema") is not None)
 
     async def _reread_answer(self, question: Boundary | None, prompt: list[int], length: int | None) -> None:
         """Go back to where the model was asked, and read the answer again up to that character, or all that is written;
@@ -271,12 +263,6 @@ class Turn:
 
     async def _encode(self, start: int, end: int | None) -> list[int]:
         return await encode(self._threads, self._reached, start, end)
-
-    @cached_property
-    def _special(self) -> dict[int, str]:
-        """The special tokens with their texts."""
-        codec = self._threads.template.codec
-        return {token: codec.decode([token], skip_special=False) for token in codec.special_ids}
 
 
 async def encode(threads: Threads, reached: Reached, start: int, end: int | None) -> list[int]:

@@ -71,7 +71,7 @@ class Service(Sessions):
             bound_threads(self.runtime)
             template = await asyncio.to_thread(ChatTemplate, self.runtime.tokenizer, self.runtime.codec,
                                                self.runtime.frames, tool_prompt=self._tool_prompt)
-            self._threads = Threads(self.runtime, template, self._response_template, salt=[None, template.in_words])
+            self._threads = Threads(self.runtime, template, self._response_template, salt=[None, template.key])
             if self.expires:
                 self._expiring = asyncio.create_task(keep_expiring(self._threads, self.limits.unnamed_days * DAY_S))
         except BaseException:

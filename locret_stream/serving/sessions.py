@@ -166,7 +166,7 @@ class Sessions:
         unused += given.without_effect()
         cut = asked.text.finish_reason == "length"
         return {"object": "session.answer", "answer": str(asked.text), "finish_reason": "length" if cut else "stop",
-                "recalled": asked.recalled,
+                **({"reasoning_content": asked.reasoning} if asked.reasoning else {}), "recalled": asked.recalled,
                 "locret": {"ignored": unused} if unused else {}}
 
     async def fork(self, thread: str, new: str) -> None:

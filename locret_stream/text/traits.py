@@ -101,12 +101,22 @@ class Traits:
 
     @cached_property
     def tools(self) -> bool:
-        """Whether it shows tools. True, too, for a template that refuses the try."""
+        """Whether it shows tools."""
         asked = [{"role": "user", "content": "?"}]
         try:
             return self._write(asked, [TOOL], True) != self._write(asked, (), True)
         except ConfigError:
+            return False
+
+    @cached_property
+    def refuses_tools(self) -> bool:
+        """Whether it takes no tools in the form that everybody gives them, or nothing at all."""
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            self._write(asked, [TOOL], True)
+        except ConfigError:
             return True
+        return False
 
     @property
     def calls(self) -> bool:
