@@ -15,7 +15,9 @@ beside it.
   restart, replay        a new process over the store. replay: what is held is what a new runtime makes of the log
   next day               another process over the store, with a clock that is a day ahead
 
-With --expect the exit status is 1 unless nothing but at most 2 % is refused, and nothing else fails.
+Not asked ("-") is what the models of a template never do (thoughts, two calls at once), and what is refused with a
+template with which transformers itself shows no plain chat. With --expect the exit status is 1 unless at most 2 % is
+refused and nothing else fails.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ GROUPS = ("chat", "responses", "ingest", "told", "tools", "thoughts", "roles", "
           "restart", "next day", "replay")
 LATER = {"restart": 0, "next day": 1}  # groups of processes of their own, and how many days ahead their clocks are
 SHARED = Path("/dev/shm")
+NO_CHAT = "no plain chat"
 
 
 def say(text: str) -> None:
@@ -138,7 +141,17 @@ def measure(templates: Mapping[str, str], groups: tuple[str, ...]) -> tuple[dict
                 for name, cells in json.loads(done.stdout.splitlines()[-1]).items():
                     table[name] |= cells
     fill_up(table)
+    for name, template in templates.items():  # what no engine would answer is not asked
+        if why := no_chat(template):
+            noted.setdefault(name, {})[NO_CHAT] = why
+            table[name] |= {behaviour: "-" for behaviour, cell in table[name].items() if cell.startswith("refused")}
     return table, noted
+
+
+def no_chat(template: str) -> str:
+    from template_lab.collection import tokenizer_of
+    from template_lab.forms import why_no_chat
+    return why_no_chat(tokenizer_of(template))
 
 
 def fill_up(table: dict[str, dict[str, str]]) -> None:
@@ -195,7 +208,11 @@ def markdown(table: Mapping[str, Mapping[str, str]], summed: Mapping[str, Any], 
     for why, count, names in reasons(table, shorten):
         lines.append(f"| {why.replace('|', chr(92) + '|')} | {count} | {', '.join(names[:4])}"
                      f"{f' and {len(names) - 4} more' if len(names) > 4 else ''} |")
-    if noted:
+    if unshown := {name: notes[NO_CHAT] for name, notes in noted.items() if NO_CHAT in notes}:
+        lines += ["", "Transformers show no plain chat with these, so what is refused is not counted:", "",
+                  *(f"- {name}: {why}" for name, why in unshown.items())]
+    noted = {name: {each: why for each, why in notes.items() if each != NO_CHAT} for name, notes in noted.items()}
+    if any(noted.values()):
         lines += ["", "Renderings that differ from transformers' and count for nothing (white space is fed as it was "
                   "given; where transformers leave something out nothing is compared):", ""]
         grouped: dict[str, list[str]] = {}

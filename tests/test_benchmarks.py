@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from locret_stream import ConfigError
 from locret_stream.context import StreamingContext
 from locret_stream.named_models import smollm2
 from tests.processes import run_python
@@ -240,3 +241,106 @@ def test_libraries_for_constrained_decoding_are_measured_alike(monkeypatch):
     assert found["minimum"] == found["anyOf beside properties"] == "held" and found["not"] == "refused"
     assert script.of_apply(100, 2).keys() == {"numpy", "shifts"}
     script.show({"llguidance": whole})
+
+
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+TURN = "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+COLLECTION = {  # of our own wording
+    "calls": "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}<|im_end|>\n"
+             "{% endif %}{% for m in messages %}" + TURN + "{% for c in m.tool_calls or [] %}{{ '<tool_call>\n' + "
+             "(c.function | tojson) + '\n</tool_call>' }}{% endfor %}<|im_end|>\n{% endfor %}" + PROMPT,
+    "thinks": "{% for m in messages %}" + TURN.replace("(m.content or '')", "m.content.split('</think>')[-1]")
+              + "<|im_end|>\n{% endfor %}" + PROMPT + "{# a model opens <think> #}",
+    "refuses": "{{ raise_exception('no chats here') }}"}
+
+
+def test_templates_are_tried_with_all_that_sessions_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = importlib.import_module("templates")
+    collection, cells_file, tables = tmp_path / "some.json", tmp_path / "cells.json", tmp_path / "table.md"
+    collection.write_text(json.dumps(COLLECTION))
+
+    def run(*words: object) -> dict[str, Any]:
+        monkeypatch.setattr("sys.argv", ["benchmarks/templates.py", "--collection", *map(str, words),
+                                         "--json", str(cells_file), "--markdown", str(tables)])
+        script.main()
+        return json.loads(cells_file.read_text())
+
+    found = run(collection, "--behaviour", "chat,tools,thoughts,langchain,restart,replay")
+    cells, totals = found["cells"], found["totals"]
+    assert cells.keys() == COLLECTION.keys() and totals["by_template"] == {}
+    assert {cells[name]["chat.three turns"] for name in ("calls", "thinks")} == {"ok"}
+    assert cells["calls"]["tools.two calls"] == cells["calls"]["langchain.tools"] == "ok"
+    assert cells["thinks"]["thoughts.three turns"] == "ok" and cells["calls"]["thoughts.three turns"] == "-"
+    for behaviour in "restart.chat", "restart.tool result", "restart.langchain", "replay.chat", "replay.tool loop":
+        assert cells["calls"][behaviour] == cells["thinks"][behaviour] == "ok", behaviour
+    assert set(cells["refuses"].values()) == {"-"}, "transformers refuses it, too"
+    asked = sum(cell != "-" for row in cells.values() for cell in row.values())
+    assert totals["cells"] == asked == totals["ok"] > 40
+    assert "| thinks | ok | ok | ok | ok | ok | ok |" in tables.read_text() and "no chats here" in tables.read_text()
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, template in COLLECTION.items():
+        (folder / f"{name}.jinja").write_text(template)
+    capsys.readouterr()
+    run(folder, "--behaviour", "chat", "--only", "calls", "--expect")
+    assert "1 templates × 2 behaviours, 2 cells: ok 2 (100.0 %)" in capsys.readouterr().err
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(importlib.import_module("template_lab.talking"), "MARGIN", -1000)
+        run(folder, "--behaviour", "chat", "--only", "calls", "--expect")
+    assert ended.value.code == 1 and set(map(_kind, json.loads(cells_file.read_text())["cells"]["calls"].values())) == {
+        "reread"}
+
+
+def _kind(cell: str) -> str:
+    return cell.partition(":")[0]
+
+
+def test_a_trial_of_templates_is_as_expected_with_few_refused_and_nothing_worse(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    verdicts = importlib.import_module("template_lab.verdicts")
+    cells: dict[str, str] = {}
+    for name, error in (("a", None), ("b", verdicts.NotAsked()), ("c", verdicts.Failed("wrong", "a  b")),
+                        ("d", ConfigError("no")), ("e", ValueError("odd"))):
+        with verdicts.judged(cells, name):
+            if error is not None:
+                raise error
+    assert cells == {"a": "ok", "b": "-", "c": "wrong: a b", "d": "refused: ConfigError: no",
+                     "e": "failed: ValueError: odd"}
+    table = {"x": dict.fromkeys(map(str, range(98)), "ok") | {"98": "refused: 400", "99": "-"}}
+    summed = verdicts.totals(table)
+    assert summed["cells"] == 99 and summed["percent"]["refused"] == 1.01 and verdicts.as_expected(summed)
+    assert not verdicts.as_expected(verdicts.totals({"x": table["x"] | {"97": "refused: 400"}}))
+    assert not verdicts.as_expected(verdicts.totals({"x": table["x"] | {"98": "reread: fed 9"}}))
+
+
+@pytest.mark.parametrize("options, why", [
+    (["--collection", "none.json"], "none.json"), ([], "expected --collection"),
+    (["--collection", "some.json", "--only", "zebra"], "part of one of the 3 names"),
+    (["--collection", "some.json", "--behaviour", "chat,walks"], "--behaviour has walks"),
+])
+def test_a_trial_of_templates_says_what_is_wrong(tmp_path, monkeypatch, capsys, options, why):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.json").write_text(json.dumps(COLLECTION))
+    monkeypatch.setattr("sys.argv", ["benchmarks/templates.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("templates").main()
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_what_a_model_writes_is_read_off_its_template(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    forms, collection = (importlib.import_module(f"template_lab.{name}") for name in ("forms", "collection"))
+    calls = forms.form_of(collection.tokenizer_of(COLLECTION["calls"]))
+    one = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert calls.calls(forms.ROME) == f"{one}<|im_end|>" and calls.source == "template"
+    assert calls.calls(forms.ROME, forms.OSLO) == f"{one}{one.replace('Rome', 'Oslo')}<|im_end|>"
+    assert calls.answer("Hi.") == "Hi.<|im_end|>" and calls.thinks is None
+    thinks = forms.form_of(collection.tokenizer_of(COLLECTION["thinks"]))
+    assert thinks.thought("So.", "Hi.") == "<think>\nSo.\n</think>\n\nHi.<|im_end|>" and thinks.source == "words"
+    source = COLLECTION["thinks"].replace("assistant\n'", "assistant\n<think>\n'")
+    opened = forms.form_of(collection.tokenizer_of(source))
+    assert opened.thought("So.", "Hi.") == "So.\n</think>\n\nHi.<|im_end|>"
+    assert opened.answer("Hi.") == "\n</think>\n\nHi.<|im_end|>", "an answer without a thought closes it"

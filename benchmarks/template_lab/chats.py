@@ -13,7 +13,7 @@ def plain(subject: Subject, served: Served, cells: Cells) -> None:
     with judged(cells, "chat.three turns"):
         chat, form = Chat(subject, served, "chat"), subject.form
         for said, answer in (
-                ("Hi there.", long(1)), ("And how is the mill?", long(2)), ("What of the sea?", "It is calm.")):
+                ("Hi there.", long(1)), ("And how is the mill?", "It turns."), ("What of the sea?", "It is calm.")):
             chat.turn(user(said), reply=form.answer(answer), answer=answer)
     with judged(cells, "chat.over midnight"):
         chat = Chat(subject, served, "midnight")
@@ -98,7 +98,7 @@ def thoughts(subject: Subject, served: Served, cells: Cells) -> None:
             raise NotAsked
         chat = Chat(subject, served, "thoughts")
         for said, thought, answer in (
-                ("Hi there.", long(1, "thought"), "Hello."), ("And how is the mill?", "It turns.", long(1)),
+                ("Hi there.", long(1, "thought"), "Hello."), ("And how is the mill?", "I see it.", "It turns."),
                 ("What of the sea?", "It is calm.", "Calm.")):
             chat.turn(user(said), reply=form.thought(thought, answer), answer=answer, thought=thought)
 

@@ -160,6 +160,17 @@ def _marks_in(text: str) -> bool:
     return any(mark in text for mark in (*_OPENINGS, *_OPENINGS.values(), "<|channel|>", "<|START_RESPONSE|>"))
 
 
+def why_no_chat(tokenizer: Any) -> str:
+    """Why transformers itself shows no plain chat of three messages with this template; "" if it does."""
+    said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": _THOUGHT}]
+    try:
+        shown = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        return f"{type(error).__name__}: {error}"
+    return next((f"it leaves out {each['role']} messages" for each in said if each["content"] not in shown), "")
+
+
 def form_of(tokenizer: Any) -> Form:
     """The form of the tokenizer's template."""
     shown, source = _Shown(tokenizer), tokenizer.chat_template

@@ -21,7 +21,7 @@ from template_lab.forms import Call, Form
 from template_lab.scripted import MODEL, Served, Subject
 from template_lab.verdicts import Failed, NotAsked
 
-MARGIN = 64  # tokens that a template may write around what is new
+MARGIN, BETWEEN = 64, 32  # tokens that may be written around what is new, and around each new message beyond one
 Json = dict[str, Any]
 _AGAIN = {"log", "rebuild"}
 
@@ -40,17 +40,17 @@ def one_of(form: Form, *calls: Call) -> str:
     return reply
 
 
-def expect_held(receipt: Mapping[str, Any], new: int, *, cold: bool = False) -> None:
-    """Raises Failed: more than the new tokens were read, or memory was not where it should be.
+def expect_held(subject: Subject, receipt: Mapping[str, Any], fresh: Sequence[str], *, cold: bool = False) -> None:
+    """Raises Failed: more than the new messages was read, or memory was not where it should be.
 
     Args:
-        cold: the memory was stored, and nothing of it is in this process.
+        fresh: the text of each new message. cold: the memory was stored, and nothing of it is in this process.
     """
-    fed, source = receipt.get("fed"), receipt.get("source")
+    fed, source, new = receipt.get("fed"), receipt.get("source"), sum(len(subject.script.ids(text)) for text in fresh)
     told = [receipt.get("why"), (receipt.get("warnings") or {}) if not isinstance(receipt.get("warnings"), list) else [
         text for text in receipt["warnings"] if "read again" in text or "lost" in text] or None]
     why = "; ".join(str(each) for each in told if each)
-    if not isinstance(fed, int) or fed > new + MARGIN or source in _AGAIN or source == "new":
+    if not isinstance(fed, int) or fed > new + MARGIN + BETWEEN * (len(fresh) - 1) or source in _AGAIN or source == "new":
         raise Failed("reread", f"fed {fed} where {new} are new, source {source}; {why}")
     if receipt.get("why"):
         raise Failed("reread", f"from an older boundary, fed {fed}: {why}")
@@ -145,9 +145,7 @@ class Chat:
         given = body_of(response)
         message, receipt = given["choices"][0]["message"], given["locret"]
         if self._held:
-            fresh = self.history[self._held:]
-            expect_held(receipt, sum(len(subject.script.ids(text)) for each in fresh for text in texts_of(each)),
-                        cold=cold)
+            expect_held(subject, receipt, [" ".join(texts_of(each)) for each in self.history[self._held:]], cold=cold)
         expect_shown(subject, [text for each in self.history for text in texts_of(each)])
         found = [(call["function"]["name"], json.loads(call["function"]["arguments"]))
                  for call in message.get("tool_calls") or ()]
@@ -185,7 +183,7 @@ class Responses:
             "model": MODEL, "input": said, "max_output_tokens": 600, **body}))
         texts = [said] if isinstance(said, str) else [item["output"] for item in said]
         if held:
-            expect_held(given["locret"], sum(len(self.subject.script.ids(text)) for text in texts), cold=cold)
+            expect_held(self.subject, given["locret"], texts, cold=cold)
         expect_shown(self.subject, [*texts, *shown])
         messages = [item for item in given["output"] if item["type"] == "message"]
         expect_answer("".join(part["text"] for item in messages for part in item["content"]), None, answer)
@@ -220,10 +218,9 @@ class Thread:
         again = [str(each.message) for each in warned if type(each.message).__name__ == "RebuildWarning"]
         if again:
             raise Failed("reread", f"warned: {again[0]}")
-        fresh = self.history[self._held:]
         if self._held:
-            expect_held(message.response_metadata["locret"],
-                        sum(len(subject.script.ids(each.text)) for each in fresh), cold=cold)
+            expect_held(subject, message.response_metadata["locret"],
+                        [each.text for each in self.history[self._held:]], cold=cold)
         expect_shown(subject, [*shown, *(each.text for each in self.history
                                          if not each.text.startswith("[absorbed stream"))])
         expect_calls([(call["name"], call["args"]) for call in message.tool_calls], calls, message.text)
