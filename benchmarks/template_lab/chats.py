@@ -38,9 +38,9 @@ def by_id(subject: Subject, served: Served, cells: Cells) -> None:
                       shown=["Be brief and kind."], previous_response_id=first)
 
 
-def ask(subject: Subject, served: Served, session: str, shown: list[str]) -> None:
+def ask(subject: Subject, served: Served, session: str, shown: list[str], reply: str = "") -> None:
     """A question on a copy of a session's memory. Raises Failed."""
-    subject.script.say(subject.form.answer("It is 48213."))
+    subject.script.say(reply or subject.form.answer("It is 48213."))
     given = body_of(served.http.post(f"/v1/sessions/{session}/ask", json={"question": "What is the code?"}))
     expect_shown(subject, ["What is the code?", *shown])
     if given["answer"] != "It is 48213.":
@@ -101,6 +101,21 @@ def thoughts(subject: Subject, served: Served, cells: Cells) -> None:
                 ("Hi there.", long(1, "thought"), "Hello."), ("And how is the mill?", "I see it.", "It turns."),
                 ("What of the sea?", "It is calm.", "Calm.")):
             chat.turn(user(said), reply=form.thought(thought, answer), answer=answer, thought=thought)
+
+
+    with judged(cells, "thoughts.responses"):
+        if form.thinks is None:
+            raise NotAsked
+        responses, thought = Responses(subject, served), long(1, "thought")
+        first = responses.ask("Hi there.", reply=form.thought(thought, "Hello."), answer="Hello.", thought=thought,
+                              held=False)
+        responses.ask("And you?", reply=form.thought("I am.", "Fine."), answer="Fine.", thought="I am.", held=True,
+                      previous_response_id=first)
+    with judged(cells, "thoughts.ask"):
+        if form.thinks is None:
+            raise NotAsked
+        body_of(served.http.post("/v1/sessions/thought-of/ingest", content=LOG))
+        ask(subject, served, "thought-of", [], form.thought("I look for it.", "It is 48213."))
 
 
 _S = {"role": "system", "content": "Be brief and kind."}

@@ -40,7 +40,8 @@ def one_of(form: Form, *calls: Call) -> str:
     return reply
 
 
-def expect_held(subject: Subject, receipt: Mapping[str, Any], fresh: Sequence[str], *, cold: bool = False) -> None:
+def expect_held(subject: Subject, receipt: Mapping[str, Any], fresh: Sequence[str], *, cold: bool = False
+                ) -> None:
     """Raises Failed: more than the new messages was read, or memory was not where it should be.
 
     Args:
@@ -175,9 +176,13 @@ class Responses:
     def __init__(self, subject: Subject, served: Served):
         self.subject, self._served = subject, served
 
-    def ask(self, said: str | list[Json], *, reply: str, answer: str, held: bool, shown: Sequence[str] = (),
-            cold: bool = False, **body: Any) -> str:
-        """Its id. Raises Failed."""
+    def ask(self, said: str | list[Json], *, reply: str, answer: str, held: bool, thought: str = "",
+            shown: Sequence[str] = (), cold: bool = False, **body: Any) -> str:
+        """Its id. Raises Failed.
+
+        Args:
+            thought: of the reply; an item of reasoning has it, if there is one.
+        """
         self.subject.script.say(reply)
         given = body_of(self._served.http.post("/v1/responses", json={
             "model": MODEL, "input": said, "max_output_tokens": 600, **body}))
@@ -186,7 +191,10 @@ class Responses:
             expect_held(self.subject, given["locret"], texts, cold=cold)
         expect_shown(self.subject, [*texts, *shown])
         messages = [item for item in given["output"] if item["type"] == "message"]
-        expect_answer("".join(part["text"] for item in messages for part in item["content"]), None, answer)
+        thoughts = [part["text"] for item in given["output"] if item["type"] == "reasoning"
+                    for part in item.get("content") or item.get("summary") or ()]
+        expect_answer("".join(part["text"] for item in messages for part in item["content"]),
+                      "".join(thoughts) or thought, answer, thought)
         if given["status"] != "completed":
             raise Failed("wrong", f"status is {given['status']!r}, expected 'completed'")
         return given["id"]
