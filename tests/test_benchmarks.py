@@ -290,7 +290,7 @@ def test_templates_are_tried_with_all_that_sessions_do(tmp_path, monkeypatch, ca
         patch.setattr(importlib.import_module("template_lab.talking"), "MARGIN", -1000)
         run(folder, "--behaviour", "chat", "--only", "calls", "--expect")
     assert ended.value.code == 1 and set(map(_kind, json.loads(cells_file.read_text())["cells"]["calls"].values())) == {
-        "reread"}
+        "restated"}
 
 
 def _kind(cell: str) -> str:

@@ -27,6 +27,7 @@ from locret_stream.engine import state
 from locret_stream.serving.app import make_app
 from locret_stream.serving.server import Server
 from locret_stream.serving.service import Service
+from locret_stream.text import dated
 
 MODEL, HISTORY = "scripted", 65536
 SETTINGS = {"policy": "streaming_llm", "budget": 4096, "chunk_size": 64, "max_live": 4}
@@ -173,8 +174,10 @@ def later(days: float) -> Iterator[None]:
         def now(cls, tz: Any = None) -> Any:
             return real.now(tz) + datetime.timedelta(days=days)
 
-    clock.datetime = Later
+    for each in (clock, dated):
+        each.datetime = Later
     try:
         yield
     finally:
-        clock.datetime = real
+        for each in (clock, dated):
+            each.datetime = real

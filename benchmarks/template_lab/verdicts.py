@@ -11,7 +11,8 @@ OK, NONE = "ok", "-"  # as promised; not asked of this template
 KINDS = {
     "refused": "a request or call that any engine would answer was refused (4xx, ConfigError and its like)",
     "failed": "5xx, or another error",
-    "reread": "more was read than what is new",
+    "reread": "more was read than what is new, of what was read before",
+    "restated": "nothing was read again, and what the template writes around what is new takes more than 64 tokens",
     "thought": "a thought, or marks of one, in an answer",
     "wrong": "another answer, call, finish or text than said, or a text that the model was not shown",
     "differs": "rendered otherwise than apply_chat_template does",
