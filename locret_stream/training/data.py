@@ -353,7 +353,7 @@ def background_pieces(path: str | os.PathLike[str], tokenizer: PreTrainedTokeniz
         raise ConfigError(f"{path} has conversations, and the tokenizer no chat template; expected one, or plain text")
     for where, messages in read_jsonl(path):
         try:
-            text = tokenizer.apply_chat_template(_fitted(tokenizer, messages), tokenize=False)
+            text = tokenizer.apply_chat_template(list(_fitted(tokenizer, messages)), tokenize=False)
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise InputError(f"{where}: the chat template refuses this conversation: {error}") from error
         yield tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]
