@@ -208,9 +208,9 @@ class ChatTemplate:
         contents = [message["content"] for message in messages]
         for message in messages:
             message["content"] = without(message["content"])
-        plain = write(True)
-        if without(marked) != plain:
-            return plain
+        with suppress(ConfigError):  # it takes no empty contents
+            if without(marked) != (plain := write(True)):
+                return plain
         for message, content in zip(messages, contents, strict=True):
             message["content"] = content
         return marked

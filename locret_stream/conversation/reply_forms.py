@@ -162,13 +162,12 @@ def described(source: str, tokens: Iterable[object], prompt: str) -> dict[str, A
     """What is read in replies of a model with this template, by names that say what it is."""
     known = known_marks(source, tokens)
     fields, _ = fields_of(source, known, prompt)
-    headers = [name for name in fields if ":" in name and not name.startswith(CALLS) and not name[-1].isdigit()
-               and name not in (ALONE, UNMARKED)]
-    return {"thoughts are read between": [" … ".join(pair) for number, pair in enumerate(_THOUGHTS)
-                                          if f"{THINKING}:{number}" in fields],
+    thoughts = [pair for pair in _THOUGHTS if any(mark in known for mark in pair)] or [_THOUGHTS[0]]
+    return {"thoughts are read between": [" … ".join(pair) for pair in thoughts],
             "calls are read behind": [name.partition(":")[2] for name in fields if name.startswith(CALLS)
                                       and name != ALONE] + ["nothing but a reply's beginning"],
-            "channels": headers}
+            "channels": [name for header in _HEADERS if all(mark in known for mark in header.told)
+                         for name in header.fields]}
 
 
 def held_form(known: str) -> CallForm | None:

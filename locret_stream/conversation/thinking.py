@@ -24,6 +24,6 @@ def options_for(options: Mapping[str, Any], think: bool | str | None, known: Col
         return found, unknown
     thinks = think != NONE if isinstance(think, str) else think
     wanted: dict[str, Any] = {name: on == thinks for name, on in SWITCHES.items() if name in known}
-    if isinstance(think, str) and EFFORT in known:
+    if isinstance(think, str) and think != NONE and EFFORT in known:
         wanted[EFFORT] = think
     return {**wanted, **found}, unknown if wanted else [*unknown, field]

@@ -477,7 +477,8 @@ class Runtime:
             "architecture": Earlier(lambda found, _: architecture.is_earlier(
                 self.attachment.config, found, digest_text)),
             "tokenizer": Earlier(lambda found, _: found in self.codec.fingerprints),
-            **({} if self._template_options else {"template": Earlier(written.is_of, written.hint)})})
+            **({} if self.frames.options_change_what_is_held else {
+                "template": Earlier(written.is_of, written.hint)})})
 
     @property
     def _stored_dtype(self) -> str:

@@ -112,6 +112,7 @@ class Template:
         for tree in self._trees:
             read |= meta.find_undeclared_variables(tree)
             own |= {name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")}
+            own |= {macro.name for macro in tree.find_all(nodes.Macro)}
             for asked in (*tree.find_all(nodes.Test), *tree.find_all(nodes.Filter)):
                 if asked.name in ("defined", "undefined", "default", "d") and isinstance(asked.node, nodes.Name):
                     optional.add(asked.node.name)

@@ -154,7 +154,8 @@ class Traits:
             "several system texts": self.follows("system", "system"),
             "a later system text": self.follows("assistant", "system"), "tools": tools, "calls": tools and self.calls,
             "several calls of one answer": tools and self.several_calls,
-            "results": "as what they are" if tools and self.follows("calls", "result") else "in words",
+            "results": "as what they are" if tools and any(
+                self.follows(before, "result") for before in ("calls", "assistant")) else "in words",
             "calls are named by their ids": tools and self.names_by_id, "thoughts": self.thoughts,
             "looks for in texts": list(template.looked_up),
             "date": "of the clock" if template.date_formats is None else sorted(template.date_formats),
@@ -182,7 +183,7 @@ class Traits:
 
     def _shows(self, kinds: Sequence[str], *, ids: bool | None = None) -> bool:
         """Whether it shows all texts of these messages, in their order."""
-        ids = ids if ids is not None else "calls" in kinds and self.names_by_id
+        ids = ids if ids is not None else bool({"calls", "several"} & {*kinds}) and self.names_by_id
         for prompt in (True, False):  # some want to be asked for an answer behind a user's message, others not
             try:
                 self._shown(kinds, prompt=prompt, ids=ids)
