@@ -6,7 +6,7 @@ trimmed messages, and streams. So the new beginning is written behind the messag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,22 +28,28 @@ class Written(NamedTuple):
     first: int
 
 
-def goes_on_from(reachable: Mapping[bytes, Boundary], said: Sequence[Message]) -> list[tuple[int, Boundary]]:
+def goes_on_from(reachable: Mapping[bytes, Boundary], said: Sequence[Message],
+                 differs: Callable[[Boundary], bool] = lambda boundary: True) -> list[tuple[int, Boundary]]:
     """Boundaries behind an answer or a stream that these messages provably go on from, whatever their system text and
     tools: (messages held, boundary), deepest first.
 
     An answer's receipt names its boundary; without a receipt the messages must be all that the boundary holds, or end
     with a stream that it holds.
+
+    Args:
+        differs: of the boundaries that count.
     """
     system, _ = split(said)
     first, matches = len(system), list[tuple[int, Boundary]]()
     ends: dict[bytes, list[Boundary]] = {}
-    for boundary in reachable.values():
+    for boundary in filter(differs, reachable.values()):
         ends.setdefault(boundary.ledger[-16:], []).insert(0, boundary)
     for count in range(len(said), first, -1):
         last = said[count - 1]
         if last.role == "assistant" or last.stream:
             named = reachable.get(last.state_key)
+            if named is not None and not differs(named):
+                continue
             ledger = b"".join(message.digest for message in said[first:count] if not message.summary)
             held = next((boundary for boundary in (ends.get(last.digest, ()) if named is None else (named,))
                          if boundary.ledger.endswith(ledger) and (

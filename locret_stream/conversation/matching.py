@@ -247,11 +247,16 @@ class _Search:
         """Behind the boundary that the messages go on from, with another system text or other tools as a late message.
         """
         said, tools = self._request.said, self._request.tools
-        for count, boundary in await asyncio.to_thread(late_messages.goes_on_from, self._reachable, said):
-            new = late_messages.what_is_new(boundary, self._start, said, tools=bool(tools))
+
+        def news(boundary: Boundary) -> str:
+            return late_messages.what_is_new(boundary, self._start, said, tools=bool(tools))
+
+        for count, boundary in await asyncio.to_thread(
+                late_messages.goes_on_from, self._reachable, said, lambda boundary: bool(news(boundary))):
+            new = news(boundary)
             if count < self._last:
                 break
-            if not new or boundary.key in self._thread.unusable:
+            if boundary.key in self._thread.unusable:
                 continue
             written = await asyncio.to_thread(late_messages.write, self._template, said, count, tools,
                                               no_tools=boundary.tools and boundary.start != self._start)

@@ -8,6 +8,7 @@ leaves these as they are they belong to the text again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from locret_stream.errors import ConfigError
 
 # The quotation mark shows whether the template wrote the text as it is or as JSON.
 PROBE = re.compile(r'(\ue000|\\ue000)(\d+)(\\?")(?:\ue001|\\ue001)')
-_ENDS = (r"\A\s+", r"\s+\Z")
 MOST_KEPT = 128  # of one text: a template looks for few, and each is a probe more
 _PART = re.compile(r"[\ue000\ue001]|\\ue00[01]")
 
@@ -60,8 +60,7 @@ class Probes:
     def __init__(self, shown: Sequence[str] = ()) -> None:
         self.hidden: list[_Hidden] = []
         self._same: dict[str, str] = {}
-        words = [rf"\s*(?:{'|'.join(map(re.escape, shown))})\s*"] if shown else []
-        self._kept = re.compile(f"({'|'.join([*_ENDS, *words])})")
+        self._shown = re.compile("|".join(map(re.escape, shown))) if shown else None
 
     @property
     def texts(self) -> list[str]:
@@ -83,9 +82,9 @@ class Probes:
 
     def hide_content(self, text: str) -> str:
         """The same for what a message says, of which white space at its ends and `shown` are not hidden."""
-        parts = self._kept.split(text)  # hidden and kept in turn, hidden ones first and last
-        if not text or text.isspace() or len(parts) == 1 or len(parts) > MOST_KEPT:
-            return self.hide(text)
+        if not text or text.isspace():
+            return text
+        parts = self._parts(text)
         if not any(parts[::2]):
             return text + self.stand_in(text)
         out, whole = "", len(self.hidden)
@@ -95,6 +94,22 @@ class Probes:
                 out += self.hide(part)
                 self.hidden[-1] = _Hidden(part, whole, ahead, behind)
         return out
+
+    def _parts(self, text: str) -> list[str]:
+        """The text in parts that are hidden and kept in turn, hidden ones first and last."""
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        parts, at = ["", text[:begin]], begin
+        found = [] if self._shown is None else list(itertools.islice(
+            self._shown.finditer(text, begin, end), MOST_KEPT + 1))
+        for word in found if len(found) <= MOST_KEPT else ():
+            if word.start() < at:  # it stands in white space that the word before has
+                continue
+            first, last = word.span()
+            first = at + len(text[at:first].rstrip())
+            last = end - len(text[last:end].lstrip())
+            parts += [text[at:first], text[first:last]]
+            at = last
+        return [*parts, text[at:end], text[end:], ""]
 
     def hide_same(self, text: str) -> str:
         """As `hide`, with the same probe for equal texts: a template may look one up in a list of others."""

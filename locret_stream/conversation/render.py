@@ -24,7 +24,7 @@ from locret_stream.conversation.probes import PROBE, Piece, Probes
 from locret_stream.errors import ConfigError
 from locret_stream.text import ChatFrame, FrameState, Template, TextCodec, Traits, dated
 from locret_stream.text.template import NO_OPTIONS
-from locret_stream.text.traits import common
+from locret_stream.text.traits import TOOL, common
 
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null", "function"}
 _SCHEMA = {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "anyOf",
@@ -33,6 +33,9 @@ _SCHEMA = {"type", "function", "name", "description", "parameters", "properties"
            "strict", "examples", "return"}
 _NAMED_ID = re.compile(r"functions\.(.+):(\d+)")  # an id that tells which function it calls
 _NEXT = [{"role": "user", "content": "?"}]
+_TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."},
+         {"role": "assistant", "content": "Yes?", "reasoning_content": "A user."}, {"role": "user", "content": "Why?"}]
+_SOME_TIME = datetime(2026, 1, 2, 3, 4, 5)
 _WORD = re.compile(r"\w+\Z")
 
 
@@ -72,6 +75,7 @@ class ChatTemplate:
         codec: encodes the pieces.
         options: variables of the template (`enable_thinking`, ...).
         tool_prompt: "auto": if the template shows no tools, a system text does (`tool_prompt.tool_text`).
+        like: one that writes the same but for the generation prompt.
 
     Attributes:
         traits: what the template does with messages.
@@ -83,12 +87,13 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, codec: TextCodec, frames: ChatFrame, *,
-                 options: Mapping[str, Any] | None = None, tool_prompt: words.ToolPrompt = "template"):
+                 options: Mapping[str, Any] | None = None, tool_prompt: words.ToolPrompt = "template",
+                 like: ChatTemplate | None = None):
         if frames.raw:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
         self._tokenizer, self.codec, self.frames, self._tool_prompt = tokenizer, codec, frames, tool_prompt
         self._template = Template(tokenizer, frames.template, {**frames.options, **(options or {})})
-        self.traits = Traits(self._template)
+        self.traits = Traits(self._template) if like is None else like.traits
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self._flags = [text for text in self._template.looked_up
                        if len(text) > 1 and not _WORD.match(text) and self._harmless(text)]
@@ -115,11 +120,20 @@ class ChatTemplate:
             if name in NO_OPTIONS:
                 raise ConfigError(f"{name!r} cannot be an option of the chat template: it is what the template writes; "
                                   f"expected one of its variables: {', '.join(self.variables) or 'it has none'}")
-            if not all(self._harmless(text) for text in _strings(value)):
+            if any(map(self._spells_control, _strings(value))):
                 raise ConfigError(f"the option {name!r} of the chat template holds, or is a part of, a control token; "
                                   "expected plain text")
-        return ChatTemplate(self._tokenizer, self.codec, self.frames, tool_prompt=self._tool_prompt,
-                            options={**self._template.options, **options})
+        together = {**self._template.options, **options}
+        other = Template(self._tokenizer, self.frames.template, together)
+        changes = any(_held(other, talk, tools) != _held(self._template, talk, tools)
+                      for talk in (_TALK, _TALK[1:]) for tools in ((), (TOOL,)))
+        return ChatTemplate(self._tokenizer, self.codec, self.frames, tool_prompt=self._tool_prompt, options=together,
+                            like=None if changes else self)
+
+    def _spells_control(self, text: str) -> bool:
+        """Whether a text contains a control token, or two characters or more of one at its edges."""
+        return any(token in text or any(text.endswith(token[:n]) or text.startswith(token[-n:])
+                                        for n in range(2, len(token))) for token in self._control)
 
     @property
     def variables(self) -> list[str]:
@@ -139,22 +153,27 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses these messages however they are shown.
         """
-        text = words.tool_text(tools) if tools and self.in_words else ""
-        shown, now = () if self.in_words or self.traits.refuses_tools else tools, now or dated.now()
-        found: Rendered | ConfigError
-        try:
-            found = self._written(said, shown, self._fitting.fit(said, text, apart), now)
+        now, text = now or dated.now(), words.tool_text(tools) if tools else ""
+        shown = () if self.in_words or self.traits.refuses_tools else tools
+        in_words = text if self.in_words else ""
+        refused: ConfigError | None = None
+        left: Rendered | None = None
+        # As it is; with all that a tool may leave out; as text of two who speak in turn; with the tools as text, too.
+        for fitting, given, told in ((self._fitting, shown, in_words), (self._fitting, _completed(shown), in_words),
+                                     (self._last_resort, _completed(shown), in_words),
+                                     (self._last_resort, (), text if self.tells_of_tools else "")):
+            try:
+                found = self._written(said, given, fitting.fit(said, told, apart), now)
+            except ConfigError as error:
+                refused = refused or error
+                continue
             if all(said[number].role == "system" or said[number].calls for number in found.left_out):
                 return found
-        except ConfigError as refused:
-            found = refused
-        with suppress(ConfigError):
-            plain = self._written(said, shown, self._last_resort.fit(said, text, apart), now)
-            if isinstance(found, ConfigError) or not plain.left_out:
-                return plain
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+            left = left or found
+        if left is not None:
+            return left
+        assert refused is not None
+        raise refused
 
     def last_of(self, said: Sequence[Message], count: int, tools: Sequence[dict[str, Any]] = ()) -> Sequence[Message]:
         """The messages of which a rendering ends like that of all: from the first `count` on, which are held already,
@@ -227,23 +246,12 @@ class ChatTemplate:
         if fitted.last in ("system", "user", "result"):
             # Some write behind the last message what does not stand there once anybody speaks next.
             end = self.traits.end_of(fitted.last)
-            body = min(body, said + len(end)) if whole.startswith(end, said) else self._shared(whole, body, followed)
+            if whole.startswith(end, said):
+                return min(body, said + len(end))
+            with suppress(ConfigError):  # its ends tell the date, or are others here: it is tried
+                shared = len(common((whole, followed()), self.traits.marks))
+                body = min(body, shared) if shared >= said else body
         return body if body >= said else 0
-
-    def _shared(self, whole: str, body: int, followed: Callable[[], str]) -> int:
-        """The same of a template whose ends of messages are others at other times, as they tell the date."""
-        try:
-            return min(body, len(common((whole, followed()), self.traits.marks)))
-        except ConfigError:  # nobody may speak next
-            return body
-
-    def held(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str | None:
-        """What a memory holds of a conversation, ahead of the generation prompt; None: the template refuses it."""
-        try:
-            rendered = self.render(said, tools)
-        except ConfigError:
-            return None
-        return rendered.whole[:rendered.body]
 
     def count(self, said: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
         """The number of tokens of a conversation without the generation prompt. Raises as `render`."""
@@ -398,6 +406,20 @@ class ChatTemplate:
             each.append(self.codec.encode_text(piece.text) if piece.data else self.codec.literal(
                 piece.text, start=start and not any(each)))
         return each
+
+
+def _held(template: Template, talk: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """What a template writes of plain messages, ahead of its generation prompt; None: it refuses them."""
+    try:
+        return template.write(talk, tools, prompt=False, now=_SOME_TIME)
+    except ConfigError:
+        return None
+
+
+def _completed(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with what a tool may leave out, and some templates ask for."""
+    return [{**tool, "function": {"description": "", **tool["function"], "parameters": {
+        "type": "object", "properties": {}, **(tool["function"].get("parameters") or {})}}} for tool in tools]
 
 
 def _strings(value: Any) -> Iterator[str]:

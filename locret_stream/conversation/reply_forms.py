@@ -114,6 +114,9 @@ READERS: dict[str, Reader] = {form.name: form.reader for form in FORMS} | {
 WITH_MARK = {"alone", "header"}  # forms whose readers need what opened a call
 
 
+_OBJECT = r'\{\s*+"(?:name|type|function)"\s*+:'  # the beginning of a call in JSON
+
+
 def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str]:
     """The fields of a model's replies, and what the prompt wrote of the reply.
 
@@ -140,8 +143,8 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
     for form in FORMS:
         if any(mark in known for mark in form.told or (form.name,)):
             fields[f"{CALLS}:{form.name}"] = call_field(form)
-    fields[ALONE] = _field(start + r'(?P<mark>(?:```(?:json)?\s*)?(?:\[\s*)?(?:\{\s*"(?:name|type|function)"\s*:|'
-                           r"(?<=\[\s*)[A-Za-z_][\w.]*\())", None, "alone")
+    call = rf"(?P<mark>(?:```(?:json)?\s*+)?(?:\[\s*+(?:{_OBJECT}|[A-Za-z_][\w.]*+\()|{_OBJECT}))"
+    fields[ALONE] = _field(start + call, None, "alone")
     for header in _HEADERS:
         if all(mark in known for mark in header.told):
             fields |= header.fields

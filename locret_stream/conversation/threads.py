@@ -6,6 +6,7 @@ A turn has its thread alone (`Threads.exclusive`), and a place at the gate while
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,7 +16,7 @@ from locret_stream.context.cancelling import to_the_end
 from locret_stream.context.tokenizing import tokenized
 from locret_stream.conversation.boundaries import full_name, session_name
 from locret_stream.conversation.histories import Keys
-from locret_stream.conversation.messages import Message, canonical, digest
+from locret_stream.conversation.messages import canonical, digest
 from locret_stream.conversation.probes import Piece
 from locret_stream.conversation.render import ChatTemplate
 from locret_stream.conversation.request import Request
@@ -23,13 +24,10 @@ from locret_stream.conversation.thinking import options_for
 from locret_stream.conversation.thread import Thread
 from locret_stream.errors import ConfigError, SnapshotNotFound
 from locret_stream.runtime import Runtime
-from locret_stream.text.traits import TOOL
 
 T = TypeVar("T")
 LEAST_BYTES = 256 << 20  # that a thread may take in the store; of a large memory, four snapshots
 MOST_OPTIONS = 8  # of requests, that stay at hand
-TALK = [Message("system", "Be kind."), Message("user", "Hi."), Message("assistant", "Yes?", "A user."),
-        Message("user", "Why?")]
 THREADS = 64  # threads that stay at hand; others are looked up in the store again
 
 
@@ -71,6 +69,7 @@ class Threads:
         self._nameless: list[Thread] = []  # oldest first
         self.absorbing: set[Absorbing] = set()
         self._with_options: OrderedDict[bytes, tuple[ChatTemplate, bool]] = OrderedDict()
+        self._making = threading.Lock()  # guards it: conversations are rendered on other threads, too
 
     def template_of(self, request: Request) -> ChatTemplate:
         """The template with the options of a request. Raises ConfigError: they are none."""
@@ -92,15 +91,14 @@ class Threads:
         if not options:
             return self.template, False
         key = canonical(options)
-        if key not in self._with_options:
-            template = self.template.with_options(options)
-            self._with_options[key] = template, any(
-                template.held(talk, tools) != self.template.held(talk, tools)
-                for talk in (TALK, TALK[1:]) for tools in ((), (TOOL,)))
-            while len(self._with_options) > MOST_OPTIONS:
-                self._with_options.popitem(last=False)
-        self._with_options.move_to_end(key)
-        return self._with_options[key]
+        with self._making:
+            if key not in self._with_options:
+                made = self.template.with_options(options)
+                self._with_options[key] = made, made.traits is not self.template.traits
+                while len(self._with_options) > MOST_OPTIONS:
+                    self._with_options.popitem(last=False)
+            self._with_options.move_to_end(key)
+            return self._with_options[key]
 
     @asynccontextmanager
     async def exclusive(self, request: Request) -> AsyncIterator[Thread]:

@@ -186,6 +186,8 @@ class Turn:
                 break
         for part in reply.finish():
             self._emit(part)
+        if isinstance(reply, Reply) and reply.stop_at is not None:  # it may be seen only here, in what was kept back
+            ended = "stop"
         return reply, ended or generation.finish_reason
 
     def _reader(self) -> tuple[Reply | HeldReply, Collection[int] | bool]:
@@ -233,26 +235,35 @@ class Turn:
             saved = await thread.save(self._request.save)
         return {"state": key.hex(), "saved": saved, **({"stale": True} if thread.stale else {})}
 
+    def _given(self) -> dict[int, int]:
+        """The number of each new message as the receipt counts them, by its number among those that are shown: a late
+        message among these was not given. They count the messages given; of messages that come behind what is held,
+        from the first new one."""
+        reached, request = self._reached, self._request
+        new = list(request.said[reached.count:])
+        before = 0 if request.append or request.behind else reached.count
+        numbers, at = dict[int, int](), 0
+        for shown in range(reached.first, len(reached.shown)):
+            if at < len(new) and reached.shown[shown] is new[at]:
+                numbers[shown] = before + at
+                at += 1
+        return numbers
+
     def _otherwise(self) -> dict[str, str]:
-        """How new messages are shown that the template has no place for, by their numbers among the new ones."""
-        shown, first = self._reached.rendered.otherwise, self._reached.first
-        return {str(number - first): how for number, how in sorted(shown.items()) if number >= first}
+        """How new messages are shown that the template has no place for, by their numbers."""
+        given, shown = self._given(), self._reached.rendered.otherwise
+        return {str(given[number]): shown[number] for number in sorted(given.keys() & shown)}
 
     def _left_out(self) -> list[int]:
         """Numbers of new messages whose text the template does not show: a system text, or the text of an answer with
-        tool calls. They count the messages given; of messages that come behind what is held, from the first new one.
+        tool calls.
 
         Raises:
             ConfigError: it does not show any other text.
         """
-        reached, said, numbers = self._reached, self._request.said, []
-        late = len(reached.shown) - reached.first - (len(said) - reached.count)  # a message among them that is not new
-        before = 0 if self._request.append or self._request.behind else reached.count
-        for shown in (number for number in reached.rendered.left_out if number >= reached.first):
-            message, new = reached.shown[shown], shown - reached.first
-            if new >= late and said[reached.count + new - late].digest == message.digest:
-                new -= late
-            number = before + new
+        given, numbers = self._given(), []
+        for shown in sorted(given.keys() & {*self._reached.rendered.left_out}):
+            number, message = given[shown], self._reached.shown[shown]
             numbers.append(number)
             if message.role != "system" and not message.calls:
                 raise ConfigError(f"the chat template leaves out message {number} ({message.role}); expected a "
