@@ -93,7 +93,7 @@ class ChatTemplate:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
         self._tokenizer, self.codec, self.frames, self._tool_prompt = tokenizer, codec, frames, tool_prompt
         self._template = Template(tokenizer, frames.template, {**frames.options, **(options or {})})
-        self.traits = Traits(self._template) if like is None else like.traits
+        self.traits: Traits = Traits(self._template) if like is None else like.traits
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self._flags = [text for text in self._template.looked_up
                        if len(text) > 1 and not _WORD.match(text) and self._harmless(text)]
