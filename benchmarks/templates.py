@@ -26,6 +26,7 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -246,8 +247,6 @@ def main() -> None:
     groups = tuple(options.behaviour.split(","))
     if unknown := set(groups) - set(GROUPS):
         parser.error(f"--behaviour has {', '.join(sorted(unknown))}; expected some of {', '.join(GROUPS)}")
-    import torch
-    torch.set_num_threads(1)
     if options.go_on:
         return later_process(options.go_on, options.when, groups)
     if not options.collection:
@@ -283,4 +282,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    import torch
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder of stores is removed
     main()
