@@ -121,6 +121,26 @@ def test_a_tool_loop_that_another_model_began_goes_on(served: Served, count: int
     expect_gone_on(chat(served, history, tools=[TOOL]))
 
 
+def test_results_that_come_one_after_the_other_are_read_once(script: Script, tmp_path: Path):
+    with serving(tmp_path, template=TEMPLATES["in turn"]) as served:
+        history = [user("Where is it?"), {"role": "assistant", "content": None, "tool_calls": CALLS},
+                   *({"role": "tool", "tool_call_id": f"call_{n}", "content": f"result {n}"} for n in range(2))]
+        chat(served, history[:3], tools=[TOOL])
+        found = chat(served, history, tools=[TOOL])["locret"]
+        assert found["source"] == "snapshot" and found["fed"] <= SPARE, found  # it branches off ahead of the answer
+        assert served.held("s").count("result 0") == served.held("s").count("result 1") == 1
+
+
+@pytest.mark.parametrize("name", ["in turn", "system in turn", "system first"])
+def test_a_system_text_that_was_told_alone_is_gone_on_from(name: str, script: Script, tmp_path: Path):
+    with serving(tmp_path, template=TEMPLATES[name]) as served:
+        made = served.http.post("/v1/conversations", json={"items": [
+            {"type": "message", "role": "system", "content": "Be kind."}]}).json()
+        found = served.http.post("/v1/responses", json={"conversation": made["id"], "input": "Hi."})
+        assert found.status_code == 200, found.text
+        assert "Be kind." in served.held(made["id"])
+
+
 @pytest.mark.thorough(but=7)
 def test_a_user_who_speaks_ahead_of_an_answer_is_heard(served: Served):
     """After a first try that failed; after a result; after a call that had none."""

@@ -182,6 +182,18 @@ def test_a_template_that_shows_a_call_by_its_id_is_given_the_name_in_it():
     assert "functions.look:7 {" in written(template, [user(), answer("", own)], (TOOL,))
 
 
+def test_results_of_one_answer_are_one_turn_where_a_user_may_not_speak_twice():
+    _, template = made("in turn")
+    rendered = template.render(TALKS["two calls"], (TOOL,))
+    assert rendered.whole.count("<|im_start|>user") == 2 and "OK." not in written(template, TALKS["two calls"], (TOOL,))
+
+
+def test_white_space_that_a_template_keeps_is_the_texts():
+    said = [user("  x \n")]
+    for name, text in (("plain", "  x \n"), ("in turn", "x")):
+        assert [piece.text for piece in made(name)[1].render(said).pieces(0) if piece.data] == [text]
+
+
 def test_a_flag_that_a_template_looks_for_is_not_hidden_from_it():
     tokenizer, template = made("flag")
     for text in ("/quiet", "Be brief. /quiet", "/quiet Be brief.", "a /quiet b", "quiet", " /quiet x"):
