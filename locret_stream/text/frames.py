@@ -91,6 +91,7 @@ class ChatFrame:
             if template != "auto" and "{{" not in template and "{%" not in template:
                 raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")
             self.template = None if template == "auto" else template
+            self._written_by = Template(tokenizer, self.template, self.options)
             self._derive(acknowledge)
         self._acknowledge = acknowledge
         self._ends = frozenset(ends if codec.eos_id is None else {*ends, codec.eos_id})
@@ -240,7 +241,9 @@ class ChatFrame:
 
     def _beginnings(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """`_begin` and `_system` as they are at this time: a process may run for longer than the day that they tell."""
-        today, formats = now(), Template(self._tokenizer, self.template, self.options).date_formats
+        if self.raw:
+            return self._begin, self._system
+        today, formats = now(), self._written_by.date_formats
         if not formats or all(today.strftime(form) == self._now.strftime(form) for form in formats):
             return self._begin, self._system
         later = ChatFrame(self._codec, self._tokenizer, template=self.template or "auto", options=self.options)
@@ -256,7 +259,7 @@ class ChatFrame:
     def _render(self, roles: Sequence[str], prompt: bool, probe: Callable[[int], str]) -> list[str]:
         contents = [probe(n) for n in range(len(roles))]
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        text = Template(self._tokenizer, self.template, self.options).write(messages, prompt=prompt, now=self._now)
+        text = self._written_by.write(messages, prompt=prompt, now=self._now)
         literals, end = [], 0
         for n, content in enumerate(contents):
             at = text.find(content, end)
