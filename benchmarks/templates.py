@@ -10,8 +10,9 @@ apart and its calls equal; the model was shown all that was said; what is new wa
 beside it.
 
   chat, responses, ingest, told, tools, thoughts, roles, finish   one server
-  langchain, rendering   a LocretChatModel. rendering: what the model is shown of 23 conversations equals what
-                         `apply_chat_template` gives, wherever both render and that leaves nothing out
+  langchain, rendering   a LocretChatModel. rendering: what the model is shown of 23 conversations, and behind an answer
+                         and a call of its own, equals what `apply_chat_template` gives, wherever both render and that
+                         leaves nothing out
   restart, replay        a new process over the store. replay: what is held is what a new runtime makes of the log
   next day               another process over the store, with a clock that is a day ahead
 
@@ -85,7 +86,9 @@ def first_process(name: str, template: str, folder: Path, groups: tuple[str, ...
             if "langchain" in groups:
                 chains.chains(subject, model, cells)
             if "rendering" in groups:
-                rendering.renderings(subject, model.model_copy(update={"save": "run"}), cells, noted)
+                for_run = model.model_copy(update={"save": "run"})
+                rendering.renderings(subject, for_run, cells, noted)
+                rendering.own_answers(subject, for_run, cells)
             thread = going_on.leave_thread(subject, model) if later else {}
     going_on.write_left(folder, subject, left, thread)
     return cells

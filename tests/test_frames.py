@@ -148,6 +148,51 @@ def test_only_what_the_model_did_not_sample_closes_a_reply():
         assert frame.close_reply(state, last) == (rest, FrameState(first=False))
 
 
+EACH = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+def framed(template: str, *ends: str) -> tuple[TextCodec, ChatFrame]:
+    codec, tokenizer, _ = made("chatml")
+    return codec, ChatFrame(codec, tokenizer, template=template, eos=tokenizer.convert_tokens_to_ids([*ends]))
+
+
+def test_of_what_closes_a_reply_the_model_samples_the_mark_and_not_the_text_ahead_of_it():
+    codec, frame = framed(EACH + "{{ ' ' + eos_token + '\\n' if m.role == 'assistant' else '<|im_end|>\\n' }}" + PROMPT)
+    word, newline = codec.encode("hi"), codec.literal("\n")
+    assert frame.close_reply(FrameState(turn="assistant"), [*word, codec.eos_id])[0] == newline
+    assert codec.decode(frame.close_reply(FrameState(turn="assistant"), word)[0], skip_special=False) == " </s>\n"
+
+
+def test_an_end_that_the_template_does_not_write_is_not_held():
+    codec, frame = framed(EACH + "{{ '<|im_end|>\\n' }}" + PROMPT)
+    assert frame.unheld_ends == {codec.eos_id}
+    # As GLM: nothing closes a turn, and a reply ends with the mark that begins the next one.
+    codec, frame = framed(EACH + PROMPT, "<|im_start|>")
+    assert frame.unheld_ends == {codec.eos_id, *codec.literal("<|im_start|>")}
+    assert not ChatFrame(codec, made("chatml")[1], template="raw", eos=7).unheld_ends
+
+
+def test_a_reply_that_calls_tools_is_closed_as_the_template_closes_calls():
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + (c.function.arguments | tojson) }}{% endfor %}"
+    codec, frame = framed(EACH + calls + "{{ eos_token if m.tool_calls else '<|im_end|>' }}" + PROMPT)
+    state, word = FrameState(turn="assistant"), codec.encode("hi")
+    end, of_calls = codec.literal("<|im_end|>"), [codec.eos_id]
+    for last, how, rest in ((word, None, end), (word, True, of_calls), ([*word, *of_calls], None, []),
+                            ([*word, *of_calls], True, []), ([*word, *end], None, []), (word, False, end)):
+        assert frame.close_reply(state, last, calls=how)[0] == rest
+    assert not frame.unheld_ends
+
+
+def test_text_that_closes_a_reply_is_told_apart_from_what_opens_the_next_turn_by_its_characters():
+    template = "{% for m in messages %}{{ m.role + ':\\n' + m.content + '\\n\\n' }}{% endfor %}" + (
+        "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}")
+    for kind in KINDS:
+        codec, tokenizer, _ = made("chatml", kind)
+        closing = ChatFrame(codec, tokenizer, template=template).close_reply(FrameState(turn="assistant"), [])[0]
+        assert codec.decode(closing, skip_special=False) == "\n\n"
+
+
 def test_text_that_looks_like_the_end_of_a_reply_is_the_replys_own():
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}" + (
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")

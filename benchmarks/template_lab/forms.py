@@ -157,7 +157,8 @@ class _Shown:
 
 def _marks_in(text: str) -> bool:
     """Whether a text says what kind of text follows: a thought that is closed, or a channel."""
-    return any(mark in text for mark in (*_OPENINGS, *_OPENINGS.values(), "<|channel|>", "<|START_RESPONSE|>"))
+    return any(mark in text for mark in (*_OPENINGS, *_OPENINGS.values(), "<|channel|>", "<|content|>",
+                                          "<|START_RESPONSE|>"))
 
 
 def why_no_chat(tokenizer: Any) -> str:
@@ -178,8 +179,8 @@ def form_of(tokenizer: Any) -> Form:
     if shown.opens:
         ahead = ahead.removeprefix(shown.opens) if _OPENINGS[shown.opens] in ahead else (
             f"\n{_OPENINGS[shown.opens]}\n\n")
-    shows_tools = shown.render([], prompt=True) != shown.render([], prompt=True, tools=True)
-    calls, where = _calls(shown, source, shows_tools)
+    shows_tools = ROME[0] in (shown.render([], prompt=True, tools=True) or "")
+    calls, where = _calls(shown, source, shows_tools, ahead)
     one = calls([ROME])
     ends = [last_mark(text) for text in (shown.closes, one.partition("\0")[2] if one else "")]
 
@@ -213,11 +214,16 @@ def _sound(written: str) -> bool:
         written.count(f"<{name}>") == written.count(f"</{name}>") for name in re.findall(r"</(\w+)>", written))
 
 
-def _calls(shown: _Shown, source: str, shows_tools: bool) -> tuple[Callable[[Sequence[Call]], str | None], str]:
-    """Writes calls and, behind a zero byte, the mark that ends them; and where that comes from."""
+def _calls(shown: _Shown, source: str, shows_tools: bool, ahead: str
+           ) -> tuple[Callable[[Sequence[Call]], str | None], str]:
+    """Writes calls and, behind a zero byte, the mark that ends them; and where that comes from.
+
+    Args:
+        ahead: what stands ahead of an answer without thoughts.
+    """
     closed = f"\n{_OPENINGS[shown.opens]}\n\n" if shown.opens else ""
     if not shows_tools:
-        return lambda made: f"{closed}{IN_WORDS(made)}\0{shown.closes}", "words"
+        return lambda made: f"{ahead}{IN_WORDS(made)}\0{shown.closes}", "words"
 
     def by_template(made: Sequence[Call]) -> str | None:
         for as_text in (False, True):
@@ -227,7 +233,8 @@ def _calls(shown: _Shown, source: str, shows_tools: bool) -> tuple[Callable[[Seq
                         "name": name, "arguments": json.dumps(given) if as_text else given}}
                     for at, (name, given) in enumerate(made)]}, tools=True)
                 if found and found[0].count(made[0][0]) == len(made) and all(
-                        str(value) in found[0] for _, given in made for value in given.values()) and _sound(found[0]):
+                        str(value) in found[0] for _, given in made for value in given.values()) and _sound(
+                            shown.opens + found[0]):
                     return "\0".join(found)
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from template_lab.forms import ROME, TOOL, Call
 from template_lab.scripted import Subject
-from template_lab.verdicts import Cells, Failed, judged
+from template_lab.verdicts import Cells, Failed, NotAsked, judged
 
 from locret_stream.errors import LocretError
 
@@ -134,3 +134,35 @@ def renderings(subject: Subject, model: Any, cells: Cells, noted: dict[str, str]
         if refused:
             name, why = next(iter(refused.items()))
             raise Failed("refused", f"{', '.join(refused)}; {name} {why}")
+
+
+def own_answers(subject: Subject, model: Any, cells: Cells) -> None:
+    """Two cells: what a model is shown behind an answer, or a call, that it wrote itself is what transformers shows of
+    it, but for white space: models begin a text with a space or not."""
+    form = subject.form
+    said = HumanMessage("Hi there.")
+    for name, reply, answer, following, tools in (
+            ("own answer", form.answer("Hello."), AIMessage("Hello."), HumanMessage("And you?"), []),
+            ("own call", form.calls(ROME), _calls("", ROME), _result("18 degrees"), [TOOL])):
+        with judged(cells, f"rendering.{name}"):
+            if form.ahead or form.opens or reply is None or (tools and form.source != "template"):
+                raise NotAsked  # its thoughts stay in the memory; or the template shows no calls
+            bound = model.bind_tools(tools) if tools else model
+            config = {"configurable": {"thread_id": name}}
+            subject.script.say(reply)
+            found = bound.invoke([said], config)
+            if tools:
+                if len(found.tool_calls) != 1:
+                    raise Failed("wrong", f"calls are {found.tool_calls}, expected {ROME}")
+                answer.tool_calls[0]["id"] = following.tool_call_id = found.tool_calls[0]["id"]
+            theirs = stock(subject.tokenizer, [said, answer, following], tools)
+            if theirs is None or left_out(theirs, [said, answer, following], tools):
+                raise NotAsked
+            subject.script.say(form.answer("."))
+            bound.invoke([said, found, following], config)
+            ours, theirs = "".join(subject.script.seen.split()), "".join(theirs.split())
+            if ours != theirs:
+                at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+                          min(len(ours), len(theirs)))
+                raise Failed("differs", f"at {at} {ours[max(0, at - 20):at + 40]!r}, expected "
+                                        f"{theirs[max(0, at - 20):at + 40]!r}")

@@ -6,15 +6,15 @@ import asyncio
 import difflib
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from locret_stream.cli.answering import answer, chat
 from locret_stream.cli.display import Board, Row
 from locret_stream.cli.loading import make_runtime
 from locret_stream.cli.options import (
@@ -27,7 +27,7 @@ from locret_stream.cli.options import (
     grouped,
     on_command_line,
 )
-from locret_stream.cli.output import describe, describe_runtime, err, print_json, say_of_bytes
+from locret_stream.cli.output import describe, describe_runtime, err, say_of_bytes
 from locret_stream.cli.signals import Summary, interruptible
 from locret_stream.cli.text_input import Reader, check_readable, path_text, stdin_is_terminal
 from locret_stream.config import Sampling
@@ -35,7 +35,8 @@ from locret_stream.errors import ConfigError, StaleOwner, StoreError
 
 if TYPE_CHECKING:
     from locret_stream.charsets import Decoder
-    from locret_stream.context import Memory, Recalled, StreamingContext, Token
+    from locret_stream.context import StreamingContext
+    from locret_stream.conversation.replies import Reply
     from locret_stream.snapshot import Store
 
 LANGCHAIN = "langchain/"  # names of sessions that the adapter writes begin with it
@@ -166,6 +167,10 @@ def run(
 
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
 
+        def apart() -> tuple[Reply, list[int]]:
+            from locret_stream.conversation.reading import reader_in
+            return reader_in(runtime, raw=raw)
+
         async def talk() -> None:
             async with aclosing(runtime), runtime.open(
                     session, system=system, raw=True if raw else None, focus=focus,
@@ -183,9 +188,9 @@ def run(
                         if questions is None:
                             await answer(list(ask or ()), context, sampling, row, as_json, recall=bool(options.recall),
                                          evicts=runtime.engine.policy.bounded,
-                                         receipt=receipt_of(decoders))
+                                         receipt=receipt_of(decoders), apart=apart)
                         else:
-                            await chat(questions, context, sampling)
+                            await chat(questions, context, sampling, apart)
                             err.print(f"At the end: {describe(context.memory)}.", soft_wrap=True)
                         if context.unsaved:
                             await context.snapshot()
@@ -317,99 +322,3 @@ async def read(names: list[str], text: AsyncIterator[str], context: StreamingCon
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
     return row
-
-
-def _read_again(passages: Sequence[Recalled], evicts: bool, memory: Memory) -> str:
-    """What was read again for an answer, or why nothing was."""
-    if passages:
-        return (f"Read again for it: {len(passages)} passage{'s' * (len(passages) != 1)}, "
-                f"{sum(passage.end - passage.start for passage in passages):,} tokens.")
-    why = ("this policy evicts nothing" if not evicts else
-           "all that was read stands before it, as less than a chunk was" if memory.tokens == memory.pending else
-           "no passage of what is committed has telling words of the question")
-    return f"Nothing was read again for it: {why}."
-
-
-def _say_if_cut(finish_reason: str | None, sampling: Sampling) -> None:
-    if finish_reason == "length":
-        err.print(f"The answer was cut off at {sampling.max_new_tokens} tokens; --max-new-tokens allows more.",
-                  soft_wrap=True)
-
-
-async def answer(questions: list[str], context: StreamingContext, sampling: Sampling, row: Row | None,
-                 as_json: bool, *, recall: bool, evicts: bool, receipt: Mapping[str, Any] | None = None) -> None:
-    """Answer every question from the same memory, and print the answers as they come; `recall`: as JSON with what was
-    read again, which is nothing where the policy never evicts; `receipt`: of the texts, for JSON."""
-    answers = []
-    for question in questions:
-        line = Stripped(indent="  " if len(questions) > 1 else "")
-        if not as_json and len(questions) > 1:
-            print(f"{question}\n  ", end="", flush=True)
-        try:
-            reply = await context.ask(question, sampling=sampling, on_token=None if as_json else line.add)
-        except BaseException:
-            if line.begun:
-                print(" …", flush=True)  # a part of an answer is not to look like a whole one
-            raise
-        if not as_json:
-            print(flush=True)
-            _say_if_cut(reply.finish_reason, sampling)
-        if recall and not as_json:
-            err.print(_read_again(reply.recalled, evicts, context.memory), soft_wrap=True)
-        answers.append({"question": question, "answer": reply.strip(), "finish_reason": reply.finish_reason} | (
-            {"recalled": msgspec.to_builtins(reply.recalled)} if recall else {}))
-    memory = context.memory
-    if as_json:
-        print_json({
-            "tokens_fed": row.tokens if row else 0,
-            "units": fmean(memory.units),
-            "bytes_resident": memory.bytes_resident,
-            "bytes_full_cache": memory.bytes_full_cache,
-            **({"bytes_recall": memory.bytes_recall} if recall else {}),
-            "tok_per_s": round(row.tok_per_s, 1) if row else 0.0,
-            "answers": answers,
-            **(receipt or {}),
-        })
-
-
-class Stripped:
-    """Prints a reply as it comes, without the white space at its ends; `indent` stands before all lines but the first.
-    """
-
-    def __init__(self, indent: str = "") -> None:
-        self._line = f"\n{indent}"
-        self._space: str | None = None  # white space that may be the reply's end; None: at its beginning
-
-    @property
-    def begun(self) -> bool:
-        """Whether anything was printed."""
-        return self._space is not None
-
-    def add(self, token: Token) -> None:
-        """Print what is certain by now."""
-        text = token.text.lstrip() if self._space is None else self._space + token.text
-        shown = text.rstrip()
-        if shown:
-            print(shown.replace("\n", self._line), end="", flush=True)
-        if shown or self._space is not None:
-            self._space = text[len(shown):]
-
-
-async def chat(questions: Reader, context: StreamingContext, sampling: Sampling) -> None:
-    """Questions and answers in turn, all of which the memory keeps, until the input ends."""
-    prompt = "> " if stdin_is_terminal() or questions.name != "stdin" else ""
-    err.print("Ask away; Ctrl-D ends.")
-    while True:
-        print(prompt, end="", flush=True)
-        question = await questions.line()
-        if question is None:
-            break
-        if not question.strip():
-            continue
-        reply = context.generate(question, sampling=sampling)
-        async for token in reply:
-            print(token.text, end="", flush=True)
-        print(flush=True)
-        _say_if_cut(reply.finish_reason, sampling)
-    if prompt:
-        print(file=sys.stderr)

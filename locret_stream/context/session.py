@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from locret_stream.context import saving, swapping
@@ -34,16 +34,16 @@ class Session(SessionState):
         await self.resident()
         return await self.submitted(lambda: self.services.worker.submit(id(self.state), work))
 
-    async def next_token(self, choose: Callable[[Tensor], int]) -> int:
-        """One token: `choose` gives it from logits [vocab] on the engine's thread, and it is accepted. All contexts
-        that are generating take this step together; it is cancelled as any step is."""
+    async def next_token(self, choose: Callable[[Tensor], int], unheld: Collection[int] = ()) -> int:
+        """One token: `choose` gives it from logits [vocab] on the engine's thread, and it is accepted unless it is one
+        of `unheld`. All contexts that are generating take this step together; it is cancelled as any step is."""
         engine = self.services.engine
         await self.resident()
         self.expect_not_closing()
         before = self.state.position
         try:
             return await self.submitted(lambda: self.services.worker.submit_joint(
-                id(self.state), id(engine), NextToken(self.state, choose), engine.decode, engine.run_ahead))
+                id(self.state), id(engine), NextToken(self.state, choose, unheld), engine.decode, engine.run_ahead))
         finally:
             if self.state.position != before:  # also cancelled, when the step ran already
                 self.set_note(b"")

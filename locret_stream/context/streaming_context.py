@@ -206,7 +206,7 @@ class StreamingContext:
     def generate(self, prompt: str | list[int] | None = None, *, sampling: Sampling | None = None,
                  skip_special: bool | Collection[int] = True, recall: bool | Recall | None = None,
                  aside: Sequence[int] = (), constraint: Constraint | None = None,
-                 **options: Any) -> Generation:
+                 unheld: Collection[int] | None = None, **options: Any) -> Generation:
         """Reply to what was fed, and to `prompt` if there is one; prompt and reply are accepted into the memory.
 
         With a template the open user turn is closed, and the reply gets a turn of its own, which is closed however
@@ -221,6 +221,8 @@ class StreamingContext:
                 `recalled` says what it was.
             aside: ids that such a copy reads before the prompt, in place of what would be recalled.
             constraint: of the schema or grammar, where it was begun (`Constraints.begin`); by default at its beginning.
+            unheld: end markers that the memory does not take in; by default, where there are turns, those that the
+                template closes no reply with (`ChatFrame.unheld_ends`).
 
         Raises:
             ContextBusy, ContextClosed, InvalidText, BudgetExceeded; ConfigError where there is nothing to reply to, or
@@ -236,7 +238,7 @@ class StreamingContext:
             return await recalling.read_again(session, prompt, recall)
 
         return Generation(session, prompt, sampling_of(sampling, options), name="generate", skip_special=skip_special,
-                          before=before, constraint=constraint)
+                          before=before, constraint=constraint, unheld=unheld)
 
     async def focus(self, text: str | None) -> None:
         """Tell the memory what it will be asked about. From the next chunk boundary on, the text stands in front of the

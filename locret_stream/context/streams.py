@@ -244,6 +244,7 @@ class Generation(_Operation):
             by a session that keeps less of its memory for it: a scratch copy. Given as a function, it is found when the
             reply begins, and a copy is made here, which then speaks; the session takes in the prompt and the reply.
         constraint: what holds the reply to the schema or grammar of `sampling`; None: it is made when the reply begins.
+        unheld: as of `StreamingContext.generate`.
 
     Attributes:
         recalled: the passages that were read again before the prompt.
@@ -256,11 +257,14 @@ class Generation(_Operation):
     def __init__(self, session: Session, prompt: str | list[int] | None, sampling: Sampling, *, name: str,
                  skip_special: bool | Collection[int] = True,
                  before: ReadAgain | Callable[[], Awaitable[ReadAgain]] = NOTHING,
-                 constraint: Constraint | None = None):
+                 constraint: Constraint | None = None, unheld: Collection[int] | None = None):
         self._session, self._prompt, self._sampling, self._name = session, prompt, sampling, name
         self._before, self._speaker = before, session
         self._leaving = contextlib.ExitStack()
         self.recalled: tuple[Recalled, ...] = ()
+        if unheld is None:
+            unheld = () if session.raw else session.services.frames.unheld_ends
+        self._unheld = () if sampling.ignore_eos else unheld
         self._key = object()
         self._processors, self._constraint = processors(sampling), constraint
         # A constraint counts every byte of the reply, so that its text keeps a space at the start.
@@ -390,8 +394,8 @@ class Generation(_Operation):
             constraint.take(token)
             return token
 
-        token = await speaker.next_token(choose)
-        if speaker is not session:
+        token = await speaker.next_token(choose, self._unheld)
+        if speaker is not session and token not in self._unheld:
             session.accept([token])
         self._count += 1
         ended: FinishReason | None = None

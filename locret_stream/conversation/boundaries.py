@@ -38,6 +38,7 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         appended: it has a mark, and lies behind what the thread was told last before it.
         places: where the last messages stand in the log (`places`).
         name: of the thread, where its session has a digest for a name; else "".
+        options: [16], the digest of the template's options that change what is held; b"" without any.
     """
 
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -55,6 +56,7 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     appended: bool = False
     places: Annotated[bytes, Meta(max_length=1 << 14)] = b""
     name: Annotated[str, Meta(max_length=LONGEST_NAME)] = ""
+    options: Annotated[bytes, Meta(max_length=16)] = b""
 
     def proves(self, start: bytes, said: Sequence[Message]) -> bool:
         """Whether the memory ends with these messages, and began in the same thread, with the same tools and, unless

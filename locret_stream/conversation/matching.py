@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ class Reached:
         late: what is read as a late message, in words; "" for nothing.
         warning: what the caller ought to know; "" for nothing.
         placing: places of what was encoded so far, counted from `base`.
+        options: of the template, without a base: as `Threads.held_options` gives them.
     """
 
     rendered: Rendered
@@ -76,6 +77,7 @@ class Reached:
     late: str = ""
     warning: str = ""
     placing: Placing = field(default_factory=Placing)
+    options: bytes = b""
 
     def boundary_behind(self, new: Sequence[Message], key: bytes, thread: Thread, request: Request) -> Boundary:
         """The boundary where the thread's context rests now.
@@ -90,9 +92,10 @@ class Reached:
             system, rest = split(new)
             start, top, ledger, tools = self.keys[0], heading(system), b"", bool(request.tools)
             lineage = (self.keys[len(system) + 1] if len(system) + 1 < len(new) else key)[:16]
+            options = self.options
         else:
             start, top, ledger, tools = self.base.start, self.base.system, self.base.ledger, self.base.tools
-            lineage = self.base.lineage
+            lineage, options = self.base.lineage, self.base.options
         ledger += b"".join(message.digest for message in rest)
         tokens, before = thread.context.memory.tokens, self.base.tokens if self.base is not None else 0
         places = packed(self.base.places if self.base is not None else b"", before, [
@@ -100,7 +103,7 @@ class Reached:
         role, stream = (self._role(new), new[-1].stream) if new or self.base is None else (
             self.base.role, self.base.stream)
         return Boundary(key, start, top, ledger[-16 * LEDGER:], tokens, role, lineage=lineage,
-                        stream=stream, owner=thread.owner, tools=tools, places=places)
+                        stream=stream, owner=thread.owner, tools=tools, places=places, options=options)
 
     def _role(self, new: Sequence[Message]) -> str:
         """Under which role the last of these new messages is shown: as that is how the memory ends."""
@@ -160,8 +163,7 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
     template = threads.template_of(request)
     start, tools, earlier = threads.start(request, thread), request.tools, STAND_INS.get(base.role, [])
     other_tools = bool(request.append or request.behind) and base.start != start  # a stream ends with no call of one
-    if threads.changes_what_is_held(request):
-        _expect_options(request, base.start == start)
+    expect_options(threads, request, [base])
     if other_tools and request.on_change != "late":
         raise ConfigError(f"thread {request.thread!r} was told of other tools, or how the template is used changed; "
                           'expected those tools, or on_change="late", or the whole history')
@@ -191,26 +193,29 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
                                                 late=changed, warning=warning)
 
 
-def _expect_options(request: Request, same: bool) -> None:
-    """Raises ConfigError: the options of the template change what the thread holds."""
-    if not same:
+def expect_options(threads: Threads, request: Request, held: Iterable[Boundary]) -> None:
+    """Raises ConfigError: all of the thread's memories began with other options of the template than the request has,
+    and with options that change what a memory holds, and not just the generation prompt."""
+    options, began = threads.held_options(request), {boundary.options for boundary in held if boundary.tokens}
+    if began and options not in began:
         asked = ", ".join([*request.options, *(["how hard to think"] if request.think is not None else [])])
-        raise ConfigError(f"the options of the chat template ({asked}) change what the memory of thread "
-                          f"{request.thread!r} holds, which cannot be written anew; expected those with which it "
-                          "began, or another thread")
+        raise ConfigError(
+            f"the options of the chat template change what the memory of thread {request.thread!r} holds, which cannot "
+            f"be written anew: it began {'with others' if asked else 'with some'}, and found {asked or 'none'}; "
+            "expected those with which it began, or another thread")
 
 
 class _Search:
     def __init__(self, threads: Threads, thread: Thread, request: Request):
         self._template, self._thread, self._request = threads.template_of(request), thread, request
-        self._fixed = threads.changes_what_is_held(request)
+        self._threads = threads
         self._last = 0  # the messages up to the last absorbed stream, which cannot be read again
         self._start, self._reachable, self._why = threads.start(request, thread), thread.reachable(), ""
 
     async def run(self) -> Reached:
         reached = await self._of_these_messages()
-        if reached is None and self._fixed and self._reachable and self._request.thread is not None:
-            _expect_options(self._request, self._start in {each.start for each in self._reachable.values()})
+        if reached is None and self._reachable and self._request.thread is not None:
+            expect_options(self._threads, self._request, self._reachable.values())
         if reached is None and self._request.on_change == "late":
             reached = await self._late()
         return reached if reached is not None else await self._anew()
@@ -330,7 +335,7 @@ class _Search:
                          "Give every call the whole history, answers included", request.thread, held, len(said))
         return Reached(self._rendered, 0, 0, chain(self._start, said), None,
                        "rebuild" if goes_on and (self._reachable or thread.fed) else "new", self._why, said, 0,
-                       warning=self._what_it_costs() if goes_on else "")
+                       warning=self._what_it_costs() if goes_on else "", options=self._threads.held_options(request))
 
     def _what_it_costs(self) -> str:
         """A warning, if all is read again because of other tools, another system text, model or budget."""

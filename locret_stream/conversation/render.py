@@ -200,7 +200,9 @@ class ChatTemplate:
             return self._template.write([*messages, *following], shown, prompt=prompt, now=now)
 
         whole = self._with_stand_ins(messages, probes, write)
-        places = {int(match[2]): (match.start(), match.end()) for match in PROBE.finditer(whole)}
+        places = dict[int, tuple[int, int]]()
+        for match in PROBE.finditer(whole):  # a template may write a text again, such as a tool's name with its result
+            places.setdefault(int(match[2]), match.span())
         found = [[places[probe] for probe in span if probe in places] for span in spans]
         for number, message in enumerate(said):
             if message.calls and fitted.otherwise.get(number) != "in words" and any(

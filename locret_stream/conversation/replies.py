@@ -16,6 +16,7 @@ from locret_stream.conversation.call_readers import (
     Called,
     as_call,
     fitted,
+    looks_like_calls,
     may_be_text,
     tools_by_name,
 )
@@ -26,6 +27,7 @@ from locret_stream.conversation.reply_forms import (
     ANSWER,
     CALLS,
     READERS,
+    SAYS,
     THINKING,
     UNMARKED,
     WITH_MARK,
@@ -114,6 +116,8 @@ class Reply:
         self._for_parser: list[dict[str, Any] | Callable[..., Any]] = [] if self._known else [
             may_be_text(tool) for tool in tools]
         self._parser = ResponseParser(template, prefix=prefix, tools=self._for_parser)
+        before = re.match(template["start_anchor_pattern"], prefix) if self._known else None
+        self._by_prompt = prefix[before.end():] if before else ""  # of the reply: no text of the model's
         self._region, self._raw, self._ended = "", "", False  # the field that is open, its text; whether all came
         self._content = self._thoughts = ""
         self._pending = ""  # content that may begin a stop string, and line ends that may stand at its end
@@ -239,6 +243,7 @@ class Reply:
 
     def _show(self, text: str) -> None:
         """Add content, without line ends at its beginning or ahead of a call, up to a stop string."""
+        text, self._by_prompt = text.removeprefix(self._by_prompt), ""
         self._run += text
         pending = self._pending + text
         if not self._content:
@@ -256,21 +261,23 @@ class Reply:
                     if pending.endswith(stop[:n])), default=0)
         self._pending = pending[len(pending) - kept:]
         pending = pending[:len(pending) - kept]
-        shown = pending.rstrip("\n")
+        # White space alone is shown once more follows: it may be what a model writes around its calls.
+        shown = pending.rstrip("\n") if self._content or not pending.isspace() else ""
         self._pending = pending[len(shown):] + self._pending
         self._content += shown
         self._shown += shown
 
     def _flush(self) -> None:
-        """What is pending begins no stop string."""
+        """What is pending begins no stop string. White space that is all there is beside calls is no content."""
         shown = self._pending.rstrip("\n")
         self._pending = self._pending[len(shown):]
+        if shown.isspace() and self.calls and not self._content:
+            return
         self._content += shown
         self._shown += shown
 
     def _close_calls(self, field: str, value: Any) -> None:
         """Calls that are whole, or what else stands in their place."""
-        self._flush()
         if not (isinstance(value, dict) and field.startswith(CALLS) and "form" in value):
             for each in value if isinstance(value, list) else [value]:
                 call = as_call(each)
@@ -291,6 +298,8 @@ class Reply:
             written = mark + text + (close if isinstance(close, str) and not self._ended else "")
             if form == "alone":
                 self._show(written)
+            elif form in SAYS and not looks_like_calls(text):
+                self._show(text)
             else:
                 self._add_text(written)
             return
@@ -320,9 +329,11 @@ class Reply:
         usable = re.fullmatch(r"[A-Za-z0-9_.:-]{1,64}", called.id) and called.id not in self._ids
         self.calls.append(Call(called.name, json.dumps(called.arguments, ensure_ascii=False),
                                self._new_id(called.id if usable else ""), len(self.calls)))
+        self._flush()
 
     def _add_text(self, written: str) -> None:
         """Add a call that cannot be read."""
+        self._flush()
         self.calls.append(Call(None, written, self._new_id(), len(self.calls)))
 
     def _new_id(self, written: str = "") -> str:

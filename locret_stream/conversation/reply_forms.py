@@ -24,6 +24,7 @@ from locret_stream.conversation.call_readers import (
     inside,
 )
 
+TEXT = {"content": "text", "content_args": {"strip": False}}  # the field of what no mark tells apart
 THINKING, ANSWER, CALLS = "thinking", "answer", "tool_calls"  # what the names of fields begin with
 ALONE = f"{CALLS}:alone"
 UNMARKED = f"{THINKING}:unmarked"  # not the parser's: all is kept back until the closing mark, or the end, comes
@@ -59,6 +60,7 @@ class Form:
             closes it, and text may follow the calls.
         pattern: of the opening, with a group `mark`; "": the mark alone.
         told: marks of which one in a template tells that its model writes calls so; (): the opening one.
+        says: what stands between the marks and does not look like a call is text of the answer, and calls may follow.
         held: how such a call is begun and held where a template shows none.
     """
 
@@ -67,6 +69,7 @@ class Form:
     reader: Reader = inside
     pattern: str = ""
     told: tuple[str, ...] = ()
+    says: bool = False
     held: CallForm | None = None
 
 
@@ -92,7 +95,7 @@ FORMS = (
          held=CallForm(f"<|tool_call|>{_LIST}", _PLAIN, "}]")),
     Form("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM2, MiniCPM
     Form("<|tool_call>", "<tool_call|>"),  # Gemma 4
-    Form("<|python_start|>", "<|python_end|>"),  # Llama 4
+    Form("<|python_start|>", "<|python_end|>", says=True),  # Llama 4
     # Command A and R7B
     Form("<|START_ACTION|>", "<|END_ACTION|>", held=CallForm(
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}\n]<|END_ACTION|>")),
@@ -104,16 +107,19 @@ FORMS = (
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "raw")),  # DeepSeek V3, R1
     Form("[TOOL_CALLS]", reader=as_named, held=CallForm(f"[TOOL_CALLS] {_LIST}", _PLAIN, "}]")),  # Mistral
     Form("functools", reader=as_json, pattern=r"(?P<mark>\s?functools)(?=\[)", told=("functools[",)),  # Firefunction
-    Form("Action:", "```", as_json, r"(?P<mark>Action:\s*```(?:json)?\s)", ("Action:```json", "Action: ```json")),
+    Form("Action:", "```", as_json, r"(?P<mark>Action:\s*```(?:json)?\s)",
+         ("Action:```json", "Action: ```json", "'Action:")),  # Command R
     Form("<|python_tag|>", reader=behind_tag),  # Llama 3.x
     # Llama 3.1 with JSON in it, Qwen3-Coder where it leaves out <tool_call>
     Form("<function=", "</function>", lambda text, tools, closed: as_function_tags(
         f"<function={text}</function>", tools) if closed else None))
+SAYS = {form.name for form in FORMS if form.says}
 READERS: dict[str, Reader] = {form.name: form.reader for form in FORMS} | {
     "alone": alone, "header": as_header}
 WITH_MARK = {"alone", "header"}  # forms whose readers need what opened a call
 
 
+_NOTHING = r"(?:(?=.))"  # stands behind a mark that opens no part of its own
 _OBJECT = r'\{\s*+"(?:name|type|function)"\s*+:'  # the beginning of a call in JSON
 
 
@@ -126,11 +132,13 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
     """
     thoughts = [pair for number, pair in enumerate(_THOUGHTS) if not number or any(mark in known for mark in pair)]
     answers = [pair for pair in _ANSWERS if pair[0] in known]
-    ahead = [close for _, close in thoughts] + [mark for mark, _ in answers]
+    calls = [form for form in FORMS if any(mark in known for mark in form.told or (form.name,))]
+    ahead = [*(close for _, close in thoughts), *(mark for mark, _ in answers),
+             *(form.close for form in calls if form.says)]
     start = rf"(?:\A|(?<={'|'.join(map(re.escape, ahead))}))\s*"  # of a reply, or behind a thought
     begun = opened(prompt)[0] or next(
         (mark for mark in (*(mark for mark, _ in answers), "<|recipient|>") if prompt.endswith(mark)), "")
-    fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
+    fields: dict[str, Any] = {"content": TEXT}
     for number, (mark, close) in enumerate(thoughts):
         end = rf"(?:{re.escape(close)}\s*)" if close.endswith(":") else close  # of a sentence with its space
         fields[f"{THINKING}:{number}"] = _field(start + re.escape(mark), end)
@@ -138,11 +146,9 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
         if close in source and mark not in source and not begun and not prompt.rstrip().endswith(close):
             fields[UNMARKED] = {"open": mark, "close": close}
     for number, (mark, close) in enumerate(answers):
-        fields[f"mark:{number}"] = _field(start + re.escape(mark), r"(?:(?=.))")  # nothing stands in it
+        fields[f"mark:{number}"] = _field(start + re.escape(mark), _NOTHING)
         fields[f"mark:{number} end"] = _field(re.escape(close) + r"\s*\Z", None)
-    for form in FORMS:
-        if any(mark in known for mark in form.told or (form.name,)):
-            fields[f"{CALLS}:{form.name}"] = call_field(form)
+    fields |= {f"{CALLS}:{form.name}": call_field(form) for form in calls}
     call = rf"(?P<mark>(?:```(?:json)?\s*+)?(?:\[\s*+(?:{_OBJECT}|[A-Za-z_][\w.]*+\()|{_OBJECT}))"
     fields[ALONE] = _field(start + call, None, "alone")
     for header in _HEADERS:
@@ -217,6 +223,6 @@ _HEADERS = (
             rf"{_BEGUN}(?P<mark>(?:{_TO}\s*<\|channel\|>\s*\w+|<\|channel\|>\s*\w+{_TO}){_JSON_FOLLOWS}<\|message\|>)",
             _ENDS, "header")}),
     _Headers(("<|from|>", "<|recipient|>", "<|content|>"), {  # functionary 2
-        f"{ANSWER}:all": _field(rf"{_FROM}<\|recipient\|>\s*all\s*\n<\|content\|>", _NEXT),
+        "mark:all": _field(rf"{_FROM}<\|recipient\|>\s*all\s*\n<\|content\|>", _NOTHING),  # calls may stand behind it
         f"{CALLS}:recipient": _field(rf"{_FROM}(?P<mark><\|recipient\|>(?!\s*all\s*\n)[^\n]+\n<\|content\|>)",
                                      _NEXT, "header")}))

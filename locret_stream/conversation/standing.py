@@ -11,15 +11,13 @@ from locret_stream.context import Answer, Token
 from locret_stream.context.cancelling import to_the_end
 from locret_stream.conversation.boundaries import Boundary
 from locret_stream.conversation.boundary_pruning import untold
-from locret_stream.conversation.matching import STAND_INS
-from locret_stream.conversation.messages import Message
+from locret_stream.conversation.matching import STAND_INS, expect_options
 from locret_stream.conversation.parts import Part
-from locret_stream.conversation.reading import reader_of
+from locret_stream.conversation.reading import reader_of, with_calls
 from locret_stream.conversation.recalling import recollect
 from locret_stream.conversation.request import Request, ThreadNotFound
 from locret_stream.conversation.thread import Thread
 from locret_stream.conversation.threads import Threads
-from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.engine import Occupancy
 from locret_stream.errors import ConfigError, InputError, SnapshotNotFound, StaleOwner, StoreError
 
@@ -69,20 +67,21 @@ async def alone(threads: Threads, name: str) -> AsyncIterator[Thread]:
             await to_the_end(threads.rest(thread))
 
 
-async def ask(threads: Threads, name: str, question: str, *, recall: bool | None = None, **sampling: Any) -> Asked:
-    """The answer to a question on a copy of the thread's memory: the thread is as it was.
-
-    Args:
-        recall: whether what has the question's words is read again; None: as the runtime does.
+async def ask(threads: Threads, request: Request) -> Asked:
+    """The answer to a request with one message, a user's, on a copy of its thread's memory: the thread is as it was.
 
     Raises:
-        ConfigError: the template has no place for a question there. Otherwise as `at_rest` and `StreamingContext.ask`.
+        ConfigError: the template has no place for a question there, or options of the request change what the memory
+            holds, and it began with others. Otherwise as `at_rest` and `StreamingContext.ask`.
     """
-    template, runtime = threads.template, threads.runtime
-    async with at_rest(threads, name) as thread:
+    (question,), recall, sampling = request.said, request.recall, {**request.sampling}
+    template, runtime = threads.template_of(request), threads.runtime
+    async with at_rest(threads, request.thread or "") as thread:
         assert thread.boundary is not None
+        if threads.held_options(request):  # a question without any is asked of what is held as it is
+            expect_options(threads, request, [thread.boundary])
         earlier = STAND_INS.get(thread.boundary.role, [])
-        said = [*earlier, Message("user", question)]
+        said = [*earlier, question]
         rendered = await asyncio.to_thread(template.render, said, apart=len(earlier))
         at = template.after(said, len(earlier), (), rendered)
         if at is None or not earlier:
@@ -93,7 +92,7 @@ async def ask(threads: Threads, name: str, question: str, *, recall: bool | None
         passages: list[dict[str, Any]] = []
         aside: list[int] = []
         if runtime.recall is not None if recall is None else recall:
-            found = await recollect(threads, thread.context, question)
+            found = await recollect(threads, thread.context, question.content)
             passages, aside = found.receipt, found.ids
         reply, skip_special = reader_of(threads, rendered, stops=sampling.pop("stop", ()))
         text = reasoning = ""
@@ -101,7 +100,7 @@ async def ask(threads: Threads, name: str, question: str, *, recall: bool | None
         def take(parts: Iterable[Part]) -> None:
             nonlocal text, reasoning
             for part in parts:
-                text, reasoning = text + part.text, reasoning + part.reasoning
+                text, reasoning = text + with_calls(part), reasoning + part.reasoning
 
         def read(token: Token) -> None:
             take(reply.feed(token.text))
@@ -115,8 +114,6 @@ async def ask(threads: Threads, name: str, question: str, *, recall: bool | None
         except _Stopped:
             reason, recalled = "stop", ()
         take(reply.finish())
-        text += "".join(call.arguments if call.name is None else call_text(call.name, call.arguments)
-                        for call in reply.calls)  # nobody is there to answer a call
         return Asked(Answer(text, reason, recalled), reasoning, passages)
 
 

@@ -75,9 +75,13 @@ class Threads:
         """The template with the options of a request. Raises ConfigError: they are none."""
         return self._optional(request)[0]
 
-    def changes_what_is_held(self, request: Request) -> bool:
-        """Whether the options of a request change more than the generation prompt."""
-        return self._optional(request)[1]
+    def held_options(self, request: Request) -> bytes:
+        """The digest of a request's options if they change what a memory holds, and not just the generation prompt;
+        else b"". A memory begins with them, and another one cannot go on from it."""
+        return digest(self._held_options(request))[:16] if self._held_options(request) else b""
+
+    def _held_options(self, request: Request) -> bytes:
+        return canonical(self._options(request)[0]) if self._optional(request)[1] else b""
 
     def without_effect(self, request: Request) -> list[str]:
         """What a request asks for that the template has no option for, as `thinking.options_for`."""
@@ -178,9 +182,7 @@ class Threads:
 
     def start(self, request: Request, thread: Thread | None) -> bytes:
         """Key of the boundary before the first message: the thread, the tools, and how the template is used."""
-        salt = self._salt
-        if self.changes_what_is_held(request):
-            salt += canonical(self._options(request)[0])
+        salt = self._salt + self._held_options(request)
         owner = thread.owner if thread is not None else ""
         if not owner and request.thread is not None:
             owner = session_name(request.thread)

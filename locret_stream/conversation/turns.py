@@ -164,7 +164,7 @@ class Turn:
         sampling = {name: value for name, value in demand.sampling.items() if name != "stop" or not by_reader}
         generation: Generation = self._thread.context.generate(
             prompt if recalled.ids else None, skip_special=skip_special, recall=False, aside=recalled.ids,
-            constraint=demand.constraint, **sampling)
+            constraint=demand.constraint, unheld=self._threads.runtime.frames.unheld_ends, **sampling)
         spoken, ended = False, None
         async for token in generation:
             self._sampled.append(token.id)
@@ -228,7 +228,8 @@ class Turn:
         if thread.open:
             frames = self._threads.runtime.frames
             reached.placing.add(answer, reached.placing.at, thread.context.memory.tokens - self._before)
-            await thread.context.push(frames.close_reply(FrameState(turn="assistant"), self._last)[0])
+            await thread.context.push(frames.close_reply(
+                FrameState(turn="assistant"), self._last, calls=bool(answer.calls))[0])
             behind = reached.boundary_behind(
                 [*self._request.said[reached.count:], answer], key, thread, self._request)
             thread.rest_at(msgspec.structs.replace(behind, mark=mark, appended=bool(mark) and self._request.append))

@@ -334,7 +334,8 @@ class Engine:
         return state.tail_logits
 
     def decode(self, asked: Sequence[NextToken]) -> list[int | BaseException]:
-        """One step of several contexts: for each the id that it chose, which is accepted, or the error that it raised.
+        """One step of several contexts: for each the id that it chose, which is accepted (`NextToken`), or the error
+        that it raised.
 
         Contexts with just one pending id without units, as all have after their first step, share one forward. Its
         logits agree with those of a forward of each alone to 1e-5 (fp32).
@@ -345,7 +346,8 @@ class Engine:
         for request in asked:
             try:
                 token = request.choose(self.logits(request.state))
-                self.accept(request.state, [token])
+                if token not in request.unheld:
+                    self.accept(request.state, [token])
                 chosen.append(token)
             except BaseException as error:  # of any kind, as the ids of the contexts before it are accepted already
                 chosen.append(error)

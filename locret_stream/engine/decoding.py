@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,12 @@ _capturing = threading.Lock()  # one capture at a time in a process
 
 @dataclass(slots=True)
 class NextToken:
-    """A request for one context's next token: `choose` returns its id from logits [vocab] fp32, and it is accepted."""
+    """A request for one context's next token: `choose` returns its id from logits [vocab] fp32, and it is accepted,
+    unless it is one of `unheld`."""
 
     state: EngineState
     choose: Callable[[Tensor], int]
+    unheld: Collection[int] = ()
 
 
 class Decoder:

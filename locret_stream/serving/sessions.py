@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from locret_stream.conversation.messages import Message
 from locret_stream.conversation.request import Request, ThreadNotFound, within
 from locret_stream.serving import chat, names, responses
 from locret_stream.serving.bodies import Json, as_struct, as_whole, ignored
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.items import item_json, page_json
 from locret_stream.serving.limits import Limits
+from locret_stream.serving.thinking import FIELDS as THINKING
+from locret_stream.serving.thinking import read_thinking
 
 if TYPE_CHECKING:  # all but the last load torch
     from locret_stream.conversation.items import Item
@@ -161,9 +164,12 @@ class Sessions:
             raise ApiError(400, "question is missing or empty; expected a text", param="question")
         given = as_struct(body, chat.Sampled)
         async with self._in_time("ask", self._timeout(given)):
-            asked = await ask(self.threads, thread, question, recall=given.recall, **self._sampling(given))
-        unused = ignored(body, chat.Sampled, ("question",)) + [name for name in ("focus", "stream") if body.get(name)]
-        unused += given.without_effect()
+            request = Request([Message("user", question)], thread=thread, recall=given.recall,
+                              sampling=self._sampling(given), **read_thinking(body))
+            asked = await ask(self.threads, request)
+        unused = ignored(body, chat.Sampled, ("question", *THINKING)) + [
+            name for name in ("focus", "stream") if body.get(name)]
+        unused += given.without_effect() + self.threads.without_effect(request)
         cut = asked.text.finish_reason == "length"
         return {"object": "session.answer", "answer": str(asked.text), "finish_reason": "length" if cut else "stop",
                 **({"reasoning_content": asked.reasoning} if asked.reasoning else {}), "recalled": asked.recalled,

@@ -26,6 +26,7 @@ from locret_stream.text.codec import TextCodec
 from locret_stream.text.dated import now
 from locret_stream.text.earlier import WrittenTemplate
 from locret_stream.text.template import Template
+from locret_stream.text.traits import Traits, common
 
 ACKNOWLEDGEMENT = "OK."  # of what was told and is not to be answered
 SEPARATOR = "\n\n"  # before a question in a turn that has content, and after a system text in the first user's turn
@@ -192,19 +193,43 @@ class ChatFrame:
         assert state.turn == "user", f"no user turn is open: {state}"
         return list(self._prompt), FrameState(turn="assistant", first=state.first)
 
-    def close_reply(self, state: FrameState, last_ids: Sequence[int]) -> tuple[list[int], FrameState]:
+    def close_reply(self, state: FrameState, last_ids: Sequence[int], *, calls: bool | None = None
+                    ) -> tuple[list[int], FrameState]:
         """The ids that close the reply, without those that the model sampled already.
 
         Args:
             last_ids: the last ids of the reply, its end marker included, or all of them.
+            calls: whether the reply calls tools; None: it does if it ends with what ends only such replies.
         """
         assert state.turn == "assistant", f"no reply is open: {state}"
-        sampled = 0
-        if self._close and self._close[0] in self._codec.added_ids:  # else it may be text of the reply itself
-            most = min(len(last_ids), len(self._close))
-            ends = (n for n in range(most, 0, -1) if tuple(last_ids[-n:]) == self._close[:n])
-            sampled = next(ends, 0)
-        return list(self._close[sampled:]), FrameState(first=False)
+        closing = self._close_calls if calls else self._close
+        rest = self._behind_sampled(closing, last_ids)
+        if rest is None and calls is None:
+            rest = self._behind_sampled(self._close_calls, last_ids)
+        return list(closing if rest is None else rest), FrameState(first=False)
+
+    def _behind_sampled(self, closing: Sequence[int], last_ids: Sequence[int]) -> Sequence[int] | None:
+        """What of `closing` is left behind the marks of it with which a reply ends; None: it ends with none of them."""
+        first = next((at for at, token in enumerate(closing) if token in self._codec.added_ids), None)
+        if first is None:  # what closes replies may be text of the reply itself
+            return None
+        marks = tuple(closing[first:])
+        most = min(len(last_ids), len(marks))
+        sampled = next((n for n in range(most, 0, -1) if tuple(last_ids[-n:]) == marks[:n]), 0)
+        return marks[sampled:] if sampled else None
+
+    @functools.cached_property
+    def _close_calls(self) -> tuple[int, ...]:
+        """What closes a reply that calls tools: what closes any, unless the template ends it with another mark."""
+        closing = () if self.raw else tuple(self._codec.literal(Traits(self._written_by).end_of("calls")))
+        last = max((at for at, token in enumerate(closing) if token in self.eos_ids), default=None)
+        return self._close if last is None or closing[last] in self._close else closing[last:]
+
+    @functools.cached_property
+    def unheld_ends(self) -> frozenset[int]:
+        """Ids that end a reply, and that the template does not write there: it closes replies with another mark, or
+        with none, or the next turn begins with that mark. A memory holds what the template writes."""
+        return frozenset() if self.raw else self.eos_ids - {*self._close, *self._close_calls}
 
     def _derive(self, acknowledge: str | None) -> None:
         """Take the literals from the template."""
@@ -222,10 +247,8 @@ class ChatFrame:
         self._begin = tuple(literal(talk[0], start=True))
         self._prompt = tuple(literal(talk[5]))
         # The literal that closes a reply is what the template writes in both cases: another turn follows, or none.
-        after, last = tuple(literal(talk[2])), tuple(literal(done[2]))
-        shared = next((n for n, (a, b) in enumerate(zip(after, last, strict=False)) if a != b),
-                      min(len(after), len(last)))
-        self._close, self._open = after[:shared], after[shared:]
+        closing = common((talk[2], done[2]), Traits(self._written_by).marks)
+        self._close, self._open = tuple(literal(closing)), tuple(literal(talk[2][len(closing):]))
         self._before_question = self._separator if acknowledge is None else (
             *self._prompt, *self._codec.encode_text(acknowledge), *self._close, *self._open)
 

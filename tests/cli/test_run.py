@@ -13,9 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import Tensor
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from locret_stream.cli.run import Stripped, answer
+from locret_stream.cli.answering import Stripped, answer
+from locret_stream.context import streams
+from locret_stream.conversation.replies import Reply, response_template
 from tests.cli import command
 from tests.cli.command import invoke, mistake
 from tests.processes import run_python
@@ -58,7 +62,7 @@ def test_run_chats_until_the_input_ends(small: list[str], tmp_path: Path):
 def test_an_answer_is_printed_as_it_comes_without_white_space_at_its_ends(pieces: list[str], capsys):
     line, shown = Stripped(), ""
     for number, piece in enumerate(pieces, 1):
-        line.add(SimpleNamespace(text=piece))
+        line.add(piece)
         shown += capsys.readouterr().out
         assert shown == "".join(pieces[:number]).strip(), "nothing that is certain waits"
     assert shown == "It is 48213"
@@ -67,22 +71,62 @@ def test_an_answer_is_printed_as_it_comes_without_white_space_at_its_ends(pieces
 def test_lines_of_an_answer_below_its_question_are_indented(capsys):
     line = Stripped(indent="  ")
     for piece in (" \n It is\n", "\n so", ".\nYes", "\n\n"):
-        line.add(SimpleNamespace(text=piece))
-    assert capsys.readouterr().out == "It is\n  \n   so.\n  Yes"
+        line.add(piece)
+    assert capsys.readouterr().out == "  It is\n  \n   so.\n  Yes"
+
+
+def apart() -> tuple[Reply, list[int]]:
+    class Known:
+        chat_template, added_tokens_decoder = "", {}  # type: ignore[var-annotated]
+
+    return Reply(response_template(Known, None, "", "plain"), "", ()), []
+
+
+THOUGHT = "<think>\nA door.\n</think>\n\nIt is 48213."
+
+
+def test_thoughts_are_told_apart_from_answers(small: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    plan = list[int]()
+
+    def sample(logits: Tensor, *_: object) -> int:
+        nonlocal plan
+        plan = plan or [*tokenizer.encode(THOUGHT, add_special_tokens=False), tokenizer.eos_token_id]
+        token, *plan = plan
+        return token
+
+    monkeypatch.setattr(streams, "sample", sample)
+    asked = ["run", "--ask", "What?", "--max-new-tokens", 200, *small]
+    code, out, err = invoke(*asked, text="abc\n")
+    assert (code, out) == (0, "It is 48213.\n") and "A door.\n" in err, err
+    code, out, err = invoke(*asked, "--ask", "And?", text="abc\n")
+    assert (code, out) == (0, "What?\n  It is 48213.\nAnd?\n  It is 48213.\n"), out
+    code, out, err = invoke(*asked, "--json", text="abc\n")
+    (found,) = json.loads(out)["answers"]
+    assert (found["answer"], found["reasoning"]) == ("It is 48213.", "A door.") and "A door" not in err
+    note = tiny.parent / "note.txt"
+    note.write_text("abc\n")
+    code, out, err = invoke("run", note, "--max-new-tokens", 200, *small, text="Who?\n")
+    assert code == 0 and out.strip() == "It is 48213." and "A door." in err
+    asked[asked.index(200)] = 12
+    code, out, err = invoke(*asked, text="abc\n")
+    assert code == 0 and not out.strip() and "The thought was cut off at 12 tokens" in err, (out, err)
 
 
 async def test_a_part_of_an_answer_does_not_look_like_a_whole_one(capsys):
     class Cut:
         memory = None
 
-        async def ask(self, question: str, *, sampling: object, on_token: Callable[[object], None]) -> str:
+        async def ask(self, question: str, *, sampling: object, skip_special: object,
+                      on_token: Callable[[object], None]) -> str:
             if question == "Which?":
                 on_token(SimpleNamespace(text=" It is 482"))
             raise asyncio.CancelledError
 
     for question, printed in (("Which?", "It is 482 …\n"), ("Who?", "")):
         with pytest.raises(asyncio.CancelledError):
-            await answer([question], Cut(), None, None, False, recall=False, evicts=True)
+            await answer([question], Cut(), None, None, False, recall=False, evicts=True,
+                         apart=apart)
         assert capsys.readouterr().out == printed
 
 

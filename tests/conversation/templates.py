@@ -49,6 +49,12 @@ TEMPLATES = {
                   "{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
                   + CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
                   + "{{ eos_token if loop.last and m.role == 'assistant' else '<|im_end|>' }}" + END + GEN,
+    # As gpt-oss: a call ends with a mark of its own, and its result tells its name once more.
+    "named results": TOOLS + "{% set ns = namespace(name='') %}" + EACH + "{% if m.role == 'tool' %}"
+                     "{{ '<|im_start|>' + ns.name + ' to assistant\\n' + m.content + '<|im_end|>\\n' }}{% else %}"
+                     "{% for c in m.tool_calls or [] %}{% set ns.name = c.function.name %}{% endfor %}"
+                     + SAID.replace("'<|im_end|>\\n'", "(eos_token if m.tool_calls else '<|im_end|>') + '\\n'")
+                     + "{% endif %}" + END + GEN,
     # As Kimi K2: a call is named by its id.
     "names by id": TOOLS + EACH + SAID.replace(
         "(c.function | tojson)", "c.id + ' ' + (c.function.arguments | tojson)") + END + GEN,

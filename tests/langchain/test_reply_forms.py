@@ -101,6 +101,9 @@ MARKED = {
                             f'<function_calls>\nlook(at="{TEXT}")\nwait()\n</function_calls>'),
     "plugin": tagged("<|action_start|><|plugin|>\n", "<|action_end|>"),
     "fenced action": listed("Action: ```json\n", "\n```", "Action: ```json", "tool_name", "parameters"),
+    "fenced action, told": listed("Action: ```json\n", "\n```", r"Write \'Action:\' and", "tool_name", "parameters"),
+    "python marks": Form("<|python_start|>", f'<|python_start|>[look(at="{TEXT}")]<|python_end|>',
+                         f'<|python_start|>[look(at="{TEXT}"), wait()]<|python_end|>'),
 }
 TO_THE_END = {  # nothing closes these but the end of a reply
     "list": listed("[TOOL_CALLS] ", ""), "bars": listed("<|tool_call|>", ""),
@@ -196,6 +199,44 @@ def test_however_the_text_is_cut_the_parts_are_the_same(name: str, cuts: list[in
         assert (some.text, some.reasoning, called(some)) == (every.text, every.reasoning, called(every))
         assert called(every) == BOTH and every.reasoning == ("Where?" if thought else "")
         assert other.message.digest == reply.message.digest
+
+
+LOOK, WAIT = (f'{{"name": "{name}", "parameters": {given}}}' for name, given in (("look", AT), ("wait", NONE)))
+
+
+@pytest.mark.parametrize("text", ["", "Let me look."])
+def test_calls_behind_marks_that_hold_what_the_answer_says(text: str):
+    """As Llama 4's template writes them."""
+    for cuts in ((), range(400)):
+        found, _ = read(f"<|python_start|>{text}<|python_end|>{LOOK}{WAIT}", "<|python_start|>", cuts=cuts)
+        assert called(found) == BOTH and found.text == text
+    broken, _ = read("<|python_start|>[look(at=]<|python_end|>", "<|python_start|>")
+    assert [call.arguments for call in broken.calls] == ["<|python_start|>[look(at=]<|python_end|>"]
+
+
+@pytest.mark.parametrize("white", [" ", "  \n ", "\n"])
+def test_white_space_around_calls_is_no_content(white: str):
+    one = f'<tool_call>{{"name": "look", "arguments": {AT}}}</tool_call>'
+    for text in (white + one, one + white, white + one + white + one + white):
+        for cuts in ((), range(len(text))):
+            found, _ = read(text, "<tool_call>", cuts=cuts)
+            assert called(found)[0] == BOTH[0] and not found.text
+    assert read(f" {AT} ", "<tool_call>")[0].text == f" {AT} "  # without calls it is the answer's
+    assert read(" ", "<tool_call>")[0].text == " "
+
+
+RECIPIENTS, TO = "<|from|><|recipient|><|content|>", "<|from|>assistant\n<|recipient|>"
+
+
+@pytest.mark.parametrize(("written", "text", "calls"), [
+    ("all\n<|content|>Yes.", "Yes.", 0), (f"look\n<|content|>{AT}", "", 1),
+    (f"all\n<|content|>So.\n{TO}look\n<|content|>{AT}\n{TO}wait\n<|content|>{{}}", "So.", 2),
+    (f'all\n<|content|><tool_call>{{"name": "look", "arguments": {AT}}}</tool_call>', "", 1), ("Yes.", "Yes.", 0)])
+def test_of_what_the_prompt_wrote_of_a_reply_nothing_is_shown(written: str, text: str, calls: int):
+    """As functionary, whose prompt begins the header of a reply."""
+    for cuts in ((), range(len(written))):
+        found, _ = read(written, RECIPIENTS + "<tool_call>", prompt=TO, cuts=cuts)
+        assert (found.text, called(found)) == (text, BOTH[:calls])
 
 
 def letters(text: str) -> str:

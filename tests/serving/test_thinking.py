@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.langchain.support import Script
+from tests.langchain.support import Script, tokenizer
 from tests.serving.support import Served, serving
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -18,6 +18,8 @@ SWITCH = TURNS + PROMPT  # as Qwen 3: a part of the generation prompt
 EFFORT = ("{% set effort = reasoning_effort or 'medium' %}{{ '<|im_start|>system\nReasoning: ' + effort }}"
           "{{ '<|im_end|>\n' }}" + TURNS + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 # as gpt-oss: in the system text
+LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
+    "type": "object", "properties": {}}}}
 
 
 @pytest.fixture
@@ -95,6 +97,8 @@ def test_an_option_that_changes_what_is_held_is_refused_by_name_unless_the_sessi
         held = served.held("s")
         other = asked(served, "And then?", history=history, reasoning_effort="low")
         assert other["status"] == 400 and "change what the memory" in other["error"]["message"]
+        left_out = asked(served, "And then?", history=history, tools=[LOOK])
+        assert left_out["status"] == 400 and "it began with some, and found none" in left_out["error"]["message"]
         assert served.held("s") == held
         assert asked(served, session="t", reasoning_effort="medium")["status"] == 200  # as it is without
         usual = asked(served, "More?", session="t", history=[
@@ -103,6 +107,44 @@ def test_an_option_that_changes_what_is_held_is_refused_by_name_unless_the_sessi
     with serving(tmp_path, template=EFFORT) as served:  # after a restart
         again = asked(served, "And then?", history=history, reasoning_effort="high")
         assert again["locret"]["source"] == "snapshot"
+
+
+def test_other_tools_are_told_late_beside_the_options_with_which_a_session_began(script: Script, tmp_path: Path):
+    with serving(tmp_path, template=EFFORT) as served:
+        first = asked(served, reasoning_effort="high", tools=[LOOK])
+        history = [{"role": "user", "content": "Why?"}, first["choices"][0]["message"]]
+        found = asked(served, "And then?", history=history, reasoning_effort="high")
+        assert found["status"] == 200 and found["locret"]["late"] == "the tools"
+        other = asked(served, "And then?", history=history, reasoning_effort="low")
+        assert other["status"] == 400 and "how hard to think" in other["error"]["message"]
+
+
+def test_a_conversation_that_was_only_created_begins_with_the_options_of_its_first_request(
+        script: Script, tmp_path: Path):
+    with serving(tmp_path, template=EFFORT) as served:
+        made = served.http.post("/v1/conversations", json={}).json()["id"]
+        for effort, status in (("high", 200), ("high", 200), (None, 400), ("low", 400)):
+            found = served.http.post("/v1/responses", json={"conversation": made, "input": "Why?"} | (
+                {"reasoning": {"effort": effort}} if effort else {}))
+            assert found.status_code == status, found.text
+        assert served.held(made).count("Reasoning: high") == 1
+
+
+def test_a_question_beside_takes_it_too(switched: Served, script: Script, tmp_path: Path):
+    asked(switched)
+    held, seen = switched.held("s"), list[str]()
+    script._begin = lambda recent: seen.append(  # type: ignore[method-assign, func-returns-value]
+        tokenizer().decode(recent, skip_special_tokens=False)) or "Because."
+    for fields in ({}, *OFF):
+        found = switched.http.post("/v1/sessions/s/ask", json={"question": "Is it?", **fields}).json()
+        assert found["answer"] == "Because." and not found["locret"]
+    assert ["<think>\n\n</think>" in each.rpartition("Is it?")[2] for each in seen] == [False] + [True] * len(OFF)
+    assert switched.held("s") == held
+    with serving(tmp_path / "effort", template=EFFORT) as served:
+        asked(served, reasoning_effort="high")
+        for effort, status in (("high", 200), ("low", 400), (None, 200)):
+            found = served.http.post("/v1/sessions/s/ask", json={"question": "Is it?", "reasoning_effort": effort})
+            assert found.status_code == status, found.text
 
 
 def test_no_option_can_hold_a_control_token_or_a_name_of_the_template_s_own(switched: Served):
