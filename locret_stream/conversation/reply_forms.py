@@ -171,11 +171,11 @@ def described(source: str, tokens: Iterable[object], prompt: str) -> dict[str, A
     """What is read in replies of a model with this template, by names that say what it is."""
     known = known_marks(source, tokens)
     fields, _ = fields_of(source, known, prompt)
-    thoughts = [pair for pair in _THOUGHTS if any(mark in known for mark in pair)] or [_THOUGHTS[0]]
-    return {"thoughts are read between": [" … ".join(pair) for pair in thoughts],
-            "calls are read behind": [name.partition(":")[2] for name in fields if name.startswith(CALLS)
-                                      and name != ALONE] + ["nothing but a reply's beginning"],
-            "channels": [name for header in _HEADERS if all(mark in known for mark in header.told)
+    thoughts = [" … ".join(pair) for pair in _THOUGHTS if any(mark in known for mark in pair)]
+    calls = [name.partition(":")[2] for name in fields if name.startswith(CALLS) and name != ALONE]
+    return {"thoughts are read between": thoughts or [" … ".join(_THOUGHTS[0]) + ", should the model write them"],
+            "calls are read after": [*calls, "no mark, where an answer is nothing but calls"],
+            "channels": [name.partition(":")[2] for header in _HEADERS if all(mark in known for mark in header.told)
                          for name in header.fields]}
 
 

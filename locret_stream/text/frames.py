@@ -88,6 +88,9 @@ class ChatFrame:
         self._begin = self._open = self._prompt = self._close = tuple[int, ...]()
         self._separator = self._before_question = tuple[int, ...]()
         self._system: tuple[tuple[int, ...], ...] = ()  # the literals before and after a system text
+        if self.raw and self.options:
+            raise ConfigError(f"found options of the chat template ({', '.join(self.options)}), and there is no chat "
+                              "template; expected none, or a template that has them")
         if not self.raw:
             if template != "auto" and "{{" not in template and "{%" not in template:
                 raise ConfigError(f"template is {template!r}; expected 'auto', 'raw' or a Jinja template")

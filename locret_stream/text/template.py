@@ -35,10 +35,18 @@ class Template:
         tokenizer: whose own template it is, unless another one is given.
         given: a Jinja template; None: the tokenizer's own, which may be several by name.
         options: variables of the template (`enable_thinking`, ...).
+
+    Raises:
+        ConfigError: an option that it does not have. One that would change nothing is a wrong name.
     """
 
     def __init__(self, tokenizer: Any, given: str | None = None, options: Mapping[str, Any] | None = None):
         self.tokenizer, self.given, self.options = tokenizer, given, dict(options or {})
+        # A tokenizer that renders in a way of its own may know others.
+        stock = type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base"
+        if stock and (unknown := [*self.options.keys() - self.variables]):
+            raise ConfigError(f"the chat template has no option {', '.join(map(repr, sorted(unknown)))}; expected "
+                              f"{', '.join(sorted(self.variables)) or 'none: it has no options'}")
 
     @cached_property
     def source(self) -> str:

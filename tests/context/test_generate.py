@@ -199,6 +199,19 @@ async def test_without_a_prompt_it_replies_to_what_was_fed():
             await ctx.ask(None)
 
 
+async def test_an_end_that_the_template_does_not_write_is_not_held_when_a_copy_speaks(monkeypatch):
+    async with tiny() as runtime, runtime.open() as ctx:
+        await ctx.feed("some text")
+        reply = spelled("the pass key")
+        scripted(monkeypatch, [*reply, EOS])
+        seen = [token.id async for token in ctx.generate("q?", aside=spelled("read again"))]
+        assert seen == [*reply, EOS]
+        assert ids_in(ctx) == chat(runtime, ("some text\n\nq?", reply))
+        scripted(monkeypatch, [*reply, EOS])  # whoever frames text himself has what was sampled
+        [_ async for _ in ctx.generate("q?", unheld=())]
+        assert ids_in(ctx).count(EOS) == 1
+
+
 async def test_a_raw_context_has_no_frame(monkeypatch):
     async with tiny() as runtime, runtime.open(raw=True) as ctx:
         assert ctx.memory.tokens == 0

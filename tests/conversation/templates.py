@@ -53,7 +53,7 @@ TEMPLATES = {
     "named results": TOOLS + "{% set ns = namespace(name='') %}" + EACH + "{% if m.role == 'tool' %}"
                      "{{ '<|im_start|>' + ns.name + ' to assistant\\n' + m.content + '<|im_end|>\\n' }}{% else %}"
                      "{% for c in m.tool_calls or [] %}{% set ns.name = c.function.name %}{% endfor %}"
-                     + SAID.replace("'<|im_end|>\\n'", "(eos_token if m.tool_calls else '<|im_end|>') + '\\n'")
+                     + SAID.replace("'<|im_end|>\\n'", "(eos_token if m.tool_calls else '<|endoftext|>') + '\\n'")
                      + "{% endif %}" + END + GEN,
     # As Kimi K2: a call is named by its id.
     "names by id": TOOLS + EACH + SAID.replace(

@@ -131,6 +131,22 @@ def test_results_that_come_one_after_the_other_are_read_once(script: Script, tmp
         assert served.held("s").count("result 0") == served.held("s").count("result 1") == 1
 
 
+@pytest.mark.parametrize("name", ["in turn", "no calls", "calls"])
+def test_a_result_behind_one_that_was_told_by_itself(name: str, script: Script, tmp_path: Path):
+    items: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "Where are they?"}]
+    for each in CALLS:
+        items.append({"type": "function_call", "call_id": each["id"], **each["function"]})
+    results = [{"type": "function_call_output", "call_id": each["id"], "output": f"result {at}"}
+               for at, each in enumerate(CALLS)]
+    with serving(tmp_path, template=TEMPLATES[name]) as served:
+        made = served.http.post("/v1/conversations", json={"items": [*items, results[0]]})
+        assert made.status_code == 200, made.text
+        found = served.http.post("/v1/responses", json={"conversation": made.json()["id"], "input": [results[1]]})
+        assert found.status_code == 200, found.text
+        held = served.held(made.json()["id"])
+        assert held.count("result 0") == held.count("result 1") == 1 and found.json()["locret"]["fed"] <= SPARE
+
+
 @pytest.mark.parametrize("name", ["in turn", "system in turn", "system first"])
 def test_a_system_text_that_was_told_alone_is_gone_on_from(name: str, script: Script, tmp_path: Path):
     with serving(tmp_path, template=TEMPLATES[name]) as served:

@@ -16,7 +16,7 @@ from tests.langchain.support import Script, scripted, tokenizer
 from tests.serving.support import serving
 
 # What the model wrote of a thought stays in its memory, and a system text that is told late stands where it came.
-CHATS = [name for name in TEMPLATES if name not in ("opened thought", "reminder")]
+CHATS = [name for name in TEMPLATES if name not in ("opened thought", "reminder", "named results")]
 LOOPS = ["calls", "one call", "first call", "named results"]
 CALL = {"name": "look", "arguments": {"at": "the shed"}}
 
@@ -46,13 +46,15 @@ def test_an_answer(name: str, script: Script, tmp_path: Path):
         assert "".join(served.held("s").split()).startswith("".join(stock(name, asked).split()))
 
 
+@pytest.mark.parametrize("demanded", [False, True], ids=["", "demanded"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_call(name: str, script: Script, tmp_path: Path):
+def test_a_call(name: str, demanded: bool, script: Script, tmp_path: Path):
+    """One that is demanded is held to the tool's schema, and ends without any mark of the model's."""
     history = [user("Where is it?")]
     with serving(tmp_path, template=TEMPLATES[name]) as served:
-        script.replies = [  # type: ignore[attr-defined]
-            f"<tool_call>{json.dumps(CALL)}</tool_call>"]
-        answer = said(chat(served, history, tools=[TOOL]))
+        call = f"<tool_call>{json.dumps(CALL)}</tool_call>"
+        script.replies = [call[call.index("the shed"):] if demanded else call]  # type: ignore[attr-defined]
+        answer = said(chat(served, history, tools=[TOOL], **({"tool_choice": "required"} if demanded else {})))
         assert [call["function"]["name"] for call in answer["tool_calls"]] == ["look"], answer
         history += [answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "Here."}]
         chat(served, history, tools=[TOOL])

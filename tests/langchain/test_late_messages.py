@@ -13,7 +13,7 @@ from langchain_locret import LateWarning, LocretChatModel, RebuildWarning, State
 from langchain_locret.messages import read
 from locret_stream import Store
 from locret_stream.conversation.late_messages import write
-from tests.langchain.support import Script, held, model, receipt, rendered, thread
+from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread, tokenizer
 from tests.langchain.test_render import TOOL, made
 
 A = thread("a")
@@ -187,9 +187,11 @@ def test_no_hint_names_what_the_model_does_not_take():
 def test_a_thread_that_knows_of_no_tools_is_not_told_that_there_are_none(script: Script, tmp_path: Path):
     """Other options of the template count as another beginning."""
     history: list[Any] = [HumanMessage("one")]
-    with model(Store(tmp_path)) as chat:
+    template = f"{tokenizer().chat_template}{{% if enable_thinking is defined %}}{{% endif %}}"
+    with model(None, on=runtime(Store(tmp_path), template=template)) as chat:
         history += [chat.invoke(history, thread("a")), HumanMessage("two")]
-    with model(Store(tmp_path), template_options={"enable_thinking": False}) as chat:
+    with model(None, on=runtime(Store(tmp_path), template=template), template_options={"enable_thinking": False}
+               ) as chat:
         with pytest.warns(LateWarning, match="how the template is used"):
             answer = chat.invoke(history, thread("a"))
         assert receipt(answer)["late"] == "how the template is used" and "no tools" not in held(chat, "a")

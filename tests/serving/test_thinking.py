@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.langchain.support import Script, tokenizer
+from locret_stream.errors import ConfigError
+from tests.langchain.support import Script, runtime, tokenizer
 from tests.serving.support import Served, serving
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -130,6 +131,13 @@ def test_a_conversation_that_was_only_created_begins_with_the_options_of_its_fir
         assert served.held(made).count("Reasoning: high") == 1
 
 
+def test_a_question_beside_tells_thoughts_apart(served: Served, script: Script):
+    asked(served)
+    script._begin = lambda recent: "<think>\nIt is 5.\n</think>\n\nFive."  # type: ignore[method-assign]
+    found = served.http.post("/v1/sessions/s/ask", json={"question": "Is it?"}).json()
+    assert (found["answer"], found["reasoning_content"]) == ("Five.", "It is 5.")
+
+
 def test_a_question_beside_takes_it_too(switched: Served, script: Script, tmp_path: Path):
     asked(switched)
     held, seen = switched.held("s"), list[str]()
@@ -151,6 +159,15 @@ def test_no_option_can_hold_a_control_token_or_a_name_of_the_template_s_own(swit
     for kwargs in ({"enable_thinking": "<|im_end|>"}, {"messages": []}):
         found = asked(switched, session=None, chat_template_kwargs=kwargs)
         assert found["status"] == (400 if "enable_thinking" in kwargs else 200)
+
+
+async def test_a_wrong_name_of_an_option_is_refused_where_a_runtime_is_made():
+    for template, name, expected in ((SWITCH, "enable_thinkin", "expected enable_thinking"),
+                                     (TURNS + "{{ eos_token }}", "enable_thinking", "it has no options"),
+                                     ("raw", "enable_thinking", "there is no chat template")):
+        with pytest.raises(ConfigError, match=expected):
+            async with runtime(template=template, template_options={name: False}) as found:
+                found.frames  # noqa: B018
 
 
 def test_a_server_may_have_options_of_its_own(script: Script, tmp_path: Path):
