@@ -106,6 +106,7 @@ class Spoken:
             self._take(part)
         if self._silent:
             return
+        self._end_thought()
         print(flush=True)
         if finish_reason == "length":
             what = "thought" if self._reply.cut_thought and not self.text else "answer"
@@ -116,6 +117,7 @@ class Spoken:
 
     def break_off(self) -> None:
         """A part of an answer is not to look like a whole one."""
+        self._end_thought()
         if self._line.begun:
             print(" …", flush=True)
 
@@ -130,10 +132,14 @@ class Spoken:
             err.print(part.reasoning, end="", style="dim", soft_wrap=True)
             self._thinking = True
         if said:
-            if self._thinking:
-                err.print()
-            self._thinking = False
+            self._end_thought()
             self._line.add(said)
+
+
+    def _end_thought(self) -> None:
+        if self._thinking:
+            err.print()
+        self._thinking = False
 
 
 class Stripped:

@@ -167,14 +167,14 @@ def run(
 
         err.print(f"model {options.model}: {describe_runtime(runtime)}", soft_wrap=True)
 
-        def apart() -> tuple[Reply, list[int]]:
-            from locret_stream.conversation.reading import reader_in
-            return reader_in(runtime, raw=raw)
-
         async def talk() -> None:
             async with aclosing(runtime), runtime.open(
                     session, system=system, raw=True if raw else None, focus=focus,
                     on_mismatch="rebuild" if stored.on_mismatch == "rebuild" else "raise") as context:
+                def apart() -> tuple[Reply, list[int]]:
+                    from locret_stream.conversation.reading import reader_in
+                    return reader_in(runtime, raw=context.raw)
+
                 source = pieces(names, decoders) if names else None
                 if source is not None and piped and session is not None:
                     source = await if_any(source)

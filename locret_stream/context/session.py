@@ -214,7 +214,7 @@ class Session(SessionState):
         frames, frame = self.services.frames, self.frame
         count = 0
         if frame.turn == "assistant":
-            ids, frame = frames.close_reply(frame, self.state.history[-16:])
+            ids, frame = frames.close_reply(frame, self._end_of_reply())
             count += len(ids)
         ids, frame = frames.open_user(frame)
         return count + len(ids) + len(frames.close_user_and_prompt(frame)[0])
@@ -222,8 +222,12 @@ class Session(SessionState):
     def close_reply(self) -> None:
         """End the assistant's turn; queues literals only, so it may run anywhere, even in a finaliser."""
         if not self.raw and self.frame.turn == "assistant" and not (self.closed or self.closing):
-            last = self.state.history[-16:]  # may end with the end marker, sampled by the model itself
-            self.accept(*self.services.frames.close_reply(self.frame, last))
+            self.accept(*self.services.frames.close_reply(self.frame, self._end_of_reply()))
+
+    def _end_of_reply(self) -> list[int]:
+        """The last ids of the open reply, which may end with an end marker that the model sampled itself."""
+        length = 16 if self.reply_at is None else min(16, self.state.position - self.reply_at)
+        return self.state.history[-length:] if length else []
 
     # -- copies -----------------------------------------------------------------------------------------------
 

@@ -96,6 +96,7 @@ class SessionState:
         self.buffered = BufferedText() if buffered is None else buffered
         self.branch, self.system, self.rebuilt = branch, system, rebuilt
         self._note, self._noted_at = note, state.position
+        self.reply_at: int | None = None  # where the open reply begins; None: it began before this session was made
         self.index = index
         self.busy: str | None = None
         self.owner: object | None = None
@@ -287,6 +288,8 @@ class SessionState:
         if ids:
             self.set_note(b"")
         if frame is not None:
+            if frame.turn == "assistant" != self.frame.turn:
+                self.reply_at = self.state.position
             self.frame = frame
 
     def end_of_log(self, frame: FrameState, buffered: BufferedText) -> None:

@@ -554,6 +554,11 @@ class StreamingContext:
     # -- looking ----------------------------------------------------------------------------------------------
 
     @property
+    def raw(self) -> bool:
+        """Whether text has no chat frame around it."""
+        return self._live.raw
+
+    @property
     def memory(self) -> Memory:
         """What the memory keeps now; cheap, and valid at any time."""
         session, engine = self._live, self._services.engine

@@ -44,7 +44,11 @@ if TYPE_CHECKING:
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One accepted token. `text` is what it adds to the text so far: "" while a character is incomplete."""
+    """One token, with its position. `text` is what it adds to the text so far: "" while a character is incomplete.
+
+    The memory has it, but for an end marker that the template does not write (`ChatFrame.unheld_ends`): what follows
+    stands in its position.
+    """
 
     id: int
     text: str
@@ -264,7 +268,8 @@ class Generation(_Operation):
         self.recalled: tuple[Recalled, ...] = ()
         if unheld is None:
             unheld = () if session.raw else session.services.frames.unheld_ends
-        self._unheld = () if sampling.ignore_eos else unheld
+        # Others than end markers go on with the reply, so that the next token has to follow them.
+        self._unheld = frozenset() if sampling.ignore_eos else session.services.frames.eos_ids.intersection(unheld)
         self._key = object()
         self._processors, self._constraint = processors(sampling), constraint
         # A constraint counts every byte of the reply, so that its text keeps a space at the start.

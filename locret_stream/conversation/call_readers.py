@@ -122,12 +122,6 @@ def inside(text: str, tools: Tools, closed: bool) -> Found:
     return None
 
 
-def looks_like_calls(text: str) -> bool:
-    """Whether a text begins as calls do in one of the forms."""
-    fenced = _FENCED.match(text)
-    return any(tell.match(fenced[1] if fenced else text) for tell, _ in _INSIDES)
-
-
 def as_json(text: str, tools: Tools, closed: bool = True) -> Found:
     """Objects and lists of them, one after the other: nearly everybody; one that is whole needs no closing mark."""
     out, at = list[Called](), 0

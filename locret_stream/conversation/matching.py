@@ -111,13 +111,17 @@ class Reached:
         return roles[len(new) - 1] if len(new) <= len(roles) else new[-1].role
 
 
-async def reach(threads: Threads, thread: Thread, request: Request) -> Reached:
+async def reach(threads: Threads, thread: Thread, request: Request, *, answers: bool = False) -> Reached:
     """Bring the thread's context to the deepest boundary that the request's messages go on from.
 
+    Args:
+        answers: as of `reach_behind`.
+
     Raises:
+        ConfigError: it answers, and the thread began with other options of the template that change what is held.
         StateLost: a stream that was absorbed cannot be reached. StoreError: the store cannot be read just now.
     """
-    return await _looking_again(thread, lambda: _Search(threads, thread, request).run())
+    return await _looking_again(thread, lambda: _Search(threads, thread, request, answers).run())
 
 
 async def _looking_again(thread: Thread, search: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -130,12 +134,16 @@ async def _looking_again(thread: Thread, search: Callable[[], Coroutine[Any, Any
         return await search()
 
 
-async def reach_behind(threads: Threads, thread: Thread, request: Request) -> tuple[Request, Reached] | None:
+async def reach_behind(threads: Threads, thread: Thread, request: Request, *, answers: bool = False
+                       ) -> tuple[Request, Reached] | None:
     """Bring the thread's context to the boundary that the request's messages come behind: that of the request's mark,
     or where the thread was told something last. None if there is none.
 
     Only digests of the messages that it holds are known. The template is shown stand-ins for them, which the request
     that comes back contains.
+
+    Args:
+        answers: the model answers to them; else they are told with the options with which the thread began.
 
     Raises:
         SnapshotError: it cannot be brought there, or a call that was undone took what the thread was told last
@@ -154,6 +162,8 @@ async def reach_behind(threads: Threads, thread: Thread, request: Request) -> tu
         return None
     base, source = brought
     await thread.keep()  # no messages are given by which it could be read again
+    if answers:
+        expect_options(threads, request, [base])
     return await asyncio.to_thread(_behind, threads, thread, request, base, source)
 
 
@@ -161,9 +171,9 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
             ) -> tuple[Request, Reached]:
     system, new = split(request.said)
     template = threads.template_of(request)
-    start, tools, earlier = threads.start(request, thread), request.tools, STAND_INS.get(base.role, [])
+    start, tools = threads.start(request, thread, base.options), request.tools
+    earlier = STAND_INS.get(base.role, [])
     other_tools = bool(request.append or request.behind) and base.start != start  # a stream ends with no call of one
-    expect_options(threads, request, [base])
     if other_tools and request.on_change != "late":
         raise ConfigError(f"thread {request.thread!r} was told of other tools, or how the template is used changed; "
                           'expected those tools, or on_change="late", or the whole history')
@@ -206,15 +216,18 @@ def expect_options(threads: Threads, request: Request, held: Iterable[Boundary])
 
 
 class _Search:
-    def __init__(self, threads: Threads, thread: Thread, request: Request):
+    def __init__(self, threads: Threads, thread: Thread, request: Request, answers: bool):
         self._template, self._thread, self._request = threads.template_of(request), thread, request
-        self._threads = threads
+        self._threads, self._answers = threads, answers
+        tip = None if answers or request.thread is None else thread.tip(request.thread)
+        self._options = threads.held_options(request) if tip is None else tip.options
         self._last = 0  # the messages up to the last absorbed stream, which cannot be read again
-        self._start, self._reachable, self._why = threads.start(request, thread), thread.reachable(), ""
+        self._start = threads.start(request, thread, self._options)
+        self._reachable, self._why = thread.reachable(), ""
 
     async def run(self) -> Reached:
         reached = await self._of_these_messages()
-        if reached is None and self._reachable and self._request.thread is not None:
+        if reached is None and self._answers and self._reachable and self._request.thread is not None:
             expect_options(self._threads, self._request, self._reachable.values())
         if reached is None and self._request.on_change == "late":
             reached = await self._late()
@@ -335,7 +348,7 @@ class _Search:
                          "Give every call the whole history, answers included", request.thread, held, len(said))
         return Reached(self._rendered, 0, 0, chain(self._start, said), None,
                        "rebuild" if goes_on and (self._reachable or thread.fed) else "new", self._why, said, 0,
-                       warning=self._what_it_costs() if goes_on else "", options=self._threads.held_options(request))
+                       warning=self._what_it_costs() if goes_on else "", options=self._options)
 
     def _what_it_costs(self) -> str:
         """A warning, if all is read again because of other tools, another system text, model or budget."""

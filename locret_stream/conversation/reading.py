@@ -35,7 +35,7 @@ def reader_of(threads: Threads, rendered: Rendered, *, begun: str = "", tools: S
                                  in_words=threads.template.in_words)
     if whole:
         template = {"start_anchor_pattern": WHOLE, "fields": {"content": template["fields"]["content"]}}
-    return Reply(template, shown + begun, tools, stops), _unshown(template, threads.template.codec)
+    return Reply(template, shown + begun, tools, stops, begun), _unshown(template, threads.template.codec)
 
 
 def reader_in(runtime: Runtime, *, raw: bool = False) -> tuple[Reply, list[int]]:

@@ -80,6 +80,7 @@ class ChatTemplate:
     Attributes:
         traits: what the template does with messages.
         tells_of_tools: whether a model is told of its tools at all. in_words: whether a system text does it.
+        held_options: of those that `with_options` was given, the ones that change more than the generation prompt.
         closing: what closes a reply, as text. key: what the keys of memories have of `in_words`.
 
     Raises:
@@ -93,6 +94,7 @@ class ChatTemplate:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
         self._tokenizer, self.codec, self.frames, self._tool_prompt = tokenizer, codec, frames, tool_prompt
         self._template = Template(tokenizer, frames.template, {**frames.options, **(options or {})})
+        self.held_options: Mapping[str, Any] = {}
         self.traits: Traits = Traits(self._template) if like is None else like.traits
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self._flags = [text for text in self._template.looked_up
@@ -123,12 +125,17 @@ class ChatTemplate:
             if any(map(self._spells_control, _strings(value))):
                 raise ConfigError(f"the option {name!r} of the chat template holds, or is a part of, a control token; "
                                   "expected plain text")
-        together = {**self._template.options, **options}
-        other = Template(self._tokenizer, self.frames.template, together)
-        changes = any(_held(other, talk, tools) != _held(self._template, talk, tools)
-                      for talk in (_TALK, _TALK[1:]) for tools in ((), (TOOL,)))
-        return ChatTemplate(self._tokenizer, self.codec, self.frames, tool_prompt=self._tool_prompt, options=together,
-                            like=None if changes else self)
+        def written(given: Mapping[str, Any]) -> list[str | None]:
+            template = Template(self._tokenizer, self.frames.template, {**self._template.options, **given})
+            return [_held(template, talk, tools) for talk in (_TALK, _TALK[1:]) for tools in ((), (TOOL,))]
+
+        held = written(options)
+        changes = held != written({})
+        made = ChatTemplate(self._tokenizer, self.codec, self.frames, tool_prompt=self._tool_prompt,
+                            options={**self._template.options, **options}, like=None if changes else self)
+        made.held_options = {name: value for name, value in options.items() if changes and held != written(
+            {other: each for other, each in options.items() if other != name})}
+        return made
 
     def _spells_control(self, text: str) -> bool:
         """Whether a text contains a control token, or two characters or more of one at its edges."""
@@ -245,11 +252,11 @@ class ChatTemplate:
         *_, last = [None, *PROBE.finditer(whole)]
         said = 0 if last is None else last.end() + len(probes.behind(whole, last))
         body = len(alone) if whole.startswith(alone) else len(common((whole, alone), self.traits.marks))
+        # Some write behind the last message what does not stand there once anybody speaks next.
+        end = self.traits.end_of(fitted.last)
+        if whole.startswith(end, said) and (end or fitted.last != "calls"):
+            return min(body, said + len(end))
         if fitted.last in ("system", "user", "result"):
-            # Some write behind the last message what does not stand there once anybody speaks next.
-            end = self.traits.end_of(fitted.last)
-            if whole.startswith(end, said):
-                return min(body, said + len(end))
             with suppress(ConfigError):  # its ends tell the date, or are others here: it is tried
                 shared = len(common((whole, followed()), self.traits.marks))
                 body = min(body, shared) if shared >= said else body

@@ -16,7 +16,6 @@ from locret_stream.conversation.call_readers import (
     Called,
     as_call,
     fitted,
-    looks_like_calls,
     may_be_text,
     tools_by_name,
 )
@@ -25,6 +24,7 @@ from locret_stream.conversation.parts import Call, Part
 from locret_stream.conversation.reply_forms import (
     ALONE,
     ANSWER,
+    CALL_BEGINS,
     CALLS,
     READERS,
     SAYS,
@@ -105,7 +105,7 @@ class Reply:
     """
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]],
-                 stops: Sequence[str] = ()):
+                 stops: Sequence[str] = (), begun: str = ""):
         self._tools, self._stops = tools_by_name(tools), [stop for stop in stops if stop]
         fields = template["fields"]
         self._known = ALONE in fields  # the forms are those of our table, which no text can make fail
@@ -117,7 +117,8 @@ class Reply:
             may_be_text(tool) for tool in tools]
         self._parser = ResponseParser(template, prefix=prefix, tools=self._for_parser)
         before = re.match(template["start_anchor_pattern"], prefix) if self._known else None
-        self._by_prompt = prefix[before.end():] if before else ""  # of the reply: no text of the model's
+        # Of the reply, written by the prompt: no text of the model's.
+        self._by_prompt = prefix.removesuffix(begun)[before.end():] if before else ""
         self._region, self._raw, self._ended = "", "", False  # the field that is open, its text; whether all came
         self._content = self._thoughts = ""
         self._pending = ""  # content that may begin a stop string, and line ends that may stand at its end
@@ -211,6 +212,7 @@ class Reply:
             if event["type"] == "region_open":
                 self._region, self._raw = field, ""
                 if field != "content":
+                    self._by_prompt = ""
                     self._begin_run()
             elif event["type"] == "region_chunk":
                 if kind in ("content", ANSWER):
@@ -298,7 +300,7 @@ class Reply:
             written = mark + text + (close if isinstance(close, str) and not self._ended else "")
             if form == "alone":
                 self._show(written)
-            elif form in SAYS and not looks_like_calls(text):
+            elif form in SAYS and not CALL_BEGINS.match(text):
                 self._show(text)
             else:
                 self._add_text(written)

@@ -121,6 +121,8 @@ WITH_MARK = {"alone", "header"}  # forms whose readers need what opened a call
 
 _NOTHING = r"(?:(?=.))"  # stands behind a mark that opens no part of its own
 _OBJECT = r'\{\s*+"(?:name|type|function)"\s*+:'  # the beginning of a call in JSON
+_CALL = rf"(?:```(?:json)?\s*+)?(?:\[\s*+(?:{_OBJECT}|[A-Za-z_][\w.]*+\()|{_OBJECT})"
+CALL_BEGINS = re.compile(rf"\s*{_CALL}")
 
 
 def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str]:
@@ -149,8 +151,7 @@ def fields_of(source: str, known: str, prompt: str) -> tuple[dict[str, Any], str
         fields[f"mark:{number}"] = _field(start + re.escape(mark), _NOTHING)
         fields[f"mark:{number} end"] = _field(re.escape(close) + r"\s*\Z", None)
     fields |= {f"{CALLS}:{form.name}": call_field(form) for form in calls}
-    call = rf"(?P<mark>(?:```(?:json)?\s*+)?(?:\[\s*+(?:{_OBJECT}|[A-Za-z_][\w.]*+\()|{_OBJECT}))"
-    fields[ALONE] = _field(start + call, None, "alone")
+    fields[ALONE] = _field(rf"{start}(?P<mark>{_CALL})", None, "alone")
     for header in _HEADERS:
         if all(mark in known for mark in header.told):
             fields |= header.fields

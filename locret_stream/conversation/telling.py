@@ -46,7 +46,9 @@ async def tell(threads: Threads, request: Request) -> list[Item]:
                                  "meanwhile; the thread is as the other one left it. Expected the messages again")
             raise StoreError(f"thread {request.thread!r} cannot be saved; expected a store that can be written")
         before = reached.base.tokens if reached.base is not None else 0
-        new = [place for place in unpacked(boundary.places) if place.start >= before]
+        # By number: what was held may end with an answer without text, whose place is where these begin.
+        told = sum(before + place.end <= boundary.tokens for place in reached.placing.places)
+        new = [place for place in unpacked(boundary.places)[-told or None:] if place.start >= before]
         assert thread.session is not None
         return await read_log_at(threads, thread.session, thread.snapshots[boundary.key][0],
                                  partial(shown, threads, new))

@@ -68,20 +68,18 @@ class Threads:
         self._threads: OrderedDict[str, Thread] = OrderedDict()
         self._nameless: list[Thread] = []  # oldest first
         self.absorbing: set[Absorbing] = set()
-        self._with_options: OrderedDict[bytes, tuple[ChatTemplate, bool]] = OrderedDict()
+        self._with_options: OrderedDict[bytes, ChatTemplate] = OrderedDict()
         self._making = threading.Lock()  # guards it: conversations are rendered on other threads, too
 
     def template_of(self, request: Request) -> ChatTemplate:
         """The template with the options of a request. Raises ConfigError: they are none."""
-        return self._optional(request)[0]
+        return self._optional(request)
 
     def held_options(self, request: Request) -> bytes:
-        """The digest of a request's options if they change what a memory holds, and not just the generation prompt;
-        else b"". A memory begins with them, and another one cannot go on from it."""
-        return digest(self._held_options(request))[:16] if self._held_options(request) else b""
-
-    def _held_options(self, request: Request) -> bytes:
-        return canonical(self._options(request)[0]) if self._optional(request)[1] else b""
+        """[16], the digest of those options of a request that change what a memory holds, and not just the generation
+        prompt; b"" without any. A memory begins with them, and goes on with no others."""
+        held = self._optional(request).held_options
+        return digest(canonical(held))[:16] if held else b""
 
     def without_effect(self, request: Request) -> list[str]:
         """What a request asks for that the template has no option for, as `thinking.options_for`."""
@@ -90,15 +88,14 @@ class Threads:
     def _options(self, request: Request) -> tuple[dict[str, Any], list[str]]:
         return options_for(request.options, request.think, self.template.variables, request.think_field)
 
-    def _optional(self, request: Request) -> tuple[ChatTemplate, bool]:
+    def _optional(self, request: Request) -> ChatTemplate:
         options, _ = self._options(request)
         if not options:
-            return self.template, False
+            return self.template
         key = canonical(options)
         with self._making:
             if key not in self._with_options:
-                made = self.template.with_options(options)
-                self._with_options[key] = made, made.traits is not self.template.traits
+                self._with_options[key] = self.template.with_options(options)
                 while len(self._with_options) > MOST_OPTIONS:
                     self._with_options.popitem(last=False)
             self._with_options.move_to_end(key)
@@ -180,9 +177,13 @@ class Threads:
             if not thread.users and self._threads.get(session) is thread and thread.lost is None:
                 del self._threads[session]
 
-    def start(self, request: Request, thread: Thread | None) -> bytes:
-        """Key of the boundary before the first message: the thread, the tools, and how the template is used."""
-        salt = self._salt + self._held_options(request)
+    def start(self, request: Request, thread: Thread | None, options: bytes | None = None) -> bytes:
+        """Key of the boundary before the first message: the thread, the tools, and how the template is used.
+
+        Args:
+            options: as `held_options` gives them, in place of the request's.
+        """
+        salt = self._salt + (self.held_options(request) if options is None else options)
         owner = thread.owner if thread is not None else ""
         if not owner and request.thread is not None:
             owner = session_name(request.thread)

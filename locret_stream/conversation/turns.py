@@ -43,11 +43,11 @@ async def turn(threads: Threads, request: Request, emit: Emit) -> None:
             "or a smaller max_tokens. Nothing of this call stays")
     async with within(request.timeout_s, late) as limit, threads.exclusive(request) as thread:
         if not request.append and not request.behind:
-            reached = await reach(threads, thread, request)
-        elif (behind := await reach_behind(threads, thread, request)) is not None:
+            reached = await reach(threads, thread, request, answers=True)
+        elif (behind := await reach_behind(threads, thread, request, answers=True)) is not None:
             request, reached = behind
         elif request.append and request.mark and thread.snapshots:  # it was created, and told nothing yet
-            reached = await reach(threads, thread, request)
+            reached = await reach(threads, thread, request, answers=True)
         elif request.append and request.mark:
             raise SnapshotNotFound(f"there is no conversation {request.thread!r} (any more); expected one that was "
                                    "created")
@@ -162,13 +162,15 @@ class Turn:
         reply, skip_special = self._reader()
         by_reader = isinstance(reply, Reply)  # which finds stop strings in the content alone
         sampling = {name: value for name, value in demand.sampling.items() if name != "stop" or not by_reader}
+        unheld = self._threads.runtime.frames.unheld_ends
         generation: Generation = self._thread.context.generate(
             prompt if recalled.ids else None, skip_special=skip_special, recall=False, aside=recalled.ids,
-            constraint=demand.constraint, unheld=self._threads.runtime.frames.unheld_ends, **sampling)
+            constraint=demand.constraint, unheld=unheld, **sampling)
         spoken, ended = False, None
         async for token in generation:
             self._sampled.append(token.id)
-            self._last = self._sampled[-16:]
+            if token.id not in unheld:
+                self._last = [*self._last[-15:], token.id]
             self._written.append(token.text)
             thought = False
             for part in reply.feed(token.text):

@@ -99,8 +99,8 @@ class ChatFrame:
             self._derive(acknowledge)
         self._acknowledge = acknowledge
         self._ends = frozenset(ends if codec.eos_id is None else {*ends, codec.eos_id})
-        if self._close and self._close[0] in codec.added_ids:
-            ends.add(self._close[0])
+        if self._first_mark is not None:
+            ends.add(self._first_mark)
         if codec.eos_id is not None:
             ends.add(codec.eos_id)
         self.eos_ids = frozenset(ends)
@@ -196,20 +196,24 @@ class ChatFrame:
         assert state.turn == "user", f"no user turn is open: {state}"
         return list(self._prompt), FrameState(turn="assistant", first=state.first)
 
-    def close_reply(self, state: FrameState, last_ids: Sequence[int], *, calls: bool | None = None
+    def close_reply(self, state: FrameState, last_ids: Sequence[int], *, calls: bool = False
                     ) -> tuple[list[int], FrameState]:
         """The ids that close the reply, without those that the model sampled already.
 
         Args:
             last_ids: the last ids of the reply, its end marker included, or all of them.
-            calls: whether the reply calls tools; None: it does if it ends with what ends only such replies.
+            calls: whether the reply calls tools. One that ends with the mark of the other kind is closed as that kind.
         """
         assert state.turn == "assistant", f"no reply is open: {state}"
-        closing = self._close_calls if calls else self._close
-        rest = self._behind_sampled(closing, last_ids)
-        if rest is None and calls is None:
-            rest = self._behind_sampled(self._close_calls, last_ids)
-        return list(closing if rest is None else rest), FrameState(first=False)
+        closings = (self._close_calls, self._close) if calls else (self._close, self._close_calls)
+        rests = (self._behind_sampled(closing, last_ids) for closing in closings)
+        rest = next((rest for rest in rests if rest is not None), closings[0])
+        return list(rest), FrameState(first=False)
+
+    @property
+    def _first_mark(self) -> int | None:
+        """The first added token of what closes replies."""
+        return next((token for token in self._close if token in self._codec.added_ids), None)
 
     def _behind_sampled(self, closing: Sequence[int], last_ids: Sequence[int]) -> Sequence[int] | None:
         """What of `closing` is left behind the marks of it with which a reply ends; None: it ends with none of them."""
@@ -225,8 +229,8 @@ class ChatFrame:
     def _close_calls(self) -> tuple[int, ...]:
         """What closes a reply that calls tools: what closes any, unless the template ends it with another mark."""
         closing = () if self.raw else tuple(self._codec.literal(Traits(self._written_by).end_of("calls")))
-        last = max((at for at, token in enumerate(closing) if token in self.eos_ids), default=None)
-        return self._close if last is None or closing[last] in self._close else closing[last:]
+        first = next((at for at, token in enumerate(closing) if token in self.eos_ids), None)
+        return self._close if first is None or closing[first] == self._first_mark else closing[first:]
 
     @functools.cached_property
     def unheld_ends(self) -> frozenset[int]:
@@ -250,7 +254,10 @@ class ChatFrame:
         self._begin = tuple(literal(talk[0], start=True))
         self._prompt = tuple(literal(talk[5]))
         # The literal that closes a reply is what the template writes in both cases: another turn follows, or none.
-        closing = common((talk[2], done[2]), Traits(self._written_by).marks)
+        traits = Traits(self._written_by)
+        closing = traits.end_of("assistant")
+        if not (talk[2].startswith(closing) and done[2].startswith(closing)):
+            closing = common((talk[2], done[2]), traits.marks)
         self._close, self._open = tuple(literal(closing)), tuple(literal(talk[2][len(closing):]))
         self._before_question = self._separator if acknowledge is None else (
             *self._prompt, *self._codec.encode_text(acknowledge), *self._close, *self._open)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
@@ -46,15 +47,17 @@ class Traits:
     def end_of(self, kind: Kind) -> str:
         """What ends a message of this kind, whoever speaks next."""
         if kind not in self._ends:
-            ends = [self._tail(_AHEAD[kind], prompt) for prompt in (False, True)]
+            ends = list[str]()
+            for prompt in (False, True):
+                with suppress(ConfigError):  # it is not shown last
+                    text, places = self._shown(_AHEAD[kind], prompt=prompt)
+                    ends.append(text[places[-1][1]:] if places else text)
             for following in ("user", "assistant"):
                 if self.follows(kind, following):
-                    try:
+                    with suppress(ConfigError):  # it is shown ahead of a user
                         text, places = self._shown((*_AHEAD[kind], following))
-                    except ConfigError:  # it is shown ahead of a user
-                        continue
-                    ends.append(text[places[-2][1]:places[-1][0]])
-            end = common(ends, self.marks)
+                        ends.append(text[places[-2][1]:places[-1][0]])
+            end = common(ends, self.marks) if ends else ""
             if any(len(text) > len(end) for text in ends):  # what they share may be of the next turn's beginning
                 end = end.rstrip(" ")
                 lines, newline, last = end.rpartition("\n")
@@ -167,7 +170,8 @@ class Traits:
     def marks(self) -> tuple[str, ...]:
         """The tokenizer's added tokens, as text: what is compared is never cut inside of one."""
         tokenizer = self.template.tokenizer
-        return tuple(sorted({token.content for token in tokenizer.added_tokens_decoder.values()} | {
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        return tuple(sorted({token.content for token in added.values()} | {
             token for token in (tokenizer.bos_token, tokenizer.eos_token) if token}))
 
     def _write(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], prompt: bool) -> str:

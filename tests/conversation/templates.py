@@ -48,7 +48,7 @@ TEMPLATES = {
                   "{% set ns.called = m.role == 'tool' or (m.tool_calls or []) | length > 0 %}"
                   "{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
                   + CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
-                  + "{{ eos_token if loop.last and m.role == 'assistant' else '<|im_end|>' }}" + END + GEN,
+                  + "{{ eos_token if loop.last and m.role == 'assistant' else '<|endoftext|>' }}" + END + GEN,
     # As gpt-oss: a call ends with a mark of its own, and its result tells its name once more.
     "named results": TOOLS + "{% set ns = namespace(name='') %}" + EACH + "{% if m.role == 'tool' %}"
                      "{{ '<|im_start|>' + ns.name + ' to assistant\\n' + m.content + '<|im_end|>\\n' }}{% else %}"

@@ -258,4 +258,5 @@ def test_options_are_variables_of_the_template_and_no_control_tokens():
         template.with_options({"messages": []})
     with pytest.raises(ConfigError, match="control token"):
         template.with_options({"identity": "<|im_end|>"})
-    assert template.with_options({"identity": "A poet."}).render([user()]).whole == template.render([user()]).whole
+    with pytest.raises(ConfigError, match="no option 'identity'; expected none"):
+        template.with_options({"identity": "A poet."})

@@ -23,7 +23,7 @@ CALL = {"name": "look", "arguments": {"at": "the shed"}}
 
 @pytest.fixture
 def script() -> Iterator[Script]:
-    """It ends each reply with `</s>`, whatever the template closes it with."""
+    """It ends each reply with `<|im_end|>`, whatever the template closes it with."""
     with scripted() as script:
         script.replies = []  # type: ignore[attr-defined]
         script._begin = lambda recent: (script.replies.pop(0) if script.replies else "Noted.")  # type: ignore
