@@ -178,10 +178,29 @@ def test_a_reply_that_calls_tools_is_closed_as_the_template_closes_calls():
     codec, frame = framed(EACH + calls + "{{ eos_token if m.tool_calls else '<|im_end|>' }}" + PROMPT)
     state, word = FrameState(turn="assistant"), codec.encode("hi")
     end, of_calls = codec.literal("<|im_end|>"), [codec.eos_id]
-    for last, how, rest in ((word, None, end), (word, True, of_calls), ([*word, *of_calls], None, []),
-                            ([*word, *of_calls], True, []), ([*word, *end], None, []), (word, False, end)):
+    for last, how, rest in ((word, True, of_calls), (word, False, end), ([*word, *of_calls], True, []), (
+            [*word, *end], True, []), ([*word, *of_calls], False, []), ([*word, *end], False, [])):
         assert frame.close_reply(state, last, calls=how)[0] == rest
     assert not frame.unheld_ends
+
+
+def test_calls_may_be_closed_with_one_mark_less():
+    """As Command R7B, whose answers stand between two marks more."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + (c.function.arguments | tojson) }}{% endfor %}"
+    closed = "{{ ('' if m.tool_calls else eos_token) + '<|im_end|>\\n' }}"
+    codec, frame = framed(EACH + calls + closed + PROMPT, "<|im_end|>")
+    state, word = FrameState(turn="assistant"), codec.encode("hi")
+    end, newline = codec.literal("<|im_end|>\n")
+    assert frame.close_reply(state, word, calls=True)[0] == [end, newline]
+    assert frame.close_reply(state, [*word, end], calls=True)[0] == [newline]
+    assert frame.close_reply(state, word)[0] == [codec.eos_id, end, newline]
+    assert frame.close_reply(state, [*word, codec.eos_id])[0] == [end, newline]
+
+
+def test_a_mark_behind_text_ends_replies_too():
+    codec, frame = framed(EACH + "{{ ' <|im_end|>\\n' }}" + PROMPT)
+    (end,) = codec.literal("<|im_end|>")
+    assert end in frame.eos_ids and frame.unheld_ends == {codec.eos_id}
 
 
 def test_text_that_closes_a_reply_is_told_apart_from_what_opens_the_next_turn_by_its_characters():

@@ -110,7 +110,7 @@ def test_thoughts_are_told_apart_from_answers(small: list[str], tiny: Path, monk
     assert code == 0 and out.strip() == "It is 48213." and "A door." in err
     asked[asked.index(200)] = 12
     code, out, err = invoke(*asked, text="abc\n")
-    assert code == 0 and not out.strip() and "The thought was cut off at 12 tokens" in err, (out, err)
+    assert code == 0 and not out.strip() and "\nThe thought was cut off at 12 tokens" in err, (out, err)
 
 
 async def test_a_part_of_an_answer_does_not_look_like_a_whole_one(capsys):

@@ -212,9 +212,19 @@ async def test_an_end_that_the_template_does_not_write_is_not_held_when_a_copy_s
         assert ids_in(ctx).count(EOS) == 1
 
 
+async def test_an_empty_reply_is_closed_though_the_prompt_ends_as_replies_do(monkeypatch):
+    template = "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    async with tiny(template=template) as runtime, runtime.open() as ctx:
+        for text, reply in (("One.", []), ("Two.", spelled("Yes."))):
+            scripted(monkeypatch, [*reply, EOS])
+            [_ async for _ in ctx.generate(text)]
+        held = runtime.codec.decode(ids_in(ctx), skip_special=False)
+        assert held.replace("<s>", "") == "One.<|im_end|><|im_end|>Two.<|im_end|>Yes.<|im_end|>"
+
+
 async def test_a_raw_context_has_no_frame(monkeypatch):
-    async with tiny() as runtime, runtime.open(raw=True) as ctx:
-        assert ctx.memory.tokens == 0
+    async with tiny() as runtime, runtime.open() as framed, runtime.open(raw=True) as ctx:
+        assert ctx.raw and not framed.raw and ctx.memory.tokens == 0
         with pytest.raises(ConfigError, match="nothing"):
             await anext(ctx.generate())
         await ctx.feed("once upon")

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from locret_stream.conversation.probes import Probes
+from locret_stream.conversation.render import ChatTemplate
 from locret_stream.conversation.replies import Reply, response_template
+from locret_stream.text import ChatFrame, TextCodec
 from tests.conversation.templates import CALLS, CHATML, EACH, END, GEN, SAID, TEMPLATES
 from tests.conversation.test_fitting import made, system, user
 from tests.langchain.support import Script, scripted, tokenizer
@@ -99,7 +101,8 @@ def test_receipts_count_the_messages_given_whatever_was_written_between(script: 
 
 
 def test_an_empty_option_is_no_control_token():
-    _, template = made("plain")
+    codec = TextCodec(tokenizer())
+    template = ChatTemplate(tokenizer(), codec, ChatFrame(codec, tokenizer(), template="{{ identity }}" + CHATML))
     for value in ("", "a", {"b": ["c"]}):
         assert template.with_options({"identity": value}).render([system(), user()]).whole
 

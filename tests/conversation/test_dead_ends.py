@@ -131,6 +131,16 @@ def test_results_that_come_one_after_the_other_are_read_once(script: Script, tmp
         assert served.held("s").count("result 0") == served.held("s").count("result 1") == 1
 
 
+def test_what_is_told_behind_an_empty_answer_is_all_that_is_new(script: Script, tmp_path: Path):
+    with serving(tmp_path, template=TEMPLATES["unclosed"]) as served:
+        made = served.http.post("/v1/conversations", json={}).json()["id"]
+        script.replies = [""]  # type: ignore[attr-defined]
+        assert served.http.post("/v1/responses", json={"conversation": made, "input": "Hi."}).status_code == 200
+        told = served.http.post(f"/v1/conversations/{made}/items", json={"items": [
+            {"type": "message", "role": "user", "content": "The bolt is 6."}]}).json()
+        assert [item["role"] for item in told["data"]] == ["user"], told
+
+
 @pytest.mark.parametrize("name", ["in turn", "no calls", "calls"])
 def test_a_result_behind_one_that_was_told_by_itself(name: str, script: Script, tmp_path: Path):
     items: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "Where are they?"}]

@@ -204,7 +204,7 @@ def test_however_the_text_is_cut_the_parts_are_the_same(name: str, cuts: list[in
 LOOK, WAIT = (f'{{"name": "{name}", "parameters": {given}}}' for name, given in (("look", AT), ("wait", NONE)))
 
 
-@pytest.mark.parametrize("text", ["", "Let me look."])
+@pytest.mark.parametrize("text", ["", "Let me look.", "Sure.", "Okay", "print(x) is it", "{braces} are"])
 def test_calls_behind_marks_that_hold_what_the_answer_says(text: str):
     """As Llama 4's template writes them."""
     for cuts in ((), range(400)):
@@ -237,6 +237,15 @@ def test_of_what_the_prompt_wrote_of_a_reply_nothing_is_shown(written: str, text
     for cuts in ((), range(len(written))):
         found, _ = read(written, RECIPIENTS + "<tool_call>", prompt=TO, cuts=cuts)
         assert (found.text, called(found)) == (text, BOTH[:calls])
+
+
+@pytest.mark.parametrize(("shown", "prompt", "text", "said"), [
+    ("<think>", f"{PROMPT}<think>\n", f'Hm.</think><tool_call>{LOOK}</tool_call><think>\nis a mark.', "is a mark."),
+    ("<|START_RESPONSE|><|START_ACTION|>", f"{PROMPT}<|START_RESPONSE|>",
+     "<|START_ACTION|><|END_ACTION|><|START_RESPONSE|>a b", "a b")])
+def test_of_what_the_model_wrote_nothing_is_taken_for_the_prompts(shown: str, prompt: str, text: str, said: str):
+    found = [read(text, shown, prompt=prompt, cuts=cuts)[0] for cuts in ((), range(len(text)), range(0, len(text), 7))]
+    assert len({(each.text, each.reasoning) for each in found}) == 1 and found[0].text.endswith(said)
 
 
 def letters(text: str) -> str:

@@ -161,6 +161,36 @@ def test_no_option_can_hold_a_control_token_or_a_name_of_the_template_s_own(swit
         assert found["status"] == (400 if "enable_thinking" in kwargs else 200)
 
 
+def test_what_is_told_goes_on_with_the_options_with_which_a_session_began(script: Script, tmp_path: Path):
+    with serving(tmp_path, template=EFFORT) as served:
+        asked(served, reasoning_effort="high")
+        assert served.http.post("/v1/sessions/s/ingest", content=b"The code is 5.\n").status_code == 200
+        made = served.http.post("/v1/conversations", json={}).json()["id"]
+        effort = {"reasoning": {"effort": "high"}}
+        served.http.post("/v1/responses", json={"conversation": made, "input": "Why?", **effort})
+        told = served.http.post(f"/v1/conversations/{made}/items", json={"items": [
+            {"type": "message", "role": "user", "content": "The bolt is 6."}]})
+        assert told.status_code == 200, told.text
+        for session in ("s", made):
+            held = served.held(session)
+            found = served.http.post("/v1/responses", json={"conversation": session, "input": "What is it?", **effort})
+            assert found.status_code == 200 and "late" not in found.json()["locret"], found.text
+            assert served.held(session).startswith(held) and served.held(session).count("Reasoning:") == 1
+
+
+def test_a_switch_is_free_beside_an_effort_that_is_not(script: Script, tmp_path: Path):
+    both = EFFORT.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", PROMPT)
+    with serving(tmp_path, template=both) as served:
+        history: list[Any] = []
+        for thinks in (True, False, True):
+            found = asked(served, history=history, chat_template_kwargs={
+                "reasoning_effort": "high", "enable_thinking": thinks})
+            assert found["status"] == 200 and found["locret"]["source"] == ("live" if history else "new")
+            history += [{"role": "user", "content": "Why?"}, found["choices"][0]["message"]]
+        other = asked(served, history=history, chat_template_kwargs={"reasoning_effort": "low"})
+        assert other["status"] == 400
+
+
 async def test_a_wrong_name_of_an_option_is_refused_where_a_runtime_is_made():
     for template, name, expected in ((SWITCH, "enable_thinkin", "expected enable_thinking"),
                                      (TURNS + "{{ eos_token }}", "enable_thinking", "it has no options"),
