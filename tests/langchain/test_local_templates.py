@@ -168,7 +168,8 @@ def test_a_system_text_stays_in_the_first_message_of_a_user(refused: bool):
 
 
 def test_of_other_templates_all_is_rendered():
-    for written, options in ((tiny_tokenizers.TEMPLATES["qwen3"], {}), (tiny_tokenizers.CHATML + "{{ x }}", {"x": ["kept"]})):
+    for written, options in ((tiny_tokenizers.TEMPLATES["qwen3"], {}),
+                             (tiny_tokenizers.CHATML + "{{ x }}", {"x": ["kept"]})):
         template = made(written, **options)
         said = conversation(random.Random(0), 12, calls=False)
         assert template.last_of(said, 11) is said
