@@ -135,7 +135,6 @@ class Spoken:
             self._end_thought()
             self._line.add(said)
 
-
     def _end_thought(self) -> None:
         if self._thinking:
             err.print()

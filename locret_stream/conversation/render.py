@@ -101,7 +101,7 @@ class ChatTemplate:
                        if len(text) > 1 and not _WORD.match(text) and self._harmless(text)]
         self.closing = codec.decode(frames.close_reply(FrameState(turn="assistant"), [])[0], skip_special=False)
         # What is proved of a template holds where transformers itself renders it, with variables that cannot change.
-        plain = type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base" and all(
+        plain = self._template.by_transformers and all(
             isinstance(value, (str, int, float, type(None))) for value in self._template.options.values())
         written = frames.template or tokenizer.chat_template
         self._ahead = messages_ahead(written) if plain and isinstance(written, str) else None

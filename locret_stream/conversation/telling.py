@@ -48,7 +48,8 @@ async def tell(threads: Threads, request: Request) -> list[Item]:
         before = reached.base.tokens if reached.base is not None else 0
         # By number: what was held may end with an answer without text, whose place is where these begin.
         told = sum(before + place.end <= boundary.tokens for place in reached.placing.places)
-        new = [place for place in unpacked(boundary.places)[-told or None:] if place.start >= before]
+        held = unpacked(boundary.places)
+        new = [place for place in held[max(0, len(held) - told):] if place.start >= before]
         assert thread.session is not None
         return await read_log_at(threads, thread.session, thread.snapshots[boundary.key][0],
                                  partial(shown, threads, new))

@@ -42,11 +42,15 @@ class Template:
 
     def __init__(self, tokenizer: Any, given: str | None = None, options: Mapping[str, Any] | None = None):
         self.tokenizer, self.given, self.options = tokenizer, given, dict(options or {})
-        # A tokenizer that renders in a way of its own may know others.
-        stock = type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base"
-        if stock and (unknown := [*self.options.keys() - self.variables]):
+        if self.by_transformers and (unknown := [*self.options.keys() - self.variables]):
             raise ConfigError(f"the chat template has no option {', '.join(map(repr, sorted(unknown)))}; expected "
                               f"{', '.join(sorted(self.variables)) or 'none: it has no options'}")
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers itself renders it. A tokenizer that does so in a way of its own may know other options.
+        """
+        return type(self.tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base"
 
     @cached_property
     def source(self) -> str:

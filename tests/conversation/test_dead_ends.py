@@ -11,22 +11,13 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 
 from tests.conversation.templates import TEMPLATES
-from tests.langchain.support import Script, model, runtime, scripted, thread
+from tests.langchain.support import Script, model, runtime, thread
 from tests.serving.support import Served, serving
 
 TOOL = {"type": "function", "function": {
     "name": "look", "description": "Look a thing up.", "parameters": {
         "type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}}}
 SPARE = 64  # tokens that a template may write around what is new
-
-
-@pytest.fixture
-def script() -> Iterator[Script]:
-    """It says what it was given to say, in order."""
-    with scripted() as script:
-        script.replies = []  # type: ignore[attr-defined]
-        script._begin = lambda recent: (script.replies.pop(0) if script.replies else "Noted.")  # type: ignore
-        yield script
 
 
 @pytest.fixture(params=TEMPLATES)

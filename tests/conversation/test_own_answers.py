@@ -4,7 +4,6 @@ it begins an answer with a space or without."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,13 @@ import pytest
 
 from tests.conversation.templates import TEMPLATES
 from tests.conversation.test_dead_ends import TOOL, chat, said, user
-from tests.langchain.support import Script, scripted, tokenizer
+from tests.langchain.support import Script, tokenizer
 from tests.serving.support import serving
 
 # What the model wrote of a thought stays in its memory, and a system text that is told late stands where it came.
 CHATS = [name for name in TEMPLATES if name not in ("opened thought", "reminder", "named results")]
 LOOPS = ["calls", "one call", "first call", "named results"]
 CALL = {"name": "look", "arguments": {"at": "the shed"}}
-
-
-@pytest.fixture
-def script() -> Iterator[Script]:
-    """It ends each reply with `<|im_end|>`, whatever the template closes it with."""
-    with scripted() as script:
-        script.replies = []  # type: ignore[attr-defined]
-        script._begin = lambda recent: (script.replies.pop(0) if script.replies else "Noted.")  # type: ignore
-        yield script
 
 
 def stock(name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
