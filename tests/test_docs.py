@@ -21,6 +21,7 @@ import locret_stream
 from locret_stream.cli import app
 from locret_stream.named_models import smollm2
 from locret_stream.policies import POLICIES
+from tests.langchain.templates import QWEN
 from tests.processes import run, run_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,16 +75,17 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages take for granted: texts, logs, conversations, a model without heads."""
+    """A folder with what the pages take for granted: texts, logs, conversations, models without heads."""
     for name in ("notes.txt", "big.txt", "service.log", "today.log"):
         (tmp_path / name).write_text(FACTS)
     pairs = [{"prompt": f"The door code of falcon is {code}. What is the door code of falcon?", "answer": f"{code}."}
              for code in range(48213, 48217)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    for name in ("llama", "Llama-3.1-8B-Instruct"):
+    for name in ("llama", "Llama-3.1-8B-Instruct", "qwen3"):
         shutil.copytree(BUNDLED, tmp_path / name, ignore=shutil.ignore_patterns("heads.*"))
         config = json.loads((BUNDLED / "config.json").read_text())
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    (tmp_path / "qwen3" / "chat_template.jinja").write_text(QWEN)
     monkeypatch.setenv("LOCRET_STORE", str(tmp_path / "store"))
     monkeypatch.delenv("LOCRET_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
