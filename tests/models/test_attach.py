@@ -150,6 +150,52 @@ def test_rounding_is_no_reason_to_refuse_what_is_shipped(folder, dtype):
     assert 0 < self_test(model, Attachment(model, "auto")) < 0.05
 
 
+@pytest.fixture
+def amplifying() -> tf.PreTrainedModel:
+    """Deep, with sharp attention: its layers amplify each other's rounding, as SmolLM2's do."""
+    model = make("llama", seed=5, config=tf.LlamaConfig(**BASE | {"num_hidden_layers": 24}))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 15
+    return model
+
+
+class _LastInputFirst(nn.Linear):
+    """The same product, summed in another order."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input.flip(-1), self.weight.flip(-1), self.bias)
+
+
+def _in_another_order(model: tf.PreTrainedModel) -> Attachment:
+    attachment = Attachment(model, "auto")
+    for layer in attachment.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                vars(module).pop("forward", None)
+                module.__class__ = _LastInputFirst
+    return attachment
+
+
+def test_rounding_that_layers_amplify_is_no_reason_to_refuse(amplifying):
+    """SmolLM2 was refused on a processor on which oneDNN sums in another order: 2.02e-5."""
+    assert 2e-5 < self_test(amplifying, _in_another_order(amplifying)) < 1e-3
+
+
+@pytest.mark.parametrize("layer", [0, 23])
+def test_a_small_mistake_in_a_model_that_amplifies_is_refused(amplifying, layer):
+    attachment = _in_another_order(amplifying)
+    attachment.layers[layer].self_attn.scaling *= 1.0003
+    with pytest.raises(UnsupportedModel, match=r"differ from the stock model's by .*; expected at most 2e-05"):
+        self_test(amplifying, attachment)
+
+
+def test_a_difference_between_the_layers_is_refused_though_each_layer_is_right(amplifying):
+    attachment = Attachment(amplifying, "auto")
+    attachment._decoder.embed_tokens = nn.Embedding.from_pretrained(amplifying.model.embed_tokens.weight.data.flip(-1))
+    with pytest.raises(UnsupportedModel, match="differ from the stock model's by"):
+        self_test(amplifying, attachment)
+
+
 @pytest.mark.parametrize("what", [nn.Linear(2, 2), "meta-llama/Llama-3.1-8B-Instruct", None, 5])
 def test_refuses_what_is_no_model(what):
     with pytest.raises(UnsupportedModel, match=rf"found {type(what).__name__}; expected a transformers causal LM"):
