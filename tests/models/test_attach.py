@@ -196,6 +196,19 @@ def test_a_difference_between_the_layers_is_refused_though_each_layer_is_right(a
         self_test(amplifying, attachment)
 
 
+def test_a_mistake_in_the_head_of_a_model_that_amplifies_is_refused(amplifying):
+    attachment = _in_another_order(amplifying)
+    attachment._head = nn.Linear(64, 401, bias=False)
+    attachment._head.weight.data = amplifying.lm_head.weight.data * 1.0003
+    with pytest.raises(UnsupportedModel, match="differ from the stock model's by"):
+        self_test(amplifying, attachment)
+
+
+def test_in_bf16_rounding_that_layers_amplify_cannot_be_told_from_a_mistake(amplifying):
+    with pytest.raises(UnsupportedModel, match="load it in float32 to rule rounding out"):
+        attach(amplifying.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("what", [nn.Linear(2, 2), "meta-llama/Llama-3.1-8B-Instruct", None, 5])
 def test_refuses_what_is_no_model(what):
     with pytest.raises(UnsupportedModel, match=rf"found {type(what).__name__}; expected a transformers causal LM"):
