@@ -403,7 +403,7 @@ class StreamingContext:
         session = self._stored_session("fenced")
         async with session.frozen():
             try:
-                await saving.storing(self._services, session.stored_branch.expect_newest)
+                await saving.storing(self._services, session.stored_branch.expect_recorded)
             except StaleOwner:
                 return True
         return False

@@ -4,7 +4,9 @@ builds on."""
 from __future__ import annotations
 
 import builtins
+import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +22,15 @@ from torch import Tensor
 from locret_stream.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotNotFound, StaleOwner, StoreError
 from locret_stream.snapshot.claims import is_taken
 from locret_stream.snapshot.encryption import MissingKey
+from locret_stream.snapshot.files import Files
 from locret_stream.snapshot.format import LogRef, Manifest, PageRef, tensors
 from locret_stream.snapshot.identity import Expected, Identity, expect_same
-from locret_stream.snapshot.log import Refocus, Spool, StoredLog, read_log, read_stored_log
+from locret_stream.snapshot.log import Part, Refocus, Spool, StoredLog, read_log, read_stored_log
+from locret_stream.snapshot.names import hashed, readable_record
 from locret_stream.snapshot.pages import Assembly, Geometry, PageIndex, read_page, unpack_masks
 from locret_stream.snapshot.session_folder import SessionFolder
+
+RECORD_S = 60.0  # where reading is a request, a record that this owner saw or wrote is not read again for so long
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +86,7 @@ class Branch:
         keeps_log: whether the session has a log.
         head: the highest generation that this owner has seen; its next save is number head + 1, or `StaleOwner`.
         newest: digest of the snapshot of that number, "" if there was none or it could not be read.
+        version: of that snapshot's manifest, where this owner wrote it and the place says (`Files.version`).
         parent: digest of the manifest that the live context grew out of.
         base: branch, generation and digest of the snapshot that names `pages` and `log`, None if there is none.
         tried: digest of a manifest whose writing failed, "" for none. It may be stored all the same: the answer of the
@@ -87,17 +94,23 @@ class Branch:
         pages, log: what the next save takes over from that snapshot.
         spool: ids that were committed since the last save, None for a session without a log.
         focuses: the focuses that were given since the last save.
+        recorded_at: when this owner last saw or wrote the record of the name, by `time.monotonic`.
+        recent: small parts of `log` that this owner wrote, by name, which later saves put together with their own.
+        looked: the folder as it was after the last save, for the pruning that follows; None where looks cost nothing.
     """
 
     def __init__(self, session_folder: SessionFolder, session: str, name: str, *, log: bool):
         self.session_folder, self.session, self.name, self.keeps_log = session_folder, session, name, log
-        self.head, self.newest, self.parent = 0, "", ""
+        self.head, self.newest, self.version, self.parent = 0, "", "", ""
         self.base: tuple[str, int, str] | None = None
         self.tried = ""
         self.pages: tuple[PageIndex, ...] = ()
         self.log: tuple[LogRef, ...] = ()
         self.spool: Spool | None = None
         self.focuses: list[Refocus] = []
+        self.recorded_at = -math.inf
+        self.recent: dict[str, Part] = {}
+        self.looked: Files | None = None
         with _registering:
             _branches.add(self)
 
@@ -122,20 +135,22 @@ class Branch:
         """
         while True:
             self.session_folder.key.refresh()
-            generations, highest = self.session_folder.generations(self.name)
-            if not generations:
-                raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.session_folder.files.url}")
-            self.session_folder.key.expect_no_plaintext()  # now, rather than at a save after a day of reading
-            number = generations[-1] if generation is None else generation
-            if number not in generations:
-                raise SnapshotNotFound(f"there is no snapshot {number} of {self.name!r}; expected one of {generations}:"
-                                       " `Store(keep_last=...)` says how many stay")
+            number = generation
             try:
-                restored, pages, digest = self._read(self.name, number, identity, geometry, capacity)
-                break
+                with self.session_folder.looking():
+                    generations, highest = self.session_folder.generations(self.name)
+                    if not generations:
+                        raise SnapshotNotFound(f"{self.name!r} has no snapshot in {self.session_folder.files.url}")
+                    self.session_folder.key.expect_no_plaintext()  # now, rather than at a save after a day of reading
+                    number = generations[-1] if generation is None else generation
+                    if number not in generations:
+                        raise SnapshotNotFound(f"there is no snapshot {number} of {self.name!r}; expected one of "
+                                               f"{generations}: `Store(keep_last=...)` says how many stay")
+                    restored, pages, digest = self._read(self.name, number, identity, geometry, capacity)
+                    break
             except SnapshotError:
                 # No lock excludes collectors while this reads. If one deleted the snapshot, there is a newer one.
-                if generation is not None or number in self.session_folder.generations(self.name)[0]:
+                if number is None or generation is not None or number in self.session_folder.generations(self.name)[0]:
                     raise
         log, next_focus = restored.manifest.log, restored.tensors.get("next_focus")
         if next_focus is not None and (next_focus.dtype != torch.int64 or next_focus.dim() != 1 or not len(next_focus)):
@@ -172,7 +187,7 @@ class Branch:
         self.session_folder.key.refresh()
         assert self.base is not None, "nothing was saved or loaded"
         name, number, digest = self.base
-        with suppress(SnapshotNotFound):
+        with suppress(SnapshotNotFound), self.session_folder.looking():
             restored, _, stored_digest = self._read(name, number, identity, geometry, capacity)
             if stored_digest == digest:
                 return restored
@@ -248,7 +263,8 @@ class Branch:
         Raises:
             StaleOwner: another owner has. StoreError: the store cannot be read, so that this is unknown.
         """
-        generations, highest = self.session_folder.generations(self.name)
+        look = self.session_folder.present_generations if self.knows_record else self.session_folder.generations_of
+        generations, highest = look(hashed(self.name))
         if self.tried and highest == self.head + 1 and self.digest(highest) == self.tried:
             self.head, self.newest, self.parent, self.tried = highest, self.tried, self.tried, ""
         if highest != self.head:
@@ -257,10 +273,30 @@ class Branch:
                              " save under a new name, or open it again")
         return generations
 
+    def expect_recorded(self) -> None:
+        """As `expect_newest`, by the record of the name alone where that says enough: every save that was acknowledged
+        wrote it, unless the place failed just then, and forgetting a session begins with it."""
+        record = readable_record(self.session_folder.files, hashed(self.name))
+        if record is None or (record.folder, record.newest) != (self.session_folder.folder, self.head):
+            self.expect_newest()
+        else:
+            self.recorded_at = time.monotonic()
+
+    @property
+    def knows_record(self) -> bool:
+        """Whether the record of the name need not be read, inside a look at the folder: the newest snapshot in it is as
+        this owner wrote it, and so was the record a moment ago. A record says more than the folder only where another
+        owner's snapshot got lost since."""
+        version = self.session_folder.version(self.name, self.head) if self.head else ""
+        return bool(version) and version == self.version and time.monotonic() - self.recorded_at < RECORD_S
+
     def expect_same_session(self, generations: Sequence[int]) -> None:
         """Raises StaleOwner if the session was forgotten and begun anew: its generations count from 1 again, so that
         `expect_newest` may let this owner pass."""
-        if self.head in generations and self.newest and self.digest(self.head) not in (self.newest, None):
+        if self.head not in generations or not self.newest:
+            return
+        version = self.session_folder.version(self.name, self.head)
+        if (not version or version != self.version) and self.digest(self.head) not in (self.newest, None):
             raise StaleOwner(f"{self.name!r} was forgotten since it was opened here, and begun anew by another. "
                              "Nothing was written; expected one owner: save under a new name, or open it again")
 

@@ -55,19 +55,22 @@ def is_taken(session_folder: SessionFolder, branch: str) -> bool:
         fork_target(files, folder) is not None or has_snapshots(files, folder, folder[2:]))
 
 
-def claim(session_folder: SessionFolder, branch: str) -> None:
+def claim(session_folder: SessionFolder, branch: str, *, recorded: bool = False) -> None:
     """Before a save: make the branch's name lead to this folder, durably, and make sure that it leads nowhere else.
 
     A session and a fork of the same name may begin at the same moment, in folders that share no lock. So a fork writes
     its alias first and looks for the session then, and the session saves first and looks for the alias then
     (`expect_claim`). At least one of them sees the other.
 
+    Args:
+        recorded: whether the record of the name is known to lead to this folder.
+
     Raises:
         StaleOwner: the name belongs to another session or fork by now. StoreError.
     """
     files, own_folder, folder = session_folder.files, session_folder.folder, folder_of(branch)
     if folder == own_folder:
-        if fork_target(files, folder) is not None:
+        if (not recorded or read_alias(files, folder) is not None) and fork_target(files, folder) is not None:
             raise _name_lost(branch)
         return
     written = False

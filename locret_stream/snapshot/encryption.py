@@ -80,17 +80,18 @@ class SessionKey:
     """
 
     def __init__(self, files: Files, folder: str, user_key: bytes | None, has_snapshots: Callable[[], bool]):
-        self._files, self._folder = files, folder
+        self.files, self._folder = files, folder
         self.user_key, self._has_snapshots = user_key, has_snapshots
         self._data_key: bytes | None = None
         self._wrapped = self._durable = b""  # the stored form of the data key, and the last one that is surely durable
+        self._read = "", b""  # the file of the key as it was read, and its version
         self._plain = False  # whether the session is surely stored without encryption
         self._lock = threading.RLock()
 
     @property
     def encrypted(self) -> bool:
         """Whether the session has a data key."""
-        return not self._plain and (self._data_key is not None or "key" in self._files.sizes(self._folder))
+        return not self._plain and (self._data_key is not None or "key" in self.files.sizes(self._folder))
 
     @property
     def will_encrypt(self) -> bool:
@@ -100,9 +101,17 @@ class SessionKey:
     @property
     def unchanged(self) -> bool:
         """Whether the folder still has the key that was used here, or still has none."""
-        if "key" not in self._files.sizes(self._folder):
+        if "key" not in self.files.sizes(self._folder):
             return self._data_key is None
-        return bytes(self._files.read(f"{self._folder}/key", 1024)) == self._wrapped
+        return self._stored_form() == self._wrapped
+
+    def _stored_form(self) -> bytes:
+        """The key's file, which is read again only where it may have changed."""
+        path = f"{self._folder}/key"
+        version = self.files.version(path)
+        if not version or self._read[0] != version:
+            self._read = version, bytes(self.files.read(path, 1024))
+        return self._read[1]
 
     def refresh(self) -> None:
         """Forget what was read: the session may have been forgotten and begun anew, with another key or none."""
@@ -126,10 +135,10 @@ class SessionKey:
 
     def _get(self, make: bool) -> bytes | None:
         with self._lock:
-            if self._data_key is None:
+            if self._data_key is None and (self.user_key is not None or not self._plain):
                 self._find(make)
             if make and self._data_key is not None and self._wrapped != self._durable:
-                self._files.sync_folder(self._folder)  # the process that wrote the key may have died before its sync
+                self.files.sync_folder(self._folder)  # the process that wrote the key may have died before its sync
                 self._durable = self._wrapped
             return self._data_key
 
@@ -137,14 +146,14 @@ class SessionKey:
         if self.encrypted:
             if self.user_key is None:
                 raise MissingKey(f"{self._folder} is encrypted; expected the store's key (`key=...`, or LOCRET_KEY)")
-            wrapped = bytes(self._files.read(f"{self._folder}/key", 1024))
+            wrapped = self._stored_form()
             self._data_key, self._wrapped = unwrap(wrapped, self.user_key, self._folder), wrapped
         elif self.user_key is not None and make:
             self.expect_no_plaintext()
             data_key = new_data_key()
             wrapped = wrap(data_key, self.user_key, self._folder)
             try:
-                self._files.write(f"{self._folder}/key", [wrapped], exclusive=True)
+                self.files.write(f"{self._folder}/key", [wrapped], exclusive=True)
             except Exists:  # another process began the same session at this moment
                 self._find(make)
             else:

@@ -41,6 +41,17 @@ class Files(Protocol):
         """The first `count` bytes of a file, or all of a shorter one. Raises as `read`."""
         ...
 
+    def looking(self, folder: str) -> Files:
+        """These files, for a few looks at a folder that may all be of this moment: where every look is a request, one
+        listing answers them. Elsewhere the files themselves. Small files elsewhere that were written by what another
+        call gave, and not since, are known to what it gives."""
+        ...
+
+    def version(self, path: str) -> str:
+        """What is another text after every write of other bytes to a file, without reading it; "" where the place, or
+        the listing, does not say."""
+        ...
+
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
         """Write the parts one after another as one file, durable on return; an existing file is replaced atomically.
 

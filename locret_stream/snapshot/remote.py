@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from locret_stream.errors import LocretError, SnapshotCorrupt, SnapshotNotFound, StoreError
-from locret_stream.snapshot.files import TEMPORARY, Exists
+from locret_stream.snapshot.files import TEMPORARY, Exists, Files
 from locret_stream.snapshot.format import Buffer
+from locret_stream.snapshot.listed import Listed
 
 
 class RemoteFiles:
@@ -62,23 +63,75 @@ class RemoteFiles:
             raise self._unfenced()
 
     def read(self, path: str, most: int) -> memoryview:
-        with self._reading(path) as size:
-            if size > most:
-                raise SnapshotCorrupt(f"{self.url}/{path} has {size} bytes; expected at most {most}")
-            return memoryview(bytearray(self.fs.cat_file(self._path(path))))
+        data = self._read(path, most + 1)
+        if len(data) > most:
+            with self._reported(path):
+                size = self.fs.info(self._path(path))["size"]
+            raise SnapshotCorrupt(f"{self.url}/{path} has {size} bytes; expected at most {most}")
+        return memoryview(bytearray(data))
 
     def head(self, path: str, count: int) -> bytes:
-        with self._reading(path) as size:  # an empty file has no range
-            return bytes(self.fs.cat_file(self._path(path), start=0, end=min(count, size))) if size else b""
+        return self._read(path, count)
+
+    def _read(self, path: str, most: int) -> bytes:
+        """A file's first `most` bytes: one request, where there is such a file and anything in it."""
+        with self._reported(path):
+            try:
+                return bytes(self.fs.cat_file(self._path(path), start=0, end=most))
+            except Exception as error:  # an empty file has no range, and a folder cannot be read
+                if not self._size_of_unread(path, error):
+                    return b""
+                if not isinstance(error, FileNotFoundError):
+                    raise
+                return bytes(self.fs.cat_file(self._path(path), start=0, end=most))  # it was written at this moment
+
+    def _size_of_unread(self, path: str, error: Exception) -> int:
+        """Bytes of a file that could not be read. Raises SnapshotNotFound: there is none; SnapshotCorrupt: it is a
+        folder; `error`, where the place does not say."""
+        try:
+            self.fs.invalidate_cache()  # a cached listing shows nothing of other owners
+            entry = self.fs.info(self._path(path))
+        except FileNotFoundError:
+            raise SnapshotNotFound(f"no {path} in {self.url}") from None
+        except Exception:
+            raise error from None
+        if entry["type"] != "file":
+            raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read")
+        size: int = entry["size"]
+        return size
+
+    def looking(self, folder: str) -> Files:
+        return Listed(self, folder, self.everything_in)
+
+    def everything_in(self, folder: str) -> list[tuple[str, int, str]]:
+        """Path, size and version of every file in a folder and in those inside it: one request for a thousand files."""
+        with self._reported(folder):
+            self.fs.invalidate_cache()
+            try:
+                entries = self.fs.find(self._path(folder), detail=True).values()
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        place = self._path(folder)
+        start = place.strip("/") + "/"
+        found = ((entry["name"].strip("/"), entry) for entry in entries if entry["type"] == "file")
+        return [(f"{folder}/{name.removeprefix(start)}", entry["size"], _version(entry)) for name, entry in found
+                if name.startswith(start)]
+
+    def version(self, path: str) -> str:
+        return ""
 
     def write(self, path: str, parts: Iterable[Buffer], *, exclusive: bool = False) -> None:
         with self._reported(path):
             target = self._path(path)
             if exclusive:
                 self._expect_refusal()
-            self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            data, mode = b"".join(parts), "create" if exclusive else "overwrite"
             try:
-                self.fs.pipe_file(target, b"".join(parts), mode="create" if exclusive else "overwrite")
+                try:
+                    self.fs.pipe_file(target, data, mode=mode)
+                except FileNotFoundError:  # a place of real folders; asking an object store for one is a request more
+                    self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+                    self.fs.pipe_file(target, data, mode=mode)
             except FileExistsError:
                 if not exclusive:
                     raise
@@ -142,19 +195,6 @@ class RemoteFiles:
                        if entry["name"].strip("/") != place.strip("/")), key=lambda item: item[0])
 
     @contextlib.contextmanager
-    def _reading(self, path: str) -> Iterator[int]:
-        """The size of a file that exists."""
-        with self._reported(path):
-            try:
-                self.fs.invalidate_cache()  # a cached listing shows nothing of other owners
-                entry = self.fs.info(self._path(path))
-                if entry["type"] != "file":
-                    raise SnapshotCorrupt(f"{self.url}/{path} is a folder; it is not read")
-                yield entry["size"]
-            except FileNotFoundError:
-                raise SnapshotNotFound(f"no {path} in {self.url}") from None
-
-    @contextlib.contextmanager
     def _reported(self, path: str) -> Iterator[None]:
         """Turn whatever a third party raises into StoreError: botocore's and aiohttp's errors are no OSErrors."""
         try:
@@ -163,3 +203,8 @@ class RemoteFiles:
             raise
         except Exception as error:
             raise StoreError(f"{self.url}/{path}: {error or type(error).__name__}; nothing was acknowledged") from error
+
+
+def _version(entry: dict[str, Any]) -> str:
+    """What an object store says of an object that is another text after every write: S3's, Azure's and Google's."""
+    return str(entry.get("ETag") or entry.get("etag") or "")

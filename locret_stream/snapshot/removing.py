@@ -33,7 +33,7 @@ from locret_stream.snapshot.names import (
     sweep_records,
     write_alias,
 )
-from locret_stream.snapshot.session_folder import SessionFolder
+from locret_stream.snapshot.session_folder import SessionFolder, named_by
 
 HEAD_BYTES = 64  # no two manifests share their first bytes: the digest of the header, or the salt of its encryption
 GRACE_S = 3600.0  # where a place has no locks, younger files are never collected: a save may be about to name them
@@ -84,6 +84,11 @@ def collect(session_folder: SessionFolder, grace_s: float, *, after_a_save: bool
     Raises:
         SnapshotCorrupt, SnapshotTooNew: a manifest cannot be read; nothing was deleted.
     """
+    with session_folder.looking():
+        return _collect(session_folder, grace_s, after_a_save)
+
+
+def _collect(session_folder: SessionFolder, grace_s: float, after_a_save: bool) -> Collected:
     named = named_files(session_folder) | log_of_owners(session_folder, all_of_them=after_a_save)
     files, folder = session_folder.files, session_folder.folder
     removed, size = [], 0
@@ -116,15 +121,16 @@ def stored_bytes(session_folder: SessionFolder) -> int:
 def named_files(session_folder: SessionFolder) -> set[str]:
     """Paths inside the session of the pages and log parts that its manifests name.
 
-    A manifest is read once and then recognised by its first bytes. Its path does not identify it: where no lock
-    excludes collectors, a save that fails gives its generation back, and another manifest gets its path.
+    A manifest is read once and then recognised by its version, or its first bytes. Its path does not identify it: where
+    no lock excludes collectors, a save that fails gives its generation back, and another manifest gets its path.
     """
     needs = {}
     for path, _ in session_folder.manifests():
-        key = path, b""
+        whole = f"{session_folder.folder}/{path}"
+        key = path, session_folder.files.version(whole).encode()
         try:
             with suppress(SnapshotNotFound):  # reading it below says whether it was deleted or lost
-                key = path, session_folder.files.head(f"{session_folder.folder}/{path}", HEAD_BYTES)
+                key = key if key[1] else (path, session_folder.files.head(whole, HEAD_BYTES))
             needs[key] = session_folder.needs.get(key) or files_named_by(session_folder, path)
         except SnapshotNotFound:  # it was deleted at this moment
             continue
@@ -137,9 +143,7 @@ def named_files(session_folder: SessionFolder) -> set[str]:
 
 def files_named_by(session_folder: SessionFolder, path: str) -> frozenset[str]:
     """As `named_files`, for one manifest. Raises as `manifest_at`."""
-    manifest = session_folder.manifest_at(path)[0]
-    return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
-                      *(f"log/{ref.name}" for ref in manifest.log or ())])
+    return named_by(session_folder.manifest_at(path)[0])
 
 
 def forget(files: Files, name: str) -> list[str]:

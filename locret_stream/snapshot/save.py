@@ -3,7 +3,8 @@
 A save first asks whether any other owner has saved meanwhile. Then it writes pages and a log part, each durable before
 anything names them, claims the branch's name, and last creates the manifest exclusively under the next generation. A
 crash anywhere before that leaves the snapshot before it as the newest; files that no manifest names are deleted by the
-next collection. The record of the name follows, so that the loss of an acknowledged snapshot is noticed.
+next collection. The record of the name follows, so that the loss of an acknowledged snapshot is noticed. Where others
+cannot be held off, the folder is looked at once more before the save is acknowledged.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.log import Part, Refocus, absorbed, read_log, read_part, write_part
 from locret_stream.snapshot.names import hashed
 from locret_stream.snapshot.pages import PAGE_BYTES, Geometry, LayerUnits, PageIndex, Plan, pack_masks, plan, write_page
-from locret_stream.snapshot.session_folder import MANIFEST_LIMIT
+from locret_stream.snapshot.session_folder import MANIFEST_LIMIT, named_by
 
 NO_FRAME = Frame()
 _log = logging.getLogger(__name__)
+RECENT_IDS = 16_384  # where reading is a request, a part of the log of up to so many ids is kept in memory as well
 WRITERS = 2  # pages that are written at the same time: the disk syncs one while the next is copied to the page cache
 
 
@@ -81,30 +83,37 @@ class Save:
 
     def __enter__(self) -> Save:
         branch, session_folder = self.branch, self.branch.session_folder
-        branch.expect_newest()  # before the lock, which would create the folder of a forgotten session again
+        if session_folder.files.locks:
+            branch.expect_newest()  # before the lock, which would create the folder of a forgotten session again
         self._locked = self._stack.enter_context(session_folder.files.lock(session_folder.folder, shared=True))
         try:
             session_folder.key.refresh()
-            generations = branch.expect_newest()
-            branch.expect_same_session(generations)
-            # The snapshot that this save builds on may have been deleted since, by another owner or after a rewind.
-            # Without a lock, a collector may then delete its files at any moment, so none of them is taken over.
-            reusable = self._locked or branch.base is None or branch.base[1] in (
-                generations if branch.base[0] == branch.name else session_folder.generations(branch.base[0])[0])
-            self._base = branch.base if reusable else None
-            pages = [*branch.pages] if reusable else []
-            stored = session_folder.stored("pages", [page.ref for page in pages])
-            self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
-                                   self.moment.seen, self.geometry, self.page_bytes)
-            if branch.spool is not None and not self._takes_over_log(reusable):
-                _log.warning("parts of the log of %r do not exist any more, or cannot be read: the session goes on "
-                             "without a log, and cannot be rebuilt", branch.name)
-                branch.close()
-                branch.log = ()
+            with session_folder.looking() as self._looked:
+                self._prepare()
         except BaseException:
             self._stack.close()
             raise
         return self
+
+    def _prepare(self) -> None:
+        branch, session_folder = self.branch, self.branch.session_folder
+        generations = branch.expect_newest()
+        branch.expect_same_session(generations)
+        session_folder.key.for_reading()  # so that a page does not have to look whether there is a key
+        # The snapshot that this save builds on may have been deleted since, by another owner or after a rewind.
+        # Without a lock, a collector may then delete its files at any moment, so none of them is taken over.
+        reusable = self._locked or branch.base is None or branch.base[1] in (
+            generations if branch.base[0] == branch.name else session_folder.generations(branch.base[0])[0])
+        self._base = branch.base if reusable else None
+        pages = [*branch.pages] if reusable else []
+        stored = session_folder.stored("pages", [page.ref for page in pages])
+        self.plan: Plan = plan([page for page in pages if page.ref.name in stored], self.moment.positions,
+                               self.moment.seen, self.geometry, self.page_bytes)
+        if branch.spool is not None and not self._takes_over_log(reusable):
+            _log.warning("parts of the log of %r do not exist any more, or cannot be read: the session goes on "
+                         "without a log, and cannot be rebuilt", branch.name)
+            branch.close()
+            branch.log = ()
 
     def _takes_over_log(self, reusable: bool) -> bool:
         """Whether the log goes on: its parts are there, or, where they may be deleted at any moment, could be read."""
@@ -177,10 +186,13 @@ class Save:
         return describe(manifest, total(parts), branch.session_folder.key.encrypted, self.written)
 
     def _publish(self, manifest: Manifest, parts: Sequence[Buffer], digest: str) -> None:
-        """Create the manifest under its generation, which makes it the newest snapshot of the branch."""
+        """Create the manifest under its generation, which makes it the newest snapshot of the branch, and the record of
+        the name; then see whether all that it needs is still there. A record is never ahead of its snapshots: it is
+        written after the manifest, and withdrawn before it."""
         branch, session_folder = self.branch, self.branch.session_folder
         path = session_folder.manifest_path(branch.name, manifest.generation)
-        claims.claim(session_folder, branch.name)
+        with session_folder.looking(self._looked):
+            claims.claim(session_folder, branch.name, recorded=branch.knows_record)
         branch.tried = digest
         try:
             session_folder.write(path, parts, exclusive=True)
@@ -191,31 +203,39 @@ class Save:
                 raise StoreError(f"{session_folder.folder}/{path} exists and is no snapshot; expected nothing of that "
                                  "name") from None
         try:
-            claims.expect_claim(session_folder, branch.name)
-            if not session_folder.key.unchanged:
-                raise StoreError(f"{branch.name!r}: meanwhile the session was begun anew, with another key or none; "
-                                 "expected one way to store it")
-            if not self._locked:
-                self._expect_undisturbed(manifest)
+            with session_folder.looking(self._looked):
+                if session_folder.record_save(branch.name, manifest.generation):
+                    branch.recorded_at = time.monotonic()
+            with session_folder.looking(self._looked.looking(session_folder.folder)) as looked:
+                claims.expect_claim(session_folder, branch.name)
+                if not session_folder.key.unchanged:
+                    raise StoreError(f"{branch.name!r}: meanwhile the session was begun anew, with another key or "
+                                     "none; expected one way to store it")
+                if not self._locked:
+                    self._expect_undisturbed(manifest)
+                    branch.looked = looked
+                branch.version = session_folder.version(branch.name, manifest.generation)
+            if branch.version:  # a pruning need not read what was written here
+                session_folder.needs[path, branch.version.encode()] = named_by(manifest)
         except BaseException:
             with suppress(StoreError):  # the first error is the one to raise; `tried` stays, to know the file again
+                session_folder.withdraw_record(branch.name, manifest.generation)
                 session_folder.files.delete(f"{session_folder.folder}/{path}")
                 branch.tried = ""
             raise
-        session_folder.record_save(branch.name, manifest.generation, self._locked)
 
     def _expect_undisturbed(self, manifest: Manifest) -> None:
         """Without a lock: raises StaleOwner if another owner saved during this save, and StoreError if files of this
         snapshot were deleted."""
         branch, session_folder = self.branch, self.branch.session_folder
-        if session_folder.generations(branch.name)[1] != manifest.generation or session_folder.was_deleted(
-                hashed(branch.name), manifest.generation):
+        if session_folder.present_generations(hashed(branch.name))[1] != manifest.generation or (
+                session_folder.was_deleted(hashed(branch.name), manifest.generation)):
             raise StaleOwner(f"{branch.name!r} was saved elsewhere while it was saved here. Nothing was acknowledged; "
                              "expected one owner: save under a new name, or open it again")
         log, base = manifest.log or (), self._base
         # A collector deletes a snapshot before it looks which files no snapshot names, so as long as the base exists
         # its files do.
-        if (base is not None and base[1] not in session_folder.generations(base[0])[0]) or (
+        if (base is not None and base[1] not in session_folder.present_generations(hashed(base[0]))[0]) or (
                 len(session_folder.stored("pages", manifest.pages)) < len(manifest.pages)
                 or len(session_folder.stored("log", log)) < len(log)):
             raise StoreError(f"{branch.name!r}: files of this snapshot were deleted while it was saved; expected "
@@ -236,7 +256,8 @@ class Save:
         for _ in range(absorbed(kept, len(ids))):
             what = f"log part {kept[-1].name} of {branch.name!r}"
             try:
-                before = read_part(*branch.session_folder.read_named("log", kept[-1], what), what)
+                before = branch.recent.get(kept[-1].name) or read_part(
+                    *branch.session_folder.read_named("log", kept[-1], what), what)
                 ids = np.concatenate([before.ids, ids])
                 focuses = (*(event for event in before.focuses if event.position <= kept[-1].end), *focuses)
             except SnapshotError as error:  # damage to an old part is no reason to refuse a new one
@@ -253,8 +274,13 @@ class Save:
                        end=start + len(ids), before=kept[-1].name if kept else "", frame=self.moment.frame)
         none = torch.zeros(0, dtype=torch.float32)
         pending, buffered = (self.moment.state.get(name, none).numpy() for name in ("pending", "held"))
-        parts = write_part(body, Part(ids, pending, buffered, focuses))
+        part = Part(ids, pending, buffered, focuses)
+        parts = write_part(body, part)
         name = branch.session_folder.write_named("log", parts)
         size = total(parts)
         self.written += size
-        return (*kept, LogRef(name, start, start + len(ids), size))
+        if not self._locked and len(ids) <= RECENT_IDS:
+            branch.recent[name] = part
+        log = (*kept, LogRef(name, start, start + len(ids), size))
+        branch.recent = {ref.name: branch.recent[ref.name] for ref in log if ref.name in branch.recent}
+        return log

@@ -19,8 +19,8 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar, overload
 
 from msgspec import Struct
@@ -45,14 +45,32 @@ class SessionFolder:
     Attributes:
         key: whether and how the session is encrypted.
         locked: whether the caller's lock excludes all other saves and collections in this folder.
-        needs: what manifests name, by their path and first bytes: a cache of `snapshot.removing`.
+        needs: what manifests name, by their path and their version or first bytes: a cache of `snapshot.removing`.
     """
 
     def __init__(self, files: Files, folder: str, key: bytes | None):
         self.files, self.folder = files, folder
+        self._place = files  # what `files` is outside of `looking`
         self.key = encryption.SessionKey(files, folder, key, lambda: self.has_snapshots)
         self.locked = False
         self.needs: dict[tuple[str, bytes], frozenset[str]] = {}
+
+    @contextmanager
+    def looking(self, files: Files | None = None) -> Iterator[Files]:
+        """A block in which everything that is asked of the folder is of one moment, so that an object store is asked
+        once. What others write meanwhile does not show. A block in another one is of the same moment.
+
+        Args:
+            files: to look at in place of a new listing, as another block gave them, or `Files.looking`.
+        """
+        before = self.files
+        if files is None:
+            files = before if before is not self._place else before.looking(self.folder)
+        self.files = self.key.files = files
+        try:
+            yield files
+        finally:
+            self.files = self.key.files = before
 
     @property
     def has_snapshots(self) -> bool:
@@ -138,6 +156,9 @@ class SessionFolder:
             present, highest = self.present_generations(branch_hash)
             if record is None or record.folder != self.folder or record.newest <= highest:
                 return present, highest
+            if self.files is not self._place:  # the listing is older than the record
+                with self.looking(self._place):
+                    return self.generations_of(branch_hash)
             if readable_record(self.files, branch_hash) == record:  # else the session was forgotten at this moment
                 return [*present, record.newest], record.newest
 
@@ -158,6 +179,10 @@ class SessionFolder:
     def manifest_path(self, branch: str, generation: int) -> str:
         """The path of a manifest inside the session."""
         return f"m/{hashed(branch)}/{generation:012d}.snap"
+
+    def version(self, branch: str, generation: int) -> str:
+        """What the place says of a manifest that is another text after every write, "" if nothing."""
+        return self.files.version(f"{self.folder}/{self.manifest_path(branch, generation)}")
 
     def manifests(self) -> list[tuple[str, int]]:
         """(path inside the session, generation) of every manifest, branch by branch, ascending."""
@@ -201,17 +226,25 @@ class SessionFolder:
             raise SnapshotCorrupt(f"{what} says that it is number {body.generation} of {body.branch!r}, session "
                                   f"{body.session!r}: it was moved")
 
-    def record_save(self, branch: str, generation: int, locked: bool) -> None:
-        """Write the record of a branch's name after a save. The snapshot is durable even if that fails. `locked`: a
-        lock kept others from forgetting the session meanwhile."""
+    def record_save(self, branch: str, generation: int) -> bool:
+        """Write the record of a branch's name after a save; whether that went well. The snapshot is durable even if
+        not."""
         title = "" if self.key.will_encrypt else branch
-        place = Place(name=hashed(branch), folder=self.folder, newest=generation, title=title)
         try:
-            write_record(self.files, place)
-            if not locked and generation not in self.present_generations(place.name)[0]:
-                delete_record(self.files, place.name)
+            write_record(self.files, Place(name=hashed(branch), folder=self.folder, newest=generation, title=title))
         except SnapshotError as error:
             _log.warning("%r was saved; should this snapshot get lost, that would go unnoticed: %s", branch, error)
+            return False
+        return True
+
+    def withdraw_record(self, branch: str, generation: int) -> None:
+        """Ahead of the withdrawal of a manifest: the record says which one is the newest without it. Raises
+        StoreError."""
+        present = [number for number in self.present_generations(hashed(branch))[0] if number != generation]
+        if present:
+            self.record_save(branch, present[-1])
+        else:
+            delete_record(self.files, hashed(branch))
 
     def session_name(self) -> str:
         """The name of the session, from its manifests. Raises SnapshotCorrupt if none of them can be read."""
@@ -219,3 +252,9 @@ class SessionFolder:
             with suppress(SnapshotCorrupt, SnapshotNotFound, SnapshotTooNew):
                 return self.manifest_at(path)[0].session
         raise SnapshotCorrupt(f"no manifest in {self.folder} can be read")
+
+
+def named_by(manifest: Manifest) -> frozenset[str]:
+    """Paths inside the session of the pages and log parts that a manifest names."""
+    return frozenset([*(f"pages/{ref.name}" for ref in manifest.pages),
+                      *(f"log/{ref.name}" for ref in manifest.log or ())])

@@ -17,7 +17,7 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot import removing
 from locret_stream.snapshot.branch import Branch, Snapshot, describe
-from locret_stream.snapshot.claims import locate
+from locret_stream.snapshot.claims import fork_target, locate
 from locret_stream.snapshot.encryption import MissingKey, user_key
 from locret_stream.snapshot.files import Busy, Files
 from locret_stream.snapshot.local import LocalFiles
@@ -64,12 +64,15 @@ class Store:
 
     def branch(self, name: str) -> Branch:
         """The branch of that name for a new owner: one that is stored, or the beginning of a new session."""
-        removing.remove_dead_alias(self.files, folder_of(name), GRACE_S)
-        session_folder = locate(self.files, name, self._key)
+        folder = folder_of(name)
+        looked = self.files.looking(folder)
+        removing.remove_dead_alias(looked, folder, GRACE_S)
+        session_folder = SessionFolder(self.files, fork_target(looked, folder) or folder, self._key)
         branch = Branch(session_folder, name, name, log=self._log)
-        generations, branch.head = session_folder.generations(name)
-        if generations and session_folder.folder != folder_of(name):
-            branch.session = session_folder.session_name()
+        with session_folder.looking(looked if session_folder.folder == folder else None):
+            generations, branch.head = session_folder.generations(name)
+            if generations and session_folder.folder != folder:
+                branch.session = session_folder.session_name()
         return branch
 
     def has(self, name: str) -> bool:
@@ -131,10 +134,11 @@ class Store:
         """
         session_folder, generations = self._stored(name)
         snapshots = []
-        for number in generations:
-            with suppress(SnapshotNotFound):  # deleted at this moment
-                snapshots.append(self._describe(session_folder, session_folder.manifest_path(name, number),
-                                                many_names=False))
+        with session_folder.looking():
+            for number in generations:
+                with suppress(SnapshotNotFound):  # deleted at this moment
+                    snapshots.append(self._describe(session_folder, session_folder.manifest_path(name, number),
+                                                    many_names=False))
         return snapshots
 
     def verify(self, name: str | None = None) -> List[Verified]:
@@ -241,17 +245,24 @@ class Store:
                 collected. StoreError.
         """
         session_folder, keep = branch.session_folder, keep or {}
+        looked, branch.looked = branch.looked, None
         try:
             with removing.exclusive(session_folder, wait=False):
-                generations, highest = session_folder.generations(branch.name)
-                swapped = [number for number in generations if number in swap_generations and number != highest]
-                asked_for = [number for number in generations if number not in swap_generations]
-                surplus = [number for number in asked_for[:-self.keep_last] if number not in keep]
-                removing.delete_snapshots(session_folder, branch.name, [*swapped, *surplus], highest)
-                spare = [number for number in asked_for if number not in (*surplus, generations[-1])
-                         and not keep.get(number)]
-                while self.max_bytes is not None and spare and removing.stored_bytes(session_folder) > self.max_bytes:
-                    removing.delete_snapshots(session_folder, branch.name, [spare.pop(0)], highest)
+                with session_folder.looking(None if session_folder.locked else looked):
+                    generations, highest = session_folder.generations(branch.name)
+                    swapped = [number for number in generations if number in swap_generations and number != highest]
+                    asked_for = [number for number in generations if number not in swap_generations]
+                    surplus = [number for number in asked_for[:-self.keep_last] if number not in keep]
+                    removing.delete_snapshots(session_folder, branch.name, [*swapped, *surplus], highest)
+                    spare = [number for number in asked_for if number not in (*surplus, generations[-1])
+                             and not keep.get(number)]
+                    while self.max_bytes is not None and spare and (
+                            removing.stored_bytes(session_folder) > self.max_bytes):
+                        removing.delete_snapshots(session_folder, branch.name, [spare.pop(0)], highest)
+                    if session_folder.generations(branch.name)[0] == generations:
+                        removing.collect(session_folder, GRACE_S, after_a_save=True)
+                        return swap_generations & {highest}
+                # What other manifests name is looked up anew after one was deleted: see `Save._expect_undisturbed`.
                 removing.collect(session_folder, GRACE_S, after_a_save=True)
                 return swap_generations & {highest}
         except Busy:

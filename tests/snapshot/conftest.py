@@ -11,6 +11,7 @@ from locret_stream.snapshot import Store
 from locret_stream.snapshot.local import LocalFiles
 from tests.processes import leaving_none
 from tests.snapshot.kill import Hands
+from tests.snapshot.object_store import SCHEME
 from tests.snapshot.support import KEY, closed_spools, empty_memory, local_store
 
 
@@ -27,7 +28,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store of each kind."""
     key = KEY if "encrypted" in request.param else None
     if "memory" in request.param:
-        return Store(f"memory://{tmp_path}", key=key)
+        return _without_locks(tmp_path, key)
     return local_store(tmp_path / "store", key=key)
 
 
@@ -40,7 +41,12 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 @pytest.fixture(params=["plain", "encrypted"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store where nothing can hold others off."""
-    return Store(f"memory://{tmp_path}", key=KEY if request.param == "encrypted" else None)
+    return _without_locks(tmp_path, KEY if request.param == "encrypted" else None)
+
+
+def _without_locks(root: Path, key: str | None) -> Store:
+    """One kind says no versions of what it holds, the other does: what holds for both holds without a key as with."""
+    return Store(f"{SCHEME if key else 'memory'}://{root}", key=key)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from locret_stream.errors import ConfigError, SnapshotNotFound, StaleOwner
 from locret_stream.snapshot import Branch, Store
 from locret_stream.snapshot.names import folder_of
+from tests.snapshot.object_store import SCHEME
 from tests.snapshot.support import (
     BUDGETS,
     GEOMETRY,
@@ -90,7 +91,7 @@ class Machine(RuleBasedStateMachine):
     @property
     def store(self) -> Store:
         if self.remote:
-            return Store(f"memory://{self.root}", key=self.key, keep_last=2)
+            return Store(f"{SCHEME if self.key else 'memory'}://{self.root}", key=self.key, keep_last=2)
         return local_store(self.root, key=self.key, keep_last=2)
 
     def home(self, name: str) -> str:

@@ -109,7 +109,7 @@ class Odd(Exception):
 
 
 @pytest.mark.parametrize(("call", "use"), [
-    ("pipe_file", lambda files: files.write("s/one", [b"2"])), ("info", lambda files: files.read("s/one", MOST)),
+    ("pipe_file", lambda files: files.write("s/one", [b"2"])), ("find", lambda files: files.looking("s")),
     ("cat_file", lambda files: files.read("s/one", MOST)), ("ls", lambda files: files.sizes("s")),
     ("rm_file", lambda files: files.delete("s/one")), ("rm", lambda files: files.remove_folder("s"))])
 @pytest.mark.parametrize("error", [Odd("no credentials"), TimeoutError(), OSError(errno.EIO, "broken"),

@@ -202,6 +202,7 @@ def test_a_focus_in_a_log_part_that_cannot_be_read_just_now_is_not_lost(store, t
     branch.note_focus(tokens, [1, 2, 3], toy.seen)
     save(branch, toy)
     parts = len(branch.log)
+    branch.recent.clear()  # as of an owner that has only just opened it
     failing_once(store, branch.log[-1].name)
     if tokens:
         save(branch, toy.feed(8, branch))
