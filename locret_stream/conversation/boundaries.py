@@ -39,6 +39,7 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         places: where the last messages stand in the log (`places`).
         name: of the thread, where its session has a digest for a name; else "".
         options: [16], the digest of the template's options that change what is held; b"" without any.
+        process: [16], the same of those that were not the request's, but of the process that it was made in.
     """
 
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -57,6 +58,7 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     places: Annotated[bytes, Meta(max_length=1 << 14)] = b""
     name: Annotated[str, Meta(max_length=LONGEST_NAME)] = ""
     options: Annotated[bytes, Meta(max_length=16)] = b""
+    process: Annotated[bytes, Meta(max_length=16)] = b""
 
     def proves(self, start: bytes, said: Sequence[Message]) -> bool:
         """Whether the memory ends with these messages, and began in the same thread, with the same tools and, unless
@@ -134,6 +136,7 @@ def fitting(reachable: Mapping[bytes, Boundary], keys: Keys, said: Sequence[Mess
     yield from sorted(all_matches, key=lambda match: -match[0])
 
 
+OTHER_OPTIONS = "the options of the chat template that the process was given are others"
 OTHER_TOOLS = "the tools, or how the template is used, are others"
 OTHER_SYSTEM = "the system prompt is another"
 OTHER_MESSAGES = "older messages are others"

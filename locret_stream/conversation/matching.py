@@ -18,6 +18,7 @@ from locret_stream.conversation import late_messages
 from locret_stream.conversation.boundaries import (
     LEDGER,
     OTHER_MESSAGES,
+    OTHER_OPTIONS,
     OTHER_SYSTEM,
     OTHER_TOOLS,
     Boundary,
@@ -62,7 +63,7 @@ class Reached:
         late: what is read as a late message, in words; "" for nothing.
         warning: what the caller ought to know; "" for nothing.
         placing: places of what was encoded so far, counted from `base`.
-        options: of the template, without a base: as `Threads.held_options` gives them.
+        options, process: of the template, without a base: as `Threads.held_options` and `own_options` give them.
     """
 
     rendered: Rendered
@@ -78,6 +79,7 @@ class Reached:
     warning: str = ""
     placing: Placing = field(default_factory=Placing)
     options: bytes = b""
+    process: bytes = b""
 
     def boundary_behind(self, new: Sequence[Message], key: bytes, thread: Thread, request: Request) -> Boundary:
         """The boundary where the thread's context rests now.
@@ -92,10 +94,10 @@ class Reached:
             system, rest = split(new)
             start, top, ledger, tools = self.keys[0], heading(system), b"", bool(request.tools)
             lineage = (self.keys[len(system) + 1] if len(system) + 1 < len(new) else key)[:16]
-            options = self.options
+            options, process = self.options, self.process
         else:
             start, top, ledger, tools = self.base.start, self.base.system, self.base.ledger, self.base.tools
-            lineage, options = self.base.lineage, self.base.options
+            lineage, options, process = self.base.lineage, self.base.options, self.base.process
         ledger += b"".join(message.digest for message in rest)
         tokens, before = thread.context.memory.tokens, self.base.tokens if self.base is not None else 0
         places = packed(self.base.places if self.base is not None else b"", before, [
@@ -103,7 +105,8 @@ class Reached:
         role, stream = (self._role(new), new[-1].stream) if new or self.base is None else (
             self.base.role, self.base.stream)
         return Boundary(key, start, top, ledger[-16 * LEDGER:], tokens, role, lineage=lineage,
-                        stream=stream, owner=thread.owner, tools=tools, places=places, options=options)
+                        stream=stream, owner=thread.owner, tools=tools, places=places, options=options,
+                        process=process)
 
     def _role(self, new: Sequence[Message]) -> str:
         """Under which role the last of these new messages is shown: as that is how the memory ends."""
@@ -205,8 +208,10 @@ def _behind(threads: Threads, thread: Thread, request: Request, base: Boundary, 
 
 def expect_options(threads: Threads, request: Request, held: Iterable[Boundary]) -> None:
     """Raises ConfigError: all of the thread's memories began with other options of the template than the request has,
-    and with options that change what a memory holds, and not just the generation prompt."""
-    options, began = threads.held_options(request), {boundary.options for boundary in held if boundary.tokens}
+    and with options that change what a memory holds, and not just the generation prompt. Those that a process with
+    other options of its own began do not count: no request can go on from them."""
+    options = threads.held_options(request)
+    began = {boundary.options for boundary in held if boundary.tokens and boundary.process == threads.own_options}
     if began and options not in began:
         asked = ", ".join([*request.options, *(["how hard to think"] if request.think is not None else [])])
         raise ConfigError(
@@ -229,9 +234,16 @@ class _Search:
         reached = await self._of_these_messages()
         if reached is None and self._answers and self._reachable and self._request.thread is not None:
             expect_options(self._threads, self._request, self._reachable.values())
-        if reached is None and self._request.on_change == "late":
+        if reached is None and self._of_another_process():
+            self._why = self._why or OTHER_OPTIONS
+        elif reached is None and self._request.on_change == "late":
             reached = await self._late()
         return reached if reached is not None else await self._anew()
+
+    def _of_another_process(self) -> bool:
+        """Whether all memories began with other options, and in processes that were given other ones."""
+        own, began = self._threads.own_options, [each for each in self._reachable.values() if each.tokens]
+        return bool(began) and all(each.options != self._options and each.process != own for each in began)
 
     async def _of_these_messages(self) -> Reached | None:
         """At a boundary of just these messages, or of a longer history that provably ends with them."""
@@ -348,7 +360,8 @@ class _Search:
                          "Give every call the whole history, answers included", request.thread, held, len(said))
         return Reached(self._rendered, 0, 0, chain(self._start, said), None,
                        "rebuild" if goes_on and (self._reachable or thread.fed) else "new", self._why, said, 0,
-                       warning=self._what_it_costs() if goes_on else "", options=self._options)
+                       warning=self._what_it_costs() if goes_on else "", options=self._options,
+                       process=self._threads.own_options)
 
     def _what_it_costs(self) -> str:
         """A warning, if all is read again because of other tools, another system text, model or budget."""
@@ -359,7 +372,7 @@ class _Search:
             return (f"thread {self._request.thread!r} was read again from the messages given: what it was told since "
                     "its last save was undone with the call after that. If they are not the whole history, what "
                     "stood before them is gone")
-        if not unusable and self._why not in (OTHER_SYSTEM, OTHER_TOOLS):
+        if not unusable and self._why not in (OTHER_OPTIONS, OTHER_SYSTEM, OTHER_TOOLS):
             return ""
         more = '. on_mismatch="rebuild" reads its log of tokens instead'
         return (f"thread {self._request.thread!r} was read again from the messages given, and what memory held beyond "

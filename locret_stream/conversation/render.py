@@ -23,8 +23,9 @@ from locret_stream.conversation.messages import Message
 from locret_stream.conversation.probes import PROBE, Piece, Probes
 from locret_stream.errors import ConfigError
 from locret_stream.text import ChatFrame, FrameState, Template, TextCodec, Traits, dated
+from locret_stream.text.held_options import held_options
 from locret_stream.text.template import NO_OPTIONS
-from locret_stream.text.traits import TOOL, common
+from locret_stream.text.traits import common
 
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null", "function"}
 _SCHEMA = {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "anyOf",
@@ -33,9 +34,6 @@ _SCHEMA = {"type", "function", "name", "description", "parameters", "properties"
            "strict", "examples", "return"}
 _NAMED_ID = re.compile(r"functions\.(.+):(\d+)")  # an id that tells which function it calls
 _NEXT = [{"role": "user", "content": "?"}]
-_TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."},
-         {"role": "assistant", "content": "Yes?", "reasoning_content": "A user."}, {"role": "user", "content": "Why?"}]
-_SOME_TIME = datetime(2026, 1, 2, 3, 4, 5)
 _WORD = re.compile(r"\w+\Z")
 
 
@@ -80,7 +78,7 @@ class ChatTemplate:
     Attributes:
         traits: what the template does with messages.
         tells_of_tools: whether a model is told of its tools at all. in_words: whether a system text does it.
-        held_options: of those that `with_options` was given, the ones that change more than the generation prompt.
+        held_options: of all its options those that change more than the generation prompt.
         closing: what closes a reply, as text. key: what the keys of memories have of `in_words`.
 
     Raises:
@@ -94,7 +92,7 @@ class ChatTemplate:
             raise ConfigError("the tokenizer has no chat template; expected template=<Jinja chat template>")
         self._tokenizer, self.codec, self.frames, self._tool_prompt = tokenizer, codec, frames, tool_prompt
         self._template = Template(tokenizer, frames.template, {**frames.options, **(options or {})})
-        self.held_options: Mapping[str, Any] = {}
+        self.held_options: Mapping[str, Any] = held_options(tokenizer, frames.template, self._template.options)
         self.traits: Traits = Traits(self._template) if like is None else like.traits
         self._control = [token for i in codec.control_ids if (token := codec.decode([i], skip_special=False))]
         self._flags = [text for text in self._template.looked_up
@@ -125,17 +123,10 @@ class ChatTemplate:
             if any(map(self._spells_control, _strings(value))):
                 raise ConfigError(f"the option {name!r} of the chat template holds, or is a part of, a control token; "
                                   "expected plain text")
-        def written(given: Mapping[str, Any]) -> list[str | None]:
-            template = Template(self._tokenizer, self.frames.template, {**self._template.options, **given})
-            return [_held(template, talk, tools) for talk in (_TALK, _TALK[1:]) for tools in ((), (TOOL,))]
-
-        held = written(options)
-        changes = held != written({})
-        made = ChatTemplate(self._tokenizer, self.codec, self.frames, tool_prompt=self._tool_prompt,
-                            options={**self._template.options, **options}, like=None if changes else self)
-        made.held_options = {name: value for name, value in options.items() if changes and held != written(
-            {other: each for other, each in options.items() if other != name})}
-        return made
+        whole = {**self._template.options, **options}
+        alike = held_options(self._tokenizer, self.frames.template, whole) == self.held_options
+        return ChatTemplate(self._tokenizer, self.codec, self.frames, tool_prompt=self._tool_prompt, options=whole,
+                            like=self if alike else None)
 
     def _spells_control(self, text: str) -> bool:
         """Whether a text contains a control token, or two characters or more of one at its edges."""
@@ -415,14 +406,6 @@ class ChatTemplate:
             each.append(self.codec.encode_text(piece.text) if piece.data else self.codec.literal(
                 piece.text, start=start and not any(each)))
         return each
-
-
-def _held(template: Template, talk: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """What a template writes of plain messages, ahead of its generation prompt; None: it refuses them."""
-    try:
-        return template.write(talk, tools, prompt=False, now=_SOME_TIME)
-    except ConfigError:
-        return None
 
 
 def _completed(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

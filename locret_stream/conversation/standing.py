@@ -78,7 +78,7 @@ async def ask(threads: Threads, request: Request) -> Asked:
     template, runtime = threads.template_of(request), threads.runtime
     async with at_rest(threads, request.thread or "") as thread:
         assert thread.boundary is not None
-        if threads.held_options(request):  # a question without any is asked of what is held as it is
+        if threads.held_options(request) != threads.own_options:  # one without any is asked of what is held as it is
             expect_options(threads, request, [thread.boundary])
         earlier = STAND_INS.get(thread.boundary.role, [])
         said = [*earlier, question]
@@ -221,7 +221,8 @@ async def create(threads: Threads, name: str) -> bool:
                 return False
             await thread.begin_anew()
             start = threads.start(Request(said=[], thread=name), None)
-            thread.rest_at(Boundary(start, start, b"", b"", 0, "", lineage=start[:16]))
+            thread.rest_at(Boundary(start, start, b"", b"", 0, "", lineage=start[:16], options=threads.own_options,
+                                    process=threads.own_options))
             if not await thread.keep():
                 raise StoreError(f"thread {name!r} cannot be saved; the log tells why")
             return True

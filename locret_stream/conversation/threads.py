@@ -6,6 +6,7 @@ A turn has its thread alone (`Threads.exclusive`), and a place at the gate while
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -36,6 +37,11 @@ def bound_threads(runtime: Runtime) -> None:
     store = runtime.store
     if store is not None and store.max_bytes is None:
         store.max_bytes = max(LEAST_BYTES, 4 * runtime.memory.slot_bytes)
+
+
+def _digest_of(template: ChatTemplate) -> bytes:
+    held = template.held_options
+    return digest(canonical(held))[:16] if held else b""
 
 
 class Absorbing(Protocol):
@@ -76,10 +82,14 @@ class Threads:
         return self._optional(request)
 
     def held_options(self, request: Request) -> bytes:
-        """[16], the digest of those options of a request that change what a memory holds, and not just the generation
-        prompt; b"" without any. A memory begins with them, and goes on with no others."""
-        held = self._optional(request).held_options
-        return digest(canonical(held))[:16] if held else b""
+        """[16], the digest of those options, of the process and of a request, that change what a memory holds, and not
+        just the generation prompt; b"" without any. A memory begins with them, and goes on with no others."""
+        return _digest_of(self._optional(request))
+
+    @functools.cached_property
+    def own_options(self) -> bytes:
+        """As `held_options`, of a request without any."""
+        return _digest_of(self.template)
 
     def without_effect(self, request: Request) -> list[str]:
         """What a request asks for that the template has no option for, as `thinking.options_for`."""

@@ -477,7 +477,7 @@ class Runtime:
             "architecture": Earlier(lambda found, _: architecture.is_earlier(
                 self.attachment.config, found, digest_text)),
             "tokenizer": Earlier(lambda found, _: found in self.codec.fingerprints),
-            **({} if self.frames.options_change_what_is_held else {
+            **({} if self.frames.held_options else {
                 "template": Earlier(written.is_of, written.hint)})})
 
     @property

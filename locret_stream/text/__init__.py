@@ -6,6 +6,7 @@ Knows tokenizers and templates. Knows no tensors, no model and no context.
     codec       a segment -> ids without control tokens; ids -> text, in whole characters
     template    a tokenizer's chat template: its source, and the one way to let it write
     traits      what a chat template does with messages
+    held_options which options of a chat template change what a memory holds
     frames      the ids that a chat template writes before, between and after the contents of messages
 """
 

@@ -25,6 +25,7 @@ from locret_stream.errors import ConfigError
 from locret_stream.text.codec import TextCodec
 from locret_stream.text.dated import now
 from locret_stream.text.earlier import WrittenTemplate
+from locret_stream.text.held_options import held_options
 from locret_stream.text.template import Template
 from locret_stream.text.traits import Traits, common
 
@@ -117,22 +118,14 @@ class ChatFrame:
             # Only those that the template can read: whoever sets a padding token changes no template.
             marks = {name: str(mark) for name, mark in self._tokenizer.special_tokens_map.items() if name in source}
             made_by |= {"template": source, "marks": marks, "acknowledge": self._acknowledge}
-            if self.options_change_what_is_held:  # else a store made without any opens
-                made_by["options"] = self.options
+            if self.held_options:  # else a store made without any opens
+                made_by["options"] = self.held_options
         return json.dumps(made_by, sort_keys=True)  # it can hold lone surrogates
 
     @functools.cached_property
-    def options_change_what_is_held(self) -> bool:
-        """Whether there are options that change more than the generation prompt."""
-        if not self.options:
-            return False
-        try:
-            usual = ChatFrame(self._codec, self._tokenizer, template=self.template or "auto")
-        except ConfigError:
-            return True
-        held, without = ((frame.system_style, frame._begin, frame._system, frame._open, frame._close)
-                         for frame in (self, usual))
-        return held != without
+    def held_options(self) -> dict[str, Any]:
+        """Of the options those that change more than the generation prompt."""
+        return {} if self.raw else held_options(self._tokenizer, self.template, self.options)
 
     def written(self, digest: Callable[[str], str]) -> WrittenTemplate:
         """The template as libraries told it from others that took what it writes for its identity."""

@@ -13,6 +13,8 @@ from langchain_locret import LateWarning, LocretChatModel, RebuildWarning, State
 from langchain_locret.messages import read
 from locret_stream import Store
 from locret_stream.conversation.late_messages import write
+from locret_stream.errors import ConfigError
+from tests.conversation.templates import CHATML
 from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread, tokenizer
 from tests.langchain.test_render import TOOL, made
 
@@ -185,16 +187,51 @@ def test_no_hint_names_what_the_model_does_not_take():
 
 
 def test_a_thread_that_knows_of_no_tools_is_not_told_that_there_are_none(script: Script, tmp_path: Path):
-    """Other options of the template count as another beginning."""
+    """Telling of tools in another way counts as another beginning."""
     history: list[Any] = [HumanMessage("one")]
-    template = f"{tokenizer().chat_template}{{% if enable_thinking is defined %}}{{% endif %}}"
-    with model(None, on=runtime(Store(tmp_path), template=template)) as chat:
+    with model(None, on=runtime(Store(tmp_path), template=CHATML), tool_prompt="auto") as chat:
         history += [chat.invoke(history, thread("a")), HumanMessage("two")]
-    with model(None, on=runtime(Store(tmp_path), template=template), template_options={"enable_thinking": False}
-               ) as chat:
+    with model(None, on=runtime(Store(tmp_path), template=CHATML), tool_prompt="template") as chat:
         with pytest.warns(LateWarning, match="how the template is used"):
             answer = chat.invoke(history, thread("a"))
         assert receipt(answer)["late"] == "how the template is used" and "no tools" not in held(chat, "a")
+
+
+THINKS = ("{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+          "{{- '<think></think>' }}{%- endif %}")
+NAMED = "{%- if named is defined %}{{- named }}{%- endif %}"
+
+
+@pytest.mark.parametrize("how", ["model", "call"])
+def test_an_option_of_the_generation_prompt_alone_is_free(script: Script, tmp_path: Path, how: str):
+    """However it is given, to the model or with the call, and whatever the thread began with."""
+    script._begin = lambda recent: "Noted."  # type: ignore[method-assign]  # whatever the prompt has of the reply
+    history: list[Any] = [HumanMessage("one")]
+    template, free = f"{tokenizer().chat_template}{THINKS}", {"enable_thinking": False}
+    for options in ({}, free, {}):
+        given = {"template_options": options} if options else {}
+        with model(None, on=runtime(Store(tmp_path), template=template), **(given if how == "model" else {})) as chat:
+            answer = chat.invoke(history, thread("a"), **(given if how == "call" else {}))
+        history += [answer, HumanMessage("and now?")]
+        assert "late" not in receipt(answer) and "why" not in receipt(answer)
+    assert receipt(answer)["source"] == "snapshot" and receipt(answer)["fed"] < 20
+
+
+def test_an_option_that_changes_what_is_held_is_read_again_where_the_model_was_given_it(script: Script, tmp_path: Path):
+    """And refused in a call. Moved from the calls to the model, it is what it was."""
+    history: list[Any] = [HumanMessage("one")]
+    template, named = f"{NAMED}{tokenizer().chat_template}", {"template_options": {"named": "I am Ada."}}
+    with model(None, on=runtime(Store(tmp_path), template=template)) as chat:
+        history += [chat.invoke(history, thread("a")), HumanMessage("two")]
+        with pytest.raises(ConfigError, match="it began with others, and found named"):
+            chat.invoke(history, thread("a"), **named)
+    with model(None, on=runtime(Store(tmp_path), template=template), **named) as chat:
+        with pytest.warns(RebuildWarning, match=r"the options of the chat template .* process was given are others"):
+            history += [chat.invoke(history, thread("a")), HumanMessage("three")]
+        assert held(chat, "a").count("I am Ada.") == 1
+    with model(None, on=runtime(Store(tmp_path), template=template)) as chat:
+        answer = chat.invoke(history, thread("a"), **named)
+    assert receipt(answer)["source"] == "snapshot" and "why" not in receipt(answer) and receipt(answer)["fed"] < 20
 
 
 @pytest.mark.parametrize("tools", [(), (add,)])

@@ -170,7 +170,7 @@ class RuntimeLoop:
             template = ChatTemplate(runtime.tokenizer, runtime.codec, runtime.frames, options=settings.template_options,
                                     tool_prompt=settings.tool_prompt)
             self.runtime = runtime
-            return Threads(runtime, template, settings.replies, salt=[settings.template_options, template.key])
+            return Threads(runtime, template, settings.replies, salt=[None, template.key])
         except BaseException:
             if self._owned:
                 await runtime.aclose()
