@@ -8,7 +8,8 @@ all (`SessionFolder.looking`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from locret_stream.errors import SnapshotCorrupt, SnapshotNotFound
 from locret_stream.snapshot.files import TEMPORARY, Files
@@ -17,24 +18,31 @@ from locret_stream.snapshot.format import Buffer
 SMALL = 8192  # bytes: what was read up to this size is kept as long as the listing, records and aliases above all
 
 
+class Listable(Files, Protocol):
+    """A place that says with one request what a folder there holds."""
+
+    def everything_in(self, folder: str) -> Iterable[tuple[str, int, str]]:
+        """Path, size and version of every file in a folder, in those below it too."""
+        ...
+
+
 class Listed:
     """Files of a place, of which those in one folder are looked up in a listing of the moment when this was made.
 
     What is read is read from the place, and small files once. What is written or deleted by this object shows in it.
 
     Args:
-        place: whose files they are. everything_in: path, size and version of every file in a folder there.
+        place: whose files they are.
         read: contents of small files elsewhere, by path, which need not be read.
     """
 
     locks = False
 
-    def __init__(self, place: Files, folder: str, everything_in: Callable[[str], Iterable[tuple[str, int, str]]],
-                 read: Mapping[str, bytes] | None = None):
-        self._place, self._folder, self._everything_in, self.url = place, folder, everything_in, place.url
+    def __init__(self, place: Listable, folder: str, read: Mapping[str, bytes] | None = None):
+        self._place, self._folder, self.url = place, folder, place.url
         self._sizes = dict[str, int]()
         self._versions = dict[str, str]()
-        for path, size, version in everything_in(folder):
+        for path, size, version in place.everything_in(folder):
             self._sizes[path], self._versions[path] = size, version
         self._read: dict[str, bytes | None] = {**(read or {})}  # None: there is no such file
         self._written = dict[str, bytes]()
@@ -44,7 +52,7 @@ class Listed:
         return path == self._folder or path.startswith(f"{self._folder}/")
 
     def looking(self, folder: str) -> Files:
-        return Listed(self._place, folder, self._everything_in, self._written)
+        return Listed(self._place, folder, self._written)
 
     def read(self, path: str, most: int) -> memoryview:
         size = self._sizes.get(path) if self._lists(path) else None

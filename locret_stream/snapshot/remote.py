@@ -101,7 +101,7 @@ class RemoteFiles:
         return size
 
     def looking(self, folder: str) -> Files:
-        return Listed(self, folder, self.everything_in)
+        return Listed(self, folder)
 
     def everything_in(self, folder: str) -> list[tuple[str, int, str]]:
         """Path, size and version of every file in a folder and in those inside it: one request for a thousand files."""
