@@ -226,10 +226,11 @@ def greet(session: str, context: StreamingContext, store: Store, *, grows: bool)
     """Print whether the session goes on or is new.
 
     Args:
-        grows: whether text or chat will be added to it; a new session that is only asked must be a mistyped name.
+        grows: whether text or chat will be added to it; a new session that is only asked must be a mistyped name where
+            the store has others.
 
     Raises:
-        StoreError: it cannot be saved. ConfigError: it is new and only asked.
+        StoreError: it cannot be saved. ConfigError: it is new and only asked, and there are others.
     """
     if grows:
         store.probe()
@@ -238,23 +239,14 @@ def greet(session: str, context: StreamingContext, store: Store, *, grows: bool)
     if context.resumed:
         err.print(f"Session {session!r} goes on: {describe(context.memory)}.", soft_wrap=True)
         return
-    if not grows:
-        raise not_stored(session, store)
-    names = similar(session, store)
-    err.print(f"Session {session!r} is new{f'; the store has {names}' if names else ''}.", soft_wrap=True)
-
-
-def not_stored(session: str, store: Store) -> ConfigError:
-    """The error for a question to a session that is not stored."""
-    names = similar(session, store) or ", ".join(repr(snapshot.name) for snapshot in store.list()[:5]) or "nothing"
-    return ConfigError(f"session {session!r} is not in {store.url}, which has {names}; expected a stored "
-                       "name, or text to begin the session with")
-
-
-def similar(session: str, store: Store) -> str:
-    """The stored names that resemble this one, in words."""
-    names = [snapshot.name for snapshot in store.list()]
-    return ", ".join(map(repr, difflib.get_close_matches(session, names, n=3, cutoff=0.5)))
+    stored = [snapshot.name for snapshot in store.list()]
+    names = ", ".join(map(repr, difflib.get_close_matches(session, stored, n=3, cutoff=0.5)))
+    if stored and not grows:
+        raise ConfigError(f"session {session!r} is not in {store.url}, which has "
+                          f"{names or ', '.join(map(repr, stored[:5]))}; expected a stored name, or text to begin the "
+                          "session with")
+    err.print(f"Session {session!r} is new{f'; the store has {names}' if names else ''}."
+              f"{'' if grows else ' Nothing was read: the model answers alone, and nothing is saved.'}", soft_wrap=True)
 
 
 def _questions(stdin_taken: bool) -> Reader:

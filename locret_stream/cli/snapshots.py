@@ -9,6 +9,7 @@ import asyncio
 import datetime
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -18,7 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from locret_stream.cli.loading import make_runtime
-from locret_stream.cli.options import DEFAULT_STORE, Json, Key, Model, RuntimeOptions, StoreUrl, grouped
+from locret_stream.cli.options import (
+    DEFAULT_STORE,
+    Json,
+    Key,
+    Model,
+    RuntimeOptions,
+    StoreUrl,
+    grouped,
+    on_command_line,
+)
 from locret_stream.cli.output import err, in_bytes, out, print_json
 from locret_stream.cli.text_input import stdin_is_terminal
 from locret_stream.errors import ConfigError, SnapshotError
@@ -38,7 +48,7 @@ Examples:
   locret-stream snapshots show alice
   # read every byte again
   locret-stream snapshots verify --store s3://bucket/memories
-  # and compare every session with a replay of its log
+  # and compare every session with a replay of its log, each with its own policy, budget and chunk size
   locret-stream snapshots verify --replay --model ./llama --heads ./heads
   # one snapshot; without a number, all snapshots of the name
   locret-stream snapshots delete alice --generation 3
@@ -91,29 +101,32 @@ def show(name: Name, generation: Annotated[int | None, typer.Option(help="Number
         out.print(Text(_escaped(passage.text, "\n\t"), style=style), soft_wrap=True)
 
 
-@app.command("verify", help="Read every byte that the snapshots need; exit status 1 if one is damaged.")
+@app.command("verify", help=(
+    "Read every byte that the snapshots need; exit status 1 if one is damaged, or if there is no such folder."))
 @grouped
-def verify(name: Annotated[str | None, typer.Argument(help="Name of a session or a fork; without it, all.")] = None,
+def verify(command: typer.Context,
+           name: Annotated[str | None, typer.Argument(help="Name of a session or a fork; without it, all.")] = None,
            store: StoreUrl = DEFAULT_STORE, key: Key = None,
            replay: Annotated[bool, typer.Option("--replay", help=(
-               "Also read each log again and compare the memory bit for bit: takes as long as reading did, and the "
-               "model, heads, policy and budget that the sessions were read with."))] = False,
+               "Also read each log again and compare the memory bit for bit: takes as long as reading did; needs the "
+               "model and heads. Policy, budget, chunk size and bits are each session's, unless given."))] = False,
            *, options: RuntimeOptions, as_json: Json = False) -> None:
     opened = open_store(store, key)
     verified = opened.verify(name)
+    nowhere = "://" not in store and not Path(store).expanduser().is_dir()  # a mistyped --store
     damaged = [snapshot for snapshot in verified if snapshot.problem and not snapshot.locked]
     locked = [snapshot for snapshot in verified if snapshot.locked]
     sound = len(verified) - len(damaged) - len(locked)
     if replay and verified and not as_json:
         err.print("replaying the logs", soft_wrap=True)
     unreadable = {snapshot.name for snapshot in (*damaged, *locked)}
-    replays = _replays(make_runtime(options, store=opened),
-                       sorted({snapshot.name for snapshot in verified} - unreadable)) if replay and verified else {}
+    replays = _replays(command, options, opened, sorted({snapshot.name for snapshot in verified} - unreadable)
+                       ) if replay else {}
     if as_json:
         print_json({"snapshots": msgspec.to_builtins(verified), "sound": sound,
                     **({"replays": replays} if replay else {})})
     elif not verified:
-        err.print(f"nothing is stored in {store}", soft_wrap=True)
+        err.print(f"nothing is stored in {store}" + (", which is no folder here" if nowhere else ""), soft_wrap=True)
     else:
         for snapshot in damaged:
             out.print(f"{_escaped(snapshot.name)} {snapshot.generation}: {snapshot.problem}", soft_wrap=True)
@@ -123,12 +136,35 @@ def verify(name: Annotated[str | None, typer.Argument(help="Name of a session or
             err.print(ADVICE, soft_wrap=True)
         for session, problem in replays.items():
             out.print(f"{_escaped(session)}: {problem or 'agrees with its log'}", soft_wrap=True)
-    if damaged or any(replays.values()) or not verified:
+    if damaged or any(replays.values()) or nowhere:
         raise typer.Exit(1)
 
 
-def _replays(runtime: Runtime, names: list[str]) -> dict[str, str]:
-    """The problem of each session against its log; "" where they agree."""
+def _replays(command: typer.Context, options: RuntimeOptions, store: Store, names: list[str]) -> dict[str, str]:
+    """The problem of each session against its log; "" where they agree. The model is loaded once for all sessions that
+    were read with the same settings."""
+    from locret_stream.runtime.as_saved import settings_of
+
+    given = {word.removeprefix("--").replace("-", "_")
+             for word in on_command_line(command, ("policy", "budget", "chunk_size", "store_bits"))}
+    if "policy" in given:
+        given.add("knobs")
+    alike = list[tuple[dict[str, Any], list[str]]]()
+    for name in names:
+        settings = {key: value for key, value in settings_of(store.identity(name)).items() if key not in given}
+        for known, those in alike:
+            if known == settings:
+                those.append(name)
+                break
+        else:
+            alike.append((settings, [name]))
+    problems = dict[str, str]()
+    for settings, those in alike:
+        problems |= _replayed(make_runtime(options, store=store, **settings), those)
+    return dict(sorted(problems.items()))
+
+
+def _replayed(runtime: Runtime, names: list[str]) -> dict[str, str]:
     async def run() -> dict[str, str]:
         problems = {}
         async with aclosing(runtime):

@@ -20,6 +20,7 @@ from locret_stream.snapshot.branch import Branch, Snapshot, describe
 from locret_stream.snapshot.claims import fork_target, locate
 from locret_stream.snapshot.encryption import MissingKey, user_key
 from locret_stream.snapshot.files import Busy, Files
+from locret_stream.snapshot.identity import Identity
 from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.names import FOLDER, folder_of, sweep_records
 from locret_stream.snapshot.remote import RemoteFiles
@@ -140,6 +141,11 @@ class Store:
                     snapshots.append(self._describe(session_folder, session_folder.manifest_path(name, number),
                                                     many_names=False))
         return snapshots
+
+    def identity(self, name: str) -> Identity:
+        """What the newest snapshot of a name was made with. Raises SnapshotNotFound, SnapshotCorrupt, StoreError."""
+        session_folder, generations = self._stored(name)
+        return session_folder.read_manifest(name, generations[-1])[0].identity
 
     def verify(self, name: str | None = None) -> List[Verified]:
         """Read every byte that the snapshots of a name need (None: of all names), and check that none of them got lost

@@ -33,7 +33,7 @@ def test_a_session_goes_on_in_the_next_run_and_is_looked_after(small: list[str],
     assert (one["name"], one["generation"]) == ("builds", 1) and one["tokens"] > first["tokens_fed"]
     code, out, _ = invoke("snapshots", "verify", *store)
     assert code == 0 and "1 of 1 snapshots are sound" in out
-    code, out, _ = invoke("snapshots", "verify", *store, "--replay", *small)
+    code, out, _ = invoke("snapshots", "verify", *store, "--replay", *small[:2])  # all else is the session's
     assert code == 0 and "builds: agrees with its log" in out
     code, out, _ = invoke("snapshots", "verify", *store, "--replay", *small, "--budget", "90", "--json")
     assert code == 1 and "other budgets" in json.loads(out)["replays"]["builds"]
@@ -44,6 +44,39 @@ def test_a_session_goes_on_in_the_next_run_and_is_looked_after(small: list[str],
     assert "--yes" in mistake("snapshots", "forget", "builds", *store, "--json")
     code, out, _ = invoke("snapshots", "forget", "builds", *store, "--yes")
     assert code == 0 and not list((tmp_path / "store").rglob("*.snap"))
+
+
+def test_sessions_of_several_settings_are_replayed_each_with_its_own(small: list[str], tmp_path: Path):
+    """Policies, budgets, chunk sizes and bits; an option that is given counts instead."""
+    store, model = ["--store", str(tmp_path)], small[:2]
+    others = {"a": [], "b": [], "c": ["--policy", "h2o"], "d": ["--store-bits", "8,4", "--budget", "112"],
+              "e": ["--policy", "streaming_llm", "--chunk-size", "32"]}
+    for name, more in others.items():
+        code, _, err = invoke("run", "--session", name, *store, *small, *more, "--ask", "What?", "--max-new-tokens", 3,
+                              text="The pass key of falcon is 48213.\n" * 20)
+        assert code == 0, err
+    code, out, _ = invoke("snapshots", "verify", *store, *model, "--replay", "--json")
+    assert code == 0 and json.loads(out)["replays"] == dict.fromkeys(others, "")
+    code, out, _ = invoke("snapshots", "verify", *store, *model, "--replay", "--policy", "h2o", "--json")
+    replays = json.loads(out)["replays"]
+    assert code == 1 and not replays["c"] and all("other policy" in replays[name] for name in "abde")
+
+
+def test_an_empty_store_is_sound_and_says_so(tmp_path: Path):
+    for more in (), ("--replay",):
+        code, out, err = invoke("snapshots", "verify", "--store", tmp_path, *more)
+        assert (code, out) == (0, "") and f"nothing is stored in {tmp_path}" in err
+
+
+def test_a_question_to_a_new_session_is_answered_where_there_is_no_other(small: list[str], tmp_path: Path):
+    """As a first `make chat ARGS='--ask ...'` is; no name can be mistyped, and nothing is saved."""
+    asked = ["run", "--session", "me", "--store", str(tmp_path), *small, "--ask", "What?", "--max-new-tokens", "3"]
+    code, out, err = invoke(*asked, text="")
+    assert code == 0 and out and "Session 'me' is new. Nothing was read: the model answers alone" in err
+    assert not list(tmp_path.rglob("*.snap"))
+    assert "is not in" not in invoke(*asked, text="The pass key of falcon is 48213.\n")[2]
+    assert f"session 'you' is not in {tmp_path}, which has 'me'" in mistake(
+        *["you" if word == "me" else word for word in asked], text="")
 
 
 def test_a_session_of_another_budget_is_refused_or_read_again(small: list[str], tmp_path: Path):
