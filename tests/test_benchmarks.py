@@ -56,6 +56,7 @@ def test_the_script_for_a_gpu_runs_in_triton_s_interpreter():
 
 
 @pytest.mark.parametrize(("options", "units"), [(["--recent"], 48), ([], 128), (["--at-once"], 128)])
+@pytest.mark.thorough(but=1)
 def test_stock_transformers_keep_all_or_as_much_as_the_memory(options: list[str], units: int):
     done = run_python("benchmarks/prefill.py", *options, "--tokens", "128", "--chunk", "16", "--budget", "48",
                       "--decode", "4", "--repeats", "1", "--threads", "1", "--json",
@@ -66,6 +67,7 @@ def test_stock_transformers_keep_all_or_as_much_as_the_memory(options: list[str]
     assert ("chunk_ms" in cases["stock"]) is (options != ["--at-once"]), "a single pass has no time per chunk"
 
 
+@pytest.mark.thorough
 def test_cold_starts_are_timed_to_the_answer():
     done = run_python("benchmarks/cold_start.py", "--repeats", "1", "--models", "bundled", "--busy", "1",
                       env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -75,6 +77,7 @@ def test_cold_starts_are_timed_to_the_answer():
     assert all(0 < case["first_s"]["median"] <= case["end_s"]["median"] for case in cases.values())
 
 
+@pytest.mark.thorough
 def test_parts_are_held_against_what_the_processor_can(tmp_path):
     picture = tmp_path / "roofline.svg"
     done = run_python("benchmarks/roofline.py", "--models", "tiny", "--chunk", "64", "--chunks", "3", "--threads", "1",
@@ -90,6 +93,7 @@ def test_parts_are_held_against_what_the_processor_can(tmp_path):
         assert 0 < part["least_ms"] < 1.3 * part["ms"] and part["share_of_limit"] == part["least_ms"] / part["ms"]
 
 
+@pytest.mark.thorough
 def test_a_turn_is_timed_by_the_length_of_its_history():
     done = run_python("benchmarks/langchain_growth.py", "--repeats", "2", "--lengths", "4", "40",
                       env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -201,7 +205,7 @@ def test_a_long_memory_says_what_is_wrong(long_memory, capsys, options, why):
     assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_smollm2_finds_facts_in_what_it_is_handed(long_memory):
     if importlib.util.find_spec(smollm2.PACKAGE) is None:
         pytest.skip(f"needs {smollm2.PACKAGE}, which is not installed here: {smollm2.INSTALL}")
@@ -254,6 +258,7 @@ COLLECTION = {  # of our own wording
     "refuses": "{{ raise_exception('no chats here') }}"}
 
 
+@pytest.mark.thorough
 def test_templates_are_tried_with_all_that_sessions_do(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = importlib.import_module("templates")

@@ -124,6 +124,7 @@ def test_full_that_its_questions_take_beyond_the_window_is_skipped_by_its_real_s
     assert size and int(size[1].replace(",", "")) > 1024 - 32
 
 
+@pytest.mark.thorough
 def test_heads_knobs_and_allocations_are_variants(model: Path, small: list[str], tmp_path: Path):
     code, out, err = invoke(
         "eval", *small, "--out", tmp_path, "--task", "passkey", "--questions", 1, "--heads", model / "heads",
@@ -153,6 +154,7 @@ def test_plots_without_anything_to_draw_say_so(tmp_path: Path):
 
 
 @PLOTS
+@pytest.mark.thorough
 def test_plots_are_drawn_and_drawn_again(small: list[str], tmp_path: Path, monkeypatch):
     here = ["eval", "--out", tmp_path, "--plots"]
     asked = [*small, "--budget", 48, "--task", "passkey", "--questions", 1, "--policy", "streaming_llm"]
@@ -173,6 +175,7 @@ def test_plots_are_drawn_and_drawn_again(small: list[str], tmp_path: Path, monke
 
 
 @PLOTS
+@pytest.mark.thorough
 def test_another_run_adds_to_the_maps(small: list[str], tmp_path: Path):
     here = ["eval", *small, "--out", tmp_path, "--plots", "--questions", 1]
     assert "making maps of 1 variant" in invoke(*here, "--task", "passkey", "--policy", "streaming_llm")[2]

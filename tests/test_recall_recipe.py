@@ -42,6 +42,7 @@ def test_numbers_can_be_tokens_of_their_own(text):
     assert tokenizer.encode("4711").tokens == ["471", "1"], "the same numbers everywhere, whatever is behind them"
 
 
+@pytest.mark.thorough
 def test_every_answer_of_a_sequence_is_right(writer):
     """Read back from the ids alone, by who kept every mark."""
     from tests.evaluation.test_markers import reader

@@ -113,6 +113,7 @@ def test_demo_refuses_a_budget_without_room_for_a_fact(small: list[str], tmp_pat
     assert "fact has" in mistake("demo", "--budget", 2)
 
 
+@pytest.mark.thorough
 def test_demo_prints_answers_beside_the_truth(small: list[str]):
     code, out, err = invoke("demo", "--tokens", 2000, *small)
     assert code == 0, err
@@ -120,6 +121,7 @@ def test_demo_prints_answers_beside_the_truth(small: list[str]):
     assert "a new process gave 6 of 6 answers with recall the same" in out
 
 
+@pytest.mark.thorough
 def test_demo_without_recall_asks_the_memory_alone(small: list[str]):
     code, out, err = invoke("demo", "--json", "--tokens", 1000, "--no-compare", "--no-recall", *small)
     assert code == 0, err

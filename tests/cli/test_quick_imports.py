@@ -46,6 +46,7 @@ def run(code: str, *arguments: object) -> str:
     return ran.stdout
 
 
+@pytest.mark.thorough
 def test_transformers_is_the_same_and_was_listed_once():
     usual = json.loads(run(SHOWN.format(imports="")))
     found = json.loads(run(SHOWN.format(
@@ -73,6 +74,7 @@ print([name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") i
 """).split() == ["48213", "status", "0", "[]"]
 
 
+@pytest.mark.thorough
 def test_whoever_compiles_has_the_compiler():
     assert run(WITHOUT + QUICKLY + """
 import torch
@@ -91,6 +93,7 @@ print(twice(torch.ones(2)).tolist(), calls)
 """).splitlines() == ["True True", "[2.0, 2.0] [1]"]
 
 
+@pytest.mark.thorough
 def test_every_architecture_gives_the_same(tmp_path: Path):
     usual = {}
     for name in CONFIGS:
@@ -113,6 +116,7 @@ print(json.dumps(found))
 """).splitlines()[-1]) == usual
 
 
+@pytest.mark.thorough
 def test_whatever_else_is_asked_of_the_compiler_meanwhile_is_the_real_one():
     """As torchao does, which transformers imports where it is installed."""
     assert run(WITHOUT + """
@@ -128,6 +132,7 @@ print(marked, trace_wrapped.__module__, torch._dynamo.config.__name__, isinstanc
 
 
 @pytest.mark.parametrize("several", [False, True])
+@pytest.mark.thorough
 def test_one_process_of_several_keeps_what_runs_on_several_machines(several: bool):
     given = "import os; os.environ['WORLD_SIZE'] = '1'; " if several else ""
     assert run(WITHOUT + given + QUICKLY + """
@@ -138,6 +143,7 @@ print(is_torch_distributed_available(), again())
 
 
 @pytest.mark.parametrize("torchao", ["None", "types.ModuleType('torchao')"])
+@pytest.mark.thorough
 def test_beside_torchao_nothing_is_left_out(torchao: str):
     """It brings along all of it."""
     assert run(f"""
@@ -155,6 +161,7 @@ quick_imports.import_quickly()
 
 
 @pytest.mark.parametrize("change", ["del torch.compiler.assume_constant_result", ""])
+@pytest.mark.thorough
 def test_a_version_without_what_is_changed_is_imported_as_it_is(change: str):
     assert run(WITHOUT + f"import torch; {change}\n" + QUICKLY + """
 from transformers import LlamaForCausalLM
@@ -183,6 +190,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.thorough
 def test_packed_adapted_and_spread_models_give_the_same(tmp_path: Path):
     for package in ("bitsandbytes", "accelerate", "peft"):
         needs(package)

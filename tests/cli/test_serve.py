@@ -30,6 +30,7 @@ def test_a_model_without_a_chat_template_is_told_in_one_line(tiny: Path, tmp_pat
     assert "chat_template.jinja" in line and "template=" not in line, "what it names can be done"
 
 
+@pytest.mark.thorough
 def test_a_port_that_is_lost_while_the_model_loads_is_told_as_a_mistake(small: list[str], tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -186,6 +186,7 @@ def test_a_session_is_saved_when_it_is_stopped(small: list[str], tmp_path: Path,
     assert one.name == "a" and one.tokens > 200 * 20
 
 
+@pytest.mark.thorough
 def test_a_session_is_saved_while_it_reads(small: list[str], tmp_path: Path):
     """What a kill leaves is what the last of these saves held."""
     process = start("run", "-", "--session", "a", "--store", tmp_path, "--ask", "What?", "--save-every", "0.2", *small,

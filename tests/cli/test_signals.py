@@ -34,6 +34,7 @@ def test_ctrl_c_while_a_stream_is_read_ends_with_a_summary(small: list[str]):
     assert re.search(r"Interrupted: [\d,]+ tokens read, .* kept", err) and out == "" and "Traceback" not in err, err
 
 
+@pytest.mark.thorough
 def test_ctrl_c_during_the_demo_and_at_the_prompt(small: list[str], tmp_path: Path):
     note = tmp_path / "note.txt"
     note.write_text("Hello.\n")
@@ -137,6 +138,7 @@ def test_a_named_pipe_is_read_as_it_comes(small: list[str], tmp_path: Path):
 
 
 @pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.thorough
 def test_signals_end_the_wait_for_a_named_pipe(small: list[str], tmp_path: Path, begun: bool):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -203,6 +205,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode())
 """
 
 
+@pytest.mark.thorough
 def test_ctrl_c_at_a_question_ends_the_command_and_only_yes_is_yes(small: list[str], tmp_path: Path):
     invoke("run", "--session", "a", "--store", tmp_path, *small, "--ask", "What?", "--max-new-tokens", 2,
            text="Some text.\n" * 9)

@@ -65,6 +65,7 @@ def test_examples_that_do_not_fit_are_told(tiny: Path, tmp_path: Path):
     assert code == 0 and "; 1 more did not fit, as a reply alone takes too much; " in out and " were cut" in out, err
 
 
+@pytest.mark.thorough
 def test_heads_learn_what_each_layer_needs(tiny: Path, tmp_path: Path):
     data, heads = pairs(tmp_path), tmp_path / "heads"
     train = ["train-heads", "--model", tiny, "--data", data, "--out", heads, "--steps", 3, "--width", 16,
@@ -125,6 +126,7 @@ def test_heads_are_tuned_for_a_budget(tiny: Path, tmp_path: Path):
     assert (heads / "metrics.jsonl").read_bytes() == before, "the first stage is kept"
 
 
+@pytest.mark.thorough
 def test_heads_learn_to_rank_against_a_text_and_are_tuned_afterwards(tiny: Path, tmp_path: Path, monkeypatch):
     """What tuning reads of the text is no part of the first stage, which is therefore not made again."""
     monkeypatch.setattr("locret_stream.cli.train_heads.PLAIN_TOKENS", 500)

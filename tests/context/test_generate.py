@@ -497,6 +497,7 @@ async def test_an_answer_is_text_that_says_how_it_ended(monkeypatch, how: str, o
             assert again == answer and again.finish_reason == how and isinstance(again, Answer)
 
 
+@pytest.mark.thorough
 async def test_an_answer_depends_on_the_tokens_alone():
     """Not on what was asked or generated before, so not on which units are provisional."""
     async with tiny() as runtime, runtime.open(raw=True) as ctx:

@@ -67,6 +67,7 @@ def heads_with(means: torch.Tensor | None, hidden: int = 32) -> RetainingHeads:
     return heads
 
 
+@pytest.mark.thorough
 def test_a_session_is_resumed_with_the_means_of_its_heads(tmp_path: Path):
     """Exact units know of no means."""
     means = [torch.full((2, 2, 8), value) for value in (0.5, 0.25)]
@@ -94,6 +95,7 @@ def test_a_session_is_resumed_with_the_means_of_its_heads(tmp_path: Path):
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_contexts_that_share_a_slot_are_each_as_if_alone(tmp_path: Path):
     async def main() -> None:
         async with (tiny(store=tmp_path, max_live=1, store_bits=4) as few, tiny(max_live=3, store_bits=4) as many,

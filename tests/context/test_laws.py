@@ -62,6 +62,7 @@ letters = st.text(st.sampled_from("aé日🙂 \n\r\t.0x<|im_end|>"), max_size=40
 @settings(max_examples=20)
 @given(text=letters.map(lambda t: TEXT[:60] + t + TEXT[60:]), places=st.lists(st.integers(0, 400), max_size=12),
        kind=st.sampled_from(["str", "bytes", "async", "push"]), breaks=st.lists(st.integers(1, 20), max_size=3))
+@pytest.mark.thorough(but=1)
 def test_every_split_of_a_text_gives_the_same_bits(shared: Runtime, text: str, places, kind: str, breaks):
     """Down to the bytes inside a character, pulled or pushed, left and taken up again."""
     async def main() -> None:
@@ -167,6 +168,7 @@ async def perform(runtime: Runtime, ctx, name: str, what, more) -> None:
 @given(program=st.lists(operation, min_size=2, max_size=9), seed=st.integers(0, 99))
 @example(program=[("generate", "a", 3), ("cancel", [5] * 30, 3), ("ask", "b", 9), ("layer", [7] * 20, 1),
                   ("turn", [9] * 20, True), ("feed", "é🙂\n日", [1, 3, 5, 6])], seed=1)
+@pytest.mark.thorough(but=1)
 def test_committed_state_is_a_function_of_the_tokens(shared: Runtime, program, seed: int):
     """Two contexts run side by side; each ends as a fresh one does that is fed its ids at once."""
     shuffled = [op for op in program if op[0] != "layer"]  # a fault in the other would be allowed to hit this one
@@ -237,6 +239,7 @@ async def test_taking_in_cancelled_anywhere_goes_on_to_the_same_bits(monkeypatch
 
 
 @pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.thorough(but=1)
 async def test_a_generation_cancelled_anywhere_leaves_whole_tokens_and_a_closed_reply(twice: bool):
     async with tiny() as runtime, runtime.open() as origin:
         await origin.feed(TEXT)

@@ -222,6 +222,7 @@ def run(machine: type[Agents], examples: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("machine", [Pairs, Agents, Recalling])
+@pytest.mark.thorough(but=1)
 def test_sessions_far_above_the_slots_never_stall_and_are_each_what_their_tokens_give(machine: type[Agents]):
     run(machine, examples=4, steps=4)
 

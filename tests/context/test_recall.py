@@ -318,6 +318,7 @@ async def test_closing_while_it_is_searched(monkeypatch):
 
 
 @pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.thorough(but=1)
 async def test_no_more_is_read_again_than_was_said(raw: bool):
     facts = "".join(f"The door code of falcon {number} is {48_000 + number}.\n{TEXT[:90]}\n" for number in range(12))
     async with tiny(budget=512, recall=True) as runtime, runtime.open(raw=raw) as ctx:
@@ -327,6 +328,7 @@ async def test_no_more_is_read_again_than_was_said(raw: bool):
             assert again.passages and len(again.ids) <= most
 
 
+@pytest.mark.thorough
 async def test_questions_at_the_same_time(asked: list[str]):
     async with tiny(recall=RECALL, scratch=2, max_live=3) as runtime:
         async def one(number: int) -> None:
@@ -455,6 +457,7 @@ async def test_inside_a_turn_it_needs_a_scratch_slot_more(monkeypatch):
         assert held(ctx) == held(ctx)[:ctx._session.state.seen]
 
 
+@pytest.mark.thorough
 async def test_a_talk_with_recall_is_committed_as_it_goes_on():
     async with tiny(recall=RECALL, max_live=2) as runtime, runtime.open() as ctx, runtime.open() as other:
         for each, recall in ((ctx, True), (other, False)):
@@ -465,6 +468,7 @@ async def test_a_talk_with_recall_is_committed_as_it_goes_on():
             assert each._session.state.seen > len(data(runtime, STORY)) + 5 * 20, recall
 
 
+@pytest.mark.thorough
 async def test_a_reply_whose_session_finds_no_slot_ends_all_the_same(tmp_path: Path, monkeypatch):
     """What it said is committed by the next operation."""
     async with tiny(recall=RECALL, store=tmp_path, max_live=1, slot_timeout_s=0.2) as runtime:
@@ -503,6 +507,7 @@ async def test_a_context_that_ends_ends_its_replies(tmp_path: Path):
             assert isinstance(await other.ask(QUESTION, max_new_tokens=1), str)
 
 
+@pytest.mark.thorough
 async def test_a_question_between_the_tokens_of_a_reply_says_at_once_what_it_lacks():
     async with tiny(recall=RECALL) as runtime, runtime.open() as ctx:
         await ctx.feed(STORY)
@@ -568,6 +573,7 @@ async def test_a_search_holds_up_no_commit():
         assert held(ctx) == held(ctx)[:ctx._session.state.seen] and len(held(ctx)) == ctx._session.state.seen
 
 
+@pytest.mark.thorough
 async def test_an_index_that_is_made_again_misses_no_commit_that_runs_meanwhile(tmp_path: Path, monkeypatch):
     async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
         await ctx.feed(STORY)
@@ -586,6 +592,7 @@ async def test_an_index_that_is_made_again_misses_no_commit_that_runs_meanwhile(
         assert ctx._session.index.complete and held(ctx) == ids_before(ctx)
 
 
+@pytest.mark.thorough
 async def test_nothing_is_committed_between_the_reading_of_the_log_and_the_index_of_it(tmp_path: Path, monkeypatch):
     """What was would be dropped, as the log is taken to have it, and not be found."""
     async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
@@ -607,6 +614,7 @@ async def test_nothing_is_committed_between_the_reading_of_the_log_and_the_index
         assert await finds(ctx) and held(ctx) == ids_before(ctx)
 
 
+@pytest.mark.thorough
 async def test_other_text_behind_the_same_snapshot_is_another_index(tmp_path: Path):
     async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
         await ctx.feed("".join(LINES))
@@ -683,6 +691,7 @@ def ids_before(ctx) -> list[int]:
     return ids_in(ctx)[:session.state.seen] if ctx.memory.tokens <= 1024 else held(ctx)[:session.state.seen]
 
 
+@pytest.mark.thorough
 async def test_a_prompt_of_many_chunks_is_stored_and_comes_back(tmp_path: Path):
     """A reply with recall leaves its whole prompt pending."""
     prompt = QUESTION + " and the word is cold and wet." * 100
@@ -714,6 +723,7 @@ async def test_more_than_can_be_stored_is_not_accepted(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("way", ["opened again", "rewound"])
+@pytest.mark.thorough(but=1)
 async def test_a_fork_without_a_name_finds_what_a_session_read_before(tmp_path: Path, way: str):
     async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
         await ctx.feed(STORY)
@@ -728,6 +738,7 @@ async def test_a_fork_without_a_name_finds_what_a_session_read_before(tmp_path: 
 
 
 @pytest.mark.parametrize("way", ["undo", "rewind", "fork"])
+@pytest.mark.thorough(but=1)
 async def test_a_fault_of_the_index_costs_the_index_alone(tmp_path: Path, way: str):
     async with tiny(recall=RECALL, store=tmp_path, max_live=2) as runtime, runtime.open("s") as ctx:
         await ctx.feed("".join(LINES))
@@ -750,6 +761,7 @@ async def test_a_fault_of_the_index_costs_the_index_alone(tmp_path: Path, way: s
         assert await finds(ctx) and held(ctx) == ids_before(ctx)
 
 
+@pytest.mark.thorough
 async def test_what_was_undone_while_the_log_was_read_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
         await ctx.feed("".join(LINES))
@@ -790,6 +802,7 @@ async def test_a_fork_of_a_session_whose_index_cannot_be_made_is_made_all_the_sa
                 await fork.recall(QUESTION)
 
 
+@pytest.mark.thorough
 async def test_a_reply_is_given_whole_where_the_memory_cannot_commit_it_just_now(tmp_path: Path, monkeypatch):
     """Its session was swapped out meanwhile, and the store cannot be read: the next call says so."""
     monkeypatch.setattr("locret_stream.runtime.sharing.TURN_S", 0.05)
@@ -813,6 +826,7 @@ async def test_a_reply_is_given_whole_where_the_memory_cannot_commit_it_just_now
             assert "more" in runtime.codec.decode(ctx._session.state.history)
 
 
+@pytest.mark.thorough
 async def test_an_undo_waits_for_no_more_of_a_log_than_a_slice(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("locret_stream.context.session_index.SLICE", 64)
     async with tiny(recall=RECALL, store=tmp_path) as runtime, runtime.open("s") as ctx:
@@ -842,6 +856,7 @@ async def test_an_undo_waits_for_no_more_of_a_log_than_a_slice(tmp_path: Path, m
         assert max(slices) == 64 and not await finds(ctx) and held(ctx) == ids_before(ctx)
 
 
+@pytest.mark.thorough
 async def test_a_context_that_ends_while_a_prompt_is_read_beside_an_open_reply_says_so(tmp_path: Path, monkeypatch):
     """The reply that was left open is closed by the next prompt: of a closed session it cannot be any more."""
     async with tiny(recall=RECALL, store=tmp_path, acknowledge="OK.") as runtime, runtime.open("s") as ctx:
@@ -862,6 +877,7 @@ async def test_a_context_that_ends_while_a_prompt_is_read_beside_an_open_reply_s
             await drained(ctx.generate(QUESTION, max_new_tokens=5, ignore_eos=True))
 
 
+@pytest.mark.thorough
 async def test_a_fork_without_a_name_holds_up_nobody_while_its_index_is_copied(monkeypatch: pytest.MonkeyPatch):
     ticks, while_copied, copy = 0, list[int](), Index.copy
 

@@ -127,6 +127,7 @@ async def test_no_call_reads_two_states_while_a_rewind_writes_into_the_slot(tmp_
         expect_free(runtime)
 
 
+@pytest.mark.thorough
 async def test_after_a_rewind_cancelled_anywhere_the_context_goes_on(tmp_path: Path):
     async with tiny(store=tmp_path) as runtime:
 

@@ -311,6 +311,7 @@ def damage(folder: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["pages", "m"])
+@pytest.mark.thorough(but=1)
 async def test_a_damaged_snapshot_is_refused_and_rebuilt_only_when_asked(tmp_path: Path, part: str):
     async with tiny(store=tmp_path) as runtime, runtime.open() as live:
         await live.feed(LONG)
@@ -333,6 +334,7 @@ async def test_a_damaged_snapshot_is_refused_and_rebuilt_only_when_asked(tmp_pat
 
 
 @pytest.mark.parametrize("more", ["", "x", "one more line\n"], ids=["nothing", "buffered", "pending"])
+@pytest.mark.thorough(but=1)
 async def test_what_came_after_the_last_commit_is_rebuilt_too(tmp_path: Path, more: str):
     """Each save has a log part of its own, even if nothing was committed since the one before."""
     async with tiny(store=tmp_path) as runtime:

@@ -42,6 +42,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("live", [1, 2])
+@pytest.mark.thorough(but=1)
 async def test_forks_asks_and_turns_of_many_contexts_on_few_slots_never_stall(tmp_path: Path, live: int):
     """All at once, each with a fork whose origin has to leave its slot for it."""
     async with tiny(store=tmp_path, max_live=live) as runtime, tiny(max_live=2) as plain, AsyncExitStack() as stack:

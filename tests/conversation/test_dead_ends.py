@@ -45,7 +45,7 @@ def expect_gone_on(found: dict[str, Any]) -> None:
     assert found["locret"]["source"] == "live" and found["locret"]["fed"] <= SPARE, found["locret"]
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 def test_a_chat(served: Served):
     history = [user("Hi there.")]
     for turn in range(3):
@@ -56,7 +56,7 @@ def test_a_chat(served: Served):
         history += [said(found), user(f"And {turn}?")]
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 def test_responses_by_their_ids(served: Served):
     first = served.http.post("/v1/responses", json={"input": "One.", "instructions": "Be brief."})
     second = served.http.post("/v1/responses", json={"input": "Two.", "previous_response_id": first.json().get("id")})
@@ -64,7 +64,7 @@ def test_responses_by_their_ids(served: Served):
     expect_gone_on(second.json())
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 def test_a_stream_that_was_taken_in_is_asked(served: Served):
     assert served.http.post("/v1/sessions/log/ingest", content=b"The code of falcon is 48213.\n").status_code == 200
     asked = served.http.post("/v1/sessions/log/ask", json={"question": "What is it?"})
@@ -83,7 +83,7 @@ TOLD = [[("user", "The code is 5.")], [("user", "The code is 5."), ("user", "The
 
 
 @pytest.mark.parametrize("items", TOLD, ids=lambda items: " ".join(role for role, _ in items))
-@pytest.mark.thorough(but=8)
+@pytest.mark.thorough(but=3)
 def test_messages_that_were_told_are_asked_about(served: Served, items: list[tuple[str, str]]):
     made = served.http.post("/v1/conversations", json={"items": [
         {"type": "message", "role": role, "content": text} for role, text in items]})
@@ -101,7 +101,7 @@ CALLS = [{"id": f"call_{n}", "type": "function", "function": {"name": "look", "a
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.thorough(but=8)
+@pytest.mark.thorough(but=3)
 def test_a_tool_loop_that_another_model_began_goes_on(served: Served, count: int):
     history = [user("Where is it?"), {"role": "assistant", "content": None, "tool_calls": CALLS[:count]},
                *({"role": "tool", "tool_call_id": f"call_{n}", "content": f"result {n}"} for n in range(count))]
@@ -158,7 +158,7 @@ def test_a_system_text_that_was_told_alone_is_gone_on_from(name: str, script: Sc
         assert "Be kind." in served.held(made["id"])
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 def test_a_user_who_speaks_ahead_of_an_answer_is_heard(served: Served):
     """After a first try that failed; after a result; after a call that had none."""
     for session, history in {
@@ -173,7 +173,7 @@ def test_a_user_who_speaks_ahead_of_an_answer_is_heard(served: Served):
         expect_gone_on(chat(served, [*history, said(found), user("So?")], session, tools=[TOOL]))
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 def test_system_texts_wherever_they_stand_are_read(served: Served):
     system = [{"role": "system", "content": f"Rule {n}."} for n in range(3)]
     for session, history in {"two": [*system[:2], user("Hi.")], "late": [user("Hi."), system[0], user("And?")],
@@ -187,7 +187,7 @@ def test_system_texts_wherever_they_stand_are_read(served: Served):
         expect_gone_on(chat(served, [*history, said(found), user("So?")], session))
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 def test_an_answer_without_text_is_gone_on_from(served: Served, script: Script):
     """As one whose thought was cut off."""
     script.replies += ["", "Yes."]  # type: ignore[attr-defined]
@@ -197,6 +197,7 @@ def test_an_answer_without_text_is_gone_on_from(served: Served, script: Script):
 
 
 @pytest.mark.parametrize("name", ["plain", "no prompt", "in turn", "end instead", "reminder", "first call"])
+@pytest.mark.thorough(but=2)
 def test_langchain_asks_what_it_took_in(name: str, script: Script, tmp_path: Path):
     with model(None, on=runtime(tmp_path, template=TEMPLATES[name], acknowledge=None)) as told:
         stand_in = told.ingest(["The code of falcon is 48213.\n"], thread_id="log")

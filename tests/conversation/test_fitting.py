@@ -104,6 +104,7 @@ def shows(text: str, said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["no tools", "tools"])
+@pytest.mark.thorough(but=10)
 def test_what_a_template_can_show_it_shows_itself_and_all_else_is_shown_too(name: str, tools: tuple[Any, ...]):
     tokenizer, template = made(name)
     for talk, said in TALKS.items():
@@ -117,6 +118,7 @@ def test_what_a_template_can_show_it_shows_itself_and_all_else_is_shown_too(name
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.thorough(but=6)
 def test_whatever_a_memory_ends_with_it_can_be_asked(name: str):
     """Behind a message of each role, as it was shown, there is a place for a question, a result and a system text."""
     _, template = made(name)

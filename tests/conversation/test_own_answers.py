@@ -26,6 +26,7 @@ def stock(name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", CHATS)
+@pytest.mark.thorough(but=6)
 def test_an_answer(name: str, script: Script, tmp_path: Path):
     history = [user("One.")]
     with serving(tmp_path, template=TEMPLATES[name]) as served:
@@ -38,6 +39,7 @@ def test_an_answer(name: str, script: Script, tmp_path: Path):
 
 @pytest.mark.parametrize("demanded", [False, True], ids=["", "demanded"])
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.thorough(but=3)
 def test_a_call(name: str, demanded: bool, script: Script, tmp_path: Path):
     """One that is demanded is held to the tool's schema, and ends without any mark of the model's."""
     history = [user("Where is it?")]

@@ -71,7 +71,7 @@ def test_both_dispatches_keep_the_same_units(on: str, policy: str, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 def test_both_dispatches_keep_the_same_units_in_few_bits(bits: int, monkeypatch):
     """A channel between two codes may get either of them."""
     states, ids = {}, ids_of(4 * CHUNK + 3)
@@ -108,6 +108,7 @@ def test_law_2_the_committed_state_is_a_function_of_the_tokens(triton):
 
 
 @pytest.mark.parametrize("on", ["llama", "gpt-oss"])
+@pytest.mark.thorough(but=1)
 def test_law_3_exact_while_it_fits(triton, on: str):
     ids = ids_of(UNITS)
     engine = engine_of("locret", on)
@@ -144,7 +145,7 @@ def test_a_focus_stands_in_front(triton, on: str):
 
 
 @pytest.mark.parametrize("on", ["llama", "gemma3"])
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 def test_law_2_a_step_together_agrees_with_steps_alone(triton, on: str):
     engine = engine_of("locret", on)
     states, alone = [], []

@@ -85,6 +85,7 @@ def test_a_result_with_damaged_knobs_or_too_much_nesting_is_named(tmp_path: Path
             files.read_all(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_result_that_is_not_its_cells_is_not_believed(tmp_path: Path):
     one, other = bench().run([cell(), cell(units=48)], tmp_path)
     path = tmp_path / files.file_name(one.cell, one.origin)
@@ -179,6 +180,7 @@ def test_what_weights_and_tokens_do_not_tell_is_of_the_origin_too(monkeypatch):
     assert own != bench().origin_of(cell(policy="infllm"))
 
 
+@pytest.mark.thorough
 def test_answers_do_not_depend_on_which_cells_ran_before(tmp_path: Path):
     def answers(folder: Path, cells: list[Cell]) -> list:
         return [one.answers for one in bench().run(cells, folder)[-1].streams]
@@ -299,6 +301,7 @@ def test_heads_reach_the_runtime_as_everywhere_else(tmp_path: Path):
 
 
 @pytest.mark.parametrize("chunk", [32, 500])
+@pytest.mark.thorough(but=1)
 def test_full_has_room_for_the_chat_frame(chunk: int, tmp_path: Path):
     """However little of the last chunk is pending when it is asked."""
     for length in range(300, 300 + 3 * 8, 8):

@@ -109,6 +109,7 @@ EDITS: dict[str, tuple[int, Callable[[Any], Any]]] = {  # what is noticed today:
 
 @pytest.mark.parametrize("at", [0, 20, 39], ids=["at the beginning", "in the middle", "at the end"])
 @pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.thorough(but=20)
 def test_a_change_anywhere_in_a_long_history_is_noticed(edit: str, at: int):
     seen, messages, (within, change) = Seen(), history(40), EDITS[edit]
     given(seen, messages)
@@ -161,6 +162,7 @@ def edited(messages: list[BaseMessage], chance: random.Random) -> list[BaseMessa
     return messages
 
 
+@pytest.mark.thorough
 def test_recognised_or_read_in_full_is_the_same_whatever_is_done_to_a_history():
     """The messages, their keys, and what they go on from, of histories that are edited, cut and gone on with."""
     quickly = found = 0

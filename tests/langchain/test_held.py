@@ -67,6 +67,7 @@ def test_a_demanded_call_fits_whatever_the_model_would_say(tmp_path: Path, name:
         assert len(said) > 1 or name == "no arguments"
 
 
+@pytest.mark.thorough
 def test_any_tool_is_one_of_them(tmp_path: Path):
     with model(tmp_path) as chat:
         called = set()
@@ -234,6 +235,7 @@ def test_a_call_that_nothing_can_hold_is_begun_and_said_to_be(script: Script, tm
 
 @pytest.mark.parametrize("template", [TAGS, KEYS], ids=["tags", "keys"])
 @pytest.mark.parametrize("names", [["numbers"], ["nested"], ["references"], ["optional", "no arguments", "numbers"]])
+@pytest.mark.thorough(but=2)
 def test_arguments_that_stand_between_marks_are_held_one_by_one(tmp_path: Path, template: str, names: list[str]):
     """Texts as they are, everything else as JSON of its schema."""
     with model(None, on=of_template(tmp_path, template)) as chat:

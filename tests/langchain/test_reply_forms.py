@@ -190,6 +190,7 @@ def test_a_call_of_each_form_is_read_with_text_around_it(name: str):
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=12, deadline=None)
 @given(cuts=st.lists(st.integers(0, 300)))
+@pytest.mark.thorough(but=12)
 def test_however_the_text_is_cut_the_parts_are_the_same(name: str, cuts: list[int]):
     form = ALL[name]
     for thought in ("", "<think>Where?</think>\n\n"):
@@ -254,6 +255,7 @@ def letters(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.thorough(but=12)
 def test_cut_off_anywhere_nothing_is_lost_and_nothing_is_completed(name: str):
     """A call is one when it is whole; before that what was written of it is text."""
     form = ALL[name]

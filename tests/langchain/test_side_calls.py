@@ -51,6 +51,7 @@ def test_side_calls_never_cost_a_thread_the_stream_that_it_absorbed(script: Scri
         assert receipt(answer)["source"] == "snapshot" and "line 0 of the log" in held(chat, "a")
 
 
+@pytest.mark.thorough
 def test_two_agents_of_one_thread_keep_a_memory_each(script: Script, tmp_path: Path):
     """However long one agent talks, the other goes on from its own messages, trimmed or not."""
     with model(Store(tmp_path, keep_last=8)) as chat:
@@ -70,6 +71,7 @@ def test_two_agents_of_one_thread_keep_a_memory_each(script: Script, tmp_path: P
 
 
 @pytest.mark.parametrize("foreign", [False, True], ids=["its own answer", "an answer that is another's"])
+@pytest.mark.thorough(but=1)
 def test_many_questions_about_one_state_do_not_displace_it(script: Script, tmp_path: Path, foreign: bool):
     """Each goes on from there, as does the talk behind them: not even one makes the thread read its history again."""
     with model(Store(tmp_path)) as chat:

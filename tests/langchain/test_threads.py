@@ -150,6 +150,7 @@ def test_two_processes_on_one_thread_never_mix(script: Script, tmp_path: Path, c
             assert said["saved"] and (not turn or (said["source"], said["fed"] < 20) == ("snapshot", True))
 
 
+@pytest.mark.thorough
 def test_threads_beyond_those_at_hand_come_back(script: Script, tmp_path: Path, monkeypatch):
     from locret_stream.conversation import threads
     monkeypatch.setattr(threads, "THREADS", 3)

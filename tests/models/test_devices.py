@@ -35,6 +35,7 @@ def test_pretended_devices_insist_on_themselves():
 @pytest.mark.parametrize(("name", "policy"), [
     ("llama", "locret"), ("gemma3", "sirllm"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("smollm3", "h2o"), ("llama", "nacl")))])
+@pytest.mark.thorough(but=1)
 def test_each_layer_keeps_its_memory_where_it_works(name: str, policy: str):
     ids = ids_of(37)
     heads = random_heads(attach(model(name)), policy=policy) if policy in WITH_HEADS else None

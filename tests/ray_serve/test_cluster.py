@@ -23,7 +23,7 @@ import pytest
 from tests import processes
 from tests.serving import test_openai_client as one
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 ray = pytest.importorskip("ray", reason="needs the extra [ray]")
 FACT, QUESTION = "The door code of falcon is {}.", "What is the door code of falcon?"
 SMALL = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_object_store_memory": str(120 << 20)}

@@ -23,7 +23,7 @@ from tests import processes
 from tests.ray_serve.scripted import SMALL, names
 from tests.ray_serve.test_settings import EXAMPLE
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 pytest.importorskip("ray", reason="needs the extra [ray]")
 from locret_serve.starting import free_port  # noqa: E402
 

@@ -18,7 +18,7 @@ from tests.ray_serve.test_cluster import (  # noqa: F401  # two of its tests run
     test_two_owners_of_one_session,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 pytest.importorskip("ray", reason="needs the extra [ray]")
 pytest.importorskip("s3fs", reason="needs s3fs")
 boto3 = pytest.importorskip("boto3", reason="needs boto3, which comes with moto[server]")

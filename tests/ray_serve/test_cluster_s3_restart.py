@@ -11,7 +11,7 @@ import pytest
 from tests.ray_serve.test_cluster import FACT, QUESTION, user
 from tests.ray_serve.test_cluster_s3 import cluster, s3  # noqa: F401  # a fixture
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 
 def test_sessions_go_on_after_a_restart(s3: dict[str, str]):  # noqa: F811

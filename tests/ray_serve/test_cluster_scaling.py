@@ -13,7 +13,7 @@ import pytest
 
 from tests import processes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 

@@ -170,6 +170,7 @@ def test_two_owners_never_both_save(served: Many, script: Script):
         assert f"at {kept}" in script.seen and f"at {1 - kept}" not in script.seen
 
 
+@pytest.mark.thorough
 def test_a_stream_goes_in_and_is_lost_with_its_replica(served: Many, script: Script):
     text = ("The door code of falcon is 48213.\n" * 400).encode()
     whole = served.http.put("/v1/sessions/log/ingest?label=a", content=iter([text[:100], text[100:]]))
@@ -193,6 +194,7 @@ def test_bytes_that_are_no_text_undo_a_stream(served: Many, script: Script):
     assert served.http.get("/v1/sessions/log").status_code == 404
 
 
+@pytest.mark.thorough
 def test_a_session_stays_where_it_is_and_has_its_own_replica(served: Many, script: Script):
     with served.openai() as client:
         for turn in range(3):

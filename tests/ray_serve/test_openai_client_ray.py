@@ -11,7 +11,7 @@ from tests.ray_serve.scripted import RayCluster
 from tests.serving.far import Far
 from tests.serving.test_openai_client_process import *  # noqa: F403  # its tests run here, over this fixture
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 

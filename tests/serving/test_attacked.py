@@ -46,6 +46,7 @@ def test_what_a_conversation_is_told_counts_though_a_branch_asked_the_same(serve
     assert "the fact" in script.seen
 
 
+@pytest.mark.thorough
 def test_branches_do_not_push_out_where_a_conversation_goes_on(served: Served, script: Script):
     made = converse(served)
     ids = [respond(served, input=f"{word} said", conversation=made)["id"] for word in ("one", "two", "three")]
@@ -55,6 +56,7 @@ def test_branches_do_not_push_out_where_a_conversation_goes_on(served: Served, s
     assert "three said" in script.seen and "branch" not in script.seen
 
 
+@pytest.mark.thorough
 def test_other_memories_of_its_session_do_not_push_out_a_conversation(served: Served, script: Script):
     made = converse(served)
     respond(served, input="one said", conversation=made)
@@ -225,6 +227,7 @@ def test_senders_who_leave_a_busy_session_give_their_places_back_in_time(script:
         respond(served, input="one")
 
 
+@pytest.mark.thorough
 def test_readers_who_leave_a_busy_session_take_nobodys_place(script: Script, tmp_path: Path):
     with serving(tmp_path, max_live=1, limits=Limits(max_waiting=4)) as served, socket.create_connection(
             ("127.0.0.1", served.port)) as sender:

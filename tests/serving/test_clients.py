@@ -51,7 +51,8 @@ def test_every_example_is_tested_and_short():
     assert all(len(path.read_text().splitlines()) < 80 for path in CLIENTS.iterdir() if path.is_file())
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if package == "openai" else pytest.mark.real)
+                                  for name, (package, _) in EXAMPLES.items()])
 def test_a_client_finds_its_memory(name: str, url: str):
     package, expected = EXAMPLES[name]
     python = interpreter_with(package)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.processes import run_python
 
 PROGRAM = """
@@ -36,6 +38,7 @@ def test_mistakes_are_one_line(tmp_path: Path):
         assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.thorough
 def test_what_was_loaded_is_left_out_of_garbage_collections(tmp_path: Path):
     """A full collection would stop every stream for a third of a second."""
     done = run_python("-c", FROZEN, "serve", "--store", tmp_path, timeout_s=120)

@@ -164,6 +164,7 @@ def test_paths_that_are_none(served: Served, method: str, path: str, status: int
     assert answer.status_code == status and answer.json()["error"]["message"], answer.text
 
 
+@pytest.mark.thorough
 def test_sigterm_lets_an_answer_end_while_an_upload_hangs(tmp_path: Path):
     """As a process of its own: the stream is whole, the upload undone, `/ready` says so, and the process ends."""
     process = start_python("-m", "locret_stream", "serve", "--port", "0", "--json", "--store", tmp_path / "store")

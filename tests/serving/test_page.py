@@ -11,7 +11,7 @@ import re
 import select
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,8 +40,14 @@ for own, given in zip((3, 4), high):
     os.dup2(given, own)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here: expected chromium, "
-                                "chromium-browser, google-chrome or chrome on the path")
+_needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here: expected chromium, "
+                                     "chromium-browser, google-chrome or chrome on the path")
+
+
+def in_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that needs Chromium."""
+    marked: Callable[..., None] = pytest.mark.real(_needs_chromium(test))
+    return marked
 
 
 def ingest(served: Served, session: str, text: str) -> None:

@@ -111,6 +111,7 @@ def test_a_stop_string_inside_a_call_leaves_it_whole(script: Script, tmp_path: P
         assert answer.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.thorough
 def test_a_character_that_is_cut_off_is_held_back_and_the_next_turn_goes_on(script: Script, tmp_path: Path):
     text = "I like 👩‍👩‍👧‍👦 and 日本語."
     script.say = lambda _: text

@@ -163,6 +163,7 @@ def test_streams_that_cannot_be_read_leave_nothing(served: Served, content: byte
     assert served.http.get("/v1/sessions/builds").status_code == 404
 
 
+@pytest.mark.thorough
 def test_a_sender_is_read_only_as_fast_as_the_memory_takes_it_in(served: Served):
     """A producer without end: what is on its way stays bounded while the session is busy with another turn."""
     thread = served.service.threads.named("builds")

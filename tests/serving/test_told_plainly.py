@@ -161,6 +161,7 @@ def test_nothing_is_told_that_nobody_said(served: Served, way: str):
     assert "before" not in served.http.get(f"/v1/sessions/{made}/text").json()["text"]
 
 
+@pytest.mark.thorough
 def test_pages_of_a_text_never_cut_a_character(served: Served):
     text = "".join(f"{number} 日本語🙂\\n" for number in range(700))
     for shift in range(4):

@@ -540,6 +540,7 @@ def _moments(number: int) -> float:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.thorough(but=1)
 def test_what_a_killed_process_acknowledged_is_there(hands, tmp_path, key):
     assert kill_again_and_again(hands, tmp_path / "store", key, 6, _moments) > 0
 

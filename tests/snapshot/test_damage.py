@@ -256,6 +256,7 @@ def test_a_sound_store_has_nothing_to_tell(master: Master, tmp_path: Path):
     assert not tried(master, tmp_path / "work", "nothing", lambda root: None)
 
 
+@pytest.mark.thorough(but=1)
 def test_damage_of_any_kind_is_reported_or_does_no_harm_sampled(master: Master, tmp_path: Path):
     rnd = random.Random(1)
     every = [*trials(master, rnd, 1)]

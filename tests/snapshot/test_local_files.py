@@ -91,6 +91,7 @@ os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("child", ["stays", "leaves"])
+@pytest.mark.thorough(but=1)
 def test_a_process_forked_under_a_lock_neither_keeps_it_nor_gives_it_back(tmp_path, child):
     assert run_python("-c", FORKED, tmp_path / "store", child, timeout_s=60).stdout == "False True\n"
 

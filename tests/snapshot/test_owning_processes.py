@@ -72,6 +72,7 @@ def save_forks_and_collect(hands: Hands, root: Path, key: str | None, owners: in
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.thorough(but=1)
 def test_of_many_processes_just_one_saves_each_number(hands, tmp_path, key):
     assert save_one_branch(hands, tmp_path / "store", key, 3, 6) >= 6
 

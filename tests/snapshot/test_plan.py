@@ -165,6 +165,7 @@ STEPS = st.lists(st.tuples(st.sampled_from([0, 1, 2, 3, 7, 20]), st.tuples(st.in
 
 @given(STEPS, st.integers(0, 99), st.sampled_from([1, 24, 64, 200, PAGE_BYTES]))
 @settings(max_examples=120)
+@pytest.mark.thorough
 def test_every_living_unit_is_in_just_one_page_and_is_put_together_bit_for_bit(steps, seed: int, page_bytes: int):
     life = Life(SMALL, seed, page_bytes)
     for count, budgets, taste in steps:

@@ -377,6 +377,7 @@ def test_equal_examples_do_not_judge_each_other(tmp_path, model, examples, monke
         allocate(model, heads, examples[:2] * 4, SMALL, restart=True)
 
 
+@pytest.mark.thorough
 def test_noise_alone_divides_nothing(model, examples, tmp_path, monkeypatch):
     """Curves may follow the noise; the division they lead to is measured anew, and is better only by chance."""
     heads, alarms = saved_heads(model, tmp_path), 0

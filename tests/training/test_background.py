@@ -106,6 +106,7 @@ def test_gradients_reach_the_units_of_the_background():
 # -- dividing a budget behind one ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_budget_is_divided_behind_it(tmp_path):
     """Every measurement reads the same slice first, and gives what the engine gives behind it."""
     model, examples = make("llama"), make_examples(6, 60)
@@ -135,6 +136,7 @@ def test_a_budget_is_divided_behind_it(tmp_path):
 # -- tuning behind one --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_examples_begin_behind_it_and_a_resumed_one_equals_an_uninterrupted_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "exceeds", lambda *args: True)
     model, examples = make("llama"), make_examples(24, 60)

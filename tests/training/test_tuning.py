@@ -180,6 +180,7 @@ def test_heads_that_are_no_better_are_dropped(model, examples, tmp_path, monkeyp
     assert after.keys() - before.keys() == {"tuning.json", TUNING_METRICS}
 
 
+@pytest.mark.thorough
 def test_a_finished_one_is_returned_and_another_starts_from_the_first_heads(model, examples, tmp_path, monkeypatch):
     folder = saved_heads(model, tmp_path)
     first = weights(folder)
@@ -245,6 +246,7 @@ def test_heads_of_another_origin_are_not_called_tuned(model, examples, tmp_path,
     assert tune(model, folder, examples, QUICK) == made
 
 
+@pytest.mark.thorough
 def test_training_anew_forgets_it(model, examples, tmp_path, monkeypatch):
     config = TrainConfig(steps=1, width=8, held_out=0.4)
     train_heads(model, examples, tmp_path, config)
@@ -334,6 +336,7 @@ def plain(made: TuneResult) -> TuneResult:
 
 
 @pytest.mark.parametrize("kind", ["sequence", "stream"])
+@pytest.mark.thorough(but=1)
 def test_a_resumed_one_equals_an_uninterrupted_one(model, examples, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(tuning, "exceeds", lambda *args: True)
     results = []
