@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from locret_stream.cli.output import writes_everything
+from locret_stream.cli.output import make_printable
 from locret_stream.errors import LocretError, SourceError
 
 MISTAKE, INTERRUPTED = 2, 130
@@ -24,9 +24,7 @@ class OneLineGroup(TyperGroup):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
              standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any) -> Any:
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
-        for stream in (sys.stdout, sys.stderr):  # a character that their encoding lacks is printed as an escape
-            if not writes_everything(stream) and hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")
+        make_printable()
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             if code == INTERRUPTED:  # Ctrl-C before or after the verb's own `interruptible`

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from statistics import fmean
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
@@ -22,18 +22,31 @@ out = Console(highlight=False, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-def writes_everything(stream: IO[str]) -> bool:
-    """Whether the encoding of `stream` has every Unicode character."""
-    try:
-        "\U0010fffd".encode(getattr(stream, "encoding", None) or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+def make_printable() -> None:
+    """Let stdout and stderr print every text: what their encoding lacks, and half of a surrogate pair, which none has,
+    is printed as an escape. Names of files and questions hold such halves where their bytes are no UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        whole = _carries("\U0010fffd\ud800\udcff", stream, getattr(stream, "errors", None))
+        if not whole and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one object on one line of stdout."""
-    print(json.dumps(value, ensure_ascii=not writes_everything(sys.stdout)), flush=True)
+    """Print one object on one line of stdout: in ASCII where its encoding lacks characters, or this text has halves of
+    surrogate pairs, so that a reader gets back what was printed."""
+    line = json.dumps(value, ensure_ascii=False)
+    if not _carries(f"\U0010fffd{line}", sys.stdout):
+        line = json.dumps(value)
+    print(line, flush=True)
+
+
+def _carries(text: str, stream: TextIO, errors: str | None = "strict") -> bool:
+    """Whether the encoding of `stream` can write this text, handling errors so."""
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8", errors or "strict")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def describe_runtime(runtime: Runtime) -> str:

@@ -225,3 +225,19 @@ def test_output_in_an_encoding_that_lacks_characters(small: list[str], tmp_path:
                       env=ascii_only)
     assert done.returncode == 0 and done.stdout.isascii(), done.stderr
     assert json.loads(done.stdout)["answers"][0]["question"] == "Zwölf 🦉?"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+def test_half_of_a_surrogate_pair_is_printed_as_an_escape_whatever_the_console(encoding: str):
+    """Bytes of a command line that are no UTF-8 come as such halves, and no encoding has these."""
+    code = ("from locret_stream.cli import app, output\nfrom locret_stream.cli.answering import Stripped\n"
+            "try: app(['--version'])\n"
+            "finally:\n"
+            "    Stripped().add('a\\ud800b\\n'); print()\n"
+            "    output.out.print('c\\ud800d'); output.err.print('e\\ud800f')\n"
+            "    output.print_json({'said': 'g\\ud800h\\udcffé'})")
+    done = run_python("-c", code, env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"})
+    assert done.returncode == 0, done.stderr
+    _, plain, rich, line = done.stdout.splitlines()
+    assert (plain, rich, done.stderr.strip()) == ("a\\ud800b", "c\\ud800d", "e\\ud800f")
+    assert json.loads(line) == {"said": "g\ud800h\udcffé"}
