@@ -340,9 +340,14 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
         for choice in schema.get(union) or ():
             types |= types_of(choice, root, depth - 1) or {"string"}  # a choice that says nothing may be a text
     for value in (*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())) if not types else ():
-        types |= {"string"} if isinstance(value, str) else {
-            "boolean" if isinstance(value, bool) else "integer" if isinstance(value, int) else "number"}
+        types.add(type_of(value))
     return types | ({"null"} if types and schema.get("nullable") else set())
+
+
+def type_of(value: Any) -> str:
+    """The type that JSON schemas know a value of JSON by."""
+    return {bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}.get(
+        type(value), "string")
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

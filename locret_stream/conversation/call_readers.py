@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.content_parsers import parse_content
 
-from locret_stream.constraints import types_of
+from locret_stream.constraints import type_of, types_of
 
 Tools = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by the names of the tools
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError, MemoryError)
@@ -75,9 +75,8 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         return text
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         value = int(value)
-    kinds = {bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}
-    kind = kinds.get(type(value), "")
-    return value if kind in types or (kind == "integer" and "number" in types) else text
+    kind = type_of(value)
+    return value if _whole(value) and (kind in types or (kind == "integer" and "number" in types)) else text
 
 
 def fitted(called: Called, tools: Tools) -> Called:
@@ -89,18 +88,6 @@ def fitted(called: Called, tools: Tools) -> Called:
     return called._replace(arguments={
         key: typed(value, properties[key], root) if isinstance(value, str) and key in properties else value
         for key, value in called.arguments.items()})
-
-
-def may_be_text(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool for transformers' parser, which else takes the text "null" of an optional text for none."""
-    function = tool["function"]
-    parameters = function.get("parameters") or {}
-    properties = parameters.get("properties")
-    if not isinstance(properties, Mapping):
-        return tool
-    plain = {name: {"type": "string"} if "string" in types_of(schema, parameters) else schema
-             for name, schema in properties.items()}
-    return {**tool, "function": {**function, "parameters": {**parameters, "properties": plain}}}
 
 
 # What marks off the parts of a call; where these are special tokens a reader must see them.

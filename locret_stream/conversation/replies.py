@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -16,7 +16,6 @@ from locret_stream.conversation.call_readers import (
     Called,
     as_call,
     fitted,
-    may_be_text,
     tools_by_name,
 )
 from locret_stream.conversation.messages import Message
@@ -113,9 +112,7 @@ class Reply:
         self._unmarked = (unmarked["open"], unmarked["close"]) if unmarked else None
         self._template = template = {**template, "fields": {
             name: field for name, field in fields.items() if name != UNMARKED and (tools or name != ALONE)}}
-        self._for_parser: list[dict[str, Any] | Callable[..., Any]] = [] if self._known else [
-            may_be_text(tool) for tool in tools]
-        self._parser = ResponseParser(template, prefix=prefix, tools=self._for_parser)
+        self._parser = ResponseParser(template, prefix=prefix)  # without the tools: `fitted` knows types
         before = re.match(template["start_anchor_pattern"], prefix) if self._known else None
         # Of the reply, written by the prompt: no text of the model's.
         self._by_prompt = prefix.removesuffix(begun)[before.end():] if before else ""
@@ -286,7 +283,7 @@ class Reply:
                 if call is None:
                     self._invalid(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False, default=str))
                 else:
-                    self._add(call)
+                    self._add(fitted(call, self._tools))
             return
         form, mark, text = value["form"], value["mark"], value["text"]
         close = self._template["fields"][field].get("close", "")
@@ -314,7 +311,7 @@ class Reply:
     def _unreadable(self) -> None:
         """The region that is open cannot be parsed; a new parser begins behind it."""
         raw, self._region, self._raw = self._raw, "", ""
-        self._parser = ResponseParser(self._template, prefix="", tools=self._for_parser)
+        self._parser = ResponseParser(self._template, prefix="")
         self._invalid(raw)
 
     def _invalid(self, raw: str) -> None:

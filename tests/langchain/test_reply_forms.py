@@ -336,14 +336,27 @@ def test_values_between_marks_are_what_the_tool_takes_and_texts_stay_texts():
     assert [call.name for call in part.calls] == [None] and "a" in part.calls[0].arguments
 
 
-def test_a_text_that_may_be_none_stays_a_text_with_a_template_that_is_given():
+def test_the_tool_decides_on_types_with_a_template_that_is_given_too():
     given_one = {"start_anchor": PROMPT, "fields": {"content": {}, "tool_calls": {
         "open_pattern": r"<call (?P<name>\w+)>", "close": "</call>", "content": "xml-inline", "repeats": True,
         "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}}}
-    reply = Reply(given_one, PROMPT, TOOLS)
-    parts = [*reply.feed("<call look><at>null</at><note>null</note><n>3</n></call>"), *reply.finish()]
-    assert json.loads(parts[-1].calls[0].arguments) == {"at": "null", "note": "null", "n": 3}
+    look = tool("look", {"type": "object", "properties": {
+        "at": {"type": "string"}, "note": {"type": ["string", "null"]}, "n": {"type": "integer"},
+        "sure": {"type": "boolean"}, "any": {"nullable": True},
+        "all": {"allOf": [{"type": "string"}], "nullable": True},
+        "one": {"enum": [1, None]}, "few": {"enum": [[1], [2]]}, "size": {"type": "number"}}})
+    for key, value, expected in [
+            ("at", "null", "null"), ("note", "null", "null"), ("any", "null", "null"), ("all", "None", "None"),
+            ("at", "true", "true"), ("note", "12", "12"), ("any", "12", "12"), ("n", "3", 3), ("n", "3_0", "3_0"),
+            ("sure", "true", True), ("sure", "1", "1"), ("one", "null", None), ("one", "1", 1), ("few", "[1]", [1]),
+            ("size", "1e999", "1e999"), ("unknown", "null", "null")]:
+        reply = Reply(given_one, PROMPT, [look])
+        parts = [*reply.feed(f"<call look><{key}>{value}</{key}></call>"), *reply.finish()]
+        assert json.loads(parts[-1].calls[0].arguments) == {key: expected}, (key, value)
+        part, _ = read(f"<function=look>\n<parameter={key}>\n{value}\n</parameter>\n</function>", "<function=",
+                       tools=[look])
+        assert called(part)[0][1] == {key: expected}, (key, value)
 
 
 # -- thoughts ----------------------------------------------------------------------------------------------------------
