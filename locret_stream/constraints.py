@@ -34,6 +34,9 @@ _STRICT: dict[str, Any] = {  # in a line, as `json.dumps` writes it: white space
     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
     "lenient": False, "coerce_one_of": False,
 }
+# What llguidance may make of one grammar. Hostile ones come to these within 100 MiB and seconds, where its own limits
+# let them take three times as much; enums of thousands of texts and patterns with bounds of hundreds stay below.
+_LIMITS = {"initial_lexer_fuel": 250_000, "max_lexer_states": 100_000, "max_grammar_size": 50_000}
 ID = "[A-Za-z0-9]{9}"  # of a call, where a model writes one
 # Of JSON in a line, as UTF-8. 0xF1 and 0xF2 begin no character that Unicode has given out; many tokenizers lack them.
 _TEXT_BYTES = frozenset([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1), 0xF3, 0xF4])
@@ -70,10 +73,12 @@ class Constraints:
         else:
             assert sampling.grammar is not None, "settings without a constraint have none"
             what, grammar = "grammar", library.LLMatcher.grammar_from_lark(sampling.grammar)
-        matcher = library.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
+        matcher = library.LLMatcher(vocabulary.tokenizer, grammar, log_level=0,
+                                    limits=library.LLParserLimits(**_LIMITS))
         left_out = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if left_out:
-            raise ConfigError(f"{what} cannot be held: {_first_line(left_out[0])}; expected one without that")
+            expected = "a simpler one" if _TOO_LARGE.search(left_out[0]) else "one without that"
+            raise ConfigError(f"{what} cannot be held: {_first_line(left_out[0])}; expected {expected}")
         if not all(matcher.consume_token(vocabulary.read(token)) for token in begun):
             raise ConfigError(f"{what} does not let through what was begun; expected another beginning")
         return Constraint(matcher, what, vocabulary)
@@ -165,6 +170,7 @@ class Constraint:
         if matcher.is_error() or not mask.any():
             why = _first_line(matcher.get_error()) if matcher.is_error() else ""
             why = "nothing can follow" if not why or why in _DEAD_ENDS else why
+            expected = "a simpler one" if why.startswith("it is too large") else expected
             raise ConfigError(f"{self._what} {failed}: {why}; expected {expected}")
         return mask if vocabulary.same is None else mask[vocabulary.same]
 
@@ -392,9 +398,18 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
+# What llguidance says where it comes to a limit, and what of that names its own settings.
+_TOO_LARGE = re.compile(r"too (?:many|big|large)\b|\d items; max|fuel exhausted|precomputation failed|symbols\.len")
+_FOR_ITS_CALLER = re.compile(r"; either increase.*| \(limit.*|; (?:max is|try|consider).*|^panic: .*|"
+                             "^(?:lexer|parser) error: ", re.IGNORECASE)
+
+
 def _first_line(error: str) -> str:
     """What is wrong, in a line: of a pattern, what it says and why it cannot be held."""
     lines = error.strip().splitlines() or ["it is not valid"]
+    if _TOO_LARGE.search(lines[0]):
+        detail = _FOR_ITS_CALLER.sub("", lines[0])[:200].strip(".;: ")
+        return "it is too large" + (f" ({detail})" if detail else "")
     why = next((line for line in reversed(lines) if line.startswith("error: ")), "")
     if lines[0].startswith("regex parse error") and len(lines) > 1 and why:
         lines = [f"the pattern {lines[1].strip()[:120]!r}: {why.removeprefix('error: ')}"]

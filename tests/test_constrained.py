@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import sys
 from typing import Any
 
@@ -29,6 +30,7 @@ from locret_stream.sampling import processors, sample
 from locret_stream.text import ChatFrame, Detokenizer, TextCodec
 from tests import tiny_tokenizers
 from tests.kit import examples
+from tests.processes import run_python
 
 KINDS = ("byte_level", "metaspace", "json", "bundled")
 WHOLE, TEXT = {"type": "integer"}, {"type": "string"}
@@ -393,13 +395,14 @@ class Stuck:
 
 @pytest.mark.parametrize(("error", "why"), [
     ("", "nothing can follow"), ("NoExtensionBias\n<state>", "nothing can follow"),
-    ("too many items in row.", "too many items in row")])
+    ("too many items in row.", r"it is too large \(too many items in row\)")])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_dead_end_is_an_error_and_never_the_end_of_a_reply(error: str, why: str, after: int):
     vocabulary = constraints_of("bundled")._vocabulary()
     stuck = Stuck(vocabulary.size, vocabulary.ends, error, after)
+    simpler = "a simpler one" if "too large" in why else "one that some text fits"
     if not after:
-        with pytest.raises(ConfigError, match=f"^schema cannot be held: {why}; expected one that some text fits$"):
+        with pytest.raises(ConfigError, match=f"^schema cannot be held: {why}; expected {simpler}$"):
             Constraint(stuck, "schema", vocabulary)
         return
     constraint = Constraint(stuck, "schema", vocabulary)
@@ -422,6 +425,54 @@ def test_a_pattern_that_becomes_too_large_is_the_caller_s_mistake_and_not_the_mo
                                           "expected"):
         for seed in range(3):
             drawn(kind, begin(kind, {"type": "string", "pattern": pattern}), seed)
+
+
+GREEDY = {
+    "repeated": {"schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}},
+    "in many words": {"grammar": "start: " + " ".join(f'"{n}"?' for n in range(60_000))},
+    "in many states": {"grammar": "start: /((?s:.*)[a-m](?s:.){10}[n-z](?s:.){10})+/"}}
+IN_A_PROCESS = """if True:
+    import resource, sys, time, torch
+    from locret_stream.errors import ConfigError
+    from tests.test_constrained import GREEDY, begin
+    begin("bundled", {"type": "string"})
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    try:
+        constraint, generator = begin("bundled", **GREEDY[sys.argv[1]]), torch.Generator().manual_seed(0)
+        for _ in range(1000):
+            ids = constraint.allowed(constraint._vocabulary.size).nonzero().flatten()
+            constraint.take(int(ids[torch.randint(len(ids), (1,), generator=generator)]))
+    except ConfigError as error:
+        print(error)
+    took = time.monotonic() - began
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, took)"""
+
+
+PLAINLY = re.compile(r"(schema|grammar) cannot be (held|followed any further): it is too large "
+                     r"\((?!.*(limit|panic|max)).*\); expected a simpler one$")
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_a_hostile_grammar_takes_little_memory_and_is_refused_in_plain_words(name: str):
+    done = run_python("-c", IN_A_PROCESS, name)
+    assert done.returncode == 0, done.stderr
+    told, figures = done.stdout.splitlines()
+    mib, took_s = map(float, figures.split())
+    assert mib < 150 and took_s < 60, (mib, took_s)
+    assert PLAINLY.match(told), told
+
+
+def test_a_list_that_is_too_long_is_refused_in_plain_words():
+    with pytest.raises(ConfigError, match=PLAINLY):
+        begin("bundled", {"enum": [f"{n:08d}" * 10 for n in range(20_000)]})
+
+
+@pytest.mark.parametrize("schema", [
+    {"enum": [f"name {n}" for n in range(5000)]}, {"type": "integer", "multipleOf": 9973},
+    {"type": "string", "pattern": r"^\w{1,500}( \w{1,500})*$"}, {"type": "string", "maxLength": 1_000_000},
+    closed(**{f"key {n}": {"type": "string", "maxLength": n + 1} for n in range(300)})])
+def test_large_ordinary_schemas_are_held(schema: dict[str, Any]):
+    drawn("bundled", begin("bundled", schema), 0, most=100)
 
 
 def test_without_the_library_one_command_is_named(monkeypatch: pytest.MonkeyPatch):
