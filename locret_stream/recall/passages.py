@@ -2,7 +2,8 @@
 
 A passage ends
 
-    behind a run of newlines or the end of a sentence, once it has `least` tokens,
+    behind a run of newlines or the end of a sentence, which "etc." and other abbreviations are not, once it has `least`
+    tokens,
     where a chat template begins another message, if it has `least` tokens; otherwise the next message is part of it,
     before it has more than `most` tokens, what a template writes around messages aside: behind the last semicolon or
     dash once it has `least` tokens, else behind the last comma or bracket, else between two words but behind no colon
@@ -24,7 +25,11 @@ from locret_stream.text import Detokenizer, TextCodec
 _SENTENCE = re.compile(r"[.!?…][\"'”’»)\]]*$")  # where white space follows
 _WIDE_SENTENCE = re.compile(r"[。！？][」』”’]*$")  # where none does
 _CLOSING, _WIDE_CLOSING = ".!?…\"'”’»)]", "。！？」』”’"  # what these end with
-_ABBREVIATED = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Mx|Dr|Prof|St|Rev|Hon|Gen|Col|Maj|Capt|Lt|Sgt|No|vs|e\.g|i\.e)\.$")
+# What no sentence ends behind. "etc." and its like may end one: then the passage goes on to the end of the next, which
+# divides nothing. A small letter that follows would tell less: many people write no capitals.
+_ABBREVIATED = re.compile(
+    r"\b(?:[A-Za-z]|Mr|Mrs|Ms|Mx|Dr|Prof|St|Rev|Hon|Gen|Col|Maj|Capt|Lt|Sgt|Messrs|Mt|Jr|Sr|Nos?|[Nn]r|[Vv]ol|[Ff]ig|"
+    r"[Ee]q|pp|eds?|vs|cf|ca|al|[Aa]pprox|etc|incl|excl|viz|resp|[Tt]el|[Ee]xt|bzw|usw)\.$")
 _ENDS_OF_PARTS = {**dict.fromkeys(";—–；", 3), **dict.fromkeys(",)]}，、", 2), ":": 0, "=": 0}
 Headers = Mapping[int, frozenset[tuple[int, ...]]]
 """Of each control token what a chat template may write behind it, as ids: the role and a newline."""

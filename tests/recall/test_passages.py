@@ -78,6 +78,13 @@ def test_a_sentence_does_not_end_behind_a_title_or_an_initial(codec: TextCodec):
         "The number of Mr. Hopkins is 83451.", "That of Dr. J. R. Smith is 4711.", "It is No. 5."]
 
 
+@pytest.mark.parametrize("short", ["etc.", "e.g.", "i.e.", "e. g.", "approx.", "vs.", "No.", "et al.", "Fig.", "cf.",
+                                   "J.", "Jr.", "5 p.m.", "vol.", "pp.", "Tel.", "incl.", "Nr.", "z. B.", "usw."])
+def test_a_sentence_does_not_end_behind_an_abbreviation(codec: TextCodec, short: str):
+    done, _ = cut(codec, codec.encode_text(f"It has screws, {short} Nails lie there. That one is metric. End"), least=1)
+    assert [passage.text for passage in done] == [f"It has screws, {short} Nails lie there.", "That one is metric."]
+
+
 def test_a_passage_ends_with_a_whole_character(codec: TextCodec):
     """Each of these is three or four tokens."""
     for text in ("जहाँखाने" * 40, "🦉🐟" * 40, "门的密码" * 40):
