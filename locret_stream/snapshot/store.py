@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,9 +26,11 @@ from locret_stream.snapshot.local import LocalFiles
 from locret_stream.snapshot.names import FOLDER, folder_of, sweep_records
 from locret_stream.snapshot.remote import RemoteFiles
 from locret_stream.snapshot.removing import GRACE_S, Collected
-from locret_stream.snapshot.session_folder import SessionFolder
+from locret_stream.snapshot.seen import Said, Seen
+from locret_stream.snapshot.session_folder import SessionFolder, named_by
 from locret_stream.snapshot.verifying import Verified, lost_snapshots, name_of, unlisted_path, verify
 
+READERS = 8  # manifests that are read at a time where reading is a request
 List = list  # for annotations in `Store`, where `list` is the method
 
 
@@ -55,6 +58,7 @@ class Store:
         self.files = files or open_files(url)
         self.url, self._key = self.files.url, user_key(key)
         self.keep_last, self.max_bytes, self._log = keep_last, max_bytes, log
+        self._seen = Seen()
 
     # -- opening ----------------------------------------------------------------------------------------------
 
@@ -69,6 +73,7 @@ class Store:
         looked = self.files.looking(folder)
         removing.remove_dead_alias(looked, folder, GRACE_S)
         session_folder = SessionFolder(self.files, fork_target(looked, folder) or folder, self._key)
+        session_folder.needs = self._seen.needs(session_folder.folder)  # the first pruning need not read them
         branch = Branch(session_folder, name, name, log=self._log)
         with session_folder.looking(looked if session_folder.folder == folder else None):
             generations, branch.head = session_folder.generations(name)
@@ -133,14 +138,52 @@ class Store:
         Raises:
             SnapshotNotFound: there is none. StoreError: one of them cannot be read now, which does not mean damage.
         """
-        session_folder, generations = self._stored(name)
-        snapshots = []
-        with session_folder.looking():
-            for number in generations:
-                with suppress(SnapshotNotFound):  # deleted at this moment
-                    snapshots.append(self._describe(session_folder, session_folder.manifest_path(name, number),
-                                                    many_names=False))
-        return snapshots
+        folder = folder_of(name)
+        looked = self.files.looking(folder)
+        session_folder = SessionFolder(self.files, fork_target(looked, folder) or folder, self._key)
+        with session_folder.looking(looked if session_folder.folder == folder else None) as looked:
+            generations, _ = session_folder.generations(name)
+            if not generations:
+                raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
+            paths = [session_folder.manifest_path(name, number) for number in generations]
+            readable = False
+            with suppress(SnapshotError):  # without its key nobody is told what is known of a session
+                session_folder.key.for_reading()
+                readable = True
+            return self._look_at(session_folder.folder, looked, paths, readable)
+
+    def _look_at(self, folder: str, looked: Files, paths: List[str], readable: bool) -> List[Snapshot]:
+        """What users see of the snapshots of these manifests, but of one that was deleted at this moment. Where reading
+        is a request, several are read at a time, and none that was read before.
+
+        Args:
+            looked: the folder as it is now. readable: whether what is known of it may be told.
+
+        Raises:
+            StoreError.
+        """
+        known = self._seen.of(folder) if readable else {}
+        new: dict[tuple[str, bytes], Said] = {}
+
+        def look(path: str) -> Snapshot | None:
+            key = path, looked.version(f"{folder}/{path}").encode()
+            if key in known:
+                return known[key].snapshot
+            session_folder = SessionFolder(self.files, folder, self._key)  # of this thread alone
+            with suppress(SnapshotNotFound), session_folder.looking(looked):
+                snapshot, needs = self._described(session_folder, path, many_names=False)
+                if key[1] and not snapshot.problem:
+                    new[key] = Said(snapshot, needs)
+                return snapshot
+            return None
+
+        if self.files.locks:
+            found = [look(path) for path in paths]
+        else:
+            with ThreadPoolExecutor(READERS, thread_name_prefix="locret-look") as readers:
+                found = [*readers.map(look, paths)]
+            self._seen.add(looked, folder, new)
+        return [snapshot for snapshot in found if snapshot is not None]
 
     def identity(self, name: str) -> Identity:
         """What the newest snapshot of a name was made with. Raises SnapshotNotFound, SnapshotCorrupt, StoreError."""
@@ -176,8 +219,13 @@ class Store:
             raise SnapshotNotFound(f"there is no session {name!r} in {self.url}")
         return session_folder, generations
 
-    def _describe(self, session_folder: SessionFolder, path: str, *, many_names: bool = True) -> Snapshot:
-        """What users see of the snapshot whose manifest is at `path`.
+    def _describe(self, session_folder: SessionFolder, path: str) -> Snapshot:
+        """As `_described`, what users see alone, while many names are listed."""
+        return self._described(session_folder, path, many_names=True)[0]
+
+    def _described(self, session_folder: SessionFolder, path: str, *, many_names: bool
+                   ) -> tuple[Snapshot, frozenset[str]]:
+        """What users see of the snapshot whose manifest is at `path`, and the files that it names.
 
         Raises:
             SnapshotNotFound: it was deleted meanwhile. StoreError: it cannot be read; while `many_names` are listed,
@@ -195,8 +243,8 @@ class Store:
                 encrypted = session_folder.key.encrypted
             return Snapshot(name=name_of(session_folder, path), session="", generation=number, parent="", created=0.0,
                             tokens=0, units=0, bytes=0, library="", encrypted=encrypted, log=False,
-                            problem=str(error), locked=isinstance(error, MissingKey))
-        return describe(manifest, size, session_folder.key.encrypted)
+                            problem=str(error), locked=isinstance(error, MissingKey)), frozenset()
+        return describe(manifest, size, session_folder.key.encrypted), named_by(manifest)
 
     # -- removing ---------------------------------------------------------------------------------------------
 

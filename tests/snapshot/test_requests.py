@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from locret_stream.errors import StaleOwner
 from locret_stream.snapshot import Store
 from locret_stream.snapshot import branch as branch_module
-from tests.snapshot.object_store import SCHEME, counting
-from tests.snapshot.support import KEY, again, begin, load, save, two_owners
+from tests.snapshot.object_store import SCHEME, Objects, counting
+from tests.snapshot.support import KEY, Toy, again, begin, load, save, two_owners
 
 pytestmark = pytest.mark.usefixtures("spools")
 
@@ -70,6 +71,57 @@ def test_opening_a_session_takes_a_handful(objects):
         load(again(objects), "alice")
     pages = sum("/pages/" in path for _, path in requests)
     assert len(requests) - pages <= 8, requests
+
+
+def test_looking_at_many_snapshots_reads_each_once_and_the_pruning_after_it_none(objects):
+    """A chat looks at all snapshots of its thread, opens one, saves and prunes."""
+    store = Store(objects.url, key=KEY if objects.encrypts else None, keep_last=100)
+    branch, toy = begin(store, "alice", tokens=20)
+    for _ in range(24):
+        toy.feed(3, branch)
+        save(branch, toy)
+    other = again(store)
+    with counting() as requests:
+        before = other.info("alice")
+    assert len(before) == 24 and sum(path.endswith(".snap") for _, path in requests) == 24
+    assert len(requests) <= 24 + 2 + other.encrypts, requests  # a listing, the record, the key
+    late, record = load(other, "alice")
+    save(late, Toy.of(record).feed(1))
+    with counting() as requests:
+        other.prune(late)
+    assert not any(path.endswith(".snap") for _, path in requests), requests
+    with counting() as requests:
+        after = other.info("alice")
+    assert after[:-1] == before and sum(path.endswith(".snap") for _, path in requests) == 1
+
+
+def test_several_snapshots_are_looked_at_at_a_time(objects, monkeypatch):
+    branch, toy = begin(objects, "alice", tokens=20)
+    for _ in range(16):
+        toy.feed(3, branch)
+        save(branch, toy)
+    other, delay_s = again(objects), 0.1
+    monkeypatch.setattr(Objects, "delay_s", delay_s)
+    began = time.monotonic()
+    assert len(other.info("alice")) == 16
+    assert time.monotonic() - began < 12 * delay_s  # one after another they take 18 times as long or more
+
+
+def test_a_snapshot_that_was_written_anew_is_looked_at_anew(objects):
+    """A session that was forgotten and begun again has other snapshots under the same numbers."""
+    for tokens in (20, 23):
+        branch, toy = begin(objects, "alice", tokens=tokens)
+        save(branch, toy)
+        assert [row.tokens for row in objects.info("alice")] == [tokens]
+        objects.forget("alice")
+
+
+def test_what_is_known_of_a_session_is_not_told_without_its_key(objects):
+    branch, toy = begin(objects, "alice", tokens=20)
+    save(branch, toy)
+    objects.info("alice")
+    objects._key = None
+    assert objects.info("alice")[0].locked == branch.encrypts
 
 
 def test_a_record_that_was_seen_a_moment_ago_is_not_read_again_and_an_old_one_is(tmp_path, monkeypatch):
