@@ -14,13 +14,20 @@ from locret_stream.conversation.messages import Message
 from locret_stream.conversation.parts import Call, End, Part
 from locret_stream.conversation.tool_prompt import call_text
 from locret_stream.serving.bodies import Json, Sampled, as_struct, as_whole, ignored, refuse, text_of
-from locret_stream.serving.chat import ROLES, read_arguments, receipt_of, unreadable
+from locret_stream.serving.chat import ROLES, read_arguments, read_calls, receipt_of, unreadable
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.thinking import FIELDS as THINKING
 
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("background", False, "a request that is waited for, or stream=true"), ("prompt", {}, "input"),
     ("top_logprobs", 0, "no log-probabilities"), ("modalities", ["text"], "text"))
+
+_UNREAD = {
+    "item_reference": "answers are kept in a memory, and no item of them by its id; expected previous_response_id or "
+                      "conversation, which go on behind what was said, or the item itself",
+    "custom_tool_call": "the only tools here are functions; expected function_call, with arguments as JSON",
+    "custom_tool_call_output": "the only tools here are functions; expected function_call_output",
+    "compaction": "only who made it can read it; expected the messages themselves"}
 
 
 class ResponsesBody(Sampled, kw_only=True):
@@ -60,14 +67,15 @@ def conversation_id(given: str | Mapping[str, Any] | None) -> str | None:
 
 def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None, *, field: str = "input"
                ) -> list[Message]:
-    """Items of that field as messages, instructions ahead of them. Reasoning is passed over. A call whose arguments are
-    no JSON object is text, as in `chat.read_messages`. Raises ApiError 400."""
+    """Items of that field as messages, instructions ahead of them. Reasoning is passed over, and a reference to it. A
+    call whose arguments are no JSON object is text, as in `chat.read_messages`, whose messages with calls and of the
+    role `tool` are read, too. Raises ApiError 400."""
     out = [Message("system", instructions)] if instructions else []
     if isinstance(items, str):
         return [*out, Message("user", items)]
     calls: list[tuple[str, Json, str]] = []
-    odd: list[str] = []
-    order: dict[str, int] = {}
+    odd: list[tuple[str, str]] = []  # (id, text) of each
+    order: dict[str, int] = {}  # of the newest calls
 
     def close() -> None:
         """The calls so far belong to the answer before them, or are one without text."""
@@ -75,8 +83,11 @@ def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | Non
             whole = tuple(calls)
             if not out or out[-1].role != "assistant" or out[-1].calls:
                 out.append(Message("assistant", ""))
-            text = "\n".join(filter(None, (out[-1].content, *odd)))
+            text = "\n".join(filter(None, (out[-1].content, *(written for _, written in odd))))
             out[-1] = replace(out[-1], content=text, calls=whole)
+            if whole:
+                order.clear()
+            order.update({call_id: -1 for call_id, _ in odd})
             order.update({call_id: at for at, (_, _, call_id) in enumerate(whole)})
             calls.clear()
             odd.clear()
@@ -85,16 +96,17 @@ def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | Non
         where = f"{field}[{number}]"
         if not isinstance(item, Mapping):
             raise ApiError(400, f"{where} is a {type(item).__name__}; expected an object", param=where)
-        kind = item.get("type", "message")
+        kind = _kind(item)
         if kind == "function_call":
-            if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
-                raise ApiError(400, f"{where} has no name or no call_id", param=where)
+            name, call_id = item.get("name"), item.get("id") if item.get("call_id") is None else item["call_id"]
+            if not isinstance(name, str) or not isinstance(call_id, str):
+                raise ApiError(400, f"{where} has no {'name' if not isinstance(name, str) else 'call_id'}; expected a "
+                               "function_call with both", param=where)
             arguments = read_arguments(item.get("arguments"), where)
             if isinstance(arguments, str):
-                odd.append(call_text(item["name"], arguments))
-                order[item["call_id"]] = -1
+                odd.append((call_id, call_text(name, arguments)))
             else:
-                calls.append((item["name"], arguments, item["call_id"]))
+                calls.append((name, arguments, call_id))
             continue
         if kind == "reasoning":
             continue
@@ -105,18 +117,38 @@ def read_items(items: str | Sequence[Mapping[str, Any]], instructions: str | Non
                 raise ApiError(400, f"{where}.role is {role!r}; expected user, assistant, system or developer",
                                param=f"{where}.role")
             out.append(Message(ROLES[role], text_of(item.get("content"), f"{where}.content")))
+            if role == "assistant" and item.get("tool_calls"):
+                given, texts = read_calls(item, where)
+                calls += given
+                odd += [("", text) for text in texts]
+                close()
         elif kind == "function_call_output":
-            call_id, output = item.get("call_id"), item.get("output")
+            call_id = item.get("call_id", item.get("tool_call_id"))
+            output = item.get("content") if "output" not in item else item["output"]
             if not isinstance(call_id, str):
                 raise ApiError(400, f"{where} has no call_id", param=where)
             text = text_of(output, f"{where}.output") if isinstance(output, (str, list, type(None))) else json.dumps(
                 output, ensure_ascii=False)
-            out.append(Message("tool", text, call_id=call_id, answers=order.get(call_id, 0)))
+            # Without any call here it answers one that the memory has, as behind `previous_response_id`.
+            out.append(Message("tool", text, call_id=call_id, answers=order.get(call_id, -1 if order else 0)))
         else:
-            raise ApiError(400, f"{where} is of type {kind!r:.60}; expected messages, function calls and their outputs",
+            raise ApiError(400, f"{where} is of type {kind!r:.60}; "
+                           f"{_UNREAD.get(str(kind), 'expected messages, function calls and their outputs')}",
                            param=where, code="unsupported_item")
     close()
     return out
+
+
+def _kind(item: Mapping[str, Any]) -> Any:
+    """The type of an item, also of one that does not say it: a message, or a reference, which has nothing but an id."""
+    kind = item.get("type")
+    if kind is None:
+        kind = "item_reference" if isinstance(item.get("id"), str) and not item.keys() - {"id", "type"} else "message"
+    if kind == "message" and item.get("role") == "tool" and item.get("tool_call_id") is not None:
+        return "function_call_output"
+    if kind == "item_reference" and str(item.get("id")).startswith("rs_"):
+        return "reasoning"
+    return kind
 
 
 def read_messages(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None, *, field: str = "input"

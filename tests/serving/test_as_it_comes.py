@@ -121,6 +121,73 @@ def test_a_call_that_a_model_wrote_wrongly_is_never_lost(arguments: Any):
     assert read_messages([{"role": "assistant", "function_call": broken}]) == [Message("assistant", text)]
 
 
+def _call(call_id: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": "look", "arguments": '{"at": 1}', **more}
+
+
+def _output(call_id: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": "so", **more}
+
+
+_PLAIN = {"role": "assistant", "tool_calls": [
+    {"id": "a", "function": {"name": "look", "arguments": '{"at": 1}'}},
+    {"id": "b", "function": {"name": "look", "arguments": '{"at": 1}'}}]}
+
+
+@pytest.mark.parametrize("items", [
+    [_call("a"), _call("b"), _output("b"), _output("a")],
+    [_call("a", id="fc_1", status="completed"), _call("b", id=None, status="incomplete"),
+     _output("b", id="fco_1", status="completed"), _output("a", status=None)],
+    [_call("a"), {"type": "reasoning", "id": "rs_1", "summary": []}, _call("b"), _output("b"), _output("a")],
+    [_call("a"), {"type": "item_reference", "id": "rs_1"}, {"id": "rs_2"}, _call("b"), _output("b"), _output("a")],
+    [_call("a"), _call("b"), _output("b", output=[{"type": "input_text", "text": "s"}, {"type": "text", "text": "o"}]),
+     _output("a")],
+    [_call(None, id="a"), {key: value for key, value in _call("b").items() if key != "call_id"} | {"id": "b"},
+     _output("b"), _output("a")],
+    [_PLAIN, {"role": "tool", "tool_call_id": "b", "content": "so"}, _output("a")],
+    [_PLAIN | {"type": "message", "content": ""}, _output("b"), {"type": None, "role": "tool", "tool_call_id": "a",
+                                                                 "content": [{"type": "text", "text": "so"}]}],
+])
+def test_items_of_calls_are_read_in_every_shape_that_has_a_plain_meaning(items: list[dict[str, Any]]):
+    chat = read_messages([USER, _PLAIN, {"role": "tool", "tool_call_id": "b", "content": "so"},
+                          {"role": "tool", "tool_call_id": "a", "content": "so"}])
+    found = read_items([{"type": None, **USER}, *items])
+    assert [message.digest for message in found] == [message.digest for message in chat]
+    assert found == chat
+
+
+def test_an_output_of_an_older_call_is_the_same_in_either_api():
+    """An id that comes again is of the newest call; without any call the memory has it."""
+    first, second = _PLAIN, {"role": "assistant", "tool_calls": [_PLAIN["tool_calls"][0] | {"id": "c"}]}
+    result = {"role": "tool", "content": "so"}
+    chat = read_messages([first, result | {"tool_call_id": "a"}, second, result | {"tool_call_id": "b"},
+                          result | {"tool_call_id": "c"}])
+    assert read_items([_call("a"), _call("b"), _output("a"), _call("c"), _output("b"), _output("c")]) == chat
+    assert [message.answers for message in read_items([_output("x")])] == [0]
+
+
+def test_two_calls_of_one_id_that_cannot_be_read_are_both_text():
+    (message,) = read_items([_call("a", arguments="one"), _call("a", arguments="two")])
+    assert "one" in message.content and "two" in message.content
+
+
+@pytest.mark.parametrize(("item", "told"), [
+    ({"type": "item_reference", "id": "msg_1"}, "previous_response_id"), ({"id": "fc_1"}, "item_reference"),
+    ({"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}, "functions"),
+    ({"type": "custom_tool_call_output", "call_id": "c", "output": "x"}, "functions"),
+    ({"type": "compaction", "encrypted_content": "x"}, "compaction"),
+    ({"type": "web_search_call", "id": "ws_1", "status": "completed"}, "web_search_call"),
+    ({"type": "function_call", "name": "f"}, "call_id"), ({"type": "function_call", "call_id": "c"}, "no name"),
+    ({"type": "function_call_output", "output": "x"}, "call_id"), ({"role": "tool", "content": "x"}, "role is 'tool'"),
+    (_output("c", output=[{"type": "input_image", "image_url": "x"}]), "input_image"),
+    (_output("c", output=[{"type": "input_file", "file_id": "x"}]), "input_file"),
+])
+def test_an_item_that_is_not_read_is_refused_by_name(item: dict[str, Any], told: str):
+    with pytest.raises(ApiError, match=told) as refused:
+        read_items([USER, item])
+    assert refused.value.status == 400 and str(refused.value.param).startswith("input[1]")
+
+
 def test_such_a_history_is_answered_and_the_memory_has_the_call(served: Served, script: Script):
     broken = {"name": "look", "arguments": '{"at": "Ro'}
     script.say = lambda shown: "Fine."
