@@ -22,7 +22,7 @@ from locret_stream.errors import (
 )
 from locret_stream.snapshot.branch import log_of_owners
 from locret_stream.snapshot.claims import fork_target
-from locret_stream.snapshot.files import Busy, Files
+from locret_stream.snapshot.files import Busy, Exists, Files
 from locret_stream.snapshot.names import (
     FOLDER,
     delete_record,
@@ -183,8 +183,7 @@ def forget(files: Files, name: str) -> list[str]:
         aliases = [other for other in files.folders("")
                    if FOLDER.fullmatch(other) and _readable_alias(files, other) == folder]
         for other in aliases:
-            files.delete(f"{other}/branch")
-            files.remove_empty_folder(other)
+            _drop_alias(files, other, forgotten=folder)
         files.remove_folder(folder)
         if not session_folder.locked:  # a save that ended meanwhile may have written its record again
             _delete_records(session_folder)
@@ -222,13 +221,39 @@ def _readable_alias(files: Files, folder: str) -> str | None:
     return None
 
 
-def free_name(files: Files, folder: str, target: str) -> None:
+def free_name(files: Files, folder: str, target: str) -> bool:
     """Make the name of a fork without snapshots free: delete its alias in `folder`, and its record if that says that
-    the snapshots lie in `target`."""
+    the snapshots lie in `target`. False: the name is in use again, and stays so (`_drop_alias`)."""
+    now = _drop_alias(files, folder, (target,))
+    if now is None:
+        return False
+    if (record := readable_record(now, folder[2:])) is not None and record.folder == target:
+        delete_record(files, folder[2:])
+    return True
+
+
+def _drop_alias(files: Files, folder: str, targets: Sequence[str] = (), *, forgotten: str = "") -> Files | None:
+    """Delete the alias in `folder`, unless snapshots turn out to be where it leads by now; returns the files as they
+    are behind that, None if the name is in use.
+
+    Nothing excludes a save of the name between the look that found it unused and the deletion. A save writes alias,
+    manifest and record, in this order, and then expects the alias (`claims.expect_claim`). So one that was acknowledged
+    before the deletion shows its manifest behind it, where it is looked for: in `targets`, where the alias led, and
+    where the record says; then the alias is written again. One that ends later misses the alias and is refused.
+
+    Args:
+        forgotten: a session folder whose snapshots do not count.
+    """
     files.delete(f"{folder}/branch")
     files.remove_empty_folder(folder)
-    if (record := readable_record(files, folder[2:])) is not None and record.folder == target:
-        delete_record(files, folder[2:])
+    now = files.looking(folder)  # what `files` read before may be old
+    record = readable_record(now, folder[2:])
+    for target in dict.fromkeys((*targets, *((record.folder,) if record is not None else ()))):
+        if target not in (folder, forgotten) and SessionFolder(now, target, None).present_generations(folder[2:])[0]:
+            with suppress(Exists):  # the next save of the name wrote it
+                write_alias(files, folder, target, exclusive=True)
+            return None
+    return now
 
 
 def remove_dead_alias(files: Files, folder: str, grace_s: float) -> list[str]:
@@ -248,14 +273,15 @@ def remove_dead_alias(files: Files, folder: str, grace_s: float) -> list[str]:
         try:
             with exclusive(session_folder, wait=False):
                 if session_folder.generations_of(folder[2:])[0] or (
-                        not session_folder.locked and files.age_s(path) < grace_s):
+                        not session_folder.locked and files.age_s(path) < grace_s) or (
+                        _readable_alias(files.looking(folder), folder) != target):  # it leads elsewhere by now
                     return []
-                free_name(files, folder, target)  # under the lock: the fork may be about to be saved again
+                freed = free_name(files, folder, target)  # under the lock: the fork may be about to be saved again
         except Busy:  # a save is running there, perhaps of just this fork
             return []
     else:
-        free_name(files, folder, target)
-    return [path]
+        freed = free_name(files, folder, target)
+    return [path] if freed else []
 
 
 def rewrite_aliases(session_folder: SessionFolder) -> None:

@@ -195,10 +195,10 @@ def test_a_fork_that_is_saved_while_its_name_is_freed_keeps_it(local, monkeypatc
     saved, real = [], removing.free_name
     saving = threading.Thread(target=lambda: saved.append(save(fork, other)))
 
-    def free(*arguments: Any) -> None:
+    def free(*arguments: Any) -> bool:
         saving.start()
         saving.join(0.3)  # as long as it may take, if nothing holds it off
-        real(*arguments)
+        return real(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(removing, "free_name", free)

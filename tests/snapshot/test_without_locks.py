@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from locret_stream.errors import StaleOwner, StoreError
 from locret_stream.snapshot import Branch, Save, Store, claims
+from locret_stream.snapshot.names import folder_of, write_alias
 from locret_stream.snapshot.session_folder import SessionFolder
 from tests.snapshot.support import (
+    BUDGETS,
     GEOMETRY,
     IDENTITY,
     KEY,
@@ -168,3 +173,98 @@ def test_a_manifest_that_was_read_is_not_read_again(remote):
     remote.files.read = lambda path, most: read.append(path) or real(path, most)
     remote.prune(branch)
     assert not [path for path in read if path.endswith(".snap")]
+
+
+def _named_and_not_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> tuple[Branch, Toy]:
+    """The fork bob of alice, whose alias is old, and that was never saved whole."""
+    branch, toy = begin(store, "alice", tokens=20)
+    save(branch, toy)
+    fork, other = branch.fork("bob", toy.seen), toy.diverged(2)
+    write_alias(store.files, folder_of("bob"), folder_of("alice"))
+    monkeypatch.setattr("locret_stream.snapshot.remote.RemoteFiles.age_s", lambda self, path: 1e6)
+    return fork, other
+
+
+def _before_a_deletion(store: Store, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> list[str]:
+    """Call it once, right before this store deletes an alias; returns the paths of such aliases, in time."""
+    deleted, real = list[str](), store.files.delete
+
+    def delete(path: str) -> None:
+        if path.endswith("/branch"):
+            deleted.append(path)
+            if len(deleted) == 1:
+                meanwhile()
+        real(path)
+
+    monkeypatch.setattr(store.files, "delete", delete)
+    return deleted
+
+
+@pytest.mark.parametrize("tidying", [lambda store: store.gc(), lambda store: store.branch("bob")])
+def test_an_alias_whose_fork_is_saved_while_it_is_tidied_away_stays(remote, monkeypatch, tidying):
+    fork, other = _named_and_not_saved(remote, monkeypatch)
+    tidier = again(remote)
+    deleted = _before_a_deletion(tidier, monkeypatch, lambda: save(fork, other))
+    tidying(tidier)
+    assert deleted
+    assert same(loaded(again(remote), "bob"), other.record()) and sound(remote)
+    save(fork, other.feed(5, fork))
+    assert same(loaded(again(remote), "bob"), other.record()) and sound(remote)
+
+
+def test_a_fork_that_is_saved_while_all_its_snapshots_are_deleted_keeps_its_name(remote, monkeypatch):
+    fork, other = _named_and_not_saved(remote, monkeypatch)
+    save(fork, other)
+    deleter = again(remote)
+    real = deleter.files.delete
+
+    def delete(path: str) -> None:  # in the place of another process that begins the name again
+        if path.endswith("/branch"):
+            late = again(remote).branch("alice")
+            late.load(IDENTITY, GEOMETRY, BUDGETS)
+            late = late.fork("bob", late_toy.seen)
+            save(late, late_toy)
+        real(path)
+
+    late_toy = Toy.of(loaded(remote, "alice")).diverged(3)
+    monkeypatch.setattr(deleter.files, "delete", delete)
+    deleter.delete("bob")
+    late_toy.ids = None
+    found = loaded(again(remote), "bob")
+    assert sound(remote) and found is not None and int(found.tensors["seed"]) == 3
+
+
+def test_an_alias_that_leads_elsewhere_by_now_is_not_tidied_away(remote, monkeypatch):
+    """Right before the deletion the name is freed by another process, and becomes that of another session's fork."""
+    _named_and_not_saved(remote, monkeypatch)
+    carol, toy = begin(remote, "carol", 3, tokens=20)
+    save(carol, toy)
+
+    def meanwhile() -> None:
+        again(remote).gc()
+        save(carol.fork("bob", toy.seen), toy)
+
+    tidier = again(remote)
+    deleted = _before_a_deletion(tidier, monkeypatch, meanwhile)
+    tidier.gc()
+    assert deleted and sound(remote)
+    assert int(loaded(again(remote), "bob").tensors["seed"]) == 3
+
+
+def test_a_save_that_ends_behind_the_deletion_of_its_alias_is_refused_and_may_be_tried_again(remote, monkeypatch):
+    fork, other = _named_and_not_saved(remote, monkeypatch)
+    real = fork.session_folder.write
+
+    def write(path: str, *arguments: Any, **options: Any) -> None:
+        if path.startswith("m/"):
+            again(remote).branch("bob")
+            assert "branch" not in remote.files.sizes(folder_of("bob"))
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(fork.session_folder, "write", write)
+    with pytest.raises(StaleOwner):
+        save(fork, other)
+    monkeypatch.setattr(fork.session_folder, "write", real)
+    assert not remote.has("bob") and sound(remote)
+    save(fork, other)
+    assert same(loaded(again(remote), "bob"), other.record()) and sound(remote)
