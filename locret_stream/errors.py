@@ -147,8 +147,8 @@ class SnapshotTooNew(SnapshotError):
 
 
 class StaleOwner(SnapshotError):
-    """Raised when another owner saved this session since it was opened here: save under a new name, or open it again;
-    nothing was written, and the live context is intact."""
+    """Raised when another owner saved this session since it was opened here, or forgot it: save under a new name, or
+    open it again; nothing was written, and the live context is intact."""
 
 
 class StateLost(SnapshotError):

@@ -137,6 +137,24 @@ def test_threads_are_listed_and_looked_at_after_a_restart(script: Script, tmp_pa
         assert chat.thread_memory("elsewhere") is None and len(chat.list_threads()) == 2
 
 
+def test_a_thread_that_another_process_forgot_does_not_come_back_at_the_end_of_a_run(
+        script: Script, tmp_path: Path, caplog):
+    """What was told since the last save is not written; the next turn begins anew from its messages."""
+    with model(tmp_path, save="run") as one, model(tmp_path) as two:
+        history: list[Any] = [HumanMessage("one")]
+        history.append(one.invoke(history, thread("a")))
+        assert one.save_thread("a")
+        history.append(HumanMessage("two"))
+        history.append(one.invoke(history, thread("a")))
+        assert two.forget_thread("a")
+        assert not one.save_thread("a") and "was forgotten since it was opened here" in caplog.text
+        assert two.list_threads() == []
+        new = [HumanMessage("three")]
+        new.append(one.invoke(new, thread("a")))
+        assert receipt(new[-1])["source"] == "new" and held(one, "a") == rendered(new)
+        assert two.list_threads() == []
+
+
 def test_two_processes_on_one_thread_never_mix(script: Script, tmp_path: Path, caplog):
     """Each process goes on from the messages given, whichever saved last."""
     with model(tmp_path) as one, model(tmp_path) as two:
