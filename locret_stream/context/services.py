@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from asyncio_throttle import Throttler
@@ -29,12 +31,15 @@ class OpenContext(Protocol):
     def closed(self) -> bool: ...
 
     @property
+    def loop(self) -> AbstractEventLoop | None: ...
+
+    @property
     def idle_since(self) -> float | None: ...
 
     @property
     def resting_since(self) -> float | None: ...
 
-    async def swap_out(self, *, midway: bool = False) -> bool: ...
+    def swap_out(self, *, midway: bool = False) -> Coroutine[Any, Any, bool]: ...
 
     async def aclose(self, *, save: bool = True) -> None: ...
 

@@ -492,15 +492,20 @@ class StreamingContext:
         return self._session is not None and self._session.swapped_out
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop in which it was opened; None before that."""
+        return self._loop
+
+    @property
     def idle_since(self) -> float | None:
-        """When it was used last (`time.monotonic`), if it is idle and can be swapped out; None otherwise, and in
-        another event loop than its own."""
+        """When it was used last (`time.monotonic`), if it is idle and can be swapped out; None otherwise. Any thread
+        may ask; `swap_out` looks once more."""
         session = self._session
         if session is None or not session.idle:
             return None
         if session.branch is None and not self.disposable:
             return None
-        return session.used_at if self._loop is asyncio.get_running_loop() else None
+        return session.used_at
 
     @property
     def resting_since(self) -> float | None:
@@ -508,7 +513,7 @@ class StreamingContext:
         session = self._session
         if session is None or not session.between_steps or session.busy is None or session.branch is None:
             return None
-        return max(session.came_at, session.used_at) if self._loop is asyncio.get_running_loop() else None
+        return max(session.came_at, session.used_at)
 
     async def swap_out(self, *, midway: bool = False) -> bool:
         """Save, and release the slot until the next use. False: it was used meanwhile, and keeps its slot.

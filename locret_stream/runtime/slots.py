@@ -74,7 +74,7 @@ class Slots:
 
     def nudge(self) -> None:
         """Let the first call that waits try again to make a slot come free: the first of this event loop, or, where
-        none runs, of any. Any thread may call this."""
+        none of it waits, of any. Any thread may call this."""
         if not self._waiting:
             return
         try:
@@ -82,19 +82,20 @@ class Slots:
         except RuntimeError:
             loop = None
         with self._lock:
-            waiting = [*self._waiting]
+            waiting = sorted(self._waiting, key=lambda request: request.loop != loop)
         for request in waiting:
-            if loop in (None, request.loop):
-                with contextlib.suppress(InvalidStateError):  # it was nudged already
-                    request.nudged.set_result(None)
-                    return
+            with contextlib.suppress(InvalidStateError):  # it was nudged already
+                request.nudged.set_result(None)
+                return
 
-    async def acquire(self, timeout_s: float, what: str, make_room: Callable[[], Awaitable[bool]] | None = None) -> int:
+    async def acquire(self, timeout_s: float, what: str, make_room: Callable[[], Awaitable[bool]] | None = None,
+                      why_none: Callable[[], str] = str) -> int:
         """A slot.
 
         Args:
             what: the kind of slot, for messages.
             make_room: makes one come free, and returns whether it did; called at first and at every nudge.
+            why_none: what else to tell where none came free.
 
         Raises:
             NoSlot: none came free in time. ContextClosed: the runtime closes.
@@ -116,7 +117,7 @@ class Slots:
                 left = deadline - time.monotonic()
                 if left <= 0 and not request.slot.done():
                     raise NoSlot(f"no {what} slot of {self.size} came free within {timeout_s:g} s; expected a context "
-                                 "to be closed, or a Runtime with more of them")
+                                 f"to be closed, or a Runtime with more of them{why_none()}")
                 either: set[asyncio.Future[Any]] = {slot, asyncio.wrap_future(request.nudged)}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED,
                                    timeout=min(max(left, 0.0), LOOK_AGAIN_S))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import permutations
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from locret_stream import NoSlot, Runtime, SnapshotError, Store, StreamingContext
+from locret_stream import NoSlot, Runtime, SnapshotError, Store, StoreError, StreamingContext
+from locret_stream.context import saving
+from locret_stream.context.session_state import SessionState
+from locret_stream.runtime import sharing
+from locret_stream.snapshot import Snapshot
 from tests.context.support import (
     CHUNK,
     TEXT,
@@ -28,6 +34,7 @@ from tests.context.support import (
 )
 from tests.context.test_snapshots import damage
 
+T = TypeVar("T")
 NAMES = [f"context {n}" for n in range(5)]
 
 
@@ -283,3 +290,135 @@ async def test_a_swapped_out_context_can_be_saved_under_a_new_name(tmp_path: Pat
         await alone.feed(TEXT)
         await alone.feed(TEXT)
         expect_same(settled(await snap(again)), settled(await snap(alone)))
+
+
+class _Loop:
+    """An event loop on a thread of its own, with one context open in it that was fed."""
+
+    def __init__(self, runtime: Runtime, name: str, text: str = TEXT):
+        self.loop, self._runtime, self._name, self._text = asyncio.new_event_loop(), runtime, name, text
+        self._thread = threading.Thread(target=self.loop.run_forever)
+
+    async def __aenter__(self) -> _Loop:
+        self._thread.start()
+        self.context = await self.there(self._opened())
+        return self
+
+    async def _opened(self) -> StreamingContext:
+        context = await self._runtime.open(self._name).__aenter__()
+        await context.feed(self._text)
+        return context
+
+    async def there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            if not self.context.closed:
+                await self.there(self.context.aclose())
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(30)
+            self.loop.close()
+
+
+async def test_contexts_of_other_event_loops_make_room(tmp_path: Path):
+    """In both directions, again and again, and each is as if alone."""
+    async with asyncio.timeout(60), tiny(store=tmp_path, max_live=1, slot_timeout_s=20) as runtime:
+        async with _Loop(runtime, "theirs") as other, runtime.open("ours") as ours:
+            assert other.context.swapped_out
+            for _ in range(3):
+                await ours.feed(TEXT)
+                assert other.context.swapped_out and not ours.swapped_out
+                await other.there(_fed(other.context, TEXT))
+                assert ours.swapped_out and not other.context.swapped_out
+            async with tiny(max_live=2) as alone, alone.open("ours") as one, alone.open("theirs") as two:
+                for context, times in ((one, 3), (two, 4)):
+                    for _ in range(times):
+                        await context.feed(TEXT)
+                expect_same(settled(await snap(ours)), settled(await snap(one)))
+                theirs = await other.there(snap(other.context))
+                expect_same(settled(theirs), settled(await snap(two)))
+
+
+async def _fed(context: StreamingContext, text: str) -> None:
+    await context.feed(text)
+
+
+async def test_event_loops_that_want_each_others_slots_at_once_do_not_stall(tmp_path: Path):
+    async with asyncio.timeout(100), AsyncExitStack() as stack:
+        runtime = await stack.enter_async_context(tiny(store=tmp_path, max_live=1, slot_timeout_s=50))
+        others = [await stack.enter_async_context(_Loop(runtime, f"loop {n}")) for n in range(3)]
+
+        async def used(other: _Loop) -> None:
+            for _ in range(4):
+                await other.there(_fed(other.context, TEXT))
+
+        async with asyncio.TaskGroup() as group:
+            for other in others:
+                group.create_task(used(other))
+    assert not [row.problem for row in Store(tmp_path).verify() if row.problem]
+
+
+async def test_an_event_loop_that_does_not_get_on_keeps_its_slot_and_is_named(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sharing, "LOOK_AGAIN_S", 0.0)
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.5) as runtime, _Loop(runtime, "theirs") as other:
+        free = threading.Event()
+        other.loop.call_soon_threadsafe(lambda: free.wait(30))
+        try:
+            with pytest.raises(NoSlot, match="keeps its slot: its event loop did not get to it in time"):
+                await runtime.open("ours").__aenter__()
+        finally:
+            free.set()
+        async with runtime.open("ours"):
+            assert other.context.swapped_out
+
+
+async def test_a_context_whose_event_loop_has_ended_is_named(tmp_path: Path):
+    async with tiny(store=tmp_path, max_live=1, slot_timeout_s=0.2) as runtime:
+        async def left() -> StreamingContext:
+            context = await runtime.open("theirs").__aenter__()
+            await context.feed(TEXT)
+            return context
+
+        theirs = await asyncio.to_thread(asyncio.run, left())
+        with pytest.raises(NoSlot, match="keeps its slot: its event loop does not run"):
+            await runtime.open("ours").__aenter__()
+        await theirs.aclose()
+
+
+async def test_a_session_that_cannot_be_saved_is_named_to_who_waits_and_others_make_room(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It keeps its memory, and is tried again last: each try may take long."""
+    tried, full = [], [True]
+    real = saving.save
+
+    async def save(session: SessionState) -> Snapshot:
+        tried.append(session.branch.name)
+        if session.branch.name == "stuck" and full:
+            raise StoreError("No space left on device")
+        return await real(session)
+
+    monkeypatch.setattr(saving, "save", save)
+    monkeypatch.setattr(sharing, "LOOK_AGAIN_S", 0.0)
+    async with tiny(store=tmp_path, max_live=2, slot_timeout_s=0.3) as runtime, AsyncExitStack() as stack:
+        stuck = await stack.enter_async_context(runtime.open("stuck"))
+        await stuck.feed(TEXT)
+        before = settled(await snap(stuck))
+        for n in range(5):
+            other = await stack.enter_async_context(runtime.open(f"other {n}"))
+            await other.feed(TEXT)
+        assert not stuck.swapped_out and tried.count("stuck") == 1
+        await other.aclose()
+        busy = await stack.enter_async_context(runtime.open("busy"))
+        async with busy.turn():
+            await busy.feed(TEXT)
+            with pytest.raises(NoSlot, match="'stuck' cannot be swapped out and keeps its slot: No space left"):
+                await runtime.open("late").__aenter__()
+            expect_same(settled(await snap(stuck)), before)
+            full.clear()
+            late = await stack.enter_async_context(runtime.open("late"))
+            assert stuck.swapped_out
+            await late.aclose()
+    assert not [row.problem for row in Store(tmp_path).verify() if row.problem]
