@@ -135,7 +135,7 @@ class Thread:
         return boundaries
 
     @property
-    def _unsaved(self) -> Boundary | None:
+    def unsaved(self) -> Boundary | None:
         """The boundary where its open context rests, if it is not stored, and what was told last."""
         live = self.live
         last = live is not None and not self.stale and live.key not in self.snapshots and (
@@ -251,7 +251,7 @@ class Thread:
         """Put the context where the snapshot of that generation is; 0 is the beginning."""
         await self.keep()
         if self.session is not None:
-            self.lost = self.lost or self._unsaved
+            self.lost = self.lost or self.unsaved
         if self.open and self.session is not None and not self.stale:
             boundary, self.boundary = self.boundary, None  # cancelled, the context may rest at either place
             try:
@@ -279,7 +279,7 @@ class Thread:
     async def feed(self, ids: list[int], focus: str | None = None) -> None:
         """Feed token ids, under that focus unless it is None; from here on the thread rests at no boundary."""
         context = self.context
-        self.before = self.before or Before(self.fed, context.swap_generations, self.lost or self._unsaved)
+        self.before = self.before or Before(self.fed, context.swap_generations, self.lost or self.unsaved)
         self.boundary, context.disposable, self.fed = None, False, True
         if focus is not None:
             await context.focus(focus)

@@ -172,7 +172,7 @@ class Threads:
         return thread
 
     async def _retire(self) -> None:
-        """Close what was not used for long; stored threads are looked up again."""
+        """Close what was not used for long; stored threads are looked up again. One that cannot be saved stays."""
         for thread in [thread for thread in self._nameless if not thread.users][:-self.runtime.max_live]:
             if thread.users or thread not in self._nameless:  # another call uses it, or retired it
                 continue
@@ -183,6 +183,9 @@ class Threads:
                 continue
             async with thread.in_use(), thread.lock:  # calls that want the thread meanwhile wait
                 await thread.keep()
+                if thread.unsaved is not None:  # it cannot be saved, and is tried again when it is the oldest again
+                    self._threads.move_to_end(session)
+                    continue
                 await thread.close()
             if not thread.users and self._threads.get(session) is thread and thread.lost is None:
                 del self._threads[session]

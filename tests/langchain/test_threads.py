@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from langchain_locret import LocretChatModel
+from locret_stream import NoSlot, Store, StoreError
+from locret_stream.context import saving
+from locret_stream.context.session_state import SessionState
 from locret_stream.conversation import matching, threads
-from tests.langchain.support import Script, held, model, receipt, rendered, thread
+from locret_stream.snapshot import Snapshot
+from tests.langchain.support import Script, held, model, receipt, rendered, runtime, thread
 
 
 @pytest.mark.thorough
@@ -153,6 +158,52 @@ def test_a_thread_that_another_process_forgot_does_not_come_back_at_the_end_of_a
         new.append(one.invoke(new, thread("a")))
         assert receipt(new[-1])["source"] == "new" and held(one, "a") == rendered(new)
         assert two.list_threads() == []
+
+
+def _full_for(monkeypatch: pytest.MonkeyPatch, name: str) -> list[bool]:
+    """While what this gives has an element, saves of that thread fail."""
+    full, real = [True], saving.save
+
+    async def save(session: SessionState) -> Snapshot:
+        if full and session.stored_branch.name == name:
+            raise StoreError("No space left on device")
+        return await real(session)
+
+    monkeypatch.setattr(saving, "save", save)
+    return full
+
+
+def test_a_thread_that_cannot_be_saved_is_not_lost_as_others_are_used(script: Script, tmp_path: Path, monkeypatch,
+                                                                      caplog):
+    monkeypatch.setattr(threads, "THREADS", 1)
+    full = _full_for(monkeypatch, "langchain/a")
+    with model(tmp_path, max_live=2) as chat:
+        history: list[Any] = [HumanMessage("one")]
+        history.append(chat.invoke(history, thread("a")))
+        assert not receipt(history[-1])["saved"]
+        for name in "bcdbcd":
+            assert receipt(chat.invoke("hello", thread(name)))["saved"]
+        assert "No space left on device" in caplog.text and "a" not in chat.list_threads()
+        history.append(HumanMessage("two"))
+        history.append(chat.invoke(history, thread("a")))
+        assert receipt(history[-1])["source"] == "live"
+        full.clear()
+        assert chat.save_thread("a") and "a" in chat.list_threads()
+
+
+def test_who_waits_for_the_slot_of_a_thread_that_cannot_be_saved_is_told_which_and_why(
+        script: Script, tmp_path: Path, monkeypatch):
+    full = _full_for(monkeypatch, "langchain/a")
+    with model(None, on=runtime(Store(tmp_path), max_live=1, slot_timeout_s=0.3)) as chat:
+        history: list[Any] = [HumanMessage("one")]
+        history.append(chat.invoke(history, thread("a")))
+        with pytest.raises(NoSlot, match="'langchain/a' cannot be swapped out and keeps its slot: No space left"):
+            chat.invoke("hello", thread("b"))
+        history.append(HumanMessage("two"))
+        assert receipt(chat.invoke(history, thread("a")))["source"] == "live"
+        full.clear()
+        time.sleep(1.1)  # it is tried again after a second
+        assert receipt(chat.invoke("hello", thread("b")))["saved"]
 
 
 def test_two_processes_on_one_thread_never_mix(script: Script, tmp_path: Path, caplog):
