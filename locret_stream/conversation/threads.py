@@ -20,7 +20,7 @@ from locret_stream.conversation.histories import Keys
 from locret_stream.conversation.messages import canonical, digest
 from locret_stream.conversation.probes import Piece
 from locret_stream.conversation.render import ChatTemplate
-from locret_stream.conversation.request import Request
+from locret_stream.conversation.request import Request, within
 from locret_stream.conversation.thinking import options_for
 from locret_stream.conversation.thread import Thread
 from locret_stream.errors import ConfigError, SnapshotNotFound
@@ -219,23 +219,23 @@ class Threads:
         thread = self._threads.get(session_name(name))
         return name == other or (thread is not None and thread.owner == session_name(other))
 
-    async def forget(self, name: str, *, only_if: Callable[[], Awaitable[bool]] | None = None) -> bool:
+    async def forget(self, name: str, *, only_if: Callable[[], Awaitable[bool]] | None = None,
+                     timeout_s: float | None = None) -> bool:
         """Delete a thread's memory and that of its forks, from this process and from the store; whether there was any.
 
         Args:
             only_if: is asked once nobody here can tell it or its forks anything any more; False leaves all as it is.
+            timeout_s: how long it waits for other calls on them; None for no limit.
+
+        Raises:
+            TimeoutError: one of them was in use all the time; nothing was deleted. SnapshotError: the store refused.
         """
         thread = self.named(name)
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(thread.in_use())
-            await stack.enter_async_context(thread.lock)
-            locked = [thread]
-            while forks := [fork for fork in self._threads.values() if thread.session is not None
-                            and fork.owner == thread.session and fork not in locked]:
-                for fork in forks:  # nobody opens one again before all are deleted
-                    await stack.enter_async_context(fork.in_use())
-                    await stack.enter_async_context(fork.lock)
-                locked += forks
+            # The wait alone: a deletion that has begun is not to be told as one that did nothing.
+            async with within(timeout_s, f"the session, or a fork of it, was in use for {timeout_s} s, so nothing was "
+                              "deleted; expected another try once it is free"):
+                locked = await self._lock_with_forks(thread, stack)
             if only_if is not None and not await only_if():
                 return False
             was_open = thread.open
@@ -250,6 +250,19 @@ class Threads:
             except ConfigError:  # a fork: the rest of the session belongs to other threads
                 await thread.delete()
             return True
+
+    async def _lock_with_forks(self, thread: Thread, stack: AsyncExitStack) -> list[Thread]:
+        """The thread and all its forks that are at hand, which nobody else has until the stack ends."""
+        await stack.enter_async_context(thread.in_use())
+        await stack.enter_async_context(thread.lock)
+        locked = [thread]
+        while forks := [fork for fork in self._threads.values() if thread.session is not None
+                        and fork.owner == thread.session and fork not in locked]:
+            for fork in forks:  # nobody opens one again before all are deleted
+                await stack.enter_async_context(fork.in_use())
+                await stack.enter_async_context(fork.lock)
+            locked += forks
+        return locked
 
     async def close(self) -> None:
         """Close all contexts. Threads that rest at a boundary are saved; streams that are being absorbed are undone.

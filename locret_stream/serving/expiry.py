@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # loads torch
 
 LOOK_EVERY_S = 3600.0
 DAY_S = 86400.0
+WAIT_S = 10.0  # for one that is in use: then it is not old any more, or is looked at again with the next round
 _UNNAMED = re.compile(rf"([\w-]+/)?{UNNAMED}[0-9a-f]{{24}}")
 _log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ async def expire(threads: Threads, older_than_s: float) -> list[str]:
     """Forget the unnamed sessions whose newest snapshot is older than that; their threads.
 
     Forks are forgotten with their session, so it stays as long as one of them is younger, or has a name. One that
-    cannot be read stays, as its age is not known; so does one that cannot be deleted just now.
+    cannot be read stays, as its age is not known; so does one that cannot be deleted just now, or is in use.
     """
     from locret_stream.conversation.boundaries import PREFIX, from_note
 
@@ -50,8 +51,10 @@ async def expire(threads: Threads, older_than_s: float) -> list[str]:
     for session in sorted(found - stays):
         thread = session.removeprefix(PREFIX)
         try:
-            if await threads.forget(thread, only_if=partial(still_old, session)):
+            if await threads.forget(thread, only_if=partial(still_old, session), timeout_s=WAIT_S):
                 gone.append(thread)
+        except TimeoutError:
+            continue
         except LocretError as error:
             _log.warning("session %r has expired and cannot be deleted yet: %s", thread, error)
     return gone

@@ -111,7 +111,7 @@ class Sessions:
     async def memory(self, thread: str, session: str) -> Json:
         """Figures of a session's memory. Raises ApiError 404."""
         from locret_stream.conversation.thread_memory import memory
-        with self.admitted("memory"):
+        async with self._in_time("memory"):
             found = await memory(self.threads, thread)
         if found is None:
             raise unknown_session(session)
@@ -120,7 +120,7 @@ class Sessions:
     async def map(self, thread: str, start: int, end: int | None, columns: int) -> Json:
         """Units that a session keeps of each part of what it was told. Raises ApiError 404, InputError."""
         from locret_stream.conversation.standing import occupancy
-        with self.admitted("map"), _known():
+        async with self._in_time("map"):
             named = self.threads.named(thread)
             if named.open and named.lock.locked():  # a turn runs: as it is at this moment
                 found = await named.context.occupancy(start, end, columns)
@@ -135,7 +135,7 @@ class Sessions:
         Args:
             column: also the text cut every so many tokens, as the columns of `map`.
         """
-        with self.admitted("text"):
+        async with self._in_time("text"):
             found = await _text(self.threads, thread, start, end, column)
             if found is None:
                 told = await _told(self.threads, thread, session)
@@ -151,7 +151,7 @@ class Sessions:
     async def search(self, thread: str, words: str, limit: int) -> Json:
         """Passages of a session's log that have these words, whether its memory keeps them or not."""
         from locret_stream.conversation.thread_memory import recall
-        with self.admitted("search"):
+        async with self._in_time("search"):
             found = await recall(self.threads, thread, words, None, None, limit)
         return {"object": "list", "data": [msgspec.to_builtins(passage) for passage in found]}
 
@@ -222,9 +222,10 @@ class Sessions:
         return {"object": "session", "id": session, "saved": saved}
 
     async def forget(self, thread: str, session: str) -> None:
-        """Delete a session and its forks, every file of them. Raises ApiError 404."""
+        """Delete a session and its forks, every file of them; streams into them are undone first. Raises ApiError 404;
+        TimeoutError: it was in use all the time, and is as it was."""
         await self.uploads.abort(lambda name: self.threads.is_of(name, thread))
-        if not await self.threads.forget(thread):
+        if not await self.threads.forget(thread, timeout_s=self.limits.timeout_s):
             raise unknown_session(session)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.serving.test_sessions import LOG, ingest
 
 BUSY = [("sessions/s/ask", {"question": "?"}), ("sessions/s/fork", {"to": "t"}), ("sessions/s/rewind", {"to": 1}),
         ("sessions/s/focus", {"focus": "doors"}), ("conversations/s/items", {"items": [
-            {"role": "user", "content": "late"}]}), ("sessions/s/snapshot", {}), ("sessions/s", None)]
+            {"role": "user", "content": "late"}]}), ("sessions/s/snapshot", {}), ("sessions/s", None),
+        ("sessions/s/text", None), ("sessions/s/search?words=one", None)]
+DELETED = ["sessions/s", "conversations/s"]
 
 
 @pytest.mark.parametrize("number", range(len(BUSY)))
@@ -34,6 +37,44 @@ def test_what_waits_for_a_session_ends_in_time(served: Served, monkeypatch: pyte
     assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"], answer.text
     wait_until(lambda: served.service._running == 0)
     assert state_of(served, "s") == before and served.http.get("/v1/sessions/t").status_code == 404
+
+
+@pytest.mark.parametrize("path", DELETED)
+@pytest.mark.parametrize("busy", ["s", "t"])
+def test_a_deletion_that_waits_for_a_session_or_its_fork_ends_in_time(
+        served: Served, monkeypatch: pytest.MonkeyPatch, path: str, busy: str):
+    respond(served, input="one", session_id="s")
+    assert served.http.post("/v1/sessions/s/fork", json={"to": "t"}).status_code == 200
+    before = state_of(served, "s")
+    thread = served.service.threads.named(busy)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.service, "limits", Limits(timeout_s=0.3))
+        served.do(thread.lock.acquire())
+        try:
+            answer = served.http.delete(f"/v1/{path}", timeout=10)
+        finally:
+            served.loop.call_soon_threadsafe(thread.lock.release)
+    error = answer.json()["error"]
+    assert answer.status_code == 504 and error["code"] == "timeout" and answer.headers["retry-after"] == "1", error
+    assert all(part in error["message"] for part in ("0.3 s", "nothing was deleted", "another try")), error
+    assert state_of(served, "s") == before
+    assert served.http.delete(f"/v1/{path}").status_code == 200
+    assert [served.http.get(f"/v1/sessions/{name}").status_code for name in "st"] == [404, 404]
+
+
+def test_a_deletion_that_has_begun_is_not_cut(served: Served, monkeypatch: pytest.MonkeyPatch):
+    respond(served, input="one", session_id="s")
+    store = served.service.runtime.store
+    assert store is not None
+    forget = store.forget
+
+    def slowly(name: str) -> list[str]:
+        time.sleep(0.6)
+        return forget(name)
+
+    monkeypatch.setattr(store, "forget", slowly)
+    monkeypatch.setattr(served.service, "limits", Limits(timeout_s=0.3))
+    assert served.http.delete("/v1/sessions/s").status_code == 200
 
 
 def test_a_question_has_a_time_and_a_model_of_its_own(served: Served, script: Script):

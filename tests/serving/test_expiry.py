@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from locret_stream.errors import ConfigError
+from locret_stream.serving import expiry
 from locret_stream.serving.expiry import expire
 from locret_stream.serving.limits import Limits
 from locret_stream.serving.names import response_id
@@ -49,6 +50,20 @@ def test_a_session_that_is_gone_on_from_meanwhile_stays(served: Served):
         assert turn.result(30).status_code == 200 and gone.result(30) == []
     assert served.http.post("/v1/responses", json={"input": "three", "previous_response_id": turn.result().json()["id"]}
                             ).status_code == 200
+
+
+def test_one_that_is_in_use_keeps_no_other_from_expiring(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(expiry, "WAIT_S", 0.2)
+    for _ in range(2):
+        served.http.post("/v1/responses", json={"input": "one"})
+    used, other = sorted(row["id"] for row in served.http.get("/v1/sessions").json()["data"])
+    thread = served.service.threads.named(used)
+    served.do(thread.lock.acquire())
+    try:
+        assert served.do(expire(served.service.threads, 0)) == [other]
+    finally:
+        served.loop.call_soon_threadsafe(thread.lock.release)
+    assert served.do(expire(served.service.threads, 0)) == [used]
 
 
 def test_a_server_looks_when_it_starts(script: Script, tmp_path: Path):
