@@ -47,12 +47,11 @@ def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         except asyncio.CancelledError:
             if not service.draining:
                 raise
-            return error_response(ApiError(503, "the server is shutting down", kind="server_error",
-                                           code="shutting_down", retry_s=2), unread=True)
+            return error_response(request, ApiError(503, "the server is shutting down", kind="server_error",
+                                                    code="shutting_down", retry_s=2), unread=True)
         except Exception as error:
-            response = error_response(error, unread=request.method in ("POST", "PUT") and not request.state.read)
-            service.metrics.refused.labels(str(response.status_code)).inc()
-            return response
+            return error_response(request, error,
+                                  unread=request.method in ("POST", "PUT") and not request.state.read)
 
     return run
 
@@ -316,12 +315,13 @@ async def page(request: Request) -> Response:
 
 
 def _not_found(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(404, f"there is no {request.method} {request.url.path}; the endpoints are in "
-                                   "docs/guides/server.md", code="unknown_url"))
+    return error_response(request, ApiError(404, f"there is no {request.method} {request.url.path}; the endpoints are "
+                                            "in docs/guides/server.md", code="unknown_url"))
 
 
 def _not_allowed(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(405, f"{request.url.path} takes no {request.method}", code="method_not_allowed"))
+    return error_response(request, ApiError(405, f"{request.url.path} takes no {request.method}",
+                                            code="method_not_allowed"))
 
 
 def make_app(service: Service, keys: Mapping[str, str] | None = None, hosts: tuple[str, ...] = ()) -> Starlette:

@@ -18,7 +18,7 @@ from locret_stream.serving.bodies import Json
 from locret_stream.serving.errors import ApiError
 from locret_stream.serving.limits import Limits
 from locret_stream.serving.service import Service
-from locret_stream.serving.streams import HEADERS, Pen, as_refusal, json_response, write_events
+from locret_stream.serving.streams import HEADERS, Pen, json_response, refusal_of, write_events
 from locret_stream.serving.uploads import Incoming
 
 TELL_EVERY_S = 0.5  # between two events of progress
@@ -123,7 +123,7 @@ class _Progress(Response):
         except ClientDisconnect:
             return
         except Exception as error:
-            await pen.write(_line(as_refusal(error).body["error"] | {"type": "error"}))
+            await pen.write(_line(refusal_of(self._request, error).body["error"] | {"type": "error"}))
         await pen.write(b"", more=False)
 
     async def _events(self) -> AsyncGenerator[Json]:

@@ -19,7 +19,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("locret_requests", "requests that were let in", ["kind"], registry=registry)
-        self.refused = Counter("locret_refused", "requests that were refused", ["code"], registry=registry)
+        self.refused = Counter("locret_refused", "requests that were refused, or failed, in mid-stream too", ["code"],
+                               registry=registry)
         self.cancelled = Counter("locret_cancelled", "turns that the client left", registry=registry)
         self.running = Gauge("locret_running", "requests that run or wait for a slot", registry=registry)
         self.live = Gauge("locret_slots_in_use", "slots for live memories that are in use", registry=registry)

@@ -28,13 +28,13 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def error_response(error: BaseException, *, unread: bool = False) -> Response:
-    """The refusal, or failure, as OpenAI's API writes it; what nobody expected goes to the log.
+def error_response(request: Request, error: BaseException, *, unread: bool = False) -> Response:
+    """The refusal, or failure, as OpenAI's API writes it; counted as by `refusal_of`.
 
     Args:
         unread: the body was not read to its end, so that nothing can follow on the connection.
     """
-    refused = as_refusal(error)
+    refused = refusal_of(request, error)
     headers = {} if refused.retry_s is None else {"retry-after": str(refused.retry_s)}
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -43,8 +43,11 @@ def error_response(error: BaseException, *, unread: bool = False) -> Response:
     return json_response(refused.body, refused.status, headers)
 
 
-def as_refusal(error: BaseException) -> ApiError:
-    refused = api_error(error)
+def refusal_of(request: Request, error: BaseException) -> ApiError:
+    """What a request is told of an error, as a status or in mid-stream. The metrics count it, and what nobody expected
+    goes to the log."""
+    refused, metrics = api_error(error), request.app.state.service.metrics
+    metrics.refused.labels(str(refused.status)).inc()
     if refused.code == "internal_error":
         _log.error("a request failed", exc_info=error)
     return refused
@@ -127,7 +130,7 @@ class EventStream(Response):
     """
 
     def __init__(self, events: AsyncGenerator[Json], first: asyncio.Task[Json], *, named: bool,
-                 failed: Callable[[ApiError], Json]):
+                 failed: Callable[[Exception], Json]):
         super().__init__(headers=HEADERS)
         self._events, self._first, self._named, self._failed = events, first, named, failed
 
@@ -144,7 +147,7 @@ class EventStream(Response):
                 await pen.write(self._line(event))
             await pen.write(b"" if self._named else b"data: [DONE]\n\n", more=False)
         except Exception as error:
-            await pen.write(self._line(self._failed(as_refusal(error))), more=False)
+            await pen.write(self._line(self._failed(error)), more=False)
 
     def _line(self, event: Json) -> bytes:
         name = b"event: " + event["type"].encode() + b"\n" if self._named else b""
@@ -178,4 +181,4 @@ async def stream(request: Request, events: AsyncGenerator[Json], *, named: bool,
         raise
     finally:
         left.cancel()
-    return EventStream(events, first, named=named, failed=failed)
+    return EventStream(events, first, named=named, failed=lambda error: failed(refusal_of(request, error)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import threading
@@ -105,6 +106,31 @@ def test_too_many_are_told_to_come_back_and_all_others_answered(script: Script, 
         assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "queue_full"
         metrics = served.http.get("/metrics").text
         assert 'locret_refused_total{code="429"} 8.0' in metrics and "locret_running 0.0" in metrics
+
+
+def refused(served: Served) -> dict[str, float]:
+    """How many requests were refused, by their status."""
+    found = re.findall(r'locret_refused_total\{code="(\d+)"\} (\S+)', served.http.get("/metrics").text)
+    return {code: float(count) for code, count in found}
+
+
+@pytest.mark.parametrize("path, body", [
+    ("chat/completions", CHAT), ("responses", {"input": "one"}), ("responses", {"input": "one", "store": False})])
+def test_an_answer_that_is_out_of_time_in_mid_stream_is_counted(
+        served: Served, script: Script, path: str, body: dict[str, Any]):
+    script.say, script.delay = lambda shown: "word " * 400, 0.01
+    for count in (1, 2):
+        with served.http.stream("POST", f"/v1/{path}", json={**body, "stream": True, "timeout": 0.5}) as answer:
+            assert answer.status_code == 200 and '"timeout"' in "".join(answer.iter_text())
+        assert refused(served) == {"504": count}
+
+
+def test_an_upload_that_fails_in_mid_stream_and_a_path_that_is_none_are_counted(served: Served):
+    answer = served.http.post("/v1/sessions/s/ingest", content=b"\xff", headers={"accept": "text/event-stream"})
+    assert answer.status_code == 200 and '"type":"error"' in answer.text, answer.text
+    assert refused(served) == {"400": 1}
+    assert served.http.get("/v1/nothing").status_code == 404 and served.http.get("/v1/responses").status_code == 405
+    assert refused(served) == {"400": 1, "404": 1, "405": 1}
 
 
 BOMBS = [(b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
