@@ -41,6 +41,20 @@ http://127.0.0.1:8000/v1/sessions/builds/ask
 app = typer.Typer(rich_markup_mode="rich")
 
 
+class UploadOptions(msgspec.Struct, frozen=True):
+    """How long a session is kept for the sender of a stream to `ingest`."""
+
+    upload_idle: Annotated[float, typer.Option(min=1, help=(
+        "Seconds in which --upload-least bytes of an upload must come while its memory waits for them; a sender that "
+        "is slower, or died, is refused with status 408. More for senders that pause."))] = 60
+    upload_least: Annotated[int, typer.Option(min=1, help=(
+        "Bytes of an upload that must come in each --upload-idle seconds. There is no most: a stream that flows may "
+        "last for ever."))] = 1024
+    upload_resume: Annotated[float, typer.Option(min=1, help=(
+        "Seconds in which an upload that broke off may go on, if its sender gave it an id. As long its session waits; "
+        "then what was read of it is undone."))] = 60
+
+
 @app.command(help=HELP)
 @grouped
 def serve(
@@ -71,6 +85,7 @@ def serve(
     grace: Annotated[float, typer.Option(min=0, help="Seconds that running answers get to finish at shutdown.")] = 600,
     unnamed_days: Annotated[float, typer.Option(min=0.01, help=(
         "Days that responses without a session name are kept."))] = 30,
+    uploads: UploadOptions,
     ray: Annotated[bool, typer.Option("--ray", help=(
         "On many machines, with Ray Serve: --max-live and --max-waiting are those of one replica."))] = False,
     ray_address: Annotated[str | None, typer.Option(envvar="RAY_ADDRESS", show_default="one on this machine", help=(
@@ -91,7 +106,9 @@ def serve(
                           "or the variable LOCRET_API_KEY")
     from locret_stream.serving.limits import Limits
 
-    limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout, unnamed_days=unnamed_days)
+    limits = Limits(max_waiting=max_waiting, max_tokens=max_tokens, timeout_s=timeout, unnamed_days=unnamed_days,
+                    upload_idle_s=uploads.upload_idle, upload_least_bytes=uploads.upload_least,
+                    upload_resume_s=uploads.upload_resume)
     model, replies = name or options.model, _read_template(response_template)
 
     def listening(bound: int) -> None:

@@ -50,7 +50,7 @@ class Service(Sessions):
             raise ConfigError("a server keeps its sessions in a store, and the runtime has none; expected "
                               "Runtime(..., store=<a folder or URL>)")
         self.runtime, self.model, self.limits = runtime, model, limits or Limits()
-        self.metrics, self.uploads = Metrics(), Uploads()
+        self.metrics, self.uploads = Metrics(), Uploads(self.limits.upload_resume_s)
         self.draining, self.served = False, 0  # requests that were let in and ended
         self._response_template, self._tool_prompt, self._running, self._idle = (
             response_template, tool_prompt, 0, asyncio.Event())

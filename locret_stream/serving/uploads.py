@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # loads torch
     from locret_stream.conversation.absorbing import Absorption
     from locret_stream.conversation.threads import Threads
 
-RESUME_S = 60.0  # how long an upload that broke off waits for its sender; its session waits as long
 MOST_DONE = 256  # uploads whose end is known, so that a sender that missed it may ask again
 
 
@@ -121,20 +120,25 @@ class Upload:
             self._timer.cancel()
             self._timer = None
 
-    def wait_for_sender(self) -> None:
+    def wait_for_sender(self, seconds: float) -> None:
         """Undo it after a while, unless its sender comes back."""
         loop = asyncio.get_running_loop()
 
         def give_up() -> None:
             self.task = loop.create_task(self.release())
 
-        self._timer = loop.call_later(RESUME_S, give_up)
+        self._timer = loop.call_later(seconds, give_up)
 
 
 class Uploads:
-    """The streams of one server that are under way, or ended lately."""
+    """The streams of one server that are under way, or ended lately.
 
-    def __init__(self) -> None:
+    Args:
+        resume_s: as `Limits.upload_resume_s`.
+    """
+
+    def __init__(self, resume_s: float) -> None:
+        self.resume_s = resume_s
         self._open: dict[tuple[str, str], Upload] = {}  # by thread and id
         self._running: dict[Upload, tuple[asyncio.Task[None] | None, str]] = {}
 
@@ -195,7 +199,7 @@ class Uploads:
             yield upload
         except BaseException as error:
             if upload_id is not None and upload.may_go_on and upload.ended_by is None:
-                upload.wait_for_sender()
+                upload.wait_for_sender(self.resume_s)
             else:
                 await upload.release()
             if upload.ended_by is not None and isinstance(error, asyncio.CancelledError):

@@ -5,9 +5,17 @@ from __future__ import annotations
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import locret_stream.cli.serve as verb
+from locret_serve import starting
+from locret_serve.settings import read_cluster
+from locret_stream.errors import ConfigError
+from locret_stream.serving import service
+from locret_stream.serving.limits import Limits
 from tests.cli.command import invoke
 from tests.processes import run_python
 
@@ -28,6 +36,38 @@ def test_a_model_without_a_chat_template_is_told_in_one_line(tiny: Path, tmp_pat
     [line] = err.splitlines()
     assert line.startswith(f"locret-stream: the tokenizer of {base} has no chat template")
     assert "chat_template.jinja" in line and "template=" not in line, "what it names can be done"
+
+
+UPLOADS = ("--upload-idle", 5, "--upload-least", 10, "--upload-resume", 7.5)
+
+
+@pytest.mark.parametrize("where", [(), ("--ray",)])
+def test_what_uploads_may_is_told_on_the_command_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[str, ...]):
+    found: list[Limits] = []
+
+    def many(cluster: dict[str, Any], **_: Any) -> None:
+        found.append(read_cluster(cluster).limits)
+
+    def one(runtime: Any, *, limits: Limits, **_: Any) -> None:
+        found.append(limits)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(starting, "run", many)
+    monkeypatch.setattr(service, "Service", one)
+    monkeypatch.setattr(verb, "make_runtime", lambda *_, **__: SimpleNamespace(frames=SimpleNamespace(raw=False)))
+    monkeypatch.setattr(verb, "describe_runtime", lambda _: "")
+    invoke("serve", *where, "--store", tmp_path / "store", "--port", 0, *UPLOADS)
+    assert [(each.upload_idle_s, each.upload_least_bytes, each.upload_resume_s) for each in found] == [(5, 10, 7.5)]
+
+
+@pytest.mark.parametrize(("option", "value", "told"), [
+    ("--upload-idle", 0, "--upload-idle"), ("--upload-least", 0, "--upload-least"),
+    ("--upload-resume", -1, "--upload-resume"),
+    ("--upload-resume", "inf", "upload_resume_s is inf"), ("--upload-idle", "nan", "--upload-idle")])
+def test_limits_of_uploads_that_cannot_be(tmp_path: Path, option: str, value: object, told: str):
+    code, out, err = invoke("serve", "--store", tmp_path / "store", "--port", 0, option, value)
+    assert (code, out) == (2, "") and told in err, err
 
 
 @pytest.mark.thorough

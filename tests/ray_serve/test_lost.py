@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import openai
 import pytest
 
 from locret_serve import remote
+from locret_stream.serving.limits import Limits
 from tests.langchain.support import Script
 from tests.ray_serve.support import Many, cluster
 from tests.serving.support import MODEL
@@ -240,3 +243,14 @@ def test_figures_of_all(served: Many, script: Script):
     assert 'locret_refused_total{code="400",replica="front"} 1.0' in text
     assert text.count("# TYPE locret_requests_total counter") == 1
     assert served.http.get("/ready").text == "ready"
+
+
+def test_a_sender_that_is_slow_is_not_given_up_by_its_replica(script: Script, tmp_path: Path):
+    def slow() -> Iterator[bytes]:
+        yield b"one "
+        time.sleep(1.5)  # more than a replica waits for a sender of whom it hears nothing
+        yield b"two"
+
+    with cluster(tmp_path, limits=Limits(upload_resume_s=0.6)) as many:
+        done = many.http.post("/v1/sessions/log/ingest", content=slow())
+    assert done.status_code == 200 and done.json()["characters"] == 7, done.text

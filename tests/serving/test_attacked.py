@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from locret_stream.conversation.threads import THREADS, Threads
-from locret_stream.serving import server, streams, uploads
+from locret_stream.serving import server, streams
 from locret_stream.serving.limits import Limits
 from tests.langchain.support import Script
 from tests.serving.support import Served, serving
@@ -150,7 +150,7 @@ def test_an_upload_that_cannot_begin_frees_its_session_at_once(served: Served):
 
 
 def test_an_upload_that_was_given_up_is_unknown_and_may_begin_again(served: Served, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(uploads, "RESUME_S", 0.1)
+    monkeypatch.setattr(served.service.uploads, "resume_s", 0.1)
 
     def broken() -> Iterator[bytes]:
         yield b"hello " * 100

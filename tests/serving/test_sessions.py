@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from locret_stream.serving import uploads
 from tests.langchain.support import Script
 from tests.serving.support import MODEL, Served, serving
 from tests.serving.test_left import wait_until
@@ -127,7 +126,7 @@ def test_a_stream_that_breaks_off_goes_on_or_leaves_nothing(served: Served, monk
 
 
 def test_a_sender_that_never_comes_back_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(uploads, "RESUME_S", 0.2)
+    monkeypatch.setattr(served.service.uploads, "resume_s", 0.2)
 
     def broken() -> Iterator[bytes]:
         yield LOG.encode()

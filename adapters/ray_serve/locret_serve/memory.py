@@ -119,7 +119,7 @@ class Memory:
     # -- streams ----------------------------------------------------------------------------------------------
 
     async def piece(self, place: Place, offset: int, piece: bytes, last: bool) -> Read | ApiError:
-        """Read a piece of a stream. Between two pieces the stream waits for its sender (`uploads.RESUME_S`).
+        """Read a piece of a stream. Between two pieces the stream waits for its sender (`Limits.upload_resume_s`).
 
         Args:
             offset: bytes that were read before; 0 begins. last: make it durable.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # loads torch
 
 GIVE_UP_S = 60.0  # after the first death: how long another replica is looked for
 OWN_TRIES = 4  # how often an answer is begun again because a replica that was given up saved it, too
-ALIVE_S = 20.0  # between two signs of life of a stream whose sender is slow; a replica waits for `uploads.RESUME_S`
+SIGNS = 3  # of life of a stream whose sender is slow, in the time that a replica waits for the sender
 LOOK_AGAIN_S = 1.0
 MOVED = ("shutting_down", "starting")  # refusals of a replica that another one answers in its place
 
@@ -341,7 +341,7 @@ class _Pieces:
         """A replica gives up a stream of which nothing comes."""
         with contextlib.suppress(ApiError):  # told by the next piece
             while True:
-                await asyncio.sleep(ALIVE_S)
+                await asyncio.sleep(self._service.limits.upload_resume_s / SIGNS)
                 await self.push(b"")
 
     async def leave(self) -> None:
